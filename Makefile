@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+PY := .venv/bin/python
+
+# vLLM reports usage to its makers, and transformers asks the Hub about models, unless told not to.
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint format test test-slow demo clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+
+setup: ## make .venv with everything (every target below does this by itself)
+	@tools/setup.sh
+
+demo: setup ## stream a whole book through a bounded cache, on a real vLLM engine
+	@$(PY) -m benchmarks.demo
+
+test: setup ## the tests, less the slow ones
+	@$(PY) -m pytest -m "not slow"
+
+test-slow: setup ## the slow tests
+	@$(PY) -m pytest -m slow
+
+lint: setup ## ruff: rules and formatting
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: setup ## let ruff put in order what it can
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+clean: ## remove .venv, caches and build leftovers
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

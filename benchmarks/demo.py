@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole book through a bounded KV cache, once per policy: ``python -m benchmarks.demo``.
+
+Prints one table and a generated continuation, and writes two pictures and all numbers as JSON.
+Every policy gets an engine in a process of its own, one after the other: an engine that shares
+its caller's process starts in seconds and may use every core, and nothing of one policy (vLLM's
+registered backend, its metrics) is left when the next one starts.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.environment import ROOT, fingerprint
+
+if TYPE_CHECKING:
+    from benchmarks.stream import StreamResult
+
+MODEL = ROOT / "benchmarks/models/books-5m"
+BOOK = ROOT / "benchmarks/books/persuasion.txt"
+CONTINUATION_TOKENS = 80
+TEMPERATURE = 0.8
+SEED = 7
+BATCHED_TOKENS = 1024
+BLOCK_SIZE = 32
+
+ENVIRONMENT = {
+    # Without this, vLLM's CPU engine lives in two more processes that take half a minute to
+    # start, and leaves one core to the front end.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
+"""Set before vLLM is imported, unless the user has set them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One policy's run: what a child process needs to know."""
+
+    label: str
+    policy: dict[str, Any] | None
+    model: str
+    token_ids: list[int]
+    max_model_len: int
+    new_tokens: int
+    memory_bytes: int
+
+
+def run(job: Job) -> "StreamResult":
+    """Stream a job's tokens through an engine in this (child) process."""
+    from vllm import LLM
+
+    from benchmarks.stream import stream
+
+    llm = LLM(
+        job.model,
+        dtype="float32",
+        seed=SEED,
+        max_model_len=job.max_model_len,
+        max_num_seqs=1,
+        max_num_batched_tokens=BATCHED_TOKENS,
+        block_size=BLOCK_SIZE,
+        kv_cache_memory_bytes=job.memory_bytes,
+        enforce_eager=True,  # compiling takes longer than it saves on a model this small
+        disable_log_stats=False,
+        use_tqdm_on_load=False,
+        additional_config={"kv_policy": job.policy} if job.policy else {},
+    )
+    return stream(
+        llm, job.token_ids, label=job.label, max_new_tokens=job.new_tokens, temperature=TEMPERATURE
+    )
+
+
+def jobs(args: argparse.Namespace, token_ids: list[int], native_len: int) -> list[Job]:
+    """The demo's five runs; ``full`` stops where the model's positions do."""
+    shared = {"budget": args.budget, "prefill_stride": args.stride, "trace": True}
+    policies = {
+        "window": {"name": "window", **shared},
+        "sink": {"name": "sink", **shared},
+        "cascade": {"name": "cascade", **shared},
+        "cascade per KV head": {"name": "cascade", "head_policy": "per_kv_head", **shared},
+    }
+    bounded = [
+        Job(
+            label=label,
+            policy=policy,
+            model=args.model,
+            token_ids=token_ids,
+            max_model_len=len(token_ids) + CONTINUATION_TOKENS,
+            new_tokens=CONTINUATION_TOKENS,
+            memory_bytes=32 << 20,
+        )
+        for label, policy in policies.items()
+    ]
+    # vLLM wants room for one generated token, so the last of the positions is for that one.
+    head = token_ids[: native_len - 1]
+    return [*bounded, Job("full", None, args.model, head, native_len, 1, 32 << 20)]
+
+
+def check(plan: list[Job], native_len: int) -> None:
+    """Fail before any engine starts.
+
+    Raises:
+        KVPolicyError: a budget or stride that cannot work.
+    """
+    from vllm_cascade.policies import resolve
+
+    for job in plan:
+        if job.policy:
+            resolve(job.policy, max_position=native_len, max_num_batched_tokens=BATCHED_TOKENS)
+
+
+def run_all(plan: list[Job]) -> dict[str, "StreamResult"]:
+    """Run the jobs one after the other, each in a fresh process."""
+    results = {}
+    for job in plan:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            results[job.label] = pool.submit(run, job).result()
+    return results
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """vLLM's own parser, so that options may be spelled as vLLM's are."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("--book", default=str(BOOK), help="text file to stream")
+    parser.add_argument("--model", default=str(MODEL), help="model, by path or name")
+    parser.add_argument("--budget", type=int, default=512, help="cached tokens besides the sinks")
+    parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
+    parser.add_argument("--tokens", type=int, help="stop after this many tokens of the book")
+    parser.add_argument("--out", default=str(ROOT / "results/demo"), help="folder for the output")
+    args = parser.parse_args(argv)
+    if args.tokens is not None and args.tokens < 2:
+        parser.error("--tokens must be at least 2")
+    return parser, args
+
+
+def load(args: argparse.Namespace) -> tuple[list[int], int]:
+    """The book's tokens and the number of positions the model has."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.model_max_length = 1 << 60  # a book is meant to be longer; no warning
+    text = Path(args.book).read_text(encoding="utf-8")
+    token_ids = tokenizer(text)["input_ids"][: args.tokens]
+    return token_ids, AutoConfig.from_pretrained(args.model).max_position_embeddings
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the demo."""
+    started = time.perf_counter()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    parser, args = parse_args(argv)
+    token_ids, native_len = load(args)
+    plan = jobs(args, token_ids, native_len)
+
+    from vllm_cascade import KVPolicyError
+
+    try:
+        check(plan, native_len)
+    except KVPolicyError as error:
+        parser.error(str(error))
+
+    from benchmarks import pictures, report
+
+    report.introduce(args, len(token_ids), native_len)
+    results = run_all(plan)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    pictures.perplexity(results, native_len, out / "perplexity.png")
+    pictures.kept_tokens(results, out / "kept_tokens.png")
+    seconds = time.perf_counter() - started
+    numbers = report.numbers(results, native_len)
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    (out / "demo.json").write_text(
+        json.dumps(
+            {
+                "settings": settings,
+                "seconds": round(seconds, 1),
+                "environment": fingerprint(),
+                "policies": numbers,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+    report.show(results, native_len, out, seconds)
+
+
+if __name__ == "__main__":
+    main()

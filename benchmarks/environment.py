@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a measurement was taken: written beside every number that is kept."""
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fingerprint() -> dict[str, str | int | bool | None]:
+    """Machine, versions and commit, as JSON values."""
+    import torch
+    import vllm
+
+    import vllm_cascade
+
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "vllm_cascade": vllm_cascade.__version__,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _git(*command: str) -> str | None:
+    """Output of a git command in the repository; None where there is no git or no commit."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

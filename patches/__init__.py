@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plugin changes in vLLM, one file a target, and the version it was checked against."""
+
+if __name__ == "patches":
+    raise ImportError("this folder is installed as vllm_cascade.patches")
+
+CHECKED_VERSIONS = ("0.32",)
+_applied = False
+
+
+def apply_all() -> None:
+    """Apply every patch once in a process.
+
+    Raises:
+        RuntimeError: this vLLM version was not checked.
+    """
+    global _applied
+    if _applied:
+        return
+    check_version()
+    from vllm_cascade.patches import engine_args, max_model_len
+
+    max_model_len.apply()
+    engine_args.apply()
+    _applied = True
+
+
+def check_version(version: str | None = None) -> None:
+    """Refuse a vLLM that the patches were not checked against.
+
+    Raises:
+        RuntimeError: with the versions that work.
+    """
+    if version is None:
+        from vllm import __version__ as version
+    if ".".join(version.split(".")[:2]) not in CHECKED_VERSIONS:
+        supported = ", ".join(f"{checked}.*" for checked in CHECKED_VERSIONS)
+        raise RuntimeError(
+            f"vllm_cascade works with vLLM {supported}, but vLLM {version} is installed. Install a "
+            'matching version, uninstall vllm-cascade, or set VLLM_PLUGINS="" to run stock vLLM.'
+        )

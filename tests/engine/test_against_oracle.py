@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine against the oracle: log-probabilities of every token, kept tokens of every layer.
+
+Budgets are small, so that 3,000 tokens wrap the cache many times and go far beyond the shipped
+model's 1,024 positions. Token budgets are odd on purpose: chunks end where they must, not where
+they are told.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import MODEL
+from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.oracle.model import OracleResult, load_model, paper_gamma, stream
+from tests.oracle.policies import CascadeSim, WindowSim
+from tests.oracle.random_models import write_bloom, write_llama
+
+NUM_TOKENS = 3000
+MAX_ERROR, MEAN_ERROR = 2e-4, 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """Policy settings as a user writes them, and the step size vLLM is given."""
+
+    policy: dict[str, Any]
+    token_budget: int
+    engine: dict[str, Any] = field(default_factory=dict)
+
+
+CASCADE = {"name": "cascade", "budget": 128, "num_subcaches": 4}
+CASES = {
+    "window": Case({"name": "window", "budget": 100, "prefill_stride": 64}, 100),
+    "sink": Case({"name": "sink", "budget": 100, "prefill_stride": 64}, 150),
+    "sink-heads-1": Case(
+        {"name": "sink", "budget": 97, "prefill_stride": 1, "head_policy": "per_kv_head"}, 77
+    ),
+    "cascade-eager-1": Case({**CASCADE, "prefill_stride": 1}, 512),
+    "cascade-eager-64": Case({**CASCADE, "prefill_stride": 64, "head_reduction": "max"}, 100),
+    "cascade-eager-256": Case({**CASCADE, "prefill_stride": 256, "tie": "resident"}, 600),
+    "cascade-paper-64": Case({**CASCADE, "prefill_stride": 64, "preset": "paper"}, 300),
+    "cascade-paper-256-median": Case(
+        {**CASCADE, "prefill_stride": 256, "eager_fill": False, "head_reduction": "median"}, 256
+    ),
+    "cascade-heads-eager-64": Case(
+        {**CASCADE, "prefill_stride": 64, "head_policy": "per_kv_head"}, 1000
+    ),
+    "cascade-heads-eager-256": Case(
+        {**CASCADE, "prefill_stride": 256, "head_policy": "per_kv_head", "head_reduction": "max"},
+        256,
+    ),
+    "cascade-heads-paper-1": Case(
+        {**CASCADE, "prefill_stride": 1, "eager_fill": False, "head_policy": "per_kv_head"}, 33
+    ),
+    "cascade-base-3": Case(
+        {
+            "name": "cascade",
+            "budget": 108,
+            "num_subcaches": 3,
+            "cascade_base": 3,
+            "ema_gamma": 0.9,
+            "prefill_stride": 64,
+        },
+        200,
+    ),
+    "cascade-compiled": Case({**CASCADE, "prefill_stride": 64}, 100, {"enforce_eager": False}),
+}
+
+
+def oracle_settings(policy: dict[str, Any]) -> dict[str, Any]:
+    """The oracle's arguments for a user's settings; defaults are written out, not shared."""
+    paper = policy.get("preset") == "paper"
+    sinks = policy.get("num_sinks", 0 if policy["name"] == "window" else 4)
+    window = policy["budget"] // policy.get("num_subcaches", 4)
+    make_sim: Callable[[], Any]
+    if policy["name"] == "cascade":
+        make_sim = lambda: CascadeSim(  # noqa: E731
+            sinks,
+            policy.get("num_subcaches", 4),
+            window,
+            base=policy.get("cascade_base", 2),
+            eager_fill=policy.get("eager_fill", not paper),
+            tie=policy.get("tie", "resident" if paper else "incoming"),
+        )
+    else:
+        make_sim = lambda: WindowSim(sinks, policy["budget"])  # noqa: E731
+    return {
+        "stride": policy["prefill_stride"],
+        "make_sim": make_sim,
+        "head_policy": policy.get("head_policy", "homogeneous"),
+        "head_reduction": policy.get("head_reduction", "mean"),
+        "gamma": policy.get("ema_gamma") or paper_gamma(window),
+    }
+
+
+@lru_cache(maxsize=4)
+def oracle_model(path: Path) -> Any:
+    return load_model(path, bloom_gelu="none")  # vLLM's Bloom uses the exact GELU
+
+
+def run_oracle(policy: dict[str, Any], tokens: list[int], model: Path = MODEL) -> OracleResult:
+    return stream(oracle_model(model), tokens, prompt_len=len(tokens), **oracle_settings(policy))
+
+
+def run_engine(llm: Any, tokens: list[int]) -> tuple[list[float], dict[tuple[int, str], Any]]:
+    """Log-probabilities, and kept tokens by (stride end, layer name)."""
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+    (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+    (snapshots,) = llm.collective_rpc("kv_policy_snapshots")
+    return prompt_logprobs(output), {(s["end"], s["layer"]): s["tokens"] for s in snapshots}
+
+
+def compare(llm: Any, policy: dict[str, Any], tokens: list[int], model: Path = MODEL) -> None:
+    logprobs, kept = run_engine(llm, tokens)
+    truth = run_oracle(policy, tokens, model)
+    error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
+    layers = sorted({layer for _, layer in kept}, key=lambda name: int(name.split(".")[2]))
+    assert {end for end, _ in kept} == set(truth.kept)
+    wrong = [
+        (end, layer)
+        for end, expected in truth.kept.items()
+        for index, layer in enumerate(layers)
+        if kept[end, layer] != expected[index]
+    ]
+    print(f"max {error.max():.2e}, mean {error.mean():.2e}, closest {truth.closest_contest:.1e}")
+    assert not wrong, f"{len(wrong)} of {len(kept)} kept sets differ, first {wrong[0]}"
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    assert pool_usage(llm) == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_books_5m(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    case = CASES[name]
+    llm = engine_pool.get(
+        {**case.policy, "trace": True},
+        max_model_len=4096,
+        max_num_batched_tokens=case.token_budget,
+        **case.engine,
+    )
+    (before,) = llm.collective_rpc("kv_policy_counters")
+    compare(llm, case.policy, book_tokens[:NUM_TOKENS])
+    (after,) = llm.collective_rpc("kv_policy_counters")
+    kept = case.policy["budget"] + (0 if case.policy["name"] == "window" else 4)
+    assert after["tokens"] - before["tokens"] == NUM_TOKENS
+    assert after["evicted_tokens"] - before["evicted_tokens"] >= NUM_TOKENS - kept
+    assert after["moved_reads"] > before["moved_reads"]
+
+
+RANDOM_MODELS: dict[str, Callable[[Path], Path]] = {
+    "partial-rotary": lambda path: write_llama(
+        path, partial_rotary_factor=0.5, tokenizer_from=MODEL
+    ),
+    "llama3": lambda path: write_llama(
+        path,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+        tokenizer_from=MODEL,
+    ),
+    "yarn": lambda path: write_llama(
+        path,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+        tokenizer_from=MODEL,
+    ),
+    "alibi": lambda path: write_bloom(path, tokenizer_from=MODEL),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM_MODELS)
+def test_random_model(
+    name: str, engine_pool: EnginePool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = RANDOM_MODELS[name](tmp_path_factory.mktemp(name))
+    policy = {**CASCADE, "budget": 64, "prefill_stride": 32, "head_policy": "per_kv_head"}
+    llm = engine_pool.get(
+        {**policy, "trace": True}, path, max_model_len=2048, max_num_batched_tokens=100
+    )
+    tokens = np.random.default_rng(0).integers(1, 500, 1500).tolist()
+    compare(llm, policy, tokens, path)

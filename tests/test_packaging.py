@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an installation looks like from outside: import names, entry points, commands, metadata."""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+
+
+def run(*command: str, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user would, without what pytest put into the environment."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def python(code: str, cwd: Path, path: Path | None = None) -> str:
+    """Run Python code with ``cwd`` first on sys.path; its output, or its error raised here."""
+    done = run(sys.executable, "-c", code, cwd=cwd, path=path)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def real_kernels(tmp_path: Path) -> Path:
+    """A folder with a stand-in for the PyPI package `kernels`, its metadata included."""
+    package = tmp_path / "site" / "kernels"
+    (package / "layer").mkdir(parents=True)
+    (package / "__init__.py").write_text("from .layer import mode\nget_kernel = mode.GOOD\n")
+    (package / "layer" / "__init__.py").write_text("")
+    (package / "layer" / "mode.py").write_text("GOOD = 'the real one'\n")
+    info = package.parent / "kernels-0.17.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.17.0\n")
+    (info / "top_level.txt").write_text("kernels\n")
+    return package.parent
+
+
+@pytest.mark.parametrize("name", ["kernels", "patches"])
+def test_no_top_level_package_elsewhere(name: str, tmp_path: Path) -> None:
+    code = f"""
+from importlib.util import find_spec
+spec = find_spec({name!r})
+print(None if spec is None else [spec.origin, *(spec.submodule_search_locations or [])])
+"""
+    assert str(ROOT) not in python(code, tmp_path)
+
+
+def test_import_kernels_in_the_repository_does_not_find_ours() -> None:
+    ours = [file.stem for file in (ROOT / "kernels").glob("*.py") if file.stem != "__init__"]
+    code = f"""
+import importlib, sys
+import kernels
+assert not str(getattr(kernels, "__file__", None)).startswith({str(ROOT)!r}), kernels.__file__
+assert not any(entry.startswith({str(ROOT)!r}) for entry in kernels.__path__), kernels.__path__
+for name in {ours!r}:
+    try:
+        importlib.import_module("kernels." + name)
+    except ModuleNotFoundError:
+        continue
+    raise AssertionError("found kernels." + name)
+"""
+    python(code, ROOT)
+
+
+def test_import_kernels_in_the_repository_finds_the_real_one(real_kernels: Path) -> None:
+    code = """
+import kernels, kernels.layer.mode
+from kernels import get_kernel
+print(kernels.__file__, get_kernel, sep="|")
+"""
+    assert python(code, ROOT, real_kernels) == f"{real_kernels}/kernels/__init__.py|the real one"
+
+
+def test_import_patches_in_the_repository_fails() -> None:
+    done = run(sys.executable, "-c", "import patches", cwd=ROOT)
+    assert done.returncode == 1
+    assert "vllm_cascade.patches" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("cwd", [ROOT, Path("/")])
+@pytest.mark.parametrize("name", ["kernels", "patches"])
+def test_mapped_packages_are_importable(name: str, cwd: Path) -> None:
+    code = f"import vllm_cascade.{name} as it; print(it.__name__)"
+    assert python(code, cwd).splitlines()[-1] == f"vllm_cascade.{name}"
+
+
+TRANSFORMERS = """
+import transformers.modeling_utils
+import transformers.integrations.hub_kernels
+from transformers.utils import is_kernels_available
+print(is_kernels_available())
+"""
+
+
+def test_transformers_behaves_as_without_the_plugin(tmp_path: Path) -> None:
+    without = python(TRANSFORMERS, tmp_path).splitlines()[-1]
+    assert python(TRANSFORMERS, ROOT).splitlines()[-1] == without
+    with_plugin = "import vllm_cascade, vllm_cascade.kernels" + TRANSFORMERS
+    assert python(with_plugin, ROOT).splitlines()[-1] == without
+
+
+def test_transformers_finds_the_real_kernels_package(real_kernels: Path, tmp_path: Path) -> None:
+    code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    outside = python(code, tmp_path, real_kernels).splitlines()[-1]
+    assert python(code, ROOT, real_kernels).splitlines()[-1] == outside == "True"
+
+
+def test_entry_points() -> None:
+    plugins = importlib.metadata.entry_points(group="vllm.general_plugins", name="cascade")
+    assert [plugin.value for plugin in plugins] == ["vllm_cascade:register"]
+    scripts = importlib.metadata.entry_points(group="console_scripts", name="vllm-cascade")
+    assert [script.value for script in scripts] == ["vllm_cascade.cli:main"]
+    assert (BIN / "vllm-cascade").exists()
+
+
+def test_metadata() -> None:
+    import vllm_cascade
+
+    metadata = importlib.metadata.metadata("vllm-cascade")
+    assert metadata["Version"] == vllm_cascade.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    required = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
+    assert required == ["pydantic>=2.12"]
+    assert {"cpu", "cuda", "dev", "demo"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_wheel(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for folder in ("vllm_cascade", "kernels", "patches"):
+        shutil.copytree(
+            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for file in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    done = run(
+        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
+        *("--quiet", "--wheel-dir", str(tmp_path), str(source)),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    files = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in files}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_cascade"}
+    assert any(name.endswith("licenses/LICENSE") for name in files)
+    # every module that git would ship is in the wheel, sub-packages included
+    for folder in ("vllm_cascade", "kernels", "patches"):
+        prefix = "" if folder == "vllm_cascade" else "vllm_cascade/"
+        for file in (source / folder).rglob("*.py"):
+            assert prefix + file.relative_to(source).as_posix() in files
+
+
+def test_the_vllm_command_works(tmp_path: Path) -> None:
+    done = run(str(BIN / "vllm"), "--version", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("0.32.")
+
+
+def test_no_cuda_builds_beside_a_cpu_torch() -> None:
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA environment")
+    installed = {dist.name.lower() for dist in importlib.metadata.distributions()}
+    assert not installed & {"torchvision", "torchaudio", "torchcodec"}
+    assert not {name for name in installed if name.startswith("nvidia")}

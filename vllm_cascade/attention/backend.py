@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backend that vLLM sees, on the CPU."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
+
+from vllm_cascade.attention.cpu import CPUKVPolicyImpl
+from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+from vllm_cascade.config import KVPolicyError
+from vllm_cascade.paging import KVPolicySpec
+from vllm_cascade.runtime import policy_of
+
+
+class CPUKVPolicyBackend(AttentionBackend):
+    """Takes the place of vLLM's ``CPU_ATTN`` while a policy is on."""
+
+    forward_includes_kv_cache_update: bool = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUKVPolicyImpl]:
+        return CPUKVPolicyImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPolicyMetadataBuilder]:
+        return KVPolicyMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Every full-attention layer's cache becomes a bounded one."""
+        policy = policy_of(get_current_vllm_config())
+        if type(spec) is not FullAttentionSpec or policy is None:
+            raise KVPolicyError(
+                f"kv_policy: a layer with {type(spec).__name__} cannot be bounded; use a model "
+                "whose layers all use plain full attention"
+            )
+        return KVPolicySpec.from_full(spec, policy)

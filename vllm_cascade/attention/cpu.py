@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one layer on the CPU, in PyTorch."""
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
+
+from vllm_cascade.attention import stride as stride_path
+from vllm_cascade.attention import token as token_path
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.metadata import KVPolicyMetadata
+from vllm_cascade.config import KVPolicyError
+from vllm_cascade.paging import KVPolicySpec, Pages, page_views
+from vllm_cascade.positions import Rotary
+from vllm_cascade.positions import alibi_slopes as _slopes
+from vllm_cascade.trace import Recorder
+
+
+class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
+    """Runs a step's waves: all one-token strides as a batch, each longer stride on its own."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        refused = {
+            "sliding windows": sliding_window is not None,
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "KV caches shared between layers": kv_sharing_target_layer_name is not None,
+            "learned attention sinks": sinks is not None,
+        }
+        for feature, present in refused.items():
+            if present:
+                raise KVPolicyError(
+                    f"kv_policy: the model uses {feature}, which no policy supports; "
+                    "use --kv-policy full"
+                )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = float(logits_soft_cap or 0.0)
+        self.alibi_slopes = _slopes(alibi_slopes)
+        self.rotary: Rotary | None = None
+        self.recorder: Recorder | None = None
+        self._layer: LayerConfig | None = None
+        self._pages: Pages | None = None
+
+    def prepare(self, spec: KVPolicySpec, kv_cache: torch.Tensor, rotary: Rotary | None) -> None:
+        """Fix what no step changes; called once the page pool exists."""
+        policy, slopes = spec.policy, self.alibi_slopes
+        if slopes is not None:
+            slopes = slopes.view(self.num_kv_heads, -1)
+        self._layer = LayerConfig(
+            policy=policy,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            scale=self.scale,
+            num_sets=spec.num_sets,
+            softcap=self.softcap,
+            slopes=slopes,
+            rotation=None if rotary is None else rotary.table(policy.max_position),
+            is_neox=rotary is None or rotary.is_neox,
+        )
+        self._pages = page_views(kv_cache, spec)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: KVPolicyMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend and move the cache to its next state.
+
+        Args:
+            query: ``[num_tokens, num_heads, head_size]``, rotated at cache positions.
+            key, value: ``[num_tokens, num_kv_heads, head_size]``.
+            kv_cache: the layer's page pool; read through the views made in ``prepare``.
+            attn_metadata: None in a profiling run, which must not touch the cache.
+            output: like ``query``; written.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantization is not supported")
+        if attn_metadata is None:
+            return output.zero_()
+        assert self._layer is not None and self._pages is not None, "prepare() was not called"
+        for wave in attn_metadata.waves:
+            if wave.tokens is not None:
+                index = wave.tokens.index
+                output[index] = token_path.attend_and_insert(
+                    self._layer, self._pages, wave.tokens, query[index], key[index], value[index]
+                ).to(output.dtype)
+            for stride in wave.strides:
+                rows = slice(stride.start, stride.start + stride.num_tokens)
+                output[rows] = stride_path.attend_and_insert(
+                    self._layer, self._pages, stride, query[rows], key[rows], value[rows]
+                ).to(output.dtype)
+            if self.recorder is not None:
+                self.recorder.record(layer.layer_name, self._pages, wave)
+        return output
+
+

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scheduling step as waves of strides, planned on the host before the forward pass.
+
+A request's tokens of this step are cut into strides; its next stride needs the one before. Wave
+``k`` holds every request's ``k``-th stride. Its one-token strides (all of decode) are a single
+batch; longer ones are prefill. Everything here is a function of token counts.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from vllm_cascade.paging import KVPolicySpec
+from vllm_cascade.policies import Policy, stride_plan
+from vllm_cascade.positions import CachePositions
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One-token strides of many requests.
+
+    ``B`` requests, ``P`` pages (of the request with most). Tensors are int64 unless noted.
+
+    Attributes:
+        index: ``[B]``, the tokens' places in the step.
+        stream: ``[B]``, their indices in their streams.
+        pages: ``[B, P]``, block numbers; the null block 0 where a request has fewer.
+        used: ``[U, 2]``, the (request, page) pairs that exist; None where all do.
+        cached: ``[B, 1, 1]``, tokens cached before, which is the new token's position.
+        old_slots: ``[B, 1, 1]``, slots that hold valid metadata before.
+        new_slots: ``[B, 1, 1]``, slots that do afterwards.
+        lo, hi: ``[B, 1, 1]``, ranks among which the lowest score is deleted.
+        moved: whether any key may have left the position it was written at.
+        may_drop_new: whether the new token itself may be the one deleted.
+    """
+
+    index: torch.Tensor
+    stream: torch.Tensor
+    pages: torch.Tensor
+    used: torch.Tensor | None
+    cached: torch.Tensor
+    old_slots: torch.Tensor
+    new_slots: torch.Tensor
+    lo: torch.Tensor
+    hi: torch.Tensor
+    moved: bool
+    may_drop_new: bool
+
+
+@dataclass(frozen=True)
+class Stride:
+    """One request's stride of more than one token.
+
+    Attributes:
+        start, num_tokens: its tokens' places in the step.
+        stream: index of its first token in the stream.
+        pages: int64 ``[P]``, block numbers, enough for what is cached afterwards.
+        cached: tokens cached before.
+        old_slots, new_slots: slots that hold valid metadata before and afterwards.
+        plan: the policy's index tables.
+        moved: whether any key may have left the position it was written at.
+    """
+
+    start: int
+    num_tokens: int
+    stream: int
+    pages: torch.Tensor
+    cached: int
+    old_slots: int
+    new_slots: int
+    plan: object
+    moved: bool
+
+
+@dataclass(frozen=True)
+class Wave:
+    tokens: TokenBatch | None
+    strides: list[Stride]
+
+
+@dataclass
+class KVPolicyMetadata(AttentionMetadata):
+    """What every layer of this step shares."""
+
+    policy: Policy
+    spec: KVPolicySpec
+    waves: list[Wave]
+
+
+@dataclass
+class StepCounters:
+    """What the policy has done in this process, summed over requests (not over layers)."""
+
+    steps: int = 0
+    tokens: int = 0
+    strides: int = 0
+    evicted_tokens: int = 0
+    moved_reads: int = 0
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A request in this step: tokens ``first .. first + num - 1`` of its stream."""
+
+    index: int
+    place: int
+    first: int
+    bounds: list[int] = field(default_factory=list)
+
+
+def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> list[int]:
+    """Stride boundaries ``[first, ..., end]``: absolute multiples in a prompt, else each token."""
+    if not prefilling or prefill_stride == 1:
+        return list(range(first, end + 1))
+    inner = range((first // prefill_stride + 1) * prefill_stride, end, prefill_stride)
+    return [first, *inner, end]
+
+
+class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
+    """Plans a step and publishes its cache positions."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    reorder_batch_threshold: int | None = None
+
+    kv_cache_spec: KVPolicySpec
+
+    def __init__(
+        self,
+        kv_cache_spec: KVPolicySpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.policy = kv_cache_spec.policy
+        self.positions = CachePositions(
+            vllm_config.scheduler_config.max_num_batched_tokens, device
+        )
+        self.counters = StepCounters()
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> KVPolicyMetadata:
+        common = common_attn_metadata
+        offsets = common.query_start_loc_cpu.numpy()
+        lengths = np.diff(offsets)
+        firsts = common.seq_lens_cpu_upper_bound.numpy()[: len(lengths)] - lengths
+        prefilling = common.is_prefilling.numpy()
+        rows = [
+            _Row(
+                row,
+                int(offsets[row]),
+                int(firsts[row]),
+                cut_strides(
+                    int(firsts[row]),
+                    int(firsts[row] + lengths[row]),
+                    self.policy.prefill_stride,
+                    bool(prefilling[row]),
+                ),
+            )
+            for row in np.flatnonzero(lengths > 0)
+        ]
+        self._publish_positions(rows)
+        self._count(rows)
+        table = common.block_table_tensor
+        depth = max((len(row.bounds) - 1 for row in rows), default=0)
+        waves = [self._wave(rows, depth_index, table) for depth_index in range(depth)]
+        return KVPolicyMetadata(self.policy, self.kv_cache_spec, waves)
+
+    def _publish_positions(self, rows: list[_Row]) -> None:
+        """A stride's tokens follow the tokens cached at its start."""
+        parts = []
+        for row in rows:
+            bounds = np.asarray(row.bounds)
+            tokens = np.arange(bounds[0], bounds[-1])
+            starts = np.repeat(bounds[:-1], np.diff(bounds))
+            counts = np.repeat(self.policy.counts(bounds[:-1]), np.diff(bounds))
+            parts.append(counts + tokens - starts)
+        if parts:
+            self.positions.fill(torch.from_numpy(np.concatenate(parts)))
+
+    def _count(self, rows: list[_Row]) -> None:
+        self.counters.steps += 1
+        ends = np.asarray([(row.bounds[0], row.bounds[-1]) for row in rows]).reshape(-1, 2)
+        before, after = ends - self.policy.counts(ends), ends
+        self.counters.tokens += int((after[:, 1] - after[:, 0]).sum())
+        self.counters.evicted_tokens += int((before[:, 1] - before[:, 0]).sum())
+        self.counters.strides += sum(len(row.bounds) - 1 for row in rows)
+
+    def _wave(self, rows: list[_Row], depth: int, table: torch.Tensor) -> Wave:
+        singles, strides = [], []
+        for row in rows:
+            if depth + 1 >= len(row.bounds):
+                continue
+            begin, end = row.bounds[depth], row.bounds[depth + 1]
+            if end - begin == 1:
+                singles.append((row, begin))
+            else:
+                strides.append(self._stride(row, begin, end, table))
+        return Wave(self._token_batch(singles, table) if singles else None, strides)
+
+    def _stride(self, row: _Row, begin: int, end: int, table: torch.Tensor) -> Stride:
+        cached = self.policy.count(begin)
+        moved = cached < begin
+        self.counters.moved_reads += moved
+        new_slots = self.policy.peak(end)
+        num_pages = cdiv(new_slots, self.kv_cache_spec.block_size)
+        return Stride(
+            start=row.place + begin - row.first,
+            num_tokens=end - begin,
+            stream=begin,
+            pages=table[row.index, :num_pages].long(),
+            cached=cached,
+            old_slots=self.policy.peak(begin),
+            new_slots=new_slots,
+            plan=stride_plan(self.policy, begin, end - begin),
+            moved=moved,
+        )
+
+    def _token_batch(self, singles: list[tuple[_Row, int]], table: torch.Tensor) -> TokenBatch:
+        stream = np.asarray([begin for _, begin in singles])
+        place = np.asarray([row.place + begin - row.first for row, begin in singles])
+        cached = self.policy.counts(stream)
+        new_slots = self.policy.peaks(stream + 1)
+        lo, hi = self.policy.victims(stream)
+        num_pages = -(-new_slots // self.kv_cache_spec.block_size)
+        most = int(num_pages.max())
+        pages = table[[row.index for row, _ in singles], :most].long()
+        exists = np.arange(most) < num_pages[:, None]
+        moved = cached < stream
+        self.counters.moved_reads += int(moved.sum())
+
+        def column(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values.astype(np.int64)).view(-1, 1, 1)
+
+        return TokenBatch(
+            index=torch.from_numpy(place),
+            stream=torch.from_numpy(stream),
+            pages=pages.masked_fill(~torch.from_numpy(exists), 0),
+            used=None if exists.all() else torch.from_numpy(np.argwhere(exists)),
+            cached=column(cached),
+            old_slots=column(self.policy.peaks(stream)),
+            new_slots=column(new_slots),
+            lo=column(lo),
+            hi=column(hi),
+            moved=bool(moved.any()),
+            may_drop_new=bool((hi > cached).any() and (hi > lo)[hi > cached].any()),
+        )
+

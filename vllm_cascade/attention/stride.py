@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's stride of a prompt: attend, update scores, insert what survives. Plain PyTorch.
+
+Shapes: ``T`` new tokens, ``n`` cached, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head
+sets (1 or H), ``N`` slots, ``D`` channels. Tokens that do not survive never touch a page.
+"""
+
+import torch
+
+from vllm_cascade.attention.layer import LayerConfig, reduce_heads
+from vllm_cascade.attention.metadata import Stride
+from vllm_cascade.paging import Pages
+from vllm_cascade.positions import rotate
+
+QUERY_TILE_ELEMENTS = 1 << 23
+"""Logits held at once, per stride: 32 MiB in fp32."""
+
+
+def attend_and_insert(
+    layer: LayerConfig,
+    pages: Pages,
+    stride: Stride,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attention output of a stride's tokens; the pages then hold the next state.
+
+    Args:
+        query: ``[T, H * G, D]``, rotated at positions ``cached .. cached + T - 1``.
+        key, value: ``[T, H, D]``, keys rotated likewise.
+
+    Returns:
+        fp32 ``[T, H * G, D]``.
+    """
+    rank = _gather_words(pages.rank, stride)
+    slot = torch.arange(rank.shape[-1])
+    rank = rank.masked_fill(slot >= stride.old_slots, -1)
+    # Slots in chronological order, [S, n]; empty ones sort behind and are cut off.
+    order = rank.masked_fill(rank < 0, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+    order = order[:, : stride.cached]
+    keys, values = _chronological_kv(layer, pages, stride, order)
+    output, mass = _attend(layer, stride, query, key, value, keys, values)
+    num_total = stride.cached + stride.num_tokens
+    if layer.policy.uses_scores:
+        scores = reduce_heads(mass, layer.num_sets, layer.policy.head_reduction)  # [S, n + T]
+        old = _gather_words(pages.score, stride).gather(1, order)
+        scores[:, : stride.cached] += layer.policy.gamma**stride.num_tokens * old
+    else:
+        scores = torch.zeros(layer.num_sets, num_total)
+    keep = layer.policy.keep(scores, stride.plan)
+    _insert(pages, stride, rank, order, keep, scores, torch.cat([key, value], dim=-1))
+    return output
+
+
+def _gather_words(words: torch.Tensor, stride: Stride) -> torch.Tensor:
+    """``[S, N]`` of one of the per-slot numbers."""
+    return words[stride.pages].transpose(0, 1).flatten(1)
+
+
+def _scatter_words(words: torch.Tensor, stride: Stride, values: torch.Tensor) -> None:
+    words[stride.pages] = values.unflatten(1, (len(stride.pages), -1)).transpose(0, 1)
+
+
+def _chronological_kv(
+    layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cached keys at their present positions and values, fp32 ``[H, n, D]``, oldest first."""
+    kv = pages.kv[stride.pages].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    index = order.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
+    keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
+    if stride.moved and layer.rotation is not None:
+        born = _gather_words(pages.born, stride).gather(1, order)
+        distance = born - torch.arange(stride.cached, dtype=torch.int32)
+        keys = rotate(keys, layer.rotation[distance.long()], layer.is_neox)
+    return keys, values
+
+
+def _attend(
+    layer: LayerConfig,
+    stride: Stride,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[T, H * G, D]`` and EMA-weighted attention mass ``[H, G, n + T]``.
+
+    The mass of a key is ``(1 - g) * sum_q g**(T - 1 - q) * p[q, key]``: what T single updates
+    with a frozen cache would have added (SEMANTICS 1.6).
+    """
+    keys = torch.cat([keys, key.float().transpose(0, 1)], dim=1)  # [H, n + T, D]
+    values = torch.cat([values, value.float().transpose(0, 1)], dim=1)
+    queries = query.float().unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
+    num_tokens, total = stride.num_tokens, keys.shape[1]
+    tile = max(QUERY_TILE_ELEMENTS // (query.shape[1] * total), 1)
+    output = torch.empty_like(queries)
+    mass = torch.zeros(*queries.shape[:2], total)
+    for begin in range(0, num_tokens, tile):
+        end = min(begin + tile, num_tokens)
+        visible = stride.cached + end  # keys after the tile's last query are not needed
+        rows = torch.arange(begin, end)
+        logits = torch.matmul(queries[:, :, begin:end], keys[:, None, :visible].transpose(2, 3))
+        logits = layer.soft_cap(logits.mul_(layer.scale))
+        position = stride.cached + rows[:, None]
+        distance = torch.arange(visible) - position  # [tile, visible], 0 on the diagonal
+        if layer.slopes is not None:
+            logits += layer.slopes[:, :, None, None] * distance
+        logits.masked_fill_(distance > 0, -torch.inf)
+        probs = logits.softmax(dim=-1)
+        output[:, :, begin:end] = torch.matmul(probs, values[:, None, :visible])
+        if layer.policy.uses_scores:
+            gamma = layer.policy.gamma
+            weight = (1 - gamma) * gamma ** (num_tokens - 1 - rows).double()
+            mass[..., :visible] += torch.matmul(weight.float(), probs)
+    return output.permute(2, 0, 1, 3).flatten(1, 2), mass
+
+
+def _insert(
+    pages: Pages,
+    stride: Stride,
+    rank: torch.Tensor,
+    order: torch.Tensor,
+    keep: torch.Tensor,
+    scores: torch.Tensor,
+    new_kv: torch.Tensor,
+) -> None:
+    """Renumber the survivors and write the new ones into freed and fresh slots."""
+    num_sets, num_slots = rank.shape
+    keep_old, keep_new = keep.split([stride.cached, stride.num_tokens], dim=1)
+    ranks = keep.cumsum(1) - 1
+    old_ranks, new_ranks = ranks.split([stride.cached, stride.num_tokens], dim=1)
+    slot_rank = torch.full((num_sets, num_slots), -1, dtype=torch.int64)
+    slot_rank.scatter_(1, order, torch.where(keep_old, old_ranks, -1))
+    # The k-th surviving new token takes the k-th free slot.
+    free = (slot_rank >= 0).int().argsort(dim=1, stable=True)
+    nth = (keep_new.cumsum(1) - 1).clamp_min(0)
+    target = free.gather(1, nth.clamp_max(num_slots - 1))  # [S, T]
+    head_set, token = keep_new.nonzero(as_tuple=True)
+    slot = target[head_set, token]
+    slot_rank[head_set, slot] = new_ranks[head_set, token]
+    _scatter_words(pages.rank, stride, slot_rank.int())
+
+    born = _gather_words(pages.born, stride)
+    born[head_set, slot] = (stride.cached + token).int()
+    _scatter_words(pages.born, stride, born)
+    score = _gather_words(pages.score, stride)
+    score.scatter_(1, order, scores[:, : stride.cached])
+    score[head_set, slot] = scores[head_set, stride.cached + token]
+    _scatter_words(pages.score, stride, score)
+    if pages.token is not None:
+        index = _gather_words(pages.token, stride)
+        index[head_set, slot] = (stride.stream + token).int()
+        _scatter_words(pages.token, stride, index)
+    _write_kv(pages, stride, head_set, token, slot, new_kv, per_head=num_sets > 1)
+
+
+def _write_kv(
+    pages: Pages,
+    stride: Stride,
+    head_set: torch.Tensor,
+    token: torch.Tensor,
+    slot: torch.Tensor,
+    new_kv: torch.Tensor,
+    per_head: bool,
+) -> None:
+    """Write surviving rows; all heads of a homogeneous set share slots."""
+    block, offset = stride.pages[slot // pages.block_size], slot % pages.block_size
+    if per_head:
+        pages.kv[block, head_set, offset] = new_kv[token, head_set].to(pages.kv.dtype)
+    else:
+        pages.kv[block, :, offset] = new_kv[token].to(pages.kv.dtype)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings every KV policy shares, and how raw settings become a policy.
+
+``KVPolicyConfig`` is what a user writes (as flags, as ``additional_config["kv_policy"]`` or as
+``LLM`` arguments) once it has been checked. A policy subclasses it, so that the checked settings
+and the behaviour are one frozen, hashable, picklable object that can travel to every process.
+"""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+CONFIG_KEY = "kv_policy"
+"""Where the settings travel: ``VllmConfig.additional_config[CONFIG_KEY]``."""
+
+DEFAULT_BUDGET = 2048
+DEFAULT_PREFILL_STRIDE = 256
+
+
+class KVPolicyError(ValueError):
+    """A setting that cannot work; the message names the setting and the fix."""
+
+
+class KVPolicyConfig(BaseModel):
+    """Settings shared by every policy (``vllm_cascade/policies``); each adds its own.
+
+    ``extra="forbid"`` makes a mistyped key an error instead of a setting that does nothing.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: ClassVar[str]
+    inert_keys: ClassVar[frozenset[str]] = frozenset()
+    """Shared keys that cannot change what this policy does; setting one is worth a warning."""
+
+    budget: int = Field(ge=1, description="cached tokens per layer and head, besides the sinks")
+    num_sinks: int = Field(4, ge=0, description="first tokens of a stream, kept for ever")
+    prefill_stride: int = Field(
+        DEFAULT_PREFILL_STRIDE,
+        ge=1,
+        description="prompt tokens attended before the next eviction; 1 is token by token",
+    )
+    head_policy: Literal["homogeneous", "per_kv_head"] = Field(
+        "homogeneous", description="one kept set for all heads, or one for each KV head"
+    )
+    head_reduction: Literal["mean", "max", "median"] = Field(
+        "mean", description="how the query heads' scores become one score a token"
+    )
+    ema_gamma: float | None = Field(
+        None, gt=0.0, lt=1.0, description="decay of the attention average; null is the paper's"
+    )
+    tie: Literal["incoming", "resident"] = Field(
+        "incoming", description="which of two tokens with equal scores stays"
+    )
+    trace: bool = Field(
+        False, description="remember original token indices in the pages, for inspection"
+    )
+
+    @property
+    def max_position(self) -> int:
+        """Largest rotary position (exclusive) a stream can reach under this policy."""
+        return self.num_sinks + self.budget + self.prefill_stride
+
+
+def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> str:
+    """One line a wrong key, naming it and what would be right."""
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "kv_policy"
+        if item["type"] == "extra_forbidden":
+            lines.append(
+                f"kv_policy: unknown key {key!r} for policy {name!r}; known keys: "
+                + ", ".join(own_keys)
+            )
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"kv_policy: {key} = {item['input']!r}: {message}")
+    return "; ".join(lines)
+
+
+def raw_settings(additional_config: Any) -> dict[str, Any] | None:
+    """The policy settings inside ``additional_config``; None where stock vLLM must run.
+
+    A bare string is the policy's name. ``full`` is stock vLLM.
+
+    Raises:
+        KVPolicyError: neither a string nor a mapping, or no name in it.
+    """
+    if not isinstance(additional_config, dict) or CONFIG_KEY not in additional_config:
+        return None
+    raw = additional_config[CONFIG_KEY]
+    if isinstance(raw, str):
+        raw = {"name": raw}
+    if not isinstance(raw, dict):
+        raise KVPolicyError(
+            f'additional_config["{CONFIG_KEY}"] must be a policy name or an object such as '
+            f'{{"name": "cascade", "budget": 2048}}, not {raw!r}'
+        )
+    if "name" not in raw:
+        raise KVPolicyError(
+            f'additional_config["{CONFIG_KEY}"] has no "name"; add one, for example '
+            '{"name": "cascade"}'
+        )
+    return None if raw["name"] == "full" and len(raw) == 1 else dict(raw)

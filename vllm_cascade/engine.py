@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a finished stock ``VllmConfig`` into one that runs a policy."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+
+from vllm_cascade import refusals
+from vllm_cascade.config import CONFIG_KEY
+from vllm_cascade.log import logger
+from vllm_cascade.policies import Policy, resolve
+
+
+def apply_policy(
+    config: VllmConfig, raw: dict[str, Any], native_max_len: int, wants_prefix_caching: bool
+) -> None:
+    """Check everything, then point the engine at our scheduler, worker and page spec.
+
+    Args:
+        config: changed in place.
+        raw: the user's settings, ``name`` among them.
+        native_max_len: the longest stream the model's positions allow without a policy.
+        wants_prefix_caching: whether the user asked for prefix caching in so many words.
+
+    Raises:
+        KVPolicyError: a setting that cannot work; names it and the fix.
+    """
+    max_position = None if config.model_config.uses_alibi else native_max_len
+    policy = resolve(
+        raw,
+        max_position=max_position,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+    refusals.check(config, policy)
+    config.additional_config = {
+        **config.additional_config,
+        CONFIG_KEY: {"name": policy.name, **policy.model_dump()},
+    }
+    kind = "Async" if config.scheduler_config.async_scheduling else ""
+    config.scheduler_config.scheduler_cls = f"vllm_cascade.scheduler.{kind}KVPolicyScheduler"
+    config.parallel_config.worker_cls = refusals.CPU_WORKER
+    if config.cache_config.enable_prefix_caching:
+        config.cache_config.enable_prefix_caching = False
+        log = logger.warning if wants_prefix_caching else logger.info
+        log("Prefix caching is off: pages of a KV policy change in place, so none is shared.")
+    _log(policy, raw, config, max_position)
+
+
+def _log(
+    policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None
+) -> None:
+    settings = ", ".join(f"{key}={value}" for key, value in policy.model_dump().items())
+    notes = []
+    if raw.get("budget") is None:
+        room = f" in the model's {max_position} positions" if max_position else ""
+        notes.append(f"budget chosen: the default, or the largest that fits{room}")
+    if policy.max_position <= (max_position or 0) < config.model_config.max_model_len:
+        notes.append(
+            f"streams of up to {config.model_config.max_model_len} tokens use positions below "
+            f"{policy.max_position}"
+        )
+    logger.info("KV policy %s: %s%s", policy.name, settings, "".join(f" ({n})" for n in notes))
+    inert = sorted(policy.inert_keys & set(raw))
+    if inert:
+        logger.warning("KV policy %s: no effect from %s", policy.name, ", ".join(inert))
+    spare = config.scheduler_config.max_num_batched_tokens - policy.prefill_stride
+    if spare < config.scheduler_config.max_num_seqs - 1:
+        logger.warning(
+            "KV policy %s: with more than %d requests decoding, a prompt's stride of %d tokens "
+            "does not fit --max-num-batched-tokens %d and waits; raise it or lower prefill_stride",
+            policy.name,
+            max(spare, 0),
+            policy.prefill_stride,
+            config.scheduler_config.max_num_batched_tokens,
+        )

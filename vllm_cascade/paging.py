@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of a bounded cache: what a page holds, how many a request needs, who owns them.
+
+A page is vLLM's own block: ``[num_kv_heads, block_size, 2 * head_size]`` keys and values in the
+model's dtype, followed by three 4-byte numbers per slot and head set (``SLOT_WORDS``), counted in
+the page's size. A request's slots ``0 .. peak - 1`` are always initialised; fresh pages need no
+clearing. Pages are private to a request, and nothing here knows which tokens are kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_cascade.policies import Policy
+
+SLOT_WORDS = ("rank", "born", "score")
+TRACE_WORDS = (*SLOT_WORDS, "token")
+WORD_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPolicySpec(AttentionSpec):
+    """One layer's cache under a policy: bounded, private, addressed by the backend itself."""
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        padded = self.unpadded_page_size_bytes + self.num_sets * self.block_size * self.slot_bytes
+        object.__setattr__(self, "page_size_padded", padded)
+
+    @classmethod
+    def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
+        """The bounded counterpart of a full-attention layer's spec."""
+        return replace_as(
+            spec,
+            cls,
+            drop=("sliding_window", "attention_chunk_size", "non_causal"),
+            policy=policy,
+            page_size_padded=None,
+        )
+
+    @property
+    def num_sets(self) -> int:
+        """Head sets that keep tokens of their own."""
+        return self.num_kv_heads if self.policy.head_policy == "per_kv_head" else 1
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return TRACE_WORDS if self.policy.trace else SLOT_WORDS
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of metadata per slot and head set."""
+        return len(self.words) * WORD_BYTES
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        return False
+
+    @property
+    def uses_slot_mapping(self) -> bool:
+        return False
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages of a request after ``num_tokens`` tokens."""
+        return cdiv(self.policy.peak(num_tokens), self.block_size)
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        return self.num_pages(max_len)
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes
+
+
+class KVPolicyManager(SingleTypeKVCacheManager):
+    """Hands out a request's bounded pages and reserves all of them on admission.
+
+    The scheduler says how long a request may become (``set_limit``). A request is admitted only
+    when its final number of pages fits beside what the admitted ones have yet to take, so an
+    admitted request never waits for a page and is never preempted for one.
+    """
+
+    kv_cache_spec: KVPolicySpec
+
+    def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
+        super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
+        self._limits: dict[str, int] = {}
+
+    @property
+    def has_positionally_stable_blocks(self) -> bool:
+        return False  # a slot is reused by a later token
+
+    def set_limit(self, request_id: str, num_tokens: int) -> None:
+        """Announce that a request will never hold more than ``num_tokens`` tokens."""
+        self._limits[request_id] = num_tokens
+
+    def final_pages(self, request_id: str) -> int:
+        """Pages a request may come to hold; without a limit, all that the policy allows."""
+        limit = self._limits.get(request_id)
+        if limit is None:
+            return cdiv(self.kv_cache_spec.policy.capacity, self.block_size)
+        return self.kv_cache_spec.num_pages(limit)
+
+    def reserved_pages(self) -> int:
+        """Pages promised to admitted requests and not taken yet."""
+        return sum(
+            max(self.final_pages(request_id) - len(blocks), 0)
+            for request_id, blocks in self.req_to_blocks.items()
+            if blocks
+        )
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Pages the pool must have free: the next ones, or on admission all still promised."""
+        held = len(self.req_to_blocks.get(request_id, ()))
+        if held:
+            return max(self.kv_cache_spec.num_pages(num_tokens) - held, 0)
+        return self.final_pages(request_id) + self.reserved_pages()
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        blocks = self.req_to_blocks[request_id]
+        missing = self.kv_cache_spec.num_pages(num_tokens) - len(blocks)
+        if missing <= 0:
+            return []
+        new_blocks = self.block_pool.get_new_blocks(missing)
+        blocks.extend(new_blocks)
+        return new_blocks
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._limits.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Never a hit: pages change in place, so they belong to one request."""
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Views of one layer's page pool, all sharing the pool's storage.
+
+    Attributes:
+        kv: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, K then V.
+        rank: int32 ``[num_blocks, num_sets, block_size]``, chronological rank; -1: empty slot.
+        born: int32, the position the key was rotated with when it was written.
+        score: fp32, the token's attention score.
+        token: int32, its index in the stream; None unless the policy's ``trace`` is on.
+    """
+
+    kv: torch.Tensor
+    rank: torch.Tensor
+    born: torch.Tensor
+    score: torch.Tensor
+    token: torch.Tensor | None
+
+    @property
+    def block_size(self) -> int:
+        return self.kv.shape[2]
+
+
+def page_views(kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
+    """Split vLLM's view of a layer's pool into K/V and the numbers in each page's tail."""
+    num_blocks, num_heads, block_size, width = kv_cache.shape
+    assert (num_heads, block_size) == (spec.num_kv_heads, spec.block_size), kv_cache.shape
+    assert width == 2 * spec.head_size, kv_cache.shape
+    assert kv_cache[0].is_contiguous(), "a page's keys and values must be contiguous"
+    page_bytes = kv_cache.stride(0) * kv_cache.element_size()
+    start = kv_cache.storage_offset() * kv_cache.element_size() + spec.unpadded_page_size_bytes
+    assert page_bytes >= spec.page_size_bytes and page_bytes % WORD_BYTES == 0
+    assert start % WORD_BYTES == 0
+    words = torch.empty(0, dtype=torch.int32, device=kv_cache.device).set_(
+        kv_cache.untyped_storage(),
+        start // WORD_BYTES,
+        (num_blocks, len(spec.words), spec.num_sets, block_size),
+        (page_bytes // WORD_BYTES, spec.num_sets * block_size, block_size, 1),
+    )
+    tail = dict(zip(spec.words, words.unbind(1), strict=True))
+    return Pages(
+        kv=kv_cache,
+        rank=tail["rank"],
+        born=tail["born"],
+        score=tail["score"].view(torch.float32),
+        token=tail.get("token"),
+    )
+
+
+# vLLM's own specs first: the registry's check for "not filled yet" is "empty", so registering
+# ours before them would hide them from this process.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(KVPolicySpec, KVPolicyManager)

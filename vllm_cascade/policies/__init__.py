@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policies, by name. The registry drives the flags, the tests and the README's table."""
+
+import difflib
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_cascade.config import DEFAULT_BUDGET, DEFAULT_PREFILL_STRIDE, KVPolicyError
+from vllm_cascade.config import describe_errors as _describe_errors
+from vllm_cascade.policies.base import Policy, StepTables, step_tables, stride_plan
+from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.sink import Sink
+from vllm_cascade.policies.window import Window
+
+POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Window, Sink, Cascade)}
+CHOICES = ("full", *POLICIES)
+
+__all__ = [
+    "CHOICES",
+    "POLICIES",
+    "Policy",
+    "StepTables",
+    "policy_class",
+    "resolve",
+    "step_tables",
+    "stride_plan",
+]
+
+
+def policy_class(name: Any) -> type[Policy]:
+    """The class of a policy.
+
+    Raises:
+        KVPolicyError: no policy has this name; the message lists those that exist.
+    """
+    if isinstance(name, str) and name in POLICIES:
+        return POLICIES[name]
+    close = difflib.get_close_matches(str(name), CHOICES, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise KVPolicyError(f"kv_policy: unknown name {name!r}, choose from {', '.join(CHOICES)}{hint}")
+
+
+def resolve(
+    raw: dict[str, Any],
+    *,
+    max_position: int | None = None,
+    max_num_batched_tokens: int | None = None,
+) -> Policy:
+    """Check raw settings, fill in the defaults, and return the policy.
+
+    Args:
+        raw: the user's keys, ``name`` among them.
+        max_position: positions the model has (None: unbounded, as with ALiBi).
+        max_num_batched_tokens: most tokens vLLM schedules in a step (None: unknown).
+
+    Raises:
+        KVPolicyError: an unknown key, a wrong type or an impossible size.
+    """
+    given = {key: value for key, value in raw.items() if value is not None or key == "ema_gamma"}
+    cls = policy_class(given.pop("name", None))
+    preset = given.get("preset")
+    given = {**getattr(cls, "presets", {}).get(preset, {}), **given}
+    if "prefill_stride" not in given:
+        given["prefill_stride"] = _default_stride(max_position, max_num_batched_tokens)
+    if "budget" not in given:
+        given["budget"] = _default_budget(cls, given, max_position)
+    try:
+        policy = cls.model_validate(given)
+    except ValidationError as error:
+        keys = ["name", *cls.model_fields]
+        raise KVPolicyError(_describe_errors(error, cls.name, keys)) from None
+    _check_fit(policy, max_position, max_num_batched_tokens)
+    return policy
+
+
+def _default_stride(max_position: int | None, max_num_batched_tokens: int | None) -> int:
+    """256, or the power of two that leaves room in a short model or a small batch."""
+    limit = DEFAULT_PREFILL_STRIDE
+    if max_position is not None:
+        limit = min(limit, max(max_position // 4, 1))
+    if max_num_batched_tokens is not None:
+        limit = min(limit, max(max_num_batched_tokens, 1))
+    return 1 << (limit.bit_length() - 1)
+
+
+def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int | None) -> int:
+    """2048, or the largest valid budget whose positions fit the model."""
+    limit, step = DEFAULT_BUDGET, cls.budget_step(given)
+    sinks, stride = given.get("num_sinks", cls.model_fields["num_sinks"].default), 1
+    stride = given["prefill_stride"]
+    if max_position is not None and isinstance(sinks, int) and isinstance(stride, int):
+        limit = min(limit, max_position - sinks - stride)
+    return max(limit // step * step, step)
+
+
+def _check_fit(
+    policy: Policy, max_position: int | None, max_num_batched_tokens: int | None
+) -> None:
+    if max_position is not None and policy.max_position > max_position:
+        room = max_position - policy.num_sinks - policy.prefill_stride
+        step = policy.budget_step(policy.model_dump())
+        fix = (
+            f"lower the budget to at most {room // step * step}"
+            if room >= step
+            else "lower prefill_stride and the budget"
+        )
+        raise KVPolicyError(
+            f"kv_policy: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
+            f"{policy.prefill_stride} = {policy.max_position} positions, but the model has "
+            f"{max_position}; {fix}"
+        )
+    if max_num_batched_tokens is not None and policy.prefill_stride > max_num_batched_tokens:
+        raise KVPolicyError(
+            f"kv_policy: prefill_stride {policy.prefill_stride} is larger than "
+            f"max_num_batched_tokens {max_num_batched_tokens}, so no prompt could ever be "
+            f"scheduled; set prefill_stride to at most {max_num_batched_tokens} or raise "
+            "--max-num-batched-tokens"
+        )

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most recent tokens and nothing else: the baseline that attention sinks repair."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from vllm_cascade.policies.sink import Sink
+
+
+class Window(Sink):
+    """A plain sliding window of ``budget`` tokens."""
+
+    name: ClassVar[str] = "window"
+    paper: ClassVar[str] = "baseline (window attention in https://arxiv.org/abs/2309.17453)"
+
+    num_sinks: int = Field(0, ge=0, le=0, description="always 0: use `sink` to keep sinks")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.worker.block_table import SlotMappingMode
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+from vllm_cascade.config import KVPolicyError
+from vllm_cascade.paging import KVPolicySpec
+from vllm_cascade.positions import find_rotaries
+from vllm_cascade.trace import Recorder
+
+
+@contextmanager
+def _our_backend() -> Iterator[None]:
+    """Layers built in this context use our backend; later engines of this process do not.
+
+    The CPU platform has one attention backend and ignores ``--attention-backend``, so ours takes
+    its name for as long as a model is built.
+    """
+    register_backend(
+        AttentionBackendEnum.CPU_ATTN, "vllm_cascade.attention.backend.CPUKVPolicyBackend"
+    )
+    _cached_get_attn_backend.cache_clear()
+    try:
+        yield
+    finally:
+        AttentionBackendEnum.CPU_ATTN.clear_override()
+        _cached_get_attn_backend.cache_clear()
+
+
+class CPUKVPolicyWorker(CPUWorker):
+    """One process of a CPU engine that runs a policy."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        with _our_backend():
+            super().load_model(**kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        with set_current_vllm_config(self.vllm_config):  # CPUKVPolicyBackend.customize_spec asks
+            return super().get_kv_cache_spec()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        model = self.model_runner.get_model()
+        layers = self._attention_layers()
+        rotaries = find_rotaries(model, layers)
+        for builder in self._builders():
+            assert isinstance(builder.kv_cache_spec, KVPolicySpec)
+            for name in builder.layer_names:
+                layers[name].impl.prepare(
+                    builder.kv_cache_spec, layers[name].kv_cache, rotaries[name]
+                )
+        (builder,) = self._builders()
+        builder.positions.install(model)
+        # The V1 runner maps absolute positions to slots of a table that holds a bounded number
+        # of pages; nothing reads the result, and it would read past the table's end.
+        for table in self.model_runner.input_batch.block_table.block_tables:
+            table.slot_mapping_mode = SlotMappingMode.NONE
+
+    def _attention_layers(self) -> dict[str, Attention]:
+        return get_layers_from_vllm_config(self.vllm_config, Attention)
+
+    def _builders(self) -> list[KVPolicyMetadataBuilder]:
+        groups = [group for groups in self.model_runner.attn_groups for group in groups]
+        builders = [group.get_metadata_builder() for group in groups]
+        if len(builders) != 1 or not isinstance(builders[0], KVPolicyMetadataBuilder):
+            kinds = ", ".join(type(builder).__name__ for builder in builders)
+            raise KVPolicyError(
+                f"kv_policy: the model's layers need several kinds of cache ({kinds}); "
+                "use a model whose layers all use plain full attention"
+            )
+        return builders
+
+    def kv_policy_counters(self) -> dict[str, int]:
+        """What the policy has done in this worker: tokens seen, evicted, strides, steps."""
+        return asdict(self._builders()[0].counters)
+
+    def kv_policy_trace(self, every: int = 1) -> None:
+        """Start recording which tokens every layer keeps; replaces an earlier recording.
+
+        Raises:
+            KVPolicyError: the policy's ``trace`` setting is off.
+        """
+        if not self._builders()[0].policy.trace:
+            raise KVPolicyError('kv_policy: set "trace": true to record which tokens are kept')
+        recorder = Recorder(every)
+        for layer in self._attention_layers().values():
+            layer.impl.recorder = recorder
+
+    def kv_policy_snapshots(self) -> list[dict[str, Any]]:
+        """What was recorded; recording stops."""
+        layers = list(self._attention_layers().values())
+        recorder = layers[0].impl.recorder
+        for layer in layers:
+            layer.impl.recorder = None
+        return [asdict(snapshot) for snapshot in recorder.snapshots] if recorder else []
