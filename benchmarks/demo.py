@@ -3,12 +3,13 @@
 
 Prints one table and a generated continuation, and writes two pictures and all numbers as JSON.
 Every policy gets an engine in a process of its own, one after the other: an engine that shares
-its caller's process starts in seconds and may use every core, and nothing of one policy (vLLM's
-registered backend, its metrics) is left when the next one starts.
+its caller's process starts in seconds, and nothing of one policy (vLLM's registered backend, its
+metrics) is left when the next one starts. ``--help=all`` lists the options.
 """
 
 import argparse
 import json
+import logging
 import multiprocessing
 import os
 import time
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MODEL = ROOT / "benchmarks/models/books-5m"
 BOOK = ROOT / "benchmarks/books/persuasion.txt"
 CONTINUATION_TOKENS = 80
+FULL_NEW_TOKENS = 2
 TEMPERATURE = 0.8
 SEED = 7
 BATCHED_TOKENS = 1024
@@ -32,8 +34,11 @@ BLOCK_SIZE = 32
 
 ENVIRONMENT = {
     # Without this, vLLM's CPU engine lives in two more processes that take half a minute to
-    # start, and leaves one core to the front end.
+    # start.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # A model this small gains little from a second thread, and threads that wait for each other
+    # are several times slower than one as soon as another program wants a core.
+    "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "PYTHONWARNINGS": "ignore::FutureWarning",
@@ -54,8 +59,17 @@ class Job:
     memory_bytes: int
 
 
+def quiet() -> None:
+    """Hide all but vLLM's errors; to be called before vLLM is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # A warning comes while vLLM is imported, before it sets its logging up.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
 def run(job: Job) -> "StreamResult":
     """Stream a job's tokens through an engine in this (child) process."""
+    quiet()
     from vllm import LLM
 
     from benchmarks.stream import stream
@@ -100,9 +114,10 @@ def jobs(args: argparse.Namespace, token_ids: list[int], native_len: int) -> lis
         )
         for label, policy in policies.items()
     ]
-    # vLLM wants room for one generated token, so the last of the positions is for that one.
-    head = token_ids[: native_len - 1]
-    return [*bounded, Job("full", None, args.model, head, native_len, 1, 32 << 20)]
+    # Its positions must also hold what it generates.
+    head = token_ids[: native_len - FULL_NEW_TOKENS]
+    full = Job("full", None, args.model, head, native_len, FULL_NEW_TOKENS, 32 << 20)
+    return [*bounded, full]
 
 
 def check(plan: list[Job], native_len: int) -> None:
@@ -158,8 +173,7 @@ def load(args: argparse.Namespace) -> tuple[list[int], int]:
 def main(argv: list[str] | None = None) -> None:
     """Run the demo."""
     started = time.perf_counter()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    quiet()
     parser, args = parse_args(argv)
     token_ids, native_len = load(args)
     plan = jobs(args, token_ids, native_len)
@@ -180,7 +194,8 @@ def main(argv: list[str] | None = None) -> None:
     pictures.perplexity(results, native_len, out / "perplexity.png")
     pictures.kept_tokens(results, out / "kept_tokens.png")
     seconds = time.perf_counter() - started
-    numbers = report.numbers(results, native_len)
+    head = plan[-1].token_ids
+    numbers = report.numbers(results, len(head), native_len)
     settings = {key: value for key, value in vars(args).items() if key != "out"}
     (out / "demo.json").write_text(
         json.dumps(
@@ -194,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         + "\n"
     )
-    report.show(results, native_len, out, seconds)
+    report.show(results, len(head), native_len, out, seconds)
 
 
 if __name__ == "__main__":

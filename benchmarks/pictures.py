@@ -28,19 +28,39 @@ def sliding_perplexity(nll: np.ndarray, width: int) -> tuple[np.ndarray, np.ndar
 
 
 def perplexity(results: dict[str, StreamResult], native_len: int, path: Path) -> None:
-    """Left: the stream's beginning, where full attention can still run. Right: all of it."""
+    """Left: the stream's beginning, where full attention can still run. Right: all of it.
+
+    The text itself moves perplexity far more than any policy does, so a second row of axes shows
+    every policy relative to the plain window.
+    """
     longest = max(result.num_tokens for result in results.values())
-    figure = Figure(figsize=(12, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.7))
-    _perplexity_lines(left, results, width=native_len // 4, end=4 * native_len)
-    _perplexity_lines(right, results, width=4 * native_len, end=longest)
-    for axes in (left, right):
+    ends = (min(4 * native_len, longest), longest)
+    widths = (native_len // 4, min(4 * native_len, max(longest // 8, 1)))
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    grid = figure.subplots(
+        2, 2, sharex="col", sharey="row", width_ratios=(1, 1.7), height_ratios=(1.5, 1)
+    )
+    for column, (end, width) in enumerate(zip(ends, widths, strict=True)):
+        _perplexity_lines(grid[0, column], grid[1, column], results, width, end)
+        grid[1, column].set_xlabel("tokens streamed")
+        grid[1, column].set_xlim(0, end)
+    for axes in grid.flat:
         axes.axvline(native_len, color="#888888", linestyle="--", linewidth=1)
         axes.xaxis.set_major_formatter(THOUSANDS)
-        axes.set_xlabel("tokens streamed")
         axes.grid(alpha=0.25)
-        axes.set_xlim(left=0)
-    left.annotate(
+    _annotate_limit(grid[0, 0], native_len)
+    grid[0, 0].set_ylabel("perplexity (lower is better)")
+    grid[1, 0].set_ylabel("difference from window, %")
+    grid[0, 0].set_title(f"the beginning (mean of {widths[0]:,} tokens)", fontsize=10)
+    grid[0, 1].set_title(f"the whole stream (mean of {widths[1]:,} tokens)", fontsize=10)
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
+    figure.suptitle("Perplexity while a book streams through a bounded KV cache")
+    figure.savefig(path, dpi=150)
+
+
+def _annotate_limit(axes: Axes, native_len: int) -> None:
+    axes.annotate(
         f"the model's\n{native_len:,} positions end",
         (native_len, 0.97),
         xycoords=("data", "axes fraction"),
@@ -49,31 +69,31 @@ def perplexity(results: dict[str, StreamResult], native_len: int, path: Path) ->
         va="top",
         fontsize=9,
         color="#555555",
+        bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1},
     )
-    left.set_ylabel("perplexity (lower is better)")
-    left.set_title(f"the beginning, mean of {native_len // 4:,} tokens", fontsize=10)
-    right.set_title(f"the whole stream, mean of {4 * native_len:,} tokens", fontsize=10)
-    left.legend(fontsize=9, loc="lower right")
-    figure.suptitle("Perplexity while a book streams through a bounded KV cache")
-    figure.savefig(path, dpi=150)
 
 
-def _perplexity_lines(axes: Axes, results: dict[str, StreamResult], width: int, end: int) -> None:
+def _perplexity_lines(
+    top: Axes, bottom: Axes, results: dict[str, StreamResult], width: int, end: int
+) -> None:
+    _, reference = sliding_perplexity(results["window"].nll[: end - 1], width)
     for label, result in results.items():
         if len(result.nll) < width:
             continue
         at, values = sliding_perplexity(result.nll[: end - 1], width)
+        relative = 100 * (values / reference[: len(values)] - 1)
         step = max(len(at) // 2000, 1)
-        front = label == "full"
-        axes.plot(
-            at[::step],
-            values[::step],
-            label=label,
-            color=COLOURS[label],
-            linewidth=2.2 if front else 1.2,
-            linestyle=":" if front else "-",
-            zorder=3 if front else 2,
-        )
+        front, wide = label == "full", label in ("full", "window")  # seen around other lines
+        for axes, line in ((top, values), (bottom, relative)):
+            axes.plot(
+                at[::step],
+                line[::step],
+                label=label,
+                color=COLOURS[label],
+                linewidth=2.6 if wide else 1.1,
+                linestyle=":" if front else "-",
+                zorder=3 if front else 2,
+            )
 
 
 def kept_tokens(results: dict[str, StreamResult], path: Path) -> None:

@@ -22,8 +22,9 @@ CAVEAT = """\
 model through a cache of constant size, and its perplexity does not blow up past them.
 [bold]What it does not show:[/] which policy is better. The 5M-parameter model was trained too \
 briefly to use distant context (full attention over 1,024 tokens predicts no better than a window \
-of 128), so keeping older tokens cannot help it. A bounded cache also never lets a model attend \
-to more tokens at once than it holds."""
+of 128) or to lean on its first tokens, so neither older tokens nor attention sinks can help it, \
+and differences between the rows say nothing about larger models. A bounded cache never lets a \
+model attend to more tokens at once than it holds."""
 
 
 def console() -> Console:
@@ -42,19 +43,21 @@ def introduce(args: argparse.Namespace, num_tokens: int, native_len: int) -> Non
     )
 
 
-def numbers(results: dict[str, StreamResult], native_len: int) -> dict[str, dict[str, Any]]:
-    """Every measured number, by policy."""
-    return {label: _numbers(result, native_len) for label, result in results.items()}
+def numbers(
+    results: dict[str, StreamResult], head: int, native_len: int
+) -> dict[str, dict[str, Any]]:
+    """Every measured number, by policy; ``head``: the tokens that full attention could read."""
+    return {label: _numbers(result, head, native_len) for label, result in results.items()}
 
 
-def _numbers(result: StreamResult, native_len: int) -> dict[str, Any]:
+def _numbers(result: StreamResult, head: int, native_len: int) -> dict[str, Any]:
     total = result.num_tokens
     quarters = [total * part // 4 for part in range(5)]
     blocks = range(0, len(result.nll), native_len)
     return {
         "tokens": total,
         "perplexity": result.perplexity(),
-        "perplexity_first_positions": result.perplexity(end=native_len - 1),
+        f"perplexity_first_{head}": result.perplexity(end=head),
         "perplexity_quarters": [
             result.perplexity(*bounds) for bounds in itertools.pairwise(quarters)
         ],
@@ -83,10 +86,12 @@ def evicted(result: StreamResult) -> int:
     return result.counters.get("evicted_tokens", 0)
 
 
-def show(results: dict[str, StreamResult], native_len: int, out: Path, seconds: float) -> None:
+def show(
+    results: dict[str, StreamResult], head: int, native_len: int, out: Path, seconds: float
+) -> None:
     """Print the table, what it means, the continuation and where the files are."""
     screen = console()
-    screen.print(table(results, native_len))
+    screen.print(table(results, head))
     screen.print(CAVEAT.format(native_len=native_len), highlight=False)
     last = results["cascade"]
     screen.print(
@@ -106,14 +111,14 @@ def show(results: dict[str, StreamResult], native_len: int, out: Path, seconds: 
     )
 
 
-def table(results: dict[str, StreamResult], native_len: int) -> Table:
+def table(results: dict[str, StreamResult], head: int) -> Table:
     """One row a policy."""
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     grid.add_column("policy", no_wrap=True)
     columns = (
         "tokens\nstreamed",
         "perplexity\nwhole book",
-        f"perplexity\nfirst {native_len - 1:,}",
+        f"perplexity\nfirst {head:,}",
         "tokens\ncached",
         "pages\nheld",
         "peak\nKV",
@@ -130,7 +135,7 @@ def table(results: dict[str, StreamResult], native_len: int) -> Table:
             label,
             f"{result.num_tokens:,}",
             f"{result.perplexity():.2f}" if whole else "-",
-            f"{result.perplexity(end=native_len - 1):.2f}",
+            f"{result.perplexity(end=head):.2f}",
             f"{result.cached:,}",
             f"{result.pages_end:,}",
             size(result.peak_bytes),

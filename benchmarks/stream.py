@@ -87,7 +87,7 @@ def stream(
     token_ids: list[int],
     *,
     label: str,
-    max_new_tokens: int = 1,
+    max_new_tokens: int = 2,
     temperature: float = 0.0,
 ) -> StreamResult:
     """Send ``token_ids`` through ``llm`` as one prompt, then generate a continuation.
@@ -100,10 +100,12 @@ def stream(
 
     Args:
         label: shown at the progress bar.
-        max_new_tokens: at least 1, because vLLM's generation always yields a token.
+        max_new_tokens: at least 2: the step of a request's last token also frees its pages, so only
+            a step before it can show them.
         temperature: of the continuation. The engine's ``seed`` makes it repeatable; vLLM 0.32 on a
             CPU stops with an error where a request with a seed of its own has a prompt in chunks.
     """
+    assert max_new_tokens >= 2, "one token more is needed to see the pages"
     config = llm.llm_engine.vllm_config
     policy = policy_of(config)
     params = SamplingParams(
@@ -194,7 +196,10 @@ def _steps(
     with tqdm(total=total, desc=label, unit="tok", unit_scale=True, dynamic_ncols=True) as bar:
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            bar.update(min(chunk, total - bar.n))
+            if bar.n < total:
+                bar.update(min(chunk, total - bar.n))
+            if bar.n == total:
+                bar.close()  # its time is the prompt's, without the continuation's
             yield outputs
 
 

@@ -61,16 +61,10 @@ def merge_settings(
             "--kv-budget and --kv-policy-config need a policy; add --kv-policy "
             + "|".join(CHOICES[1:])
         )
-    if settings["name"] == "full":
-        if len(settings) > 1:
-            raise KVPolicyError(
-                "--kv-policy full is stock vLLM and takes no budget and no configuration; remove "
-                "--kv-budget and --kv-policy-config or choose another policy"
-            )
-        return merged
+    if raw_settings({CONFIG_KEY: settings}) is None:
+        return merged  # `full`
     policy_class(settings["name"])
-    merged[CONFIG_KEY] = settings
-    return merged
+    return {**merged, CONFIG_KEY: settings}
 
 
 def _json_object(text: str) -> dict[str, Any]:

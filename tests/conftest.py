@@ -5,6 +5,7 @@ import os
 
 # Before vLLM is imported: quiet, offline, engines in this process (tests/engine/pool.py).
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors; `make test` runs two workers
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

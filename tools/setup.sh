@@ -20,7 +20,7 @@ say() { printf 'setup: %s\n' "$*"; }
 fail() {
     printf 'setup: error: %s\n' "$1" >&2
     shift
-    printf '       %s\n' "$@" >&2
+    (($# == 0)) || printf '       %s\n' "$@" >&2
     exit 1
 }
 

@@ -101,4 +101,12 @@ def raw_settings(additional_config: Any) -> dict[str, Any] | None:
             f'additional_config["{CONFIG_KEY}"] has no "name"; add one, for example '
             '{"name": "cascade"}'
         )
-    return None if raw["name"] == "full" and len(raw) == 1 else dict(raw)
+    if raw["name"] == "full":
+        if len(raw) > 1:
+            extra = ", ".join(sorted(set(raw) - {"name"}))
+            raise KVPolicyError(
+                f"kv_policy: full is stock vLLM and takes no settings; remove {extra} or choose "
+                "another policy"
+            )
+        return None
+    return dict(raw)

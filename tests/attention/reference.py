@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention layer with a literal cache, in fp64: what the paged implementations must equal.
+
+Keys are kept as they came, unrotated, beside explicit token lists (tests/oracle); every read
+rotates them at their rank. There are no pages, slots or ``born`` positions here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class LiteralCache:
+    """One request's cache in one layer."""
+
+    def __init__(
+        self,
+        make_sim: Callable[[], Any],
+        *,
+        num_sets: int,
+        gamma: float,
+        reduction: str,
+        scale: float,
+        inv_freq: torch.Tensor | None,
+        is_neox: bool = True,
+        slopes: torch.Tensor | None = None,
+        softcap: float = 0.0,
+    ) -> None:
+        self.sims = [make_sim() for _ in range(num_sets)]
+        self.gamma, self.reduction, self.scale = gamma, reduction, scale
+        self.inv_freq, self.is_neox = inv_freq, is_neox
+        self.slopes, self.softcap = slopes, softcap
+        self.keys: list[torch.Tensor] = []  # per token [H, D], unrotated
+        self.values: list[torch.Tensor] = []
+        self.scores: list[dict[int, float]] = [{} for _ in range(num_sets)]
+        self._rotated: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def rotate(self, x: torch.Tensor, position: int) -> torch.Tensor:
+        """fp64 rotation of the leading channels of ``[..., D]``."""
+        if self.inv_freq is None:
+            return x.double()
+        angle = position * self.inv_freq.double()
+        cos, sin = angle.cos(), angle.sin()
+        x, half = x.double().clone(), len(angle)
+        if self.is_neox:
+            first, second = x[..., :half].clone(), x[..., half : 2 * half].clone()
+            x[..., :half] = first * cos - second * sin
+            x[..., half : 2 * half] = second * cos + first * sin
+        else:
+            first, second = x[..., 0 : 2 * half : 2].clone(), x[..., 1 : 2 * half : 2].clone()
+            x[..., 0 : 2 * half : 2] = first * cos - second * sin
+            x[..., 1 : 2 * half : 2] = second * cos + first * sin
+        return x
+
+    def positions(self, num_tokens: int) -> range:
+        cached = len(self.sims[0].tokens())
+        return range(cached, cached + num_tokens)
+
+    def step(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """One stride of unrotated ``query [T, Hq, D]``, ``key``/``value [T, H, D]``; its output."""
+        num_tokens, num_heads = len(key), key.shape[1]
+        group = query.shape[1] // num_heads
+        first = len(self.keys)
+        self.keys.extend(key)
+        self.values.extend(value)
+        output = torch.zeros(query.shape, dtype=torch.float64)
+        mass = [dict[int, torch.Tensor]() for _ in range(query.shape[1])]
+        for head in range(query.shape[1]):
+            kv_head = head // group
+            cached = self.sims[kv_head % len(self.sims)].tokens()
+            for t in range(num_tokens):
+                tokens = cached + list(range(first, first + t + 1))
+                probs = self._probabilities(query[t, head], tokens, kv_head, head, len(cached) + t)
+                rows = torch.stack([self.values[token][kv_head].double() for token in tokens])
+                output[t, head] = probs @ rows
+                weight = (1 - self.gamma) * self.gamma ** (num_tokens - 1 - t)
+                for token, p in zip(tokens, probs, strict=True):
+                    mass[head][token] = mass[head].get(token, torch.zeros(())) + weight * p
+        self._update_and_insert(mass, first, num_tokens, group)
+        return output
+
+    def _probabilities(
+        self, query: torch.Tensor, tokens: list[int], kv_head: int, head: int, position: int
+    ) -> torch.Tensor:
+        keys = [self._key_at(token, rank, kv_head) for rank, token in enumerate(tokens)]
+        logits = torch.stack(keys) @ self.rotate(query, position) * self.scale
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        if self.slopes is not None:
+            logits = logits + self.slopes[head] * (torch.arange(len(tokens)) - position)
+        return logits.softmax(0)
+
+    def _key_at(self, token: int, rank: int, kv_head: int) -> torch.Tensor:
+        place = token, rank, kv_head
+        if place not in self._rotated:
+            self._rotated[place] = self.rotate(self.keys[token][kv_head], rank)
+        return self._rotated[place]
+
+    def _update_and_insert(
+        self, mass: list[dict[int, torch.Tensor]], first: int, num_tokens: int, group: int
+    ) -> None:
+        per_set = len(mass) // len(self.sims)
+        for index, (sim, scores) in enumerate(zip(self.sims, self.scores, strict=True)):
+            heads = mass[index * per_set : (index + 1) * per_set]
+            for token in sim.tokens() + list(range(first, first + num_tokens)):
+                values = torch.stack([head[token] for head in heads])
+                reduced = {
+                    "mean": values.mean,
+                    "max": values.amax,
+                    "median": values.median,
+                }[self.reduction]()
+                old = scores.get(token, 0.0) * self.gamma**num_tokens
+                scores[token] = old + float(reduced)
+            for token in range(first, first + num_tokens):
+                sim.insert(token, lambda token, scores=scores: scores[token])

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paged attention paths and their metadata against the literal fp64 cache."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.attention.reference import LiteralCache
+from tests.oracle.policies import CascadeSim, WindowSim
+from vllm_cascade.attention.cpu import CPUKVPolicyImpl
+from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+from vllm_cascade.paging import KVPolicySpec, page_views
+from vllm_cascade.policies import resolve
+from vllm_cascade.positions import Rotary
+from vllm_cascade.trace import kept_tokens
+
+
+@dataclass
+class Shape:
+    """A layer's shape; odd on purpose where that is legal."""
+
+    num_kv_heads: int = 2
+    group: int = 2
+    head_size: int = 16
+    rotary_dim: int = 16
+    is_neox: bool = True
+    alibi: bool = False
+    softcap: float = 0.0
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+class PagedLayer:
+    """The real implementation, builder and page views over a poisoned page pool."""
+
+    def __init__(self, shape: Shape, settings: dict[str, Any], num_pages: int) -> None:
+        self.shape = shape
+        self.policy = resolve({**settings, "trace": True})
+        full = FullAttentionSpec(
+            block_size=shape.block_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=shape.dtype,
+        )
+        self.spec = KVPolicySpec.from_full(full, self.policy)
+        # Uninitialised memory may hold anything: NaN keys and values, absurd ranks.
+        self.pool = torch.full((num_pages, self.spec.page_size_bytes), 0xFF, dtype=torch.uint8)
+        view = torch.as_strided(
+            self.pool.view(shape.dtype),
+            (num_pages, shape.num_kv_heads, shape.block_size, 2 * shape.head_size),
+            (
+                self.spec.page_size_bytes // shape.dtype.itemsize,
+                shape.block_size * 2 * shape.head_size,
+                2 * shape.head_size,
+                1,
+            ),
+        )
+        slopes = None
+        if shape.alibi:
+            slopes = [2.0 ** -(i + 1) for i in range(shape.num_kv_heads * shape.group)]
+        self.impl = CPUKVPolicyImpl(
+            shape.num_kv_heads * shape.group,
+            shape.head_size,
+            shape.head_size**-0.5,
+            shape.num_kv_heads,
+            slopes,
+            None,
+            "auto",
+            shape.softcap,
+        )
+        self.inv_freq = None
+        if not shape.alibi:
+            exponent = torch.arange(0, shape.rotary_dim, 2) / shape.rotary_dim
+            self.inv_freq = 1.0 / 100.0**exponent
+        rotary = None if shape.alibi else Rotary(self.inv_freq, shape.is_neox)
+        self.impl.prepare(self.spec, view, rotary)
+        self.pages = page_views(view, self.spec)
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=4096))
+        self.builder = KVPolicyMetadataBuilder(self.spec, ["layer"], config, torch.device("cpu"))
+
+    def step(
+        self,
+        lengths: list[int],
+        firsts: list[int],
+        prefilling: list[bool],
+        table: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rotate: Any,
+    ) -> torch.Tensor:
+        """One scheduling step of unrotated tensors ``[num_tokens, heads, head_size]``."""
+        offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+        ends = torch.tensor([f + n for f, n in zip(firsts, lengths, strict=True)])
+        common = CommonAttentionMetadata(
+            query_start_loc=offsets,
+            query_start_loc_cpu=offsets,
+            seq_lens=ends,
+            seq_lens_cpu_upper_bound=ends,
+            num_reqs=len(lengths),
+            num_actual_tokens=sum(lengths),
+            max_query_len=max(lengths),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=table,
+            slot_mapping=torch.zeros(0),
+            is_prefilling=torch.tensor(prefilling),
+        )
+        metadata = self.builder.build(0, common)
+        positions = self.builder.positions.buffer[: sum(lengths)].tolist()
+        query = torch.stack([rotate(q, p) for q, p in zip(query, positions, strict=True)])
+        key = torch.stack([rotate(k, p) for k, p in zip(key, positions, strict=True)])
+        output = torch.full_like(query, torch.nan, dtype=self.shape.dtype)
+        layer = SimpleNamespace(layer_name="layer")
+        dtype = self.shape.dtype
+        return self.impl.forward(
+            layer, query.to(dtype), key.to(dtype), value.to(dtype), self.pool, metadata, output
+        )
+
+
+def oracle_for(settings: dict[str, Any], policy: Any, shape: Shape, layer: PagedLayer) -> Any:
+    if policy.name == "cascade":
+        window = settings["budget"] // settings.get("num_subcaches", 4)
+        make_sim = lambda: CascadeSim(  # noqa: E731
+            policy.num_sinks,
+            settings.get("num_subcaches", 4),
+            window,
+            base=settings.get("cascade_base", 2),
+            eager_fill=settings.get("eager_fill", True),
+            tie=settings.get("tie", "incoming"),
+        )
+        gamma = settings.get("ema_gamma") or float(np.exp(-np.log(100) / window))
+    else:
+        make_sim = lambda: WindowSim(policy.num_sinks, settings["budget"])  # noqa: E731
+        gamma = 0.5
+    slopes = layer.impl.alibi_slopes
+    return LiteralCache(
+        make_sim,
+        num_sets=layer.spec.num_sets,
+        gamma=gamma,
+        reduction=settings.get("head_reduction", "mean"),
+        scale=shape.head_size**-0.5,
+        inv_freq=layer.inv_freq,
+        is_neox=shape.is_neox,
+        slopes=None if slopes is None else slopes.flatten().double(),
+        softcap=shape.softcap,
+    )
+
+
+CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
+HEADS = {**CASCADE, "head_policy": "per_kv_head"}
+CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "sink": (Shape(), {"name": "sink", "budget": 13, "num_sinks": 3, "prefill_stride": 8}),
+    "window": (Shape(group=1), {"name": "window", "budget": 17, "prefill_stride": 16}),
+    "cascade": (Shape(group=4), {**CASCADE, "prefill_stride": 8}),
+    "cascade-mha": (Shape(num_kv_heads=3, group=1), {**CASCADE, "prefill_stride": 32}),
+    "cascade-gqa8": (Shape(num_kv_heads=1, group=8), {**CASCADE, "prefill_stride": 5}),
+    "cascade-paper": (
+        Shape(block_size=32),
+        {**CASCADE, "eager_fill": False, "tie": "resident", "prefill_stride": 1},
+    ),
+    "heads": (Shape(), {**HEADS, "prefill_stride": 8}),
+    "heads-max": (Shape(group=3), {**HEADS, "head_reduction": "max", "prefill_stride": 40}),
+    "heads-median": (Shape(group=4), {**HEADS, "head_reduction": "median", "prefill_stride": 4}),
+    "heads-paper": (Shape(), {**HEADS, "eager_fill": False, "prefill_stride": 16}),
+    "partial": (Shape(head_size=20, rotary_dim=8), {**HEADS, "prefill_stride": 8}),
+    "interleaved": (Shape(is_neox=False), {**HEADS, "prefill_stride": 8}),
+    "partial-interleaved": (
+        Shape(is_neox=False, head_size=24, rotary_dim=12),
+        {**CASCADE, "prefill_stride": 8},
+    ),
+    "alibi": (Shape(alibi=True), {**HEADS, "prefill_stride": 8}),
+    "soft-cap": (Shape(softcap=2.0), {**CASCADE, "prefill_stride": 8}),
+    "base-3": (
+        Shape(),
+        {**CASCADE, "budget": 18, "cascade_base": 3, "ema_gamma": 0.8, "prefill_stride": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mixed_requests(name: str) -> None:
+    """Prompts of odd lengths in chunks, decode beside prefill, rows that change places."""
+    shape, settings = CASES[name]
+    rng = np.random.default_rng(len(name))
+    torch.manual_seed(len(name))
+    prompts = [1, 5, 23, 32, 48]
+    totals = [40, 5, 30, 32, 60]
+    pages_each = -(-(settings["budget"] + 4) // shape.block_size)
+    layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
+    stride = settings["prefill_stride"]
+    literal = [oracle_for(settings, layer.policy, shape, layer) for _ in prompts]
+    tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
+    num_q = shape.num_kv_heads * shape.group
+    query = [torch.randn(total, num_q, shape.head_size) for total in totals]
+    key = [torch.randn(total, shape.num_kv_heads, shape.head_size) * 2 for total in totals]
+    value = [torch.randn(total, shape.num_kv_heads, shape.head_size) for total in totals]
+    done = [0] * len(prompts)
+    null_page = layer.pool[0].clone()
+    while any(d < t for d, t in zip(done, totals, strict=True)):
+        rows = [r for r in rng.permutation(len(prompts)) if done[r] < totals[r]]
+        lengths = [
+            chunk(done[r], prompts[r], stride, int(rng.integers(1, 50))) for r in rows
+        ]
+        parts = [slice(done[r], done[r] + n) for r, n in zip(rows, lengths, strict=True)]
+        output = layer.step(
+            lengths,
+            [done[r] for r in rows],
+            [done[r] < prompts[r] for r in rows],
+            tables[rows],
+            *(
+                torch.cat([x[r][part] for r, part in zip(rows, parts, strict=True)])
+                for x in (query, key, value)
+            ),
+            rotate=literal[0].rotate,
+        )
+        expected = [
+            run_literal(literal[r], query[r], key[r], value[r], part, prompts[r], stride)
+            for r, part in zip(rows, parts, strict=True)
+        ]
+        torch.testing.assert_close(output.double(), torch.cat(expected), atol=2e-5, rtol=2e-5)
+        for r, n in zip(rows, lengths, strict=True):
+            done[r] += n
+            slots = layer.policy.peak(done[r])
+            kept = kept_tokens(layer.pages, tables[r].long(), slots)
+            assert kept == [sim.tokens() for sim in literal[r].sims]
+    assert torch.equal(layer.pool[0], null_page), "the null block was written"
+    assert layer.builder.counters.tokens == sum(totals)
+    assert layer.builder.counters.evicted_tokens == sum(
+        total - layer.policy.count(total) for total in totals
+    )
+
+
+def chunk(done: int, prompt: int, stride: int, wanted: int) -> int:
+    """A chunk as the scheduler would cut it (at least one stride)."""
+    if done >= prompt:
+        return 1
+    end = max((done + wanted) // stride * stride, (done // stride + 1) * stride)
+    return min(end, prompt) - done
+
+
+def run_literal(
+    cache: LiteralCache,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    part: slice,
+    prompt: int,
+    stride: int,
+) -> torch.Tensor:
+    outputs, begin = [], part.start
+    while begin < part.stop:
+        end = min((begin // stride + 1) * stride, prompt) if begin < prompt else begin + 1
+        outputs.append(cache.step(query[begin:end], key[begin:end], value[begin:end]))
+        begin = end
+    return torch.cat(outputs)
+
+
+def test_bfloat16_stays_close() -> None:
+    """Keys and values round once, when they are written; scores and softmax stay fp32."""
+    shape = Shape(dtype=torch.bfloat16)
+    settings = {"name": "sink", "budget": 12, "num_sinks": 2, "prefill_stride": 8}
+    layer = PagedLayer(shape, settings, 4)
+    literal = oracle_for(settings, layer.policy, shape, layer)
+    torch.manual_seed(0)
+    query = torch.randn(80, 4, 16).bfloat16()
+    key, value = torch.randn(2, 80, 2, 16).bfloat16().unbind(0)
+    table = torch.tensor([[2]], dtype=torch.int32)
+    output = layer.step([80], [0], [True], table, query, key, value, literal.rotate)
+    expected = run_literal(literal, query, key, value, slice(0, 80), 80, 8)
+    torch.testing.assert_close(output.double(), expected, atol=3e-2, rtol=3e-2)
