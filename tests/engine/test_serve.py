@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm serve --kv-policy cascade`` as a user runs it, with vLLM's default compilation."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.conftest import MODEL
+from tests.engine.test_against_oracle import run_oracle
+
+POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64, "num_subcaches": 2}
+COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL)]
+pytestmark = pytest.mark.xdist_group("serve")
+
+
+class Server:
+    def __init__(self, log: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = log
+        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        flags = ["--kv-policy", "cascade", "--kv-budget", "128"]
+        flags += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']
+        flags += ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(32 << 20)]
+        flags += ["--dtype", "float32", "--max-num-batched-tokens", "300", "--max-num-seqs", "8"]
+        flags += ["--host", "127.0.0.1", "--port", str(self.port), "--block-size", "32"]
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*COMMAND, *flags], stdout=out, stderr=subprocess.STDOUT, env=environment
+            )
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none")
+
+    def wait(self, seconds: int = 400) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            try:
+                self.get("/health")
+                return
+            except OSError:
+                time.sleep(1)
+        raise TimeoutError(self.log.read_text()[-3000:])
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            return answer.read().decode()
+
+    def metric(self, name: str) -> float:
+        (value,) = re.findall(rf"^{name}{{.*}} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return float(value)
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("serve") / "log")
+    server.wait()
+    yield server
+    server.stop()
+
+
+def test_the_log_says_what_runs(server: Server) -> None:
+    text = server.log.read_text()
+    assert len(re.findall(r"KV policy cascade: budget=128, .*num_subcaches=2", text)) == 1
+    # 132 slots of a request are 5 pages of 32; stock vLLM would need 256 pages for 8,192 tokens.
+    (concurrency,) = re.findall(r"Maximum concurrency for 8,192 tokens .*: ([\d.,]+)x", text)
+    (blocks,) = re.findall(r"CPU KV cache size: ([\d,]+) tokens", text)
+    pages = int(blocks.replace(",", "")) / 8192 * 5
+    assert float(concurrency.replace(",", "")) == pytest.approx(pages / 5, rel=0.01)
+    page_bytes = 6 * 32 * (2 * 2 * 64 * 4 + 12)
+    assert pages == pytest.approx((32 << 20) // page_bytes, abs=2)
+
+
+def test_a_stream_longer_than_the_positions(server: Server, book_tokens: list[int]) -> None:
+    """4,000 tokens through 1,024 positions: the next token is the oracle's, as it streams."""
+    tokens = book_tokens[: 3 * 1024 + 77]
+    with server.client.completions.create(
+        model=str(MODEL), prompt=tokens, max_tokens=8, temperature=0, stream=True, logprobs=1
+    ) as stream:
+        pieces = [chunk.choices[0] for chunk in stream if chunk.choices]
+    assert len(pieces) >= 8
+    truth = run_oracle(POLICY, tokens)
+    best = truth.logits_last.log_softmax(-1).max().item()
+    assert pieces[0].logprobs.token_logprobs[0] == pytest.approx(best, abs=2e-4)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0.0
+    assert server.metric("vllm:num_preemptions_total") == 0.0
+
+
+def test_many_clients_and_one_that_leaves(server: Server, book_tokens: list[int]) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask(index: int) -> str:
+        prompt = book_tokens[index * 500 : index * 500 + 30 + 100 * index]
+        answer = server.client.completions.create(
+            model=str(MODEL), prompt=prompt, max_tokens=20, temperature=0
+        )
+        return answer.choices[0].text
+
+    alone = [ask(index) for index in range(4)]
+    stream = server.client.completions.create(
+        model=str(MODEL), prompt=book_tokens[:50], max_tokens=5000, temperature=0, stream=True
+    )
+    next(iter(stream))
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(ask, [index % 4 for index in range(12)]))
+    stream.close()  # a client that goes away in the middle
+    assert together == [alone[index % 4] for index in range(12)]
+    deadline = time.monotonic() + 20
+    while server.metric("vllm:kv_cache_usage_perc") > 0 and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert server.metric("vllm:kv_cache_usage_perc") == 0.0
+
+
+def test_without_the_plugin_the_flag_is_unknown() -> None:
+    """Never a silent stock run: vLLM only logs a plugin that does not load."""
+    run = subprocess.run(
+        [*COMMAND, "--kv-policy", "cascade"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "VLLM_PLUGINS": ""},
+    )
+    assert run.returncode == 2
+    assert "unrecognized arguments: --kv-policy cascade" in run.stderr
+
+
+def test_a_bad_setting_stops_the_server_early() -> None:
+    run = subprocess.run(
+        [*COMMAND, "--kv-policy", "cascade", "--kv-budget", "1000"], capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    output = run.stdout + run.stderr
+    assert "nearest good values: 992 or 1024" in output
+    assert "Loading" not in output
