@@ -19,7 +19,7 @@ demo: setup ## stream a whole book through a bounded cache, on a real vLLM engin
 	@$(PY) -m benchmarks.demo
 
 test: setup ## the tests, less the slow ones
-	@$(PY) -m pytest -m "not slow" -n 2 --dist loadgroup
+	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-slow: setup ## the slow tests
 	@$(PY) -m pytest -m slow

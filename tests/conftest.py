@@ -10,10 +10,14 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from collections.abc import Iterator  # noqa: E402
-from pathlib import Path  # noqa: E402
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest  # noqa: E402
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine.pool import EnginePool
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "benchmarks" / "models" / "books-5m"

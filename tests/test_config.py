@@ -118,12 +118,12 @@ def test_where_settings_come_from() -> None:
         raw_settings({"kv_policy": 7})
     with pytest.raises(KVPolicyError, match='has no "name"'):
         raw_settings({"kv_policy": {"budget": 7}})
-    with pytest.raises(KVPolicyError, match="full.*takes no"):
+    with pytest.raises(KVPolicyError, match=r"full.*takes no"):
         raw_settings({"kv_policy": {"name": "full", "budget": 7}})
 
 
 def test_every_policy_is_documented() -> None:
-    assert CHOICES == ("full", *POLICIES)
+    assert ("full", *POLICIES) == CHOICES
     for cls in POLICIES.values():
         assert cls.__doc__ and cls.paper
         assert all(field.description for field in cls.model_fields.values())

@@ -63,7 +63,7 @@ def test_table_in_fp64() -> None:
 
 
 def test_unknown_variants_are_refused() -> None:
-    with pytest.raises(KVPolicyError, match="DynamicNTKScaling.*no single frequency table"):
+    with pytest.raises(KVPolicyError, match=r"DynamicNTKScaling.*no single frequency table"):
         rotary_of(rope("dynamic"))
 
 

@@ -76,7 +76,9 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
     config.scheduler_config.async_scheduling = cls is AsyncKVPolicyScheduler
     config.cache_config.kv_cache_layout = "LBHNC"
     config.cache_config.num_gpu_blocks_override = num_pages + 1
-    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=config.model_config.dtype)
+    full = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=config.model_config.dtype
+    )
     spec = KVPolicySpec.from_full(full, policy_of(config))
     groups = get_kv_cache_groups(config, {"a": spec, "b": spec})
     kv_cache = get_kv_cache_config_from_groups(config, groups, 0)
@@ -99,7 +101,7 @@ def request(name: str, prompt: int, max_tokens: int) -> Request:
 
 @pytest.mark.parametrize("cls", [KVPolicyScheduler, AsyncKVPolicyScheduler])
 def test_a_busy_scheduler(cls: type) -> None:
-    """Mixed prompts and a pool for a third of them: aligned chunks, bounded pages, no preemption."""
+    """Mixed prompts, pages for a third of them: chunks aligned, pages bounded, none preempted."""
     rng = random.Random(1)
     scheduler = make_scheduler(cls, num_pages=15)
     requests = {
@@ -140,7 +142,9 @@ def finish_step(scheduler: Any, output: Any) -> None:
     names = list(output.num_scheduled_tokens)
     live = scheduler.requests  # async scheduling may have run ahead of a request that finished
     sampled = [
-        [7] if name in live and live[name].num_computed_tokens >= live[name].num_prompt_tokens else []
+        [7]
+        if name in live and live[name].num_computed_tokens >= live[name].num_prompt_tokens
+        else []
         for name in names
     ]
     result = ModelRunnerOutput(
@@ -167,5 +171,5 @@ def test_aborts_give_pages_back(cls: type) -> None:
 
 
 def test_a_pool_too_small_for_one_request_is_refused() -> None:
-    with pytest.raises(ValueError, match="one request needs 5 pages.*has 4; raise --kv-cache"):
+    with pytest.raises(ValueError, match=r"one request needs 5 pages.*has 4; raise --kv-cache"):
         make_scheduler(KVPolicyScheduler, num_pages=4)

@@ -46,9 +46,7 @@ def apply_policy(
     _log(policy, raw, config, max_position)
 
 
-def _log(
-    policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None
-) -> None:
+def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:
     settings = ", ".join(f"{key}={value}" for key, value in policy.model_dump().items())
     notes = []
     if raw.get("budget") is None:

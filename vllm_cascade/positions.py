@@ -141,9 +141,7 @@ def _enclosing_rotary(
 ) -> RotaryEmbeddingBase:
     while name:
         name = name.rpartition(".")[0]
-        found = {
-            id(m): m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)
-        }
+        found = {id(m): m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
         if len(found) == 1:
             return next(iter(found.values()))
         if found:

@@ -204,9 +204,7 @@ def test_mixed_requests(name: str) -> None:
     null_page = layer.pool[0].clone()
     while any(d < t for d, t in zip(done, totals, strict=True)):
         rows = [r for r in rng.permutation(len(prompts)) if done[r] < totals[r]]
-        lengths = [
-            chunk(done[r], prompts[r], stride, int(rng.integers(1, 50))) for r in rows
-        ]
+        lengths = [chunk(done[r], prompts[r], stride, int(rng.integers(1, 50))) for r in rows]
         parts = [slice(done[r], done[r] + n) for r, n in zip(rows, lengths, strict=True)]
         output = layer.step(
             lengths,

@@ -70,7 +70,6 @@ def prompts(book_tokens: list[int]) -> list[list[int]]:
     return [book_tokens[1000 * i : 1000 * i + n] for i, n in enumerate(lengths)]
 
 
-@pytest.mark.xdist_group("batching")
 @pytest.mark.parametrize("head_policy", ["homogeneous", "per_kv_head"])
 def test_alone_in_a_batch_and_in_any_chunks(
     head_policy: str, engine_pool: EnginePool, prompts: list[list[int]]
@@ -93,7 +92,6 @@ def test_alone_in_a_batch_and_in_any_chunks(
     assert pool_usage(large) == 0.0
 
 
-@pytest.mark.xdist_group("batching")
 def test_forced_decoding_is_the_token_by_token_prompt(
     engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
@@ -117,7 +115,6 @@ def test_forced_decoding_is_the_token_by_token_prompt(
     np.testing.assert_allclose(decoded, expected, atol=1e-4)
 
 
-@pytest.mark.xdist_group("batching")
 def test_a_stream_of_20_000_tokens(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     """Twenty times the model's positions: no error, constant pages, no decay.
 
@@ -129,22 +126,20 @@ def test_a_stream_of_20_000_tokens(engine_pool: EnginePool, book_tokens: list[in
     params = SamplingParams(max_tokens=4, prompt_logprobs=0, temperature=0.0, ignore_eos=True)
     stream = book_tokens[:15_000] + book_tokens[5_000:10_000]
     llm.llm_engine.add_request("long", {"prompt_token_ids": stream}, params)
-    held, output = [], None
+    held, outputs = [], []
     while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            pass
+        outputs += llm.llm_engine.step()
         held.append(round(pool_usage(llm) * pages))
     assert len(held) > 20_000 // 512
     assert held[-1] == 0
     assert set(held[1:-1]) == {-(-(4 + 128) // 32)}
-    nll = -np.asarray(prompt_logprobs(output))
+    nll = -np.asarray(prompt_logprobs(outputs[-1]))
     assert np.isfinite(nll).all()
     quarters = [np.exp(part.mean()) for part in np.array_split(nll, 4)]
     print("perplexity by quarter:", [f"{q:.2f}" for q in quarters])
     assert quarters[3] == pytest.approx(quarters[1], rel=0.05)
 
 
-@pytest.mark.xdist_group("batching")
 def test_a_replay_after_preemption_changes_nothing(
     engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
@@ -155,23 +150,22 @@ def test_a_replay_after_preemption_changes_nothing(
     (whole,) = llm.generate([prompt], params, use_tqdm=False)
     core = llm.llm_engine.engine_core.engine_core
     llm.llm_engine.add_request("again", prompt, params)
-    steps, output = 0, None
+    steps, outputs = 0, []
     while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            pass
+        outputs += llm.llm_engine.step()
         steps += 1
         if steps in (20, 45):
             assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert output.outputs[0].token_ids == whole.outputs[0].token_ids
+    again = outputs[-1].outputs[0]
+    assert again.token_ids == whole.outputs[0].token_ids
     np.testing.assert_allclose(
-        [next(iter(e.values())).logprob for e in output.outputs[0].logprobs],
+        [next(iter(e.values())).logprob for e in again.logprobs],
         [next(iter(e.values())).logprob for e in whole.outputs[0].logprobs],
         atol=1e-4,
     )
     assert pool_usage(llm) == 0.0
 
 
-@pytest.mark.xdist_group("batching")
 def test_aborted_requests_give_their_pages_back(
     engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
@@ -187,16 +181,13 @@ def test_aborted_requests_give_their_pages_back(
     assert pool_usage(llm) == 0.0
 
 
-@pytest.mark.xdist_group("batching")
 def test_sampling_stays_diverse_beyond_the_budget(
     engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
     """Frozen positions must not freeze the sampler's noise (DESIGN section 5)."""
     llm = engine(engine_pool)
     params = SamplingParams(max_tokens=400, temperature=1.0, ignore_eos=True, n=2)
-    (output,) = llm.generate(
-        [{"prompt_token_ids": book_tokens[:40]}], params, use_tqdm=False
-    )
+    (output,) = llm.generate([{"prompt_token_ids": book_tokens[:40]}], params, use_tqdm=False)
     first, second = (list(completion.token_ids) for completion in output.outputs)
     assert first != second
     for tokens in (first, second):

@@ -19,7 +19,6 @@ from tests.engine.test_against_oracle import run_oracle
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64, "num_subcaches": 2}
 COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL)]
-pytestmark = pytest.mark.xdist_group("serve")
 
 
 class Server:

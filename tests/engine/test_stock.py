@@ -36,7 +36,6 @@ def generate(arguments: str, plugins: str | None = None) -> str:
     return line
 
 
-@pytest.mark.xdist_group("stock")
 @pytest.mark.parametrize(
     "arguments",
     [{}, {"kv_policy": "full"}, {"additional_config": {"kv_policy": "full"}}],
@@ -46,7 +45,6 @@ def test_byte_identical_to_vllm_without_the_plugin(arguments: dict) -> None:
     assert generate(json.dumps(arguments)) == stock()
 
 
-@pytest.mark.xdist_group("stock")
 def test_a_policy_does_change_the_numbers() -> None:
     """The comparison above can fail."""
     settings = {"kv_policy": "sink", "kv_budget": 64, "kv_policy_config": {"prefill_stride": 32}}

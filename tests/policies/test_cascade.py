@@ -33,7 +33,7 @@ def simulation(policy: Cascade) -> CascadeSim:
 
 
 def stream(policy: Cascade, strides: list[int], scores: list[float]) -> list[list[int]]:
-    """Kept token ids after every stride, by ``plan`` and ``keep`` (single tokens by ``victims``)."""
+    """Kept ids after every stride, by ``plan`` and ``keep`` (single tokens by ``victims``)."""
     kept: list[int] = []
     snapshots = []
     t = 0

@@ -114,5 +114,3 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
             if self.recorder is not None:
                 self.recorder.record(layer.layer_name, self._pages, wave)
         return output
-
-

@@ -143,9 +143,7 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.policy = kv_cache_spec.policy
-        self.positions = CachePositions(
-            vllm_config.scheduler_config.max_num_batched_tokens, device
-        )
+        self.positions = CachePositions(vllm_config.scheduler_config.max_num_batched_tokens, device)
         self.counters = StepCounters()
 
     def build(
@@ -259,4 +257,3 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             moved=bool(moved.any()),
             may_drop_new=bool((hi > cached).any() and (hi > lo)[hi > cached].any()),
         )
-
