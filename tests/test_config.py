@@ -12,7 +12,10 @@ from vllm_cascade.policies import CHOICES, POLICIES, resolve
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown policy": ({"name": "cascad"}, "did you mean 'cascade'"),
-    "policy of the wrong type": ({"name": 3}, "choose from full, window, sink, cascade"),
+    "policy of the wrong type": (
+        {"name": 3},
+        "choose from full, window, sink, cascade, beehive, lazy, h2o",
+    ),
     "unknown key": ({"name": "cascade", "subcaches": 4}, "unknown key 'subcaches'.*num_subcaches"),
     "another policy's key": ({"name": "sink", "num_subcaches": 4}, "unknown key 'num_subcaches'"),
     "budget zero": ({"name": "sink", "budget": 0}, "budget = 0: .*greater than or equal to 1"),
@@ -53,6 +56,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"name": "sink", "budget": 64, "prefill_stride": 1024},
         "lower prefill_stride and the budget",
     ),
+    "positions, overflow": (
+        {"name": "lazy", "budget": 1000, "prefill_stride": 64},
+        r"prefill_stride 64 \+ overflow 32 - 1 = 1099 positions.*at most 925",
+    ),
     "stride above the step": (
         {"name": "sink", "budget": 64, "prefill_stride": 600},
         "prefill_stride 600 is larger than max_num_batched_tokens 512.*at most 512",
@@ -70,9 +77,13 @@ def test_bad_settings(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_defaults(name: str) -> None:
     policy = resolve({"name": name}, max_position=8192, max_num_batched_tokens=2048)
-    assert (policy.budget, policy.prefill_stride, policy.head_policy) == (2048, 256, "homogeneous")
+    heads = "per_kv_head" if name == "beehive" else "homogeneous"
+    assert (policy.budget, policy.prefill_stride, policy.head_policy) == (2048, 256, heads)
     assert policy.num_sinks == (0 if name == "window" else 4)
-    assert policy.capacity == policy.budget + policy.num_sinks == policy.peak(10**9)
+    assert policy.overflow == (32 if name == "lazy" else 1)
+    assert policy.capacity == policy.budget + policy.num_sinks + policy.overflow - 1
+    assert policy.peak(10**9) == policy.capacity
+    assert policy.remarks() == []
 
 
 def test_default_budget_is_the_largest_that_fits() -> None:

@@ -18,12 +18,13 @@ from tests.oracle.model import (
     alibi_slopes,
     discounted_mass,
     load_model,
+    log_n,
     paper_gamma,
     reduce_heads,
     stream,
     strides,
 )
-from tests.oracle.policies import CascadeSim, WindowSim
+from tests.oracle.policies import BeehiveSim, CascadeSim, H2OSim, OverflowSim, Sim, WindowSim
 from tests.oracle.random_models import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, write_bloom, write_llama
 
 transformers = pytest.importorskip("transformers")
@@ -237,6 +238,12 @@ def test_chunk_ema_equals_single_updates() -> None:
     torch.testing.assert_close(chunk, mu)
 
 
+def test_chunk_sum() -> None:
+    """Decay 1, weight 1: the probabilities of all queries are added up."""
+    probs = torch.rand(2, 5, 8)
+    torch.testing.assert_close(discounted_mass(probs, 1.0, 1.0), probs.sum(-2))
+
+
 def test_reduce_heads() -> None:
     mass = torch.tensor([[[1.0], [5.0]], [[2.0], [8.0]]])  # 2 KV heads of 2 query heads, 1 key
     expected = {"mean": (4.0, [3.0, 5.0]), "max": (8.0, [5.0, 8.0]), "median": (2.0, [1.0, 2.0])}
@@ -290,7 +297,11 @@ def partly_rotated_reference(path: Path) -> Any:
 
 
 def check_full_attention(
-    path: Path, n: int, vocab: int, load: Callable[[Path], Any] = reference
+    path: Path,
+    n: int,
+    vocab: int,
+    load: Callable[[Path], Any] = reference,
+    logit_scale: Callable[[int], float] | None = None,
 ) -> None:
     tokens = random_tokens(n, vocab)
     with torch.no_grad():
@@ -306,6 +317,7 @@ def check_full_attention(
             make_sim=lambda: CascadeSim(2, 2, n),
             head_policy=head_policy,
             gamma=0.9,
+            logit_scale=logit_scale,
         )
         torch.testing.assert_close(result.logits_last, expected[-1], atol=1e-3, rtol=0)
         torch.testing.assert_close(torch.tensor(result.logprobs), logprobs, atol=1e-3, rtol=0)
@@ -343,6 +355,35 @@ def test_partial_rotary_equals_transformers(rope: str, tmp_path: Path) -> None:
 def test_bloom_equals_transformers(num_heads: int, tmp_path: Path) -> None:
     write_bloom(tmp_path, num_heads=num_heads)
     check_full_attention(tmp_path, 120, 512)
+
+
+def log_n_reference(path: Path) -> Any:
+    """Queries that are log_512 n times as long, and nothing else changed."""
+    model = reference(path)
+
+    def longer(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+        n = torch.arange(1, out.shape[1] + 1)
+        factor = (n.log() / math.log(512))[:, None]
+        if not bloom:
+            return out * factor
+        heads = out.unflatten(-1, (model.config.n_head, 3, -1)).clone()
+        heads[..., 0, :] *= factor[:, None]
+        return heads.flatten(2)
+
+    bloom = model.config.model_type == "bloom"
+    for name, module in model.named_modules():
+        if name.endswith("query_key_value" if bloom else "q_proj"):
+            module.register_forward_hook(longer)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_log_n_equals_transformers(kind: str, tmp_path: Path) -> None:
+    """The factor is on q k alone: ALiBi's bias stays as it is."""
+    (write_llama if kind == "llama" else write_bloom)(tmp_path)
+    check_full_attention(tmp_path, 120, 512, log_n_reference, log_n())
+    with pytest.raises(AssertionError):
+        check_full_attention(tmp_path, 120, 512, log_n_reference)
 
 
 def test_alibi_slopes() -> None:
@@ -411,7 +452,9 @@ def replay(
     hf: Any,
     tokens: list[int],
     cuts: list[tuple[int, int]],
-    gamma: float,
+    sim: Sim,
+    decay: float,
+    weight: float,
     reduction: str,
     heads: slice,
 ) -> tuple[dict[int, list[int]], dict[int, float], list[float]]:
@@ -420,8 +463,8 @@ def replay(
     In one layer a token's key depends on the token alone, so the kept tokens and a stride can be
     read as one short text. The probabilities of `heads` are summed up one query at a time.
     """
-    sim = CascadeSim(2, 3, 4)
     mu: dict[int, float] = dict.fromkeys(range(len(tokens)), 0.0)
+    queries: dict[int, int] = dict.fromkeys(range(len(tokens)), 0)
     kept: dict[int, list[int]] = {}
     logprobs: list[float] = []
     for start, end in cuts:
@@ -433,13 +476,16 @@ def replay(
         for rank, token in enumerate(text):
             per_head = []
             for head in probs:
-                ema = 0.0
+                mass = 0.0
                 for query in head[-length:]:
-                    ema = gamma * ema + (1 - gamma) * query[rank]
-                per_head.append(ema)
-            mu[token] = gamma**length * mu[token] + REDUCTIONS[reduction](per_head)
+                    mass = decay * mass + weight * query[rank]
+                per_head.append(mass)
+            mu[token] = decay**length * mu[token] + REDUCTIONS[reduction](per_head)
+            queries[token] += sum(token <= query for query in range(start, end))
+        score = {t: mu[t] / queries[t] if sim.normalise else mu[t] for t in text}
         for token in range(start, end):
-            sim.insert(token, mu.__getitem__)
+            sim.insert(token, score.__getitem__)
+        sim.end_stride(score.__getitem__)
         kept[end] = sim.tokens()
         following = tokens[start + 1 : end + 1]
         logits = out.logits[0, -length:].log_softmax(-1)
@@ -476,7 +522,16 @@ def test_one_layer_cascade_step_by_step(
     cuts = strides(n, prompt_len, stride)
     assert list(result.kept) == [end for _, end in cuts]
     for s, heads in enumerate(groups):
-        kept, mu, logprobs = replay(reference(tmp_path), tokens, cuts, gamma, reduction, heads)
+        kept, mu, logprobs = replay(
+            reference(tmp_path),
+            tokens,
+            cuts,
+            CascadeSim(2, 3, 4),
+            gamma,
+            1 - gamma,
+            reduction,
+            heads,
+        )
         assert {end: layers[0][s] for end, layers in result.kept.items()} == kept
         for token in kept[n][2:]:
             assert result.scores[0][s, token].item() == pytest.approx(mu[token], abs=1e-5)
@@ -486,6 +541,57 @@ def test_one_layer_cascade_step_by_step(
             torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-3, rtol=0)
     if len(groups) == 2:
         assert result.kept[n][0][0] != result.kept[n][0][1]
+
+
+SUMS: dict[str, Callable[[], Sim]] = {
+    "h2o": lambda: H2OSim(2, 12, 5),
+    "h2o-normalised": lambda: H2OSim(2, 12, 5, normalise=True),
+    "h2o-overflow": lambda: H2OSim(2, 12, 5, overflow=4),
+    "h2o-normalised-overflow": lambda: OverflowSim(H2OSim(2, 12, 5, normalise=True), 4),
+    "beehive": lambda: BeehiveSim(2, 5, 3, 8),
+    "beehive-new": lambda: BeehiveSim(2, 5, 4, 6, "new"),
+    "cascade-overflow": lambda: OverflowSim(CascadeSim(2, 3, 4), 5),
+}
+
+
+@pytest.mark.parametrize("stride", [1, 26])
+@pytest.mark.parametrize("kind", SUMS)
+def test_one_layer_sums_step_by_step(kind: str, stride: int, tmp_path: Path) -> None:
+    """Plain sums, per query where asked, overflow and evictions at a stride's end: a replay."""
+    write_llama(tmp_path, num_layers=1)
+    n, prompt_len = 70, 52
+    tokens = random_tokens(n, 512)
+    result = stream(
+        load_model(tmp_path),
+        tokens,
+        prompt_len=prompt_len,
+        stride=stride,
+        make_sim=SUMS[kind],
+        head_policy="homogeneous",
+        decay=1.0,
+        weight=1.0,
+    )
+    assert 1e-6 < result.closest_contest < math.inf
+    cuts = strides(n, prompt_len, stride)
+    hf = reference(tmp_path)
+    kept, mu, logprobs = replay(hf, tokens, cuts, SUMS[kind](), 1.0, 1.0, "mean", slice(None))
+    assert {end: layers[0][0] for end, layers in result.kept.items()} == kept
+    for token in kept[n][2:]:
+        assert result.scores[0][0, token].item() == pytest.approx(mu[token], abs=1e-4)
+    expected = torch.tensor(logprobs)
+    torch.testing.assert_close(torch.tensor(result.logprobs), expected, atol=1e-3, rtol=0)
+
+
+def test_score_rule_is_stated_once(tmp_path: Path) -> None:
+    model = load_model(write_llama(tmp_path))
+    settings: dict[str, Any] = {"prompt_len": 40, "stride": 8, "make_sim": lambda: H2OSim(2, 9, 4)}
+    tokens = random_tokens(40, 512)
+    short = stream(model, tokens, **settings, gamma=0.75)
+    long = stream(model, tokens, **settings, decay=0.75, weight=0.25)
+    assert short.kept == long.kept and short.logprobs == long.logprobs
+    for rule in ({}, {"decay": 0.5}, {"gamma": 0.5, "decay": 0.5, "weight": 0.5}):
+        with pytest.raises(ValueError, match="gamma"):
+            stream(model, tokens, **settings, **rule)
 
 
 def test_kept_at(tmp_path: Path) -> None:

@@ -1,61 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-cascade``: what policies there are, and which tokens of a text they keep."""
+"""``vllm-cascade``: what policies there are, and which tokens they keep."""
 
 import argparse
-import os
+import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from vllm_cascade.policies import POLICIES
+from vllm_cascade.config import KVPolicyConfig, KVPolicyError
+from vllm_cascade.policies import POLICIES, Policy, resolve
+from vllm_cascade.simulate import Step, simulate
 
 
 def show_policies() -> None:
     """Print every policy with its own settings, their defaults and its source."""
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title="KV policies of vllm_cascade", show_lines=True)
-    for header in ("policy", "what it keeps", "settings of its own", "source"):
+    for header in ("policy", "what it keeps", "settings of its own (default)", "source"):
         table.add_column(header, overflow="fold")
-    shared = set(POLICIES["sink"].model_fields)
     for name, cls in POLICIES.items():
-        own = [
-            f"{key} ({field.default}): {field.description}"
-            for key, field in cls.model_fields.items()
-            if key not in shared
-        ]
-        table.add_row(name, (cls.__doc__ or "").split("\n")[0], "\n".join(own), cls.paper)
-    Console().print(table)
-    sink = POLICIES["sink"].model_fields.items()
-    lines = [f"  {key}: {field.description}" for key, field in sink]
-    Console().print("Every policy:\n" + "\n".join(lines))
+        table.add_row(name, (cls.__doc__ or "").split("\n")[0], _settings(cls), cls.paper)
+    console = Console()
+    console.print(table)
+    console.print("Every policy has:\n" + _settings(KVPolicyConfig), highlight=False)
+
+
+def _settings(cls: type[KVPolicyConfig]) -> str:
+    """The settings that ``cls`` adds, or whose default it changes."""
+    shared = {} if cls is KVPolicyConfig else KVPolicyConfig.model_fields
+    lines = []
+    for key, field in cls.model_fields.items():
+        if key in shared and shared[key].default == field.default:
+            continue
+        fits = "2048, or what fits the model"
+        default = fits if field.is_required() else json.dumps(field.default)
+        lines.append(f"{key} ({default}): {field.description}")
+    return "\n".join(lines)
 
 
 def trace(args: argparse.Namespace) -> None:
-    """Stream a text through a real engine and print which of its tokens are still cached."""
-    from vllm import LLM, SamplingParams
+    """Print, and write where asked, what a policy keeps of a stream.
 
-    llm = LLM(
-        args.model,
-        kv_policy=args.kv_policy,
-        kv_budget=args.kv_budget,
-        kv_policy_config={**(args.kv_policy_config or {}), "trace": True},
-        max_model_len=args.max_model_len,
-        enforce_eager=True,
-        max_num_seqs=1,
-        kv_cache_memory_bytes=256 << 20,
-    )
-    tokenizer = llm.get_tokenizer()
-    tokens = tokenizer(Path(args.text).read_text())["input_ids"][: args.max_model_len - 1]
-    llm.collective_rpc("kv_policy_trace", args=(len(tokens),))
-    llm.generate([{"prompt_token_ids": tokens}], SamplingParams(max_tokens=1))
-    (snapshots,) = llm.collective_rpc("kv_policy_snapshots")
-    wanted = snapshots[args.layer]
-    for head, kept in enumerate(wanted["tokens"]):
-        who = "all heads" if len(wanted["tokens"]) == 1 else f"KV head {head}"
-        print(f"{wanted['layer']}, {who}: {len(kept)} of {len(tokens)} tokens kept")
-        print("  stream indices:", runs(kept))
-        print("  text:", tokenizer.decode(kept).replace("\n", " "))
+    Raises:
+        KVPolicyError: settings that cannot work.
+        ValueError: scores of the wrong shape.
+    """
+    settings = {"name": args.kv_policy, **(args.kv_policy_config or {})}
+    if args.kv_budget is not None:
+        settings["budget"] = args.kv_budget
+    if settings["name"] == "full":
+        raise KVPolicyError("full keeps every token; choose another --kv-policy to trace")
+    policy = resolve(settings)
+    probs = None
+    if args.scores:
+        probs = np.load(args.scores)
+        if probs.ndim == 3:
+            if not 0 <= args.head < len(probs):
+                raise ValueError(f"--head {args.head}: {args.scores} has {len(probs)} heads")
+            probs = probs[args.head]
+    steps = list(simulate(policy, args.tokens, probs, args.every))
+    if not steps:
+        raise ValueError(f"--every {args.every} is more than --tokens {args.tokens}")
+    summarise(policy, steps[-1])
+    if args.json:
+        resolved = {"name": policy.name, **policy.model_dump()}
+        document = {"policy": resolved, "steps": [vars(step) for step in steps]}
+        Path(args.json).write_text(json.dumps(document))
+    if args.png:
+        draw(policy, steps, Path(args.png))
+
+
+def summarise(policy: Policy, step: Step) -> None:
+    """Print the last step, region by region."""
+    print(f"{policy.name} after {step.t} tokens: {len(step.kept)} kept")
+    for region in dict.fromkeys(step.region):
+        members = [i for i, name in zip(step.kept, step.region, strict=True) if name == region]
+        print(f"  {region:8} {len(members):5}  {runs(members)}")
 
 
 def runs(indices: list[int]) -> str:
@@ -69,6 +92,34 @@ def runs(indices: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if a < b else f"{a}" for a, b in parts)
 
 
+def draw(policy: Policy, steps: list[Step], path: Path) -> None:
+    """A picture: which tokens (x) are cached after how many (y), coloured by region."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(name for step in steps for name in step.region))
+    figure, axes = plt.subplots(figsize=(9, 7), layout="constrained")
+    for name in names:
+        points = [
+            (index, step.t)
+            for step in steps
+            for index, region in zip(step.kept, step.region, strict=True)
+            if region == name
+        ]
+        axes.scatter(*zip(*points, strict=True), s=1, label=name, linewidths=0)
+    axes.set(
+        xlabel="token's index in the stream",
+        ylabel="tokens seen",
+        title=f"Tokens that {policy.name} keeps (budget {policy.budget}, {policy.num_sinks} sinks)",
+    )
+    axes.invert_yaxis()
+    axes.legend(markerscale=8, loc="upper right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def parser() -> argparse.ArgumentParser:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -77,23 +128,30 @@ def parser() -> argparse.ArgumentParser:
     main_parser = FlexibleArgumentParser(prog="vllm-cascade", description=__doc__)
     commands: Any = main_parser.add_subparsers(dest="command", required=True)
     commands.add_parser("policies", help="list the policies, their settings and sources")
-    tracer = commands.add_parser("trace", help="show which tokens of a text a policy keeps")
-    tracer.add_argument("model", help="a model vLLM can serve: a folder or a name")
-    tracer.add_argument("--text", required=True, help="a text file to stream")
-    tracer.add_argument("--layer", type=int, default=0, help="which attention layer to show")
-    tracer.add_argument("--max-model-len", type=int, default=8192, help="longest stream, in tokens")
+    tracer = commands.add_parser("trace", help="show which tokens a policy keeps, without a model")
+    tracer.add_argument("--tokens", type=int, default=1000, help="length of the stream")
+    tracer.add_argument(
+        "--scores", help=".npy of attention probabilities [T, T] or [heads, T, T], row = query"
+    )
+    tracer.add_argument("--head", type=int, default=0, help="which head of --scores")
+    tracer.add_argument("--every", type=int, default=1, help="tokens between two steps")
+    tracer.add_argument("--json", help="write every step here")
+    tracer.add_argument("--png", help="draw every step here")
     add_flags(tracer)
     tracer.set_defaults(kv_policy="cascade")
     return main_parser
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
+    main_parser = parser()
+    args = main_parser.parse_args(argv)
     if args.command == "policies":
         show_policies()
         return
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    trace(args)
+    try:
+        trace(args)
+    except (ValueError, OSError) as error:
+        main_parser.error(str(error))
 
 
 if __name__ == "__main__":

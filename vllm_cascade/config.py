@@ -52,6 +52,9 @@ class KVPolicyConfig(BaseModel):
     tie: Literal["incoming", "resident"] = Field(
         "incoming", description="which of two tokens with equal scores stays"
     )
+    overflow: int = Field(
+        1, ge=1, description="evict every this many tokens, in one batch (lazy pruning's R)"
+    )
     trace: bool = Field(
         False, description="remember original token indices in the pages, for inspection"
     )
@@ -59,7 +62,7 @@ class KVPolicyConfig(BaseModel):
     @property
     def max_position(self) -> int:
         """Largest rotary position (exclusive) a stream can reach under this policy."""
-        return self.num_sinks + self.budget + self.prefill_stride
+        return self.num_sinks + self.budget + self.overflow - 1 + self.prefill_stride
 
 
 def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> str:

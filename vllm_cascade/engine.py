@@ -47,7 +47,8 @@ def apply_policy(
 
 
 def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:
-    settings = ", ".join(f"{key}={value}" for key, value in policy.model_dump().items())
+    resolved = {**policy.model_dump(), **policy.derived()}
+    settings = ", ".join(f"{key}={value}" for key, value in resolved.items())
     notes = []
     if raw.get("budget") is None:
         room = f" in the model's {max_position} positions" if max_position else ""
@@ -58,6 +59,8 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
             f"{policy.max_position}"
         )
     logger.info("KV policy %s: %s%s", policy.name, settings, "".join(f" ({n})" for n in notes))
+    for remark in policy.remarks():
+        logger.warning("KV policy %s: %s", policy.name, remark)
     inert = sorted(policy.inert_keys & set(raw))
     if inert:
         logger.warning("KV policy %s: no effect from %s", policy.name, ", ".join(inert))

@@ -55,7 +55,7 @@ class KVPolicySpec(AttentionSpec):
 
     @property
     def words(self) -> tuple[str, ...]:
-        return TRACE_WORDS if self.policy.trace else SLOT_WORDS
+        return TRACE_WORDS if self.policy.trace or self.policy.needs_age else SLOT_WORDS
 
     @property
     def slot_bytes(self) -> int:
@@ -176,7 +176,8 @@ class Pages:
         rank: int32 ``[num_blocks, num_sets, block_size]``, chronological rank; -1: empty slot.
         born: int32, the position the key was rotated with when it was written.
         score: fp32, the token's attention score.
-        token: int32, its index in the stream; None unless the policy's ``trace`` is on.
+        token: int32, its index in the stream; None unless the policy asks
+            for ages or its ``trace`` is on.
     """
 
     kv: torch.Tensor

@@ -19,16 +19,20 @@ class LiteralCache:
         make_sim: Callable[[], Any],
         *,
         num_sets: int,
-        gamma: float,
+        decay: float,
+        weight: float,
         reduction: str,
         scale: float,
         inv_freq: torch.Tensor | None,
         is_neox: bool = True,
         slopes: torch.Tensor | None = None,
         softcap: float = 0.0,
+        logit_scale: Callable[[int], float] | None = None,
     ) -> None:
         self.sims = [make_sim() for _ in range(num_sets)]
-        self.gamma, self.reduction, self.scale = gamma, reduction, scale
+        self.decay, self.weight, self.reduction, self.scale = decay, weight, reduction, scale
+        self.logit_scale = logit_scale
+        self.probs: list[dict[int, float]] = []  # of each query, reduced over the first set's heads
         self.inv_freq, self.is_neox = inv_freq, is_neox
         self.slopes, self.softcap = slopes, softcap
         self.keys: list[torch.Tensor] = []  # per token [H, D], unrotated
@@ -71,10 +75,13 @@ class LiteralCache:
             cached = self.sims[kv_head % len(self.sims)].tokens()
             for t in range(num_tokens):
                 tokens = cached + list(range(first, first + t + 1))
-                probs = self._probabilities(query[t, head], tokens, kv_head, head, len(cached) + t)
+                factor = self.logit_scale(first + t) if self.logit_scale else 1.0
+                probs = self._probabilities(
+                    query[t, head] * factor, tokens, kv_head, head, len(cached) + t
+                )
                 rows = torch.stack([self.values[token][kv_head].double() for token in tokens])
                 output[t, head] = probs @ rows
-                weight = (1 - self.gamma) * self.gamma ** (num_tokens - 1 - t)
+                weight = self.weight * self.decay ** (num_tokens - 1 - t)
                 for token, p in zip(tokens, probs, strict=True):
                     mass[head][token] = mass[head].get(token, torch.zeros(())) + weight * p
         self._update_and_insert(mass, first, num_tokens, group)
@@ -110,7 +117,23 @@ class LiteralCache:
                     "max": values.amax,
                     "median": values.median,
                 }[self.reduction]()
-                old = scores.get(token, 0.0) * self.gamma**num_tokens
+                old = scores.get(token, 0.0) * self.decay**num_tokens
                 scores[token] = old + float(reduced)
-            for token in range(first, first + num_tokens):
-                sim.insert(token, lambda token, scores=scores: scores[token])
+            seen = first + num_tokens
+
+            def compared(
+                token: int, scores: dict = scores, sim: Any = sim, seen: int = seen
+            ) -> float:
+                return scores[token] / (seen - token if sim.normalise else 1)
+
+            for token in range(first, seen):
+                sim.insert(token, compared)
+            if index == 0 and num_tokens == 1:
+                self.probs.append({t: float(p) for t, p in self._reduced(heads).items()})
+
+    def _reduced(self, heads: list[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Probabilities of one query, reduced over a set's heads."""
+        return {
+            token: torch.stack([head[token] for head in heads]).mean() / self.weight
+            for token in heads[0]
+        }

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention.reference import LiteralCache
-from tests.oracle.policies import CascadeSim, WindowSim
+from tests.oracle.settings import logit_scale, make_sim, score_rule
 from vllm_cascade.attention.cpu import CPUKVPolicyImpl
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
 from vllm_cascade.paging import KVPolicySpec, page_views
@@ -123,37 +123,34 @@ class PagedLayer:
         )
 
 
-def oracle_for(settings: dict[str, Any], policy: Any, shape: Shape, layer: PagedLayer) -> Any:
-    if policy.name == "cascade":
-        window = settings["budget"] // settings.get("num_subcaches", 4)
-        make_sim = lambda: CascadeSim(  # noqa: E731
-            policy.num_sinks,
-            settings.get("num_subcaches", 4),
-            window,
-            base=settings.get("cascade_base", 2),
-            eager_fill=settings.get("eager_fill", True),
-            tie=settings.get("tie", "incoming"),
-        )
-        gamma = settings.get("ema_gamma") or float(np.exp(-np.log(100) / window))
-    else:
-        make_sim = lambda: WindowSim(policy.num_sinks, settings["budget"])  # noqa: E731
-        gamma = 0.5
+def oracle_for(settings: dict[str, Any], shape: Shape, layer: PagedLayer) -> LiteralCache:
     slopes = layer.impl.alibi_slopes
     return LiteralCache(
-        make_sim,
+        lambda: make_sim(settings),
         num_sets=layer.spec.num_sets,
-        gamma=gamma,
+        **score_rule(settings),
         reduction=settings.get("head_reduction", "mean"),
         scale=shape.head_size**-0.5,
         inv_freq=layer.inv_freq,
         is_neox=shape.is_neox,
         slopes=None if slopes is None else slopes.flatten().double(),
         softcap=shape.softcap,
+        logit_scale=logit_scale(settings),
     )
 
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 HEADS = {**CASCADE, "head_policy": "per_kv_head"}
+LAZY = {"name": "lazy", "budget": 12, "num_sinks": 2, "overflow": 6, "slack": 5, "max_drop": 2}
+H2O = {"name": "h2o", "budget": 14, "window": 7, "num_sinks": 1}
+BEEHIVE = {
+    "name": "beehive",
+    "budget": 17,
+    "num_sinks": 2,
+    "window": 4,
+    "stride": 3,
+    "threshold": 13,
+}
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "sink": (Shape(), {"name": "sink", "budget": 13, "num_sinks": 3, "prefill_stride": 8}),
     "window": (Shape(group=1), {"name": "window", "budget": 17, "prefill_stride": 16}),
@@ -175,6 +172,19 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
         {**CASCADE, "prefill_stride": 8},
     ),
     "alibi": (Shape(alibi=True), {**HEADS, "prefill_stride": 8}),
+    "cascade-overflow": (Shape(), {**CASCADE, "overflow": 5, "prefill_stride": 8}),
+    "heads-overflow-1": (Shape(), {**HEADS, "overflow": 6, "prefill_stride": 1}),
+    "sink-overflow": (Shape(), {"name": "sink", "budget": 9, "overflow": 4, "prefill_stride": 7}),
+    "lazy": (Shape(), {**LAZY, "prefill_stride": 8}),
+    "lazy-1": (Shape(alibi=True), {**LAZY, "overflow": 7, "max_drop": 3, "prefill_stride": 1}),
+    "h2o": (Shape(), {**H2O, "prefill_stride": 8}),
+    "h2o-heads": (Shape(), {**H2O, "head_policy": "per_kv_head", "prefill_stride": 32}),
+    "h2o-normalise": (Shape(), {**H2O, "normalise": True, "window": 4, "prefill_stride": 5}),
+    "h2o-normalise-1": (Shape(), {**H2O, "normalise": True, "overflow": 3, "prefill_stride": 1}),
+    "beehive": (Shape(), {**BEEHIVE, "prefill_stride": 8}),
+    "beehive-1": (Shape(), {**BEEHIVE, "prefill_stride": 1, "head_policy": "homogeneous"}),
+    "beehive-40": (Shape(), {**BEEHIVE, "stride": 4, "prefill_stride": 40}),
+    "beehive-log-n": (Shape(), {**BEEHIVE, "log_n": True, "prefill_stride": 6}),
     "soft-cap": (Shape(softcap=2.0), {**CASCADE, "prefill_stride": 8}),
     "base-3": (
         Shape(),
@@ -191,10 +201,10 @@ def test_mixed_requests(name: str) -> None:
     torch.manual_seed(len(name))
     prompts = [1, 5, 23, 32, 48]
     totals = [40, 5, 30, 32, 60]
-    pages_each = -(-(settings["budget"] + 4) // shape.block_size)
+    pages_each = -(-(settings["budget"] + 4 + settings.get("overflow", 1)) // shape.block_size)
     layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
     stride = settings["prefill_stride"]
-    literal = [oracle_for(settings, layer.policy, shape, layer) for _ in prompts]
+    literal = [oracle_for(settings, shape, layer) for _ in prompts]
     tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
     num_q = shape.num_kv_heads * shape.group
     query = [torch.randn(total, num_q, shape.head_size) for total in totals]
@@ -264,7 +274,7 @@ def test_bfloat16_stays_close() -> None:
     shape = Shape(dtype=torch.bfloat16)
     settings = {"name": "sink", "budget": 12, "num_sinks": 2, "prefill_stride": 8}
     layer = PagedLayer(shape, settings, 4)
-    literal = oracle_for(settings, layer.policy, shape, layer)
+    literal = oracle_for(settings, shape, layer)
     torch.manual_seed(0)
     query = torch.randn(80, 4, 16).bfloat16()
     key, value = torch.randn(2, 80, 2, 16).bfloat16().unbind(0)

@@ -266,11 +266,19 @@ def load_model(path: str | Path, *, bloom_gelu: str = "tanh") -> OracleModel:
 # --------------------------------------------------------------------------- attention and scores
 
 
-def attend(model: OracleModel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def log_n(base: float = 512) -> Callable[[int], float]:
+    """BUZZ's factor on the logits of the query at stream index i: log n, n = i + 1 tokens seen."""
+    return lambda i: math.log(i + 1) / math.log(base)
+
+
+def attend(
+    model: OracleModel, q: Tensor, k: Tensor, v: Tensor, logit_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of the T newest positions over n + T keys at positions 0 .. n + T - 1.
 
     q is [T, H, D]; k and v are [Hkv, n + T, D], each head's tokens in chronological order, the
-    stride's own last. Returns the output [T, H * D] and the probabilities [Hkv, group, T, n + T].
+    stride's own last. `logit_scale` [T] multiplies q k / sqrt(D), not a bias that the model adds.
+    Returns the output [T, H * D] and the probabilities [Hkv, group, T, n + T].
     """
     num_queries, num_keys = len(q), k.shape[1]
     key_positions = torch.arange(num_keys)
@@ -281,6 +289,8 @@ def attend(model: OracleModel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     grouped = q.reshape(model.num_kv_heads, -1, model.head_dim)
     logits = grouped @ k.transpose(-1, -2) / math.sqrt(model.head_dim)
     logits = logits.view(model.num_kv_heads, -1, num_queries, num_keys)
+    if logit_scale is not None:
+        logits = logits * logit_scale[:, None]
     bias = model.bias(query_positions, key_positions)
     if bias is not None:
         logits = logits + bias.view(logits.shape)
@@ -290,10 +300,14 @@ def attend(model: OracleModel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
     return out.transpose(0, 1).flatten(1), probs
 
 
-def discounted_mass(probs: Tensor, gamma: float) -> Tensor:
-    """(1 - g) sum_q g^(T - 1 - q) a[q, k] over the queries: [..., T, K] -> [..., K]."""
+def discounted_mass(probs: Tensor, decay: float, weight: float | None = None) -> Tensor:
+    """weight sum_q decay^(T - 1 - q) a[q, k] over the queries: [..., T, K] -> [..., K].
+
+    Without `weight` an exponential moving average: weight = 1 - decay.
+    """
     num_queries = probs.shape[-2]
-    weights = [(1 - gamma) * gamma ** (num_queries - 1 - q) for q in range(num_queries)]
+    weight = 1 - decay if weight is None else weight
+    weights = [weight * decay ** (num_queries - 1 - q) for q in range(num_queries)]
     return torch.tensor(weights, dtype=torch.float32) @ probs
 
 
@@ -326,7 +340,7 @@ class OracleResult:
     scores: list[Tensor]
     """Per layer [sets, tokens]: each token's score as last updated (0: sink, or never scored)."""
     closest_contest: float
-    """Smallest relative gap of two scores ever compared, over all layers and sets."""
+    """Smallest relative gap of two scores in a contest, over all layers and sets."""
 
 
 def strides(num_tokens: int, prompt_len: int, stride: int) -> list[tuple[int, int]]:
@@ -346,15 +360,30 @@ def stream(
     make_sim: Callable[[], Sim],
     head_policy: str = "homogeneous",
     head_reduction: str = "mean",
-    gamma: float,
+    gamma: float | None = None,
+    decay: float | None = None,
+    weight: float | None = None,
+    logit_scale: Callable[[int], float] | None = None,
     kept_at: Collection[int] | None = None,
 ) -> OracleResult:
     """Run `tokens` through the model with one token-retention simulation per layer and head set.
 
     Per stride: attend to the cache and, causally, to the stride; update the scores; insert the
-    stride's tokens one by one, with those scores frozen. `kept_at` limits which ends of strides
-    are recorded in `kept` (default: all).
+    stride's tokens one by one, with those scores frozen; end the stride. `kept_at` limits which
+    ends of strides are recorded in `kept` (default: all).
+
+    Every query turns the score of a token it sees into decay * score + weight * probability: an
+    exponential moving average with (gamma, 1 - gamma), for which `gamma` is a short form, a plain
+    sum with (1, 1). A simulation with `normalise` is shown that score divided by the number of
+    queries that saw the token, its own included. `logit_scale` gives a factor on the logits of
+    the query at stream index i (`log_n()`; default 1).
     """
+    if gamma is not None:
+        if decay is not None or weight is not None:
+            raise ValueError("gamma stands for decay and weight: give one or the others")
+        decay, weight = gamma, 1 - gamma
+    if decay is None or weight is None:
+        raise ValueError("no score rule: give gamma, or decay and weight")
     if head_policy not in HEAD_POLICIES:
         raise ValueError(f"head_policy={head_policy!r}: one of {HEAD_POLICIES}")
     num_sets = 1 if head_policy == "homogeneous" else model.num_kv_heads
@@ -376,6 +405,9 @@ def stream(
 
     for start, end in strides(total, prompt_len, stride):
         length = end - start
+        factor = None
+        if logit_scale is not None:
+            factor = torch.tensor([logit_scale(i) for i in range(start, end)], dtype=torch.float32)
         x = model.embed(token_ids[start:end])
         for layer in range(num_layers):
             q, k, v = model.qkv(layer, x)
@@ -386,18 +418,24 @@ def stream(
             own = list(range(start, end))
             seen = torch.tensor([sim.tokens() + own for sim in sims[layer]])
             rows = seen.expand(model.num_kv_heads, -1)
-            attended, probs = attend(model, q, keys[layer][heads, rows], values[layer][heads, rows])
+            cached_k, cached_v = keys[layer][heads, rows], values[layer][heads, rows]
+            attended, probs = attend(model, q, cached_k, cached_v, factor)
             x = model.finish(layer, x, attended)
 
             # Update scores. The stride's own tokens start from 0, so one formula serves both.
-            mass = reduce_heads(discounted_mass(probs, gamma), head_policy, head_reduction)
+            mass = discounted_mass(probs, decay, weight)
+            mass = reduce_heads(mass, head_policy, head_reduction)
             score = scores[layer]
-            score[sets, seen] = gamma**length * score[sets, seen] + mass
+            score[sets, seen] = decay**length * score[sets, seen] + mass
 
             # Insert, one token after the other, with these scores.
             for s, sim in enumerate(sims[layer]):
+                shown = dict(zip(seen[s].tolist(), score[s, seen[s]].tolist(), strict=True))
+                if sim.normalise:  # seen by every query from its own up to the stride's last
+                    shown = {token: value / (end - token) for token, value in shown.items()}
                 for token in own:
-                    sim.insert(token, lambda t, row=score[s]: row[t].item())
+                    sim.insert(token, shown.__getitem__)
+                sim.end_stride(shown.__getitem__)
                 score[s, sim.sinks] = 0.0  # sinks are never scored
 
         logits = model.unembed(x)
@@ -407,5 +445,5 @@ def stream(
         if kept_at is None or end in kept_at:
             kept[end] = [[sim.tokens() for sim in layer_sims] for layer_sims in sims]
 
-    gaps = [getattr(sim, "closest_contest", math.inf) for row in sims for sim in row]
+    gaps = [sim.closest_contest for row in sims for sim in row]
     return OracleResult(logprobs, logits[-1].clone(), kept, scores, min(gaps))

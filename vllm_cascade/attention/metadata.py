@@ -3,7 +3,8 @@
 
 A request's tokens of this step are cut into strides; its next stride needs the one before. Wave
 ``k`` holds every request's ``k``-th stride. Its one-token strides (all of decode) are a single
-batch; longer ones are prefill. Everything here is a function of token counts.
+batch; longer ones are prefill, and so is a single token at which a policy evicts several.
+Everything here is a function of token counts.
 """
 
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class TokenBatch:
         lo, hi: ``[B, 1, 1]``, ranks among which the lowest score is deleted.
         moved: whether any key may have left the position it was written at.
         may_drop_new: whether the new token itself may be the one deleted.
+        logit_scale: fp32 ``[B, 1, 1, 1]``, factors on the logits, or None.
     """
 
     index: torch.Tensor
@@ -55,6 +57,7 @@ class TokenBatch:
     hi: torch.Tensor
     moved: bool
     may_drop_new: bool
+    logit_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Stride:
         old_slots, new_slots: slots that hold valid metadata before and afterwards.
         plan: the policy's index tables.
         moved: whether any key may have left the position it was written at.
+        logit_scale: fp32 ``[T, 1]``, factors on the logits of each query, or None.
     """
 
     start: int
@@ -80,6 +84,7 @@ class Stride:
     new_slots: int
     plan: object
     moved: bool
+    logit_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -204,7 +209,7 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             if depth + 1 >= len(row.bounds):
                 continue
             begin, end = row.bounds[depth], row.bounds[depth + 1]
-            if end - begin == 1:
+            if end - begin == 1 and not self.policy.batches(np.asarray(begin)):
                 singles.append((row, begin))
             else:
                 strides.append(self._stride(row, begin, end, table))
@@ -226,7 +231,13 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             new_slots=new_slots,
             plan=stride_plan(self.policy, begin, end - begin),
             moved=moved,
+            logit_scale=self._logit_scale(np.arange(begin, end), cached + np.arange(end - begin)),
         )
+
+    def _logit_scale(self, stream: np.ndarray, cached: np.ndarray) -> torch.Tensor | None:
+        """fp32 ``[n, 1]`` for queries that see ``cached`` keys before their own."""
+        scale = self.policy.logit_scale(stream, cached + 1)
+        return None if scale is None else torch.from_numpy(scale).float().unsqueeze(1)
 
     def _token_batch(self, singles: list[tuple[_Row, int]], table: torch.Tensor) -> TokenBatch:
         stream = np.asarray([begin for _, begin in singles])
@@ -240,6 +251,8 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         exists = np.arange(most) < num_pages[:, None]
         moved = cached < stream
         self.counters.moved_reads += int(moved.sum())
+
+        scale = self._logit_scale(stream, cached)
 
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values.astype(np.int64)).view(-1, 1, 1)
@@ -256,4 +269,5 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             hi=column(hi),
             moved=bool(moved.any()),
             may_drop_new=bool((hi > cached).any() and (hi > lo)[hi > cached].any()),
+            logit_scale=None if scale is None else scale.view(-1, 1, 1, 1),
         )

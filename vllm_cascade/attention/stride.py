@@ -45,12 +45,24 @@ def attend_and_insert(
     if layer.policy.uses_scores:
         scores = reduce_heads(mass, layer.num_sets, layer.policy.head_reduction)  # [S, n + T]
         old = _gather_words(pages.score, stride).gather(1, order)
-        scores[:, : stride.cached] += layer.policy.gamma**stride.num_tokens * old
+        scores[:, : stride.cached] += layer.policy.decay**stride.num_tokens * old
     else:
         scores = torch.zeros(layer.num_sets, num_total)
-    keep = layer.policy.keep(scores, stride.plan)
+    keep = layer.policy.keep(_comparable(layer, pages, stride, order, scores), stride.plan)
     _insert(pages, stride, rank, order, keep, scores, torch.cat([key, value], dim=-1))
     return output
+
+
+def _comparable(
+    layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """What the policy compares: the scores, or a function of scores and ages."""
+    if not layer.policy.needs_age:
+        return scores
+    old = _gather_words(pages.token, stride).gather(1, order)
+    new = torch.arange(stride.stream, stride.stream + stride.num_tokens).expand(len(old), -1)
+    age = stride.stream + stride.num_tokens - torch.cat([old, new], dim=1)
+    return layer.policy.comparable(scores, age)
 
 
 def _gather_words(words: torch.Tensor, stride: Stride) -> torch.Tensor:
@@ -85,9 +97,9 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[T, H * G, D]`` and EMA-weighted attention mass ``[H, G, n + T]``.
+    """Output ``[T, H * G, D]`` and weighted attention mass ``[H, G, n + T]``.
 
-    The mass of a key is ``(1 - g) * sum_q g**(T - 1 - q) * p[q, key]``: what T single updates
+    The mass of a key is ``weight * sum_q decay**(T - 1 - q) * p[q, key]``: what T single updates
     with a frozen cache would have added (SEMANTICS 1.6).
     """
     keys = torch.cat([keys, key.float().transpose(0, 1)], dim=1)  # [H, n + T, D]
@@ -102,7 +114,10 @@ def _attend(
         visible = stride.cached + end  # keys after the tile's last query are not needed
         rows = torch.arange(begin, end)
         logits = torch.matmul(queries[:, :, begin:end], keys[:, None, :visible].transpose(2, 3))
-        logits = layer.soft_cap(logits.mul_(layer.scale))
+        logits.mul_(layer.scale)
+        if stride.logit_scale is not None:
+            logits.mul_(stride.logit_scale[begin:end])
+        logits = layer.soft_cap(logits)
         position = stride.cached + rows[:, None]
         distance = torch.arange(visible) - position  # [tile, visible], 0 on the diagonal
         if layer.slopes is not None:
@@ -111,8 +126,8 @@ def _attend(
         probs = logits.softmax(dim=-1)
         output[:, :, begin:end] = torch.matmul(probs, values[:, None, :visible])
         if layer.policy.uses_scores:
-            gamma = layer.policy.gamma
-            weight = (1 - gamma) * gamma ** (num_tokens - 1 - rows).double()
+            decay = layer.policy.decay ** (num_tokens - 1 - rows).double()
+            weight = layer.policy.weight * decay
             mass[..., :visible] += torch.matmul(weight.float(), probs)
     return output.permute(2, 0, 1, 3).flatten(1, 2), mass
 

@@ -41,9 +41,9 @@ def attend_and_insert(
     score = new_score = None
     if layer.policy.uses_scores:
         mass = reduce_heads(probs, layer.num_sets, layer.policy.head_reduction)  # [B, S, N + 1]
-        gamma = layer.policy.gamma
-        score = gamma * _gather_words(pages.score, batch) + (1 - gamma) * mass[..., :-1]
-        new_score = (1 - gamma) * mass[..., -1:]
+        decay, weight = layer.policy.decay, layer.policy.weight
+        score = decay * _gather_words(pages.score, batch) + weight * mass[..., :-1]
+        new_score = weight * mass[..., -1:]
     _insert(layer, pages, batch, rank, score, new_score, torch.cat([key, value], dim=-1))
     return output
 
@@ -83,7 +83,10 @@ def _attend(
     queries = query.float().unflatten(1, (layer.num_kv_heads, -1))  # [B, H, G, D]
     logits = torch.matmul(queries, keys.transpose(2, 3)) * layer.scale
     own = torch.matmul(queries, key.float().unsqueeze(-1)) * layer.scale  # [B, H, G, 1]
-    logits = layer.soft_cap(torch.cat([logits, own], dim=-1))
+    logits = torch.cat([logits, own], dim=-1)
+    if batch.logit_scale is not None:
+        logits *= batch.logit_scale
+    logits = layer.soft_cap(logits)
     if layer.slopes is not None:
         distance = (rank - batch.cached).unsqueeze(2)  # [B, S, 1, N]
         logits[..., :-1] += layer.slopes[:, :, None] * distance
@@ -106,7 +109,12 @@ def _insert(
     new_kv: torch.Tensor,
 ) -> None:
     """Delete the victim, close the gap in the ranks, put the new token into a free slot."""
-    victim = _victim(layer, batch, rank, score, new_score)  # [B, S, 1]
+    values, new_value = score, new_score
+    if score is not None and layer.policy.needs_age:
+        age = batch.stream.view(-1, 1, 1) + 1 - _gather_words(pages.token, batch)
+        values = layer.policy.comparable(score, age)
+        new_value = layer.policy.comparable(new_score, torch.ones_like(new_score))
+    victim = _victim(layer, batch, rank, values, new_value)  # [B, S, 1]
     slot = torch.arange(rank.shape[-1])
     hit = rank == victim
     free = torch.where(victim < batch.cached, hit, (rank < 0) & (slot < batch.new_slots))

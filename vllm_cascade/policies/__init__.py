@@ -9,11 +9,16 @@ from pydantic import ValidationError
 from vllm_cascade.config import DEFAULT_BUDGET, DEFAULT_PREFILL_STRIDE, KVPolicyError
 from vllm_cascade.config import describe_errors as _describe_errors
 from vllm_cascade.policies.base import Policy, StepTables, step_tables, stride_plan
+from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.h2o import H2O
+from vllm_cascade.policies.lazy import Lazy
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (Window, Sink, Cascade)}
+POLICIES: dict[str, type[Policy]] = {
+    cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, H2O)
+}
 CHOICES = ("full", *POLICIES)
 
 __all__ = [
@@ -87,10 +92,12 @@ def _default_stride(max_position: int | None, max_num_batched_tokens: int | None
 def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int | None) -> int:
     """2048, or the largest valid budget whose positions fit the model."""
     limit, step = DEFAULT_BUDGET, cls.budget_step(given)
-    sinks, stride = given.get("num_sinks", cls.model_fields["num_sinks"].default), 1
-    stride = given["prefill_stride"]
-    if max_position is not None and isinstance(sinks, int) and isinstance(stride, int):
-        limit = min(limit, max_position - sinks - stride)
+    others = [
+        given.get(key, cls.model_fields[key].default)
+        for key in ("num_sinks", "overflow", "prefill_stride")
+    ]
+    if max_position is not None and all(isinstance(value, int) for value in others):
+        limit = min(limit, max_position - sum(others) + 1)
     return max(limit // step * step, step)
 
 
@@ -98,16 +105,17 @@ def _check_fit(
     policy: Policy, max_position: int | None, max_num_batched_tokens: int | None
 ) -> None:
     if max_position is not None and policy.max_position > max_position:
-        room = max_position - policy.num_sinks - policy.prefill_stride
+        room = max_position - (policy.max_position - policy.budget)
         step = policy.budget_step(policy.model_dump())
         fix = (
             f"lower the budget to at most {room // step * step}"
             if room >= step
             else "lower prefill_stride and the budget"
         )
+        extra = f" + overflow {policy.overflow} - 1" if policy.overflow > 1 else ""
         raise KVPolicyError(
             f"kv_policy: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
-            f"{policy.prefill_stride} = {policy.max_position} positions, but the model has "
+            f"{policy.prefill_stride}{extra} = {policy.max_position} positions, but the model has "
             f"{max_position}; {fix}"
         )
     if max_num_batched_tokens is not None and policy.prefill_stride > max_num_batched_tokens:

@@ -8,8 +8,13 @@ block-table widths never wait for the device. Which tokens survive may depend on
 Vocabulary: ``t`` counts the tokens of a stream that came before (sinks included); a token's
 ``rank`` is its index in the cache, oldest first; a stride of ``T`` tokens is inserted at once
 with frozen scores, exactly as if one by one.
+
+A subclass says what inserting tokens does (``insertions``, ``plan_insertions``, ``choose``). The
+engine asks ``count``, ``victims``, ``plan`` and ``keep``, which add ``overflow`` to any of them:
+tokens wait in the cache, visible and scored, until ``overflow`` of them are inserted in one batch.
 """
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,20 +30,23 @@ from vllm_cascade.config import KVPolicyConfig
 class StepTables:
     """A policy's schedule for single insertions: a transient, then a period.
 
-    Row ``i`` describes the insertion of token ``t = i`` (rows past the transient repeat):
-    the token with the lowest score among ranks ``[lo[i], hi[i])`` of the ``count(t) + 1``
-    tokens (the new one has the highest rank) is deleted; none where ``lo[i] == hi[i]``.
+    Row ``i`` describes the insertion of token ``t = i`` (rows past the transient repeat). Where
+    ``batch[i]`` is False, the token with the lowest score among ranks ``[lo[i], hi[i])`` of the
+    ``count(t) + 1`` tokens (the new one has the highest rank) is deleted; none where
+    ``lo[i] == hi[i]``. Where it is True, ``plan`` and ``keep`` say what is deleted.
 
     Attributes:
         lo, hi: int32 ``[transient + period]``.
         count: int32 ``[transient + period]``, tokens cached after the insertion.
         transient: rows that occur once.
+        batch: bool ``[transient + period]``; None: all False.
     """
 
     lo: np.ndarray
     hi: np.ndarray
     count: np.ndarray
     transient: int
+    batch: np.ndarray | None = None
 
     @property
     def period(self) -> int:
@@ -48,18 +56,41 @@ class StepTables:
         """Table rows of the insertions of tokens ``t``."""
         return np.where(t < self.transient, t, self.transient + (t - self.transient) % self.period)
 
+    def counts(self, t: np.ndarray) -> np.ndarray:
+        """Tokens cached after the first ``t`` tokens of a stream."""
+        return np.where(t > 0, self.count[self.rows(np.maximum(t - 1, 0))], 0)
+
 
 class Policy(KVPolicyConfig):
     """Base of every policy. A subclass is one file: settings, schedule, choice.
 
-    It defines ``name``, ``paper``, ``uses_scores``, its own settings as fields, ``tables()``,
-    ``plan(t, T)`` and ``keep(scores, plan)``. It knows nothing of pages, slots or devices.
+    It knows nothing of pages, slots, devices or vLLM.
     """
 
     paper: ClassVar[str]
     """Title and address of the source, shown in ``vllm-cascade policies`` and the README."""
     uses_scores: ClassVar[bool]
     """Whether attention probabilities decide anything; without, no score is computed."""
+    batches_itself: ClassVar[bool] = False
+    """Whether ``overflow`` is part of the policy's own schedule instead of added here."""
+
+    # --- what a subclass defines ---------------------------------------------------------------
+
+    @abstractmethod
+    def insertions(self) -> StepTables:
+        """The schedule of single insertions, without ``overflow``."""
+
+    @abstractmethod
+    def plan_insertions(self, t: int, num_tokens: int) -> Any:
+        """Index tables for inserting tokens ``t .. t + num_tokens - 1``; shared by all layers."""
+
+    @abstractmethod
+    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Which tokens survive the insertions of a plan; see ``keep``."""
+
+    @abstractmethod
+    def base_regions(self, t: int) -> list[str]:
+        """What part of the cache each of ``base_count(t)`` tokens is in, oldest first."""
 
     @classmethod
     def budget_step(cls, raw: dict[str, Any]) -> int:
@@ -67,25 +98,92 @@ class Policy(KVPolicyConfig):
         return 1
 
     @property
-    def capacity(self) -> int:
-        """Most tokens ever cached, between strides."""
+    def decay(self) -> float:
+        """A token's score is multiplied by this at every query."""
+        raise NotImplementedError(f"{self.name} keeps no scores")
+
+    @property
+    def weight(self) -> float:
+        """The query's attention probability is added times this."""
+        raise NotImplementedError(f"{self.name} keeps no scores")
+
+    @property
+    def needs_age(self) -> bool:
+        """Whether ``comparable`` needs the number of queries that saw a token."""
+        return False
+
+    def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+        """The values that are compared, from scores and ages (queries seen, own included)."""
+        return scores
+
+    def logit_scale(self, t: np.ndarray, cached: np.ndarray) -> np.ndarray | None:
+        """Factors on the logits of queries at stream indices ``t``; None: all 1.
+
+        Args:
+            t: int ``[n]``.
+            cached: int ``[n]``, keys that each query sees, its own included.
+        """
+        return None
+
+    def derived(self) -> dict[str, Any]:
+        """What follows from the settings, for the log line at start."""
+        return {}
+
+    def remarks(self) -> list[str]:
+        """Things worth a warning about these settings."""
+        return []
+
+    # --- what the engine asks ------------------------------------------------------------------
+
+    @property
+    def base_capacity(self) -> int:
+        """Most tokens cached, without those that wait for a batch."""
         return self.num_sinks + self.budget
 
     @property
-    def gamma(self) -> float:
-        """Decay of the exponential moving average of attention, per query token."""
-        raise NotImplementedError(f"{self.name} keeps no scores")
+    def capacity(self) -> int:
+        """Most tokens ever cached, between strides."""
+        return self.base_capacity + self.overflow - 1
 
-    @abstractmethod
+    def base_count(self, t: int) -> int:
+        """``count`` without ``overflow``."""
+        return int(_insertions(self).counts(np.asarray(t)))
+
+    def inserted(self, t: np.ndarray) -> np.ndarray:
+        """How many of the first ``t`` tokens are inserted; the others wait.
+
+        Batches end where a cache that only grew would be ``overflow`` tokens over its capacity.
+        """
+        if self.overflow == 1 or self.batches_itself:
+            return t
+        return np.maximum(t - (t - self.base_capacity) % self.overflow, 0)
+
     def tables(self) -> StepTables:
-        """The schedule of single insertions."""
+        """The schedule of single insertions, ``overflow`` included."""
+        base = _insertions(self)
+        if self.overflow == 1 or self.batches_itself:
+            return base
+        period = math.lcm(base.period, self.overflow)
+        transient = base.transient + self.overflow
+        t = np.arange(transient + period + 1)
+        done = self.inserted(t)
+        count = base.counts(done) + t - done
+        none = np.zeros(len(t) - 1, dtype=np.int32)
+        return StepTables(
+            lo=none,
+            hi=none,
+            count=count[1:].astype(np.int32),
+            transient=transient,
+            batch=count[1:] <= count[:-1],
+        )
 
-    @abstractmethod
     def plan(self, t: int, num_tokens: int) -> Any:
-        """Index tables for inserting tokens ``t .. t + num_tokens - 1``; shared by all layers."""
+        """Index tables for a stride of tokens ``t .. t + num_tokens - 1``."""
+        begin, end = self.inserted(np.asarray([t, t + num_tokens])).tolist()
+        inner = self.plan_insertions(begin, end - begin) if end > begin else None
+        return BatchPlan(inner, self.base_count(begin) + end - begin)
 
-    @abstractmethod
-    def keep(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
+    def keep(self, scores: torch.Tensor, plan: "BatchPlan") -> torch.Tensor:
         """Which tokens survive a stride.
 
         Args:
@@ -95,23 +193,32 @@ class Policy(KVPolicyConfig):
         Returns:
             bool of the same shape, with ``count(t + T)`` True values in every row.
         """
+        mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+        if plan.inner is not None:
+            head = scores[:, : plan.num_inserted]
+            mask[:, : plan.num_inserted] = self.choose(head, plan.inner)
+        return mask
 
     def count(self, t: int) -> int:
         """Tokens cached after the first ``t`` tokens of a stream."""
-        return int(self.counts(np.asarray([t]))[0])
+        return int(self.counts(np.asarray(t)))
+
+    def regions(self, t: int) -> list[str]:
+        """What part of the cache each of ``count(t)`` tokens is in; ``waiting``: for a batch."""
+        inserted = int(self.inserted(np.asarray(t)))
+        return self.base_regions(inserted) + ["waiting"] * (t - inserted)
 
     def counts(self, t: np.ndarray) -> np.ndarray:
         """``count`` for an int array of any shape."""
-        table = step_tables(self)
-        return np.where(t > 0, table.count[table.rows(np.maximum(t - 1, 0))], 0)
+        return step_tables(self).counts(t)
 
     def peaks(self, t: np.ndarray) -> np.ndarray:
         """``max(count(u) for u <= t)``: the slots a stream of ``t`` tokens has ever needed."""
-        table = step_tables(self)
-        return np.where(t > 0, _peak_table(self)[np.clip(t - 1, 0, len(table.count) - 1)], 0)
+        table = _peak_table(self)
+        return np.where(t > 0, table[np.clip(t - 1, 0, len(table) - 1)], 0)
 
     def peak(self, t: int) -> int:
-        return int(self.peaks(np.asarray([t]))[0])
+        return int(self.peaks(np.asarray(t)))
 
     def victims(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rank ranges ``[lo, hi)`` from which inserting tokens ``t`` deletes one."""
@@ -119,11 +226,31 @@ class Policy(KVPolicyConfig):
         rows = table.rows(t)
         return table.lo[rows], table.hi[rows]
 
+    def batches(self, t: np.ndarray) -> np.ndarray:
+        """Whether inserting token ``t`` needs ``plan`` and ``keep`` also on its own."""
+        table = step_tables(self)
+        if table.batch is None:
+            return np.zeros(t.shape, dtype=bool)
+        return table.batch[table.rows(t)]
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A stride: the policy's own plan for the first ``num_inserted`` tokens; the others wait."""
+
+    inner: Any
+    num_inserted: int
+
 
 @lru_cache(maxsize=64)
 def step_tables(policy: Policy) -> StepTables:
     """``policy.tables()``, built once in a process."""
     return policy.tables()
+
+
+@lru_cache(maxsize=64)
+def _insertions(policy: Policy) -> StepTables:
+    return policy.insertions()
 
 
 @lru_cache(maxsize=64)

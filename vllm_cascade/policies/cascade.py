@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 
 from vllm_cascade.policies.base import Policy, StepTables
+from vllm_cascade.policies.contest import contest
 
 
 class Cascade(Policy):
@@ -87,9 +88,20 @@ class Cascade(Policy):
     def accepts(self, level: int, t: np.ndarray) -> np.ndarray:
         """Whether sub-cache ``level`` accepts while token ``t`` (sinks counted) is inserted."""
         on_step = (t - self.num_sinks) % self.cascade_base**level == 0
-        return on_step | (t <= self.capacity) if self.eager_fill else on_step
+        return on_step | (t <= self.base_capacity) if self.eager_fill else on_step
 
-    def tables(self) -> StepTables:
+    def derived(self) -> dict[str, Any]:
+        return {"window": self.window, "gamma": round(self.gamma, 6)}
+
+    @property
+    def decay(self) -> float:
+        return self.gamma
+
+    @property
+    def weight(self) -> float:
+        return 1.0 - self.gamma
+
+    def insertions(self) -> StepTables:
         sizes = [0] * self.num_subcaches
         lo, hi, count = [], [], []
         period = self.cascade_base ** (self.num_subcaches - 1)
@@ -100,8 +112,8 @@ class Cascade(Policy):
             hi.append(victim[1])
             count.append(min(t + 1, self.num_sinks) + sum(sizes))
             t += 1
-            # `t <= capacity` accepts everywhere under eager_fill: no part of the period yet.
-            if full_at is None and sum(sizes) == self.budget and t > self.capacity:
+            # `t <= base_capacity` accepts everywhere under eager_fill: no part of the period yet.
+            if full_at is None and sum(sizes) == self.budget and t > self.base_capacity:
                 full_at = t
         as_array = [np.asarray(column, dtype=np.int32) for column in (lo, hi, count)]
         return StepTables(*as_array, transient=t - period)
@@ -124,8 +136,8 @@ class Cascade(Policy):
             return newest, newest + 2  # the resident and, right after it, the incoming token
         return self.num_sinks, self.num_sinks + 1
 
-    def plan(self, t: int, num_tokens: int) -> "CascadePlan":
-        cached = self.count(t)
+    def plan_insertions(self, t: int, num_tokens: int) -> "CascadePlan":
+        cached = self.base_count(t)
         sinks_now = min(t, self.num_sinks)
         sizes = self._sizes(t)
         first = cached + max(self.num_sinks - t, 0)  # first new token that is not a sink
@@ -145,7 +157,7 @@ class Cascade(Policy):
 
     def _sizes(self, t: int) -> list[int]:
         """Sub-cache sizes after ``t`` tokens; ``count`` and acceptance alone decide them."""
-        stored = self.count(t) - min(t, self.num_sinks)
+        stored = self.base_count(t) - min(t, self.num_sinks)
         # Sub-caches fill front to back, and a full one never shrinks.
         sizes = []
         for _ in range(self.num_subcaches):
@@ -179,7 +191,13 @@ class Cascade(Policy):
         pushers = starts[self.window : self.window + leaving] - size
         return (torch.from_numpy(groups), leaving), steps[pushers]
 
-    def keep(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
+    def base_regions(self, t: int) -> list[str]:
+        names = ["sink"] * min(t, self.num_sinks)
+        for level, size in reversed(list(enumerate(self._sizes(t)))):
+            names += [f"sub{level}"] * size
+        return names
+
+    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
         mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
         mask[:, plan.sinks] = True
         offers = plan.new.expand(scores.shape[0], -1)
@@ -208,31 +226,3 @@ class CascadePlan:
     new: torch.Tensor
     sinks: torch.Tensor
     newest_wins: bool
-
-
-def contest(
-    scores: torch.Tensor, line: torch.Tensor, groups: torch.Tensor, newest_wins: bool
-) -> torch.Tensor:
-    """The highest-scoring contender of every slot.
-
-    Successive pairwise contests keep the last maximum where the incoming token wins ties and
-    the first where the resident does, so a whole slot is one arg-max.
-
-    Args:
-        scores: fp32 ``[num_sets, n]``.
-        line: int64 ``[num_sets, m]``, chronological indices into ``scores``.
-        groups: int64 ``[slots, contenders]`` into ``line``, padded with -1 at the end.
-
-    Returns:
-        int64 ``[num_sets, slots]``: indices into ``scores``.
-    """
-    if groups.shape[1] == 1:
-        return line[:, groups[:, 0]]
-    if newest_wins:
-        groups = groups.flip(1)
-    members = line[:, groups.clamp_min(0)]
-    values = scores.gather(1, members.flatten(1)).view(members.shape)
-    values = values.masked_fill(groups < 0, -torch.inf)
-    # argmax returns the first of equal values only on the CPU; make the order explicit.
-    best = values == values.amax(-1, keepdim=True)
-    return members.gather(-1, best.int().argmax(-1, keepdim=True)).squeeze(-1)

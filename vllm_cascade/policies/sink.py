@@ -19,8 +19,8 @@ class Sink(Policy):
     uses_scores: ClassVar[bool] = False
     inert_keys: ClassVar[frozenset[str]] = frozenset({"head_reduction", "ema_gamma", "tie"})
 
-    def tables(self) -> StepTables:
-        fill, sinks = self.capacity, self.num_sinks
+    def insertions(self) -> StepTables:
+        fill, sinks = self.base_capacity, self.num_sinks
         t = np.arange(fill + 1, dtype=np.int32)
         full = t >= fill
         return StepTables(
@@ -30,11 +30,15 @@ class Sink(Policy):
             transient=fill,
         )
 
-    def plan(self, t: int, num_tokens: int) -> torch.Tensor:
+    def plan_insertions(self, t: int, num_tokens: int) -> torch.Tensor:
         """bool ``[count(t) + T]``: the same for every layer and head."""
-        total = self.count(t) + num_tokens
+        total = self.base_count(t) + num_tokens
         rank = torch.arange(total)
         return (rank < self.num_sinks) | (rank >= total - self.budget)
 
-    def keep(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
+    def base_regions(self, t: int) -> list[str]:
+        sinks = min(t, self.num_sinks)
+        return ["sink"] * sinks + ["window"] * (self.base_count(t) - sinks)
+
+    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
         return plan.to(scores.device).expand(scores.shape)

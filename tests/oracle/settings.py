@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's policy settings as the oracle's: simulation, score rule, strides.
+
+Defaults are written out here a second time, on purpose: the oracle shares nothing with the plugin.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tests.oracle.model import paper_gamma
+from tests.oracle.policies import (
+    BeehiveSim,
+    CascadeSim,
+    H2OSim,
+    LazySim,
+    OverflowSim,
+    Score,
+    Sim,
+    WindowSim,
+)
+
+
+class PerToken(Sim):
+    """Checks after every token what a simulation checks at a stride's end.
+
+    The plugin counts cached tokens as a function of the tokens seen alone, so that a request's
+    pages do not depend on how its prompt is cut.
+    """
+
+    def __init__(self, inner: Sim) -> None:
+        self.inner = inner
+        self.normalise = inner.normalise
+
+    def insert(self, token: int, score: Score) -> int | None:
+        lost = self.inner.insert(token, score)
+        self.inner.end_stride(score)
+        self.closest_contest = self.inner.closest_contest
+        return lost
+
+    def tokens(self) -> list[int]:
+        return self.inner.tokens()
+
+
+def make_sim(settings: dict[str, Any]) -> Sim:
+    """A fresh simulation of these settings."""
+    name, budget = settings["name"], settings["budget"]
+    sinks = settings.get("num_sinks", 0 if name == "window" else 4)
+    overflow = settings.get("overflow", 1)
+    if name == "lazy":
+        drop = settings.get("slack", 24), settings.get("max_drop", 8)
+        return PerToken(LazySim(sinks, budget, settings.get("overflow", 32), *drop))
+    if name == "h2o":
+        window = settings.get("window", budget // 2)
+        normalise = settings.get("normalise", False)
+        return PerToken(H2OSim(sinks, budget, window, normalise, overflow))
+    if name == "beehive":
+        keys = ("window", "stride", "threshold", "threshold_counts")
+        sizes = [settings[key] for key in keys if key in settings]
+        return PerToken(BeehiveSim(sinks, *sizes))
+    sim: Any = WindowSim(sinks, budget)
+    if name == "cascade":
+        paper = settings.get("preset") == "paper"
+        num = settings.get("num_subcaches", 4)
+        sim = CascadeSim(
+            sinks,
+            num,
+            budget // num,
+            base=settings.get("cascade_base", 2),
+            eager_fill=settings.get("eager_fill", not paper),
+            tie=settings.get("tie", "resident" if paper else "incoming"),
+        )
+    return sim if overflow == 1 else OverflowSim(sim, overflow)
+
+
+def score_rule(settings: dict[str, Any]) -> dict[str, float]:
+    """How a probability changes a score: ``decay`` and ``weight``."""
+    if settings["name"] in ("h2o", "beehive"):
+        return {"decay": 1.0, "weight": 1.0}
+    window = settings["budget"] // settings.get("num_subcaches", 4)
+    gamma = settings.get("ema_gamma") or paper_gamma(max(window, 1))
+    return {"decay": gamma, "weight": 1 - gamma}
+
+
+def logit_scale(settings: dict[str, Any]) -> Callable[[int], float] | None:
+    """BUZZ's log n over the tokens seen, base 512."""
+    if not settings.get("log_n"):
+        return None
+    return lambda index: math.log(index + 1) / math.log(512)
+
+
+def oracle_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``stream``."""
+    per_head = "per_kv_head" if settings["name"] == "beehive" else "homogeneous"
+    return {
+        "stride": settings["prefill_stride"],
+        "make_sim": lambda: make_sim(settings),
+        "head_policy": settings.get("head_policy", per_head),
+        "head_reduction": settings.get("head_reduction", "mean"),
+        "logit_scale": logit_scale(settings),
+        **score_rule(settings),
+    }

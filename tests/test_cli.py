@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-cascade``: the policies, and a trace that agrees with what the engine's code keeps."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attention.test_paged import CASES, PagedLayer, Shape, oracle_for
+from tests.oracle.settings import make_sim
+from vllm_cascade.cli import main, runs
+from vllm_cascade.policies import POLICIES
+from vllm_cascade.trace import kept_tokens
+
+
+def trace(tmp_path: Path, settings: dict[str, Any], *flags: str) -> dict[str, Any]:
+    own = {k: v for k, v in settings.items() if k not in ("name", "budget")}
+    out = tmp_path / "trace.json"
+    command = ["trace", "--kv-policy", settings["name"], "--kv-budget", str(settings["budget"])]
+    main([*command, "--kv-policy-config", json.dumps(own), "--json", str(out), *flags])
+    return json.loads(out.read_text())
+
+
+def test_policies_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["policies"])
+    text = capsys.readouterr().out
+    for name, cls in POLICIES.items():
+        assert name in text
+        assert all(key[:8] in text for key in cls.model_fields)
+
+
+@pytest.mark.parametrize("name", ["sink", "cascade-paper", "lazy-1", "h2o", "beehive-1"])
+def test_without_scores_it_is_the_simulation(name: str, tmp_path: Path) -> None:
+    settings = {"prefill_stride": 1, "head_policy": "homogeneous", **CASES[name][1]}
+    document = trace(tmp_path, settings, "--tokens", "300")
+    assert document["policy"]["name"] == settings["name"]
+    assert document["policy"]["budget"] == settings["budget"]
+    sim = make_sim(settings)
+    for token, step in enumerate(document["steps"]):
+        sim.insert(token, lambda _: 0.0)
+        assert step["t"] == token + 1
+        assert step["kept"] == sim.tokens()
+        assert len(step["region"]) == len(step["kept"])
+        assert step["region"].count("sink") == min(token + 1, settings["num_sinks"])
+
+
+@pytest.mark.parametrize("name", ["cascade", "cascade-overflow", "h2o", "h2o-normalise", "beehive"])
+def test_with_an_engines_probabilities_it_keeps_what_the_engine_keeps(
+    name: str, tmp_path: Path
+) -> None:
+    """The paged layer runs token by token; its probabilities then drive the trace."""
+    shape, settings = Shape(), CASES[name][1]
+    settings = {**settings, "prefill_stride": 1, "head_policy": "homogeneous"}
+    layer = PagedLayer(shape, settings, 8)
+    literal = oracle_for(settings, shape, layer)
+    torch.manual_seed(3)
+    total = 90
+    query = torch.randn(total, 4, 16)
+    key, value = torch.randn(2, total, 2, 16).unbind(0)
+    table = torch.tensor([[5, 2, 7]], dtype=torch.int32)
+    kept = []
+    for t in range(total):
+        row = slice(t, t + 1)
+        layer.step(
+            [1], [t], [False], table, query[row], key[row], value[row], rotate=literal.rotate
+        )
+        literal.step(query[row], key[row], value[row])
+        kept.append(kept_tokens(layer.pages, table[0].long(), layer.policy.peak(t + 1))[0])
+    probs = np.zeros((2, total, total))
+    for t, row in enumerate(literal.probs):
+        probs[1, t, list(row)] = list(row.values())
+    np.save(tmp_path / "probs.npy", probs)
+    flags = ["--tokens", str(total), "--scores", str(tmp_path / "probs.npy"), "--head", "1"]
+    steps = trace(tmp_path, settings, *flags)["steps"]
+    assert [step["kept"] for step in steps] == kept
+
+
+def test_every_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    png = tmp_path / "trace.png"
+    flags = ["--tokens", "100", "--every", "10", "--png", str(png)]
+    document = trace(tmp_path, {"name": "sink", "budget": 8}, *flags)
+    assert [step["t"] for step in document["steps"]] == list(range(10, 101, 10))
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    assert "sink after 100 tokens: 12 kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-policy", "full"], "full keeps every token"),
+        (["--kv-budget", "33"], "nearest good values: 32 or 64"),
+        (["--tokens", "5", "--every", "6"], "--every 6 is more than --tokens 5"),
+        (["--tokens", "9", "--scores", "SMALL"], "scores must be an array"),
+        (["--tokens", "3", "--scores", "HEADS", "--head", "2"], "--head 2: .* has 2 heads"),
+        (["--scores", "missing.npy"], "missing.npy"),
+    ],
+)
+def test_errors(
+    flags: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "small.npy", np.zeros((4, 4)))
+    np.save(tmp_path / "heads.npy", np.zeros((2, 4, 4)))
+    files = {"SMALL": tmp_path / "small.npy", "HEADS": tmp_path / "heads.npy"}
+    with pytest.raises(SystemExit):
+        main(["trace", *(str(files.get(flag, flag)) for flag in flags)])
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_runs() -> None:
+    assert runs([0, 1, 2, 5, 9, 10]) == "0-2, 5, 9-10"
+    assert runs([]) == ""

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens a policy keeps, without a model: its own schedule and choices, given scores.
+
+The schedule and the choice are the policy's code, the same that the engine calls; only attention
+is replaced, by an array of probabilities (or by nothing: then every score is 0).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_cascade.policies import Policy
+
+
+@dataclass(frozen=True)
+class Step:
+    """The cache after ``t`` tokens: stream indices in cache order, and their regions."""
+
+    t: int
+    kept: list[int]
+    region: list[str]
+
+
+def simulate(
+    policy: Policy, num_tokens: int, probs: np.ndarray | None = None, every: int = 1
+) -> Iterator[Step]:
+    """Stream tokens one by one through a policy.
+
+    Args:
+        probs: ``[T, T]``, row = query, column = key: attention of one head set (already reduced
+            over heads). Columns of tokens that are gone are not looked at.
+        every: yield only steps at multiples of this.
+
+    Raises:
+        ValueError: an array that is too small or not of two axes.
+    """
+    if probs is not None and (probs.ndim != 2 or min(probs.shape) < num_tokens):
+        raise ValueError(
+            f"scores must be an array [T, T] with T >= {num_tokens} tokens, not {probs.shape}"
+        )
+    kept = np.zeros(0, dtype=np.int64)
+    score = np.zeros(0, dtype=np.float32)
+    for t in range(num_tokens):
+        kept = np.append(kept, t)
+        score = np.append(score, np.float32(0))
+        if policy.uses_scores and probs is not None:
+            weight = np.float32(policy.weight)
+            score = np.float32(policy.decay) * score + weight * probs[t, kept].astype(np.float32)
+        stays = _survivors(policy, t, kept, score)
+        kept, score = kept[stays], score[stays]
+        if (t + 1) % every == 0:
+            yield Step(t + 1, kept.tolist(), policy.regions(t + 1))
+
+
+def _survivors(policy: Policy, t: int, kept: np.ndarray, score: np.ndarray) -> np.ndarray:
+    values = torch.from_numpy(score)[None]
+    if policy.needs_age:
+        values = policy.comparable(values, torch.from_numpy(t + 1 - kept)[None])
+    if policy.batches(np.asarray(t)):
+        return policy.keep(values, policy.plan(t, 1))[0].numpy()
+    stays = np.ones(len(kept), dtype=bool)
+    lo, hi = (int(bound) for bound in policy.victims(np.asarray(t)))
+    if lo < hi:
+        part = values[0, lo:hi].numpy()
+        tied = lo + np.flatnonzero(part == part.min())
+        stays[tied[0] if policy.tie == "incoming" else tied[-1]] = False
+    return stays
