@@ -94,13 +94,16 @@ def run(job: Job) -> "StreamResult":
 
 
 def jobs(args: argparse.Namespace, token_ids: list[int], native_len: int) -> list[Job]:
-    """The demo's five runs; ``full`` stops where the model's positions do."""
+    """The demo's runs, a row each; ``full`` stops where the model's positions do."""
     shared = {"budget": args.budget, "prefill_stride": args.stride, "trace": True}
     policies = {
         "window": {"name": "window", **shared},
         "sink": {"name": "sink", **shared},
         "cascade": {"name": "cascade", **shared},
         "cascade per KV head": {"name": "cascade", "head_policy": "per_kv_head", **shared},
+        "beehive": {"name": "beehive", **shared},
+        "lazy": {"name": "lazy", **shared},
+        "h2o": {"name": "h2o", **shared},
     }
     bounded = [
         Job(

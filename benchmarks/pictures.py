@@ -15,8 +15,13 @@ COLOURS = {
     "sink": "#009e73",
     "cascade": "#0072b2",
     "cascade per KV head": "#cc79a7",
+    "beehive": "#e69f00",
+    "lazy": "#56b4e9",
+    "h2o": "#7b5aa6",
     "full": "#222222",
 }
+SPREAD = ("cascade", "cascade per KV head")
+"""Policies of which every layer and head set gets a row of its own; of others, the first."""
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
 
 
@@ -97,12 +102,24 @@ def _perplexity_lines(
 
 
 def kept_tokens(results: dict[str, StreamResult], path: Path) -> None:
-    """One row of ticks per policy, layer and head set; the long gap after the sinks is cut out."""
+    """One row of ticks per policy, layer and head set; the long gap after the sinks is cut out.
+
+    The right part begins where the cascades' oldest token is; a row that holds older ones (heavy
+    hitters may be from anywhere) says how many.
+    """
     rows = _rows(results)
     end = max(result.num_tokens for result in results.values())
     num_sinks = 4
-    old = [index for _, _, kept in rows for index in kept if index >= 2 * num_sinks]
+    old = [
+        index
+        for _, label, kept in rows
+        for index in kept
+        if index >= 2 * num_sinks and label in SPREAD
+    ]
     begin = max(min(old, default=0) - (end - min(old, default=0)) // 30, 0)
+    rows = [
+        (name + _elsewhere(kept, 2 * num_sinks, begin), label, kept) for name, label, kept in rows
+    ]
     figure = Figure(figsize=(13, 1.6 + 0.24 * len(rows)), layout="constrained")
     first, rest = figure.subplots(1, 2, sharey=True, width_ratios=(1, 14))
     for place, (_, label, kept) in enumerate(rows):
@@ -134,11 +151,19 @@ def _rows(results: dict[str, StreamResult]) -> list[tuple[str, str, list[int]]]:
             rows.append((f"{label}, every layer", label, sets[0][2]))
             continue
         many = len(sets) > len(result.kept)
+        if label not in SPREAD:
+            sets = sets[:1]
         rows += [
             (f"{label}, layer {layer}" + (f", head {head}" if many else ""), label, kept)
             for layer, head, kept in sets
         ]
     return rows
+
+
+def _elsewhere(kept: list[int], begin: int, end: int) -> str:
+    """How many tokens of a row are in the part that is cut out."""
+    hidden = sum(begin <= index < end for index in kept)
+    return f" (+{hidden} older)" if hidden else ""
 
 
 def _cut(left: Axes, right: Axes) -> None:

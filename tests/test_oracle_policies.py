@@ -365,6 +365,12 @@ def test_overflow_shows_the_cache_of_the_last_check_and_what_came_since(
         assert cache == caches[late] + list(range(late, t))
 
 
+def test_sinks_never_wait() -> None:
+    sim = OverflowSim(WindowSim(3, 5), 4)  # checks at t = 4, 8
+    insert(sim, 0, 2)
+    assert sim.sinks == [0, 1] and not sim.pending
+
+
 def test_overflow_sees_the_scores_of_its_moment() -> None:
     """Capacity 5, R = 3: checks at t = 2, 5, 8. Tokens 5 and 6 wait for the scores of token 7."""
     early = {t: float(-t) for t in range(20)}

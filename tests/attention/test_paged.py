@@ -51,6 +51,7 @@ class PagedLayer:
         self.spec = KVPolicySpec.from_full(full, self.policy)
         # Uninitialised memory may hold anything: NaN keys and values, absurd ranks.
         self.pool = torch.full((num_pages, self.spec.page_size_bytes), 0xFF, dtype=torch.uint8)
+        self.pool[0] = 0x11  # the null block: any write to it shows
         view = torch.as_strided(
             self.pool.view(shape.dtype),
             (num_pages, shape.num_kv_heads, shape.block_size, 2 * shape.head_size),
@@ -184,6 +185,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "beehive": (Shape(), {**BEEHIVE, "prefill_stride": 8}),
     "beehive-1": (Shape(), {**BEEHIVE, "prefill_stride": 1, "head_policy": "homogeneous"}),
     "beehive-40": (Shape(), {**BEEHIVE, "stride": 4, "prefill_stride": 40}),
+    "beehive-overflow": (Shape(), {**BEEHIVE, "overflow": 4, "prefill_stride": 9}),
     "beehive-log-n": (Shape(), {**BEEHIVE, "log_n": True, "prefill_stride": 6}),
     "soft-cap": (Shape(softcap=2.0), {**CASCADE, "prefill_stride": 8}),
     "base-3": (

@@ -30,6 +30,7 @@ class PerToken(Sim):
 
     def __init__(self, inner: Sim) -> None:
         self.inner = inner
+        self.num_sinks, self.sinks = inner.num_sinks, inner.sinks
         self.normalise = inner.normalise
 
     def insert(self, token: int, score: Score) -> int | None:
@@ -57,8 +58,10 @@ def make_sim(settings: dict[str, Any]) -> Sim:
     if name == "beehive":
         keys = ("window", "stride", "threshold", "threshold_counts")
         sizes = [settings[key] for key in keys if key in settings]
-        return PerToken(BeehiveSim(sinks, *sizes))
-    sim: Any = WindowSim(sinks, budget)
+        sim: Any = PerToken(BeehiveSim(sinks, *sizes))
+        sim.budget = budget
+    elif name in ("sink", "window"):
+        sim = WindowSim(sinks, budget)
     if name == "cascade":
         paper = settings.get("preset") == "paper"
         num = settings.get("num_subcaches", 4)

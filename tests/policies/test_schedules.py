@@ -36,13 +36,13 @@ def raw_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
     if name == "beehive":
         raw |= {"window": draw(sizes), "stride": draw(st.integers(3, 8)), "threshold": draw(sizes)}
         raw["threshold_counts"] = draw(st.sampled_from(["middle", "new"]))
-        raw |= {"budget": 60, "overflow": 1}
+        raw["budget"] = 60
     return raw
 
 
-def literal_scores(rng: np.random.Generator, num: int) -> list[float]:
-    """Few different values, so that ties happen."""
-    return rng.integers(0, 4, num).astype(float).tolist()
+def literal_scores(rng: np.random.Generator, num: int, values: int) -> list[float]:
+    """Few different values make ties, many make every token a possible loser."""
+    return rng.integers(0, values, num).astype(float).tolist()
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -51,8 +51,10 @@ def literal_scores(rng: np.random.Generator, num: int) -> list[float]:
 def test_any_strides_keep_what_the_simulation_keeps(name: str, data: st.DataObject) -> None:
     raw = data.draw(raw_settings(name))
     policy = resolve(raw)
-    strides = data.draw(st.lists(st.integers(1, 45), min_size=1, max_size=12))
-    scores = literal_scores(np.random.default_rng(data.draw(st.integers(0, 99))), sum(strides))
+    decode = st.integers(20, 120).map(lambda num: [1] * num)
+    strides = data.draw(st.one_of(st.lists(st.integers(1, 45), min_size=1, max_size=12), decode))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    scores = literal_scores(rng, sum(strides), data.draw(st.sampled_from([4, 1000])))
     sim = make_sim(raw)
     kept: list[int] = []
     t = 0
