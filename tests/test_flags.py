@@ -110,9 +110,10 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         lines.append(message % args)
 
     monkeypatch.setattr(vllm_cascade.engine, "logger", SimpleNamespace(info=log, warning=log))
-    EngineArgs(
+    config = EngineArgs(
         model=str(MODEL), kv_policy="sink", kv_policy_config={"tie": "resident"}
     ).create_engine_config()
+    assert not config.cache_config.enable_prefix_caching
     (summary,) = [line for line in lines if line.startswith("KV policy sink: budget=")]
     assert "budget=764, num_sinks=4, prefill_stride=256" in summary
     assert "fits in the model's 1024 positions" in summary

@@ -57,7 +57,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "--kv-transfer-config",
     ),
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-    "tensor parallelism": ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
     "quantised KV cache": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
@@ -141,6 +140,13 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 FAKED: dict[str, tuple[Any, str]] = {
+    "tensor parallelism": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+            parallel_config=SimpleNamespace(tensor_parallel_size=4),
+        ),
+        "--tensor-parallel-size must divide",
+    ),
     # No such machine or configuration can be built here, so the check alone is called.
     "context parallelism": (
         SimpleNamespace(
@@ -196,7 +202,7 @@ def test_refused_model(name: str, tmp_path: Path) -> None:
 def test_refused_configuration(name: str) -> None:
     config, message = FAKED[name]
     (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
-    assert refusal.applies(config, resolve({"name": "cascade"}))
+    assert refusal.applies(config, resolve({"name": "cascade", "head_policy": "per_kv_head"}))
     assert message in refusal.message
 
 

@@ -104,8 +104,15 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "tensor parallelism",
-        lambda config, _: config.parallel_config.tensor_parallel_size > 1,
-        "--tensor-parallel-size must be 1 with --kv-policy: it is not tested yet",
+        lambda config, policy: (
+            policy.head_policy == "per_kv_head"
+            and config.model_config.get_total_num_kv_heads()
+            % config.parallel_config.tensor_parallel_size
+            != 0
+        ),
+        "--tensor-parallel-size must divide the model's KV heads with head_policy per_kv_head: a "
+        "KV head on several ranks would keep different tokens on each; use fewer ranks or "
+        "head_policy homogeneous",
     ),
     Refusal(
         "micro-batches",

@@ -59,7 +59,10 @@ class CPUKVPolicyWorker(CPUWorker):
             assert isinstance(builder.kv_cache_spec, KVPolicySpec)
             for name in builder.layer_names:
                 layers[name].impl.prepare(
-                    builder.kv_cache_spec, layers[name].kv_cache, rotaries[name]
+                    builder.kv_cache_spec,
+                    layers[name].kv_cache,
+                    rotaries[name],
+                    self.parallel_config.tensor_parallel_size,
                 )
         (builder,) = self._builders()
         builder.positions.install(model)

@@ -106,17 +106,28 @@ def run_oracle(policy: dict[str, Any], tokens: list[int], model: Path = MODEL) -
     return stream(oracle_model(model), tokens, prompt_len=len(tokens), **oracle_settings(policy))
 
 
-def run_engine(llm: Any, tokens: list[int]) -> tuple[list[float], dict[tuple[int, str], Any]]:
+def run_engine(
+    llm: Any, tokens: list[int], per_head: bool
+) -> tuple[list[float], dict[tuple[int, str], Any]]:
     """Log-probabilities, and kept tokens by (stride end, layer name)."""
     llm.collective_rpc("kv_policy_trace", args=(1,))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-    (snapshots,) = llm.collective_rpc("kv_policy_snapshots")
-    return prompt_logprobs(output), {(s["end"], s["layer"]): s["tokens"] for s in snapshots}
+    ranks = llm.collective_rpc("kv_policy_snapshots")
+    kept: dict[tuple[int, str], Any] = {}
+    for snapshots in ranks:
+        for s in snapshots:
+            # Homogeneous: every rank keeps the same; per KV head: each rank has heads of its own.
+            sets = kept.setdefault((s["end"], s["layer"]), [])
+            if per_head or not sets:
+                sets += s["tokens"]
+            assert per_head or sets == s["tokens"]
+    return prompt_logprobs(output), kept
 
 
 def compare(llm: Any, policy: dict[str, Any], tokens: list[int], model: Path = MODEL) -> None:
-    logprobs, kept = run_engine(llm, tokens)
+    per_head = oracle_settings(policy)["head_policy"] == "per_kv_head"
+    logprobs, kept = run_engine(llm, tokens, per_head)
     truth = run_oracle(policy, tokens, model)
     assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
     error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer on the CPU, in PyTorch."""
 
+from collections.abc import Callable
+
 import torch
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from vllm_cascade.attention import stride as stride_path
@@ -13,6 +16,11 @@ from vllm_cascade.paging import KVPolicySpec, Pages, page_views
 from vllm_cascade.positions import Rotary
 from vllm_cascade.positions import alibi_slopes as _slopes
 from vllm_cascade.trace import Recorder
+
+
+def _gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
+    """Attention mass of the heads of all tensor-parallel ranks."""
+    return tensor_model_parallel_all_gather(mass.contiguous(), dim=-3)
 
 
 class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
@@ -56,9 +64,20 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
 
-    def prepare(self, spec: KVPolicySpec, kv_cache: torch.Tensor, rotary: Rotary | None) -> None:
-        """Fix what no step changes; called once the page pool exists."""
+    def prepare(
+        self,
+        spec: KVPolicySpec,
+        kv_cache: torch.Tensor,
+        rotary: Rotary | None,
+        num_ranks: int = 1,
+    ) -> None:
+        """Fix what no step changes; called once the page pool exists.
+
+        Args:
+            num_ranks: tensor-parallel ranks that the model's heads are spread over.
+        """
         policy, slopes = spec.policy, self.alibi_slopes
+        shared = policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
         if slopes is not None:
             slopes = slopes.view(self.num_kv_heads, -1)
         self._layer = LayerConfig(
@@ -71,6 +90,7 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
             slopes=slopes,
             rotation=None if rotary is None else rotary.table(policy.max_position),
             is_neox=rotary is None or rotary.is_neox,
+            gather_heads=_gather_kv_heads if num_ranks > 1 and shared else None,
         )
         self._pages = page_views(kv_cache, spec)
 

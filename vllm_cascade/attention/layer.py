@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is constant about one attention layer, and the pieces its two paths share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ class LayerConfig:
         rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, cos and sin of a rotation back
             by a distance; None where keys are not rotated.
         is_neox: how channels pair up.
+        gather_heads: gives the ``[..., num_kv_heads, group, n]`` of all tensor-parallel ranks,
+            concatenated over KV heads; None where a rank decides on its own.
     """
 
     policy: Policy
@@ -31,6 +34,16 @@ class LayerConfig:
     slopes: torch.Tensor | None
     rotation: torch.Tensor | None
     is_neox: bool
+    gather_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def reduce_heads(self, mass: torch.Tensor) -> torch.Tensor:
+        """Attention mass of query heads to one number a head set, over all ranks if need be.
+
+        Every rank reduces the same gathered tensor, so all come to the same decisions.
+        """
+        if self.gather_heads is not None:
+            mass = self.gather_heads(mass)
+        return reduce_heads(mass, self.num_sets, self.policy.head_reduction)
 
     def soft_cap(self, logits: torch.Tensor) -> torch.Tensor:
         if self.softcap == 0:

@@ -7,7 +7,7 @@ sets (1 or H), ``N`` slots, ``D`` channels. Tokens that do not survive never tou
 
 import torch
 
-from vllm_cascade.attention.layer import LayerConfig, reduce_heads
+from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.metadata import Stride
 from vllm_cascade.paging import Pages
 from vllm_cascade.positions import rotate
@@ -43,7 +43,7 @@ def attend_and_insert(
     output, mass = _attend(layer, stride, query, key, value, keys, values)
     num_total = stride.cached + stride.num_tokens
     if layer.policy.uses_scores:
-        scores = reduce_heads(mass, layer.num_sets, layer.policy.head_reduction)  # [S, n + T]
+        scores = layer.reduce_heads(mass)  # [S, n + T]
         old = _gather_words(pages.score, stride).gather(1, order)
         scores[:, : stride.cached] += layer.policy.decay**stride.num_tokens * old
     else:

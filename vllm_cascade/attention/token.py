@@ -7,7 +7,7 @@ Shapes: ``B`` requests, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head 
 
 import torch
 
-from vllm_cascade.attention.layer import LayerConfig, reduce_heads
+from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.metadata import TokenBatch
 from vllm_cascade.paging import Pages
 from vllm_cascade.positions import rotate
@@ -40,7 +40,7 @@ def attend_and_insert(
     probs, output = _attend(layer, pages, batch, rank, cache, query, key, value)
     score = new_score = None
     if layer.policy.uses_scores:
-        mass = reduce_heads(probs, layer.num_sets, layer.policy.head_reduction)  # [B, S, N + 1]
+        mass = layer.reduce_heads(probs)  # [B, S, N + 1]
         decay, weight = layer.policy.decay, layer.policy.weight
         score = decay * _gather_words(pages.score, batch) + weight * mass[..., :-1]
         new_score = weight * mass[..., -1:]
