@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer on the CPU, in PyTorch."""
 
-from collections.abc import Callable
-
 import torch
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
