@@ -78,7 +78,11 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the KVPolicy group to one of vLLM's parsers."""
+    """Add the KVPolicy group to one of vLLM's parsers.
+
+    A flag that is not given leaves no attribute (SUPPRESS), so that help shows the real defaults,
+    which depend on the policy and the model, and not None.
+    """
     group = parser.add_argument_group(
         title="KVPolicy",
         description="Bounded, training-free KV cache (vllm_cascade).",
@@ -86,20 +90,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-policy",
         choices=CHOICES,
-        default=None,
+        default=argparse.SUPPRESS,
         help="Which tokens stay in the KV cache. `full` is stock vLLM. (default: full)",
     )
     group.add_argument(
         "--kv-budget",
         type=int,
-        default=None,
+        default=argparse.SUPPRESS,
         help="Cached tokens per layer and head, besides the attention sinks. (default: "
         f"{DEFAULT_BUDGET}, or the largest that fits the model's positions)",
     )
     group.add_argument(
         "--kv-policy-config",
         type=_json_object,
-        default=None,
+        default=argparse.SUPPRESS,
         help="The policy's other settings as JSON: num_sinks (4), prefill_stride "
         f"({DEFAULT_PREFILL_STRIDE}), head_policy (homogeneous), head_reduction (mean), "
         "ema_gamma (null: the paper's), tie (incoming), overflow (1), trace (false); for "

@@ -155,4 +155,5 @@ def test_serve_help_lists_the_flags() -> None:
     assert "--kv-policy {full,window,sink,cascade,beehive,lazy,h2o}" in text
     assert "Which tokens stay in the KV cache." in text and "(default: full)" in text
     assert "--kv-budget" in text and "(default: 2048, or the largest that fits" in text
+    assert "(default: None)" not in text and "SUPPRESS" not in text
     assert "--kv-policy-config" in text and "num_subcaches (4)" in text

@@ -48,8 +48,8 @@ def trace(args: argparse.Namespace) -> None:
         KVPolicyError: settings that cannot work.
         ValueError: scores of the wrong shape.
     """
-    settings = {"name": args.kv_policy, **(args.kv_policy_config or {})}
-    if args.kv_budget is not None:
+    settings = {"name": args.kv_policy, **getattr(args, "kv_policy_config", {})}
+    if hasattr(args, "kv_budget"):
         settings["budget"] = args.kv_budget
     if settings["name"] == "full":
         raise KVPolicyError("full keeps every token; choose another --kv-policy to trace")

@@ -99,13 +99,13 @@ class Policy(KVPolicyConfig):
 
     @property
     def decay(self) -> float:
-        """A token's score is multiplied by this at every query."""
-        raise NotImplementedError(f"{self.name} keeps no scores")
+        """A token's score is multiplied by this at every query. Default: a plain sum."""
+        return 1.0
 
     @property
     def weight(self) -> float:
         """The query's attention probability is added times this."""
-        raise NotImplementedError(f"{self.name} keeps no scores")
+        return 1.0
 
     @property
     def needs_age(self) -> bool:

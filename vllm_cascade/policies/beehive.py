@@ -104,14 +104,6 @@ class Beehive(Policy):
         old = (self.stride + 1) // 2
         return max(int((left - 3) / (1 + old / (self.stride * (old - 1)))), 1)
 
-    @property
-    def decay(self) -> float:
-        return 1.0
-
-    @property
-    def weight(self) -> float:
-        return 1.0
-
     def logit_scale(self, t: np.ndarray, cached: np.ndarray) -> np.ndarray | None:
         if not self.log_n:
             return None

@@ -43,14 +43,6 @@ class H2O(Policy):
         return max(self.budget // 2, 1) if self.window is None else self.window
 
     @property
-    def decay(self) -> float:
-        return 1.0
-
-    @property
-    def weight(self) -> float:
-        return 1.0
-
-    @property
     def needs_age(self) -> bool:
         return self.normalise
 
