@@ -2,9 +2,9 @@
 """A whole book through a bounded KV cache, once per policy: ``python -m benchmarks.demo``.
 
 Prints one table and a generated continuation, and writes two pictures and all numbers as JSON.
-Every policy gets an engine in a process of its own, one after the other: an engine that shares
-its caller's process starts in seconds, and nothing of one policy (vLLM's registered backend, its
-metrics) is left when the next one starts. ``--help=all`` lists the options.
+Every policy gets an engine in a process of its own, one on each of two cores at a time: an engine
+that shares its caller's process starts in seconds, and nothing of one policy (vLLM's registered
+backend, its metrics) is left when the next one starts. ``--help=all`` lists the options.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ class Job:
     max_model_len: int
     new_tokens: int
     memory_bytes: int
+    bar_line: int = 0
 
 
 def quiet() -> None:
@@ -89,7 +90,12 @@ def run(job: Job) -> "StreamResult":
         additional_config={"kv_policy": job.policy} if job.policy else {},
     )
     return stream(
-        llm, job.token_ids, label=job.label, max_new_tokens=job.new_tokens, temperature=TEMPERATURE
+        llm,
+        job.token_ids,
+        label=job.label,
+        max_new_tokens=job.new_tokens,
+        temperature=TEMPERATURE,
+        bar_line=job.bar_line,
     )
 
 
@@ -136,13 +142,13 @@ def check(plan: list[Job], native_len: int) -> None:
             resolve(job.policy, max_position=native_len, max_num_batched_tokens=BATCHED_TOKENS)
 
 
-def run_all(plan: list[Job]) -> dict[str, "StreamResult"]:
-    """Run the jobs one after the other, each in a fresh process."""
-    results = {}
-    for job in plan:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            results[job.label] = pool.submit(run, job).result()
-    return results
+def run_all(plan: list[Job], engines: int = 1) -> dict[str, "StreamResult"]:
+    """Run the jobs, ``engines`` at a time, each in a fresh process."""
+    plan = [replace(job, bar_line=index % engines) for index, job in enumerate(plan)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(engines, spawn, max_tasks_per_child=1) as pool:
+        futures = {job.label: pool.submit(run, job) for job in plan}
+        return {label: future.result() for label, future in futures.items()}
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -155,8 +161,16 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
     parser.add_argument("--budget", type=int, default=512, help="cached tokens besides the sinks")
     parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
     parser.add_argument("--tokens", type=int, help="stop after this many tokens of the book")
+    parser.add_argument(
+        "--engines",
+        type=int,
+        default=min(2, os.cpu_count() or 1),
+        help="engines at a time; each uses one core",
+    )
     parser.add_argument("--out", default=str(ROOT / "results/demo"), help="folder for the output")
     args = parser.parse_args(argv)
+    if args.engines < 1:
+        parser.error("--engines must be at least 1")
     if args.tokens is not None and args.tokens < 2:
         parser.error("--tokens must be at least 2")
     return parser, args
@@ -191,7 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     from benchmarks import pictures, report
 
     report.introduce(args, len(token_ids), native_len)
-    results = run_all(plan)
+    results = run_all(plan, args.engines)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     pictures.perplexity(results, native_len, out / "perplexity.png")

@@ -38,7 +38,8 @@ def introduce(args: argparse.Namespace, num_tokens: int, native_len: int) -> Non
     console().print(
         f"Streaming [bold]{Path(args.book).name}[/] ({num_tokens:,} tokens) through "
         f"[bold]{Path(args.model).name}[/] ({native_len:,} positions): budget {args.budget}, "
-        f"prefill stride {args.stride}, one vLLM engine per policy.",
+        f"prefill stride {args.stride}, one vLLM engine per policy, "
+        f"{args.engines} at a time on a core each.",
         highlight=False,
     )
 

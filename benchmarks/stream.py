@@ -89,6 +89,7 @@ def stream(
     label: str,
     max_new_tokens: int = 2,
     temperature: float = 0.0,
+    bar_line: int = 0,
 ) -> StreamResult:
     """Send ``token_ids`` through ``llm`` as one prompt, then generate a continuation.
 
@@ -102,6 +103,7 @@ def stream(
         label: shown at the progress bar.
         max_new_tokens: at least 2: the step of a request's last token also frees its pages, so only
             a step before it can show them.
+        bar_line: line of the terminal, for the progress bar of one of several streams at a time.
         temperature: of the continuation. The engine's ``seed`` makes it repeatable; vLLM 0.32 on a
             CPU stops with an error where a request with a seed of its own has a prompt in chunks.
     """
@@ -122,7 +124,7 @@ def stream(
         llm.collective_rpc("kv_policy_trace", args=(len(token_ids),))  # the prompt's end only
     usage, seconds, counters, output = [], 0.0, before, None
     start = time.perf_counter()
-    for outputs in _steps(llm, token_ids, params, label):
+    for outputs in _steps(llm, token_ids, params, label, bar_line):
         usage.append(pages_in_use(llm))
         if outputs and output is None:
             seconds = time.perf_counter() - start
@@ -187,13 +189,21 @@ def _warm_up(llm: LLM, token_ids: list[int]) -> None:
 
 
 def _steps(
-    llm: LLM, token_ids: list[int], params: SamplingParams, label: str
+    llm: LLM, token_ids: list[int], params: SamplingParams, label: str, bar_line: int
 ) -> Iterator[list[Any]]:
     """Engine steps of one request; yields each step's outputs (none while it reads)."""
     engine, total = llm.llm_engine, len(token_ids)
     chunk = _chunk(engine.vllm_config)
     engine.add_request(label, {"prompt_token_ids": token_ids}, params)
-    with tqdm(total=total, desc=label, unit="tok", unit_scale=True, dynamic_ncols=True) as bar:
+    with tqdm(
+        total=total,
+        desc=label,
+        unit="tok",
+        unit_scale=True,
+        dynamic_ncols=True,
+        position=bar_line,
+        leave=False,
+    ) as bar:
         while engine.has_unfinished_requests():
             outputs = engine.step()
             if bar.n < total:

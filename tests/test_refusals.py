@@ -160,6 +160,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(enable_dbo=True)),
         "--enable-dbo",
     ),
+    "prefix LM": (
+        SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
+        "attend in both directions",
+    ),
     "pooling": (
         SimpleNamespace(model_config=SimpleNamespace(runner_type="pooling")),
         "text generation only",

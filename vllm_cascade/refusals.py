@@ -141,6 +141,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "KV policies apply to text generation only; remove --kv-policy or use --runner generate",
     ),
     Refusal(
+        "prefix LM",
+        lambda config, _: config.model_config.is_mm_prefix_lm,
+        "models whose image tokens attend in both directions are not supported: a stride is "
+        "causal; use --kv-policy full",
+    ),
+    Refusal(
         "state-space layers",
         lambda config, _: config.model_config.is_hybrid or config.model_config.is_attention_free,
         "models with Mamba or linear-attention layers are not supported; use --kv-policy full",

@@ -36,7 +36,6 @@ class Case:
 
 
 CASCADE = {"name": "cascade", "budget": 128, "num_subcaches": 4}
-BEEHIVE = {"name": "beehive", "budget": 100, "window": 20, "stride": 5, "threshold": 80}
 CASES = {
     "window": Case({"name": "window", "budget": 100, "prefill_stride": 64}, 100),
     "sink": Case({"name": "sink", "budget": 100, "prefill_stride": 64}, 150),
@@ -70,28 +69,6 @@ CASES = {
             "prefill_stride": 64,
         },
         200,
-    ),
-    "cascade-overflow-64": Case({**CASCADE, "prefill_stride": 64, "overflow": 24}, 200),
-    "sink-overflow-256": Case(
-        {"name": "sink", "budget": 100, "prefill_stride": 256, "overflow": 7}, 300
-    ),
-    "lazy-1": Case(
-        {"name": "lazy", "budget": 80, "prefill_stride": 1, "overflow": 20, "slack": 15}, 300
-    ),
-    "lazy-64": Case({"name": "lazy", "budget": 80, "prefill_stride": 64}, 300),
-    "h2o-64": Case(
-        {"name": "h2o", "budget": 96, "prefill_stride": 64, "head_policy": "per_kv_head"}, 300
-    ),
-    "h2o-normalise-256": Case(
-        {"name": "h2o", "budget": 90, "window": 30, "prefill_stride": 256, "normalise": True}, 512
-    ),
-    "h2o-overflow-64": Case(
-        {"name": "h2o", "budget": 90, "window": 30, "prefill_stride": 64, "overflow": 5}, 512
-    ),
-    "beehive-1": Case({**BEEHIVE, "prefill_stride": 1, "head_policy": "homogeneous"}, 300),
-    "beehive-64": Case({**BEEHIVE, "prefill_stride": 64, "log_n": True}, 300),
-    "beehive-new-256": Case(
-        {**BEEHIVE, "budget": 140, "prefill_stride": 256, "threshold_counts": "new"}, 300
     ),
     "cascade-compiled": Case({**CASCADE, "prefill_stride": 64}, 100, {"enforce_eager": False}),
 }
@@ -145,9 +122,8 @@ def compare(llm: Any, policy: dict[str, Any], tokens: list[int], model: Path = M
     assert pool_usage(llm) == 0.0
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_books_5m(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
-    case = CASES[name]
+def run_case(case: Case, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """3,000 tokens of the book; the counters must show that the policy really evicted."""
     llm = engine_pool.get(
         {**case.policy, "trace": True},
         max_model_len=4096,
@@ -161,6 +137,11 @@ def test_books_5m(name: str, engine_pool: EnginePool, book_tokens: list[int]) ->
     assert after["tokens"] - before["tokens"] == NUM_TOKENS
     assert after["evicted_tokens"] - before["evicted_tokens"] >= NUM_TOKENS - kept
     assert after["moved_reads"] > before["moved_reads"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_books_5m(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    run_case(CASES[name], engine_pool, book_tokens)
 
 
 RANDOM_MODELS: dict[str, Callable[[Path], Path]] = {
