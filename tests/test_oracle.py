@@ -29,7 +29,7 @@ from tests.oracle.random_models import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, writ
 
 transformers = pytest.importorskip("transformers")
 
-BOOKS_5M = Path(__file__).resolve().parents[2] / "shared" / "models" / "books-5m"
+BOOKS_5M = Path(__file__).parent.parent / "benchmarks/models/books-5m"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -324,7 +324,6 @@ def check_full_attention(
         assert result.kept[n] == [[list(range(n))] * len(result.kept[n][0])] * model.num_layers
 
 
-@pytest.mark.skipif(not BOOKS_5M.exists(), reason="the small model is not here")
 def test_books_model_equals_transformers() -> None:
     check_full_attention(BOOKS_5M, 150, 4096)
 
