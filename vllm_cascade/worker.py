@@ -55,16 +55,15 @@ class CPUKVPolicyWorker(CPUWorker):
         model = self.model_runner.get_model()
         layers = self._attention_layers()
         rotaries = find_rotaries(model, layers)
-        for builder in self._builders():
-            assert isinstance(builder.kv_cache_spec, KVPolicySpec)
-            for name in builder.layer_names:
-                layers[name].impl.prepare(
-                    builder.kv_cache_spec,
-                    layers[name].kv_cache,
-                    rotaries[name],
-                    self.parallel_config.tensor_parallel_size,
-                )
-        (builder,) = self._builders()
+        builder = self._builder()
+        assert isinstance(builder.kv_cache_spec, KVPolicySpec)
+        for name in builder.layer_names:
+            layers[name].impl.prepare(
+                builder.kv_cache_spec,
+                layers[name].kv_cache,
+                rotaries[name],
+                self.parallel_config.tensor_parallel_size,
+            )
         builder.positions.install(model)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
@@ -74,7 +73,12 @@ class CPUKVPolicyWorker(CPUWorker):
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
 
-    def _builders(self) -> list[KVPolicyMetadataBuilder]:
+    def _builder(self) -> KVPolicyMetadataBuilder:
+        """The one metadata builder: all layers share a cache group.
+
+        Raises:
+            KVPolicyError: a model whose layers need different kinds of cache.
+        """
         groups = [group for groups in self.model_runner.attn_groups for group in groups]
         builders = [group.get_metadata_builder() for group in groups]
         if len(builders) != 1 or not isinstance(builders[0], KVPolicyMetadataBuilder):
@@ -83,11 +87,11 @@ class CPUKVPolicyWorker(CPUWorker):
                 f"kv_policy: the model's layers need several kinds of cache ({kinds}); "
                 "use a model whose layers all use plain full attention"
             )
-        return builders
+        return builders[0]
 
     def kv_policy_counters(self) -> dict[str, int]:
         """What the policy has done in this worker: tokens seen, evicted, strides, steps."""
-        return asdict(self._builders()[0].counters)
+        return asdict(self._builder().counters)
 
     def kv_policy_trace(self, every: int = 1) -> None:
         """Start recording which tokens every layer keeps; replaces an earlier recording.
@@ -95,7 +99,7 @@ class CPUKVPolicyWorker(CPUWorker):
         Raises:
             KVPolicyError: the policy's ``trace`` setting is off.
         """
-        if not self._builders()[0].policy.trace:
+        if not self._builder().policy.trace:
             raise KVPolicyError('kv_policy: set "trace": true to record which tokens are kept')
         recorder = Recorder(every)
         for layer in self._attention_layers().values():

@@ -85,7 +85,7 @@ def test_the_log_says_what_runs(server: Server) -> None:
 
 
 def test_a_stream_longer_than_the_positions(server: Server, book_tokens: list[int]) -> None:
-    """4,000 tokens through 1,024 positions: the next token is the oracle's, as it streams."""
+    """3,149 tokens through 1,024 positions: the next token is the oracle's, as it streams."""
     tokens = book_tokens[: 3 * 1024 + 77]
     with server.client.completions.create(
         model=str(MODEL), prompt=tokens, max_tokens=8, temperature=0, stream=True, logprobs=1

@@ -57,7 +57,6 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.softcap = float(logits_soft_cap or 0.0)
         self.alibi_slopes = _slopes(alibi_slopes)
-        self.rotary: Rotary | None = None
         self.recorder: Recorder | None = None
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None

@@ -7,7 +7,7 @@ batch; longer ones are prefill, and so is a single token at which a policy evict
 Everything here is a function of token counts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -115,12 +115,16 @@ class StepCounters:
 
 @dataclass(frozen=True)
 class _Row:
-    """A request in this step: tokens ``first .. first + num - 1`` of its stream."""
+    """A request in this step.
+
+    ``index`` is its row, ``place`` where its tokens begin in the step, ``first`` the index of the
+    first one in its stream; ``bounds`` are its stride boundaries, in stream indices.
+    """
 
     index: int
     place: int
     first: int
-    bounds: list[int] = field(default_factory=list)
+    bounds: list[int]
 
 
 def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> list[int]:
