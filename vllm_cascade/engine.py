@@ -9,6 +9,7 @@ from vllm_cascade import refusals
 from vllm_cascade.config import CONFIG_KEY
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Policy, resolve
+from vllm_cascade.runtime import token_importance
 
 
 def apply_policy(
@@ -32,6 +33,10 @@ def apply_policy(
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
     )
     refusals.check(config, policy)
+    token_importance(policy, config.model_config)  # for its errors, before a model is loaded
+    if policy.token_scores is not None and config.scheduler_config.async_scheduling:
+        config.scheduler_config.async_scheduling = False
+        logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
     config.additional_config = {
         **config.additional_config,
         CONFIG_KEY: {"name": policy.name, **policy.model_dump()},

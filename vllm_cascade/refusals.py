@@ -201,6 +201,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "remove one of the two",
     ),
     Refusal(
+        "clusters over ranks",
+        lambda config, policy: (
+            policy.merge_into is not None
+            and policy.head_policy == "homogeneous"
+            and config.parallel_config.tensor_parallel_size > 1
+        ),
+        "importance 'cluster' with one set of tokens for all heads would need every rank's keys "
+        'to find a cluster; set head_policy to "per_kv_head" with --tensor-parallel-size > 1',
+    ),
+    Refusal(
         "Model Runner V2 on the CPU",
         lambda config, _: os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1",
         "VLLM_USE_V2_MODEL_RUNNER=1 is not tested with --kv-policy on the CPU; unset it",

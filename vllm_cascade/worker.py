@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -17,7 +18,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.paging import KVPolicySpec
+from vllm_cascade.policies import Policy
 from vllm_cascade.positions import find_rotaries
+from vllm_cascade.runtime import token_importance
 from vllm_cascade.trace import Recorder
 
 
@@ -65,10 +68,25 @@ class CPUKVPolicyWorker(CPUWorker):
                 self.parallel_config.tensor_parallel_size,
             )
         builder.positions.install(model)
+        builder.token_scores = self._token_scores(builder.policy)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
         for table in self.model_runner.input_batch.block_table.block_tables:
             table.slot_mapping_mode = SlotMappingMode.NONE
+
+    def _token_scores(self, policy: Policy) -> Callable[[int, int, int], np.ndarray] | None:
+        """Scores that follow from the token ids, which the runner's batch knows."""
+        importance = token_importance(policy, self.model_config)
+        if importance is None:
+            return None
+        batch = self.model_runner.input_batch
+
+        def token_scores(row: int, begin: int, end: int) -> np.ndarray:
+            if len(importance) > 2 * batch.max_num_reqs:
+                importance.forget(set(self.model_runner.requests))
+            return importance.advance(batch.req_ids[row], batch.token_ids_cpu[row], begin, end)
+
+        return token_scores
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)

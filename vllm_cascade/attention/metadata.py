@@ -7,6 +7,7 @@ batch; longer ones are prefill, and so is a single token at which a policy evict
 Everything here is a function of token counts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,6 +45,8 @@ class TokenBatch:
         moved: whether any key may have left the position it was written at.
         may_drop_new: whether the new token itself may be the one deleted.
         logit_scale: fp32 ``[B, 1, 1, 1]``, factors on the logits, or None.
+        scored: ``[B, 1, 1]``, ranks of the tokens that get a score from the host; -2: none.
+        host_scores: fp32 ``[B, 1, 1]``, these scores; None where the host gives none.
     """
 
     index: torch.Tensor
@@ -58,6 +61,8 @@ class TokenBatch:
     moved: bool
     may_drop_new: bool
     logit_scale: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
+    host_scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,9 @@ class Stride:
         plan: the policy's index tables.
         moved: whether any key may have left the position it was written at.
         logit_scale: fp32 ``[T, 1]``, factors on the logits of each query, or None.
+        scored: rank of the first token that gets a score from the host (negative: before the
+            stream's start), the others follow.
+        host_scores: fp32 ``[T]``, these scores; None where the host gives none.
     """
 
     start: int
@@ -85,6 +93,8 @@ class Stride:
     plan: object
     moved: bool
     logit_scale: torch.Tensor | None = None
+    scored: int = 0
+    host_scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -119,12 +129,14 @@ class _Row:
 
     ``index`` is its row, ``place`` where its tokens begin in the step, ``first`` the index of the
     first one in its stream; ``bounds`` are its stride boundaries, in stream indices.
+    ``host_scores`` are fp32, one a token of this step.
     """
 
     index: int
     place: int
     first: int
     bounds: list[int]
+    host_scores: np.ndarray | None = None
 
 
 def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> list[int]:
@@ -154,6 +166,8 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         self.policy = kv_cache_spec.policy
         self.positions = CachePositions(vllm_config.scheduler_config.max_num_batched_tokens, device)
         self.counters = StepCounters()
+        self.token_scores: Callable[[int, int, int], np.ndarray] | None = None
+        """Scores of a row's tokens from ``begin`` to ``end`` (``Policy.token_scores``), fp32."""
 
     def build(
         self,
@@ -167,16 +181,8 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         firsts = common.seq_lens_cpu_upper_bound.numpy()[: len(lengths)] - lengths
         prefilling = common.is_prefilling.numpy()
         rows = [
-            _Row(
-                row,
-                int(offsets[row]),
-                int(firsts[row]),
-                cut_strides(
-                    int(firsts[row]),
-                    int(firsts[row] + lengths[row]),
-                    self.policy.prefill_stride,
-                    bool(prefilling[row]),
-                ),
+            self._row(
+                int(row), int(offsets[row]), int(firsts[row]), int(lengths[row]), prefilling[row]
             )
             for row in np.flatnonzero(lengths > 0)
         ]
@@ -186,6 +192,14 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         depth = max((len(row.bounds) - 1 for row in rows), default=0)
         waves = [self._wave(rows, depth_index, table) for depth_index in range(depth)]
         return KVPolicyMetadata(self.policy, self.kv_cache_spec, waves)
+
+    def _row(self, row: int, place: int, first: int, length: int, prefilling: bool) -> _Row:
+        end = first + length
+        bounds = cut_strides(first, end, self.policy.prefill_stride, bool(prefilling))
+        if self.policy.token_scores is None:
+            return _Row(row, place, first, bounds)
+        assert self.token_scores is not None, "the worker gives scores of tokens"
+        return _Row(row, place, first, bounds, self.token_scores(row, first, end))
 
     def _publish_positions(self, rows: list[_Row]) -> None:
         """A stride's tokens follow the tokens cached at its start."""
@@ -225,6 +239,9 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         self.counters.moved_reads += moved
         new_slots = self.policy.peak(end)
         num_pages = cdiv(new_slots, self.kv_cache_spec.block_size)
+        scores = None
+        if row.host_scores is not None:
+            scores = torch.from_numpy(row.host_scores[begin - row.first : end - row.first])
         return Stride(
             start=row.place + begin - row.first,
             num_tokens=end - begin,
@@ -236,7 +253,15 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             plan=stride_plan(self.policy, begin, end - begin),
             moved=moved,
             logit_scale=self._logit_scale(np.arange(begin, end), cached + np.arange(end - begin)),
+            scored=cached - self._lag,
+            host_scores=scores,
         )
+
+    @property
+    def _lag(self) -> int:
+        """How many tokens later a token gets its score from the host."""
+        source = self.policy.token_scores
+        return 0 if source is None else source.lag
 
     def _logit_scale(self, stream: np.ndarray, cached: np.ndarray) -> torch.Tensor | None:
         """fp32 ``[n, 1]`` for queries that see ``cached`` keys before their own."""
@@ -257,6 +282,11 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         self.counters.moved_reads += int(moved.sum())
 
         scale = self._logit_scale(stream, cached)
+        host_scores = [
+            row.host_scores[begin - row.first]
+            for row, begin in singles
+            if row.host_scores is not None
+        ]
 
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values.astype(np.int64)).view(-1, 1, 1)
@@ -274,4 +304,6 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             moved=bool(moved.any()),
             may_drop_new=bool((hi > cached).any() and (hi > lo)[hi > cached].any()),
             logit_scale=None if scale is None else scale.view(-1, 1, 1, 1),
+            scored=column(np.where(cached < self._lag, -2, cached - self._lag)),
+            host_scores=torch.tensor(host_scores).view(-1, 1, 1) if host_scores else None,
         )
