@@ -10,6 +10,7 @@ from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -18,6 +19,7 @@ from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.paging import KVPolicySpec
 from vllm_cascade.positions import find_rotaries
+from vllm_cascade.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.trace import Recorder
 
 
@@ -69,6 +71,10 @@ class CPUKVPolicyWorker(CPUWorker):
         # of pages; nothing reads the result, and it would read past the table's end.
         for table in self.model_runner.input_batch.block_table.block_tables:
             table.slot_mapping_mode = SlotMappingMode.NONE
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        with unfinished_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
