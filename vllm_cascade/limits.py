@@ -52,8 +52,8 @@ def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     fits = longest_stream(policy, have * block_size, limit)
     fix = f"lower max_tokens to at most {fits - prompt}" if fits > prompt else "shorten the prompt"
     raise VLLMValidationError(
-        f"This request needs {need} KV cache pages of {block_size} tokens, but the pool has {have}: "
-        f"under kv_policy {policy.name}, prompt and answer may have {fits} tokens together, and "
+        f"This request needs {need} KV cache pages of {block_size} tokens, but the pool has "
+        f"{have}: under kv_policy {policy.name}, prompt and answer may have {fits} tokens, and "
         f"these are {total} (prompt {prompt} + max_tokens {params.max_tokens}, at most "
         f"max_model_len {limit}). Please {fix}.",
         parameter="max_tokens",
