@@ -20,13 +20,13 @@ def apply_all() -> None:
     check_version()
     from vllm_cascade.patches import (
         engine_args,
-        input_processor,
         max_model_len,
         pool_size,
+        request_checks,
         stat_loggers,
     )
 
-    for patch in (max_model_len, engine_args, pool_size, input_processor, stat_loggers):
+    for patch in (max_model_len, engine_args, pool_size, request_checks, stat_loggers):
         patch.apply()
     _applied = True
 

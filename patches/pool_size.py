@@ -2,7 +2,7 @@
 """Patch of ``kv_cache_utils._check_enough_kv_cache_memory`` (checked against vLLM 0.32.0).
 
 What: an engine with a policy starts although one request of ``--max-model-len`` tokens does not fit
-its pool; the scheduler warns, and ``patches/input_processor.py`` refuses such requests.
+its pool; the scheduler warns, and ``patches/request_checks.py`` refuses such requests.
 Why: vLLM stops there, because full attention could only serve less of ``--max-model-len``. A
 bounded request's need is known when it comes, so a small pool can serve all the others.
 Removed when: vLLM leaves this check to the KV cache spec.

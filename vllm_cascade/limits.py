@@ -3,9 +3,8 @@
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.utils import length_from_prompt_token_ids_or_embeds
+from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
-from vllm.v1.engine import EngineCoreRequest
 
 from vllm_cascade.policies import Policy
 from vllm_cascade.runtime import policy_of
@@ -32,19 +31,23 @@ def longest_stream(policy: Policy, slots: int, limit: int) -> int:
     return low
 
 
-def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
+def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams | None) -> None:
     """Refuse a request that needs more pages than the pool has.
+
+    Args:
+        prompt: its prompt's tokens.
+        params: None where the request does not generate.
 
     Raises:
         VLLMValidationError: HTTP 400; says how many pages it needs, how many there are, and how
             long a request may be.
     """
-    policy, params = policy_of(vllm_config), request.sampling_params
+    policy = policy_of(vllm_config)
     if policy is None or params is None:
         return
-    prompt = length_from_prompt_token_ids_or_embeds(request.prompt_token_ids, request.prompt_embeds)
     limit = vllm_config.model_config.max_model_len
-    total = min(prompt + params.max_tokens, limit)
+    max_tokens = limit - prompt if params.max_tokens is None else params.max_tokens
+    total = min(prompt + max_tokens, limit)
     block_size = vllm_config.cache_config.block_size
     need, have = cdiv(policy.peak(total), block_size), usable_pages(vllm_config)
     if need <= have:
@@ -54,8 +57,8 @@ def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     raise VLLMValidationError(
         f"This request needs {need} KV cache pages of {block_size} tokens, but the pool has "
         f"{have}: under kv_policy {policy.name}, prompt and answer may have {fits} tokens, and "
-        f"these are {total} (prompt {prompt} + max_tokens {params.max_tokens}, at most "
+        f"these are {total} (prompt {prompt} + max_tokens {max_tokens}, at most "
         f"max_model_len {limit}). Please {fix}.",
         parameter="max_tokens",
-        value=params.max_tokens,
+        value=max_tokens,
     )

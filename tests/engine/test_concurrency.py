@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A hundred streaming clients, pages for a third of them: every answer is the one given alone.
 
-Catches of the closest peer's thirteen bugs (the others: README of this folder): index buffers too
-small for a batch of long contexts (4), nothing observed where prompts and decoding share a batch
-(9), a stale count of dropped tokens that overwrites a survivor under asynchronous scheduling and
-about 100 requests (10).
+Under vLLM's ordinary scheduling and, made possible on a CPU by ``async_cpu.py``, the asynchronous
+one, where step N + 1 is prepared before the tokens of step N are known.
 """
 
 import random
@@ -39,11 +37,17 @@ def asks(book_tokens: list[int]) -> list[Ask]:
 
 
 @pytest.fixture(scope="module")
-def alone(engine_pool: EnginePool, asks: list[Ask]) -> list[list[int]]:
+def shared(book_tokens: list[int]) -> list[Ask]:
+    """One beginning of five strides, six ends."""
+    return [(book_tokens[:330] + book_tokens[1000 * i :][:30], 16) for i in range(1, 7)]
+
+
+@pytest.fixture(scope="module")
+def alone(engine_pool: EnginePool, asks: list[Ask], shared: list[Ask]) -> list[list[int]]:
     """Each request's answer from an engine that has nothing else to do."""
     llm = engine_pool.get(POLICY, max_model_len=8192)
     answers = []
-    for prompt, max_tokens in asks:
+    for prompt, max_tokens in asks + shared:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         answer = output.outputs[0]
@@ -107,3 +111,11 @@ def test_counters_are_those_of_the_requests_sent(server: Server, asks: list[Ask]
     assert evicted > 0.5 * sum(lengths)
     assert server.metric("vllm:kv_policy_evicted_tokens_total") == evicted
     assert server.metric("vllm:kv_policy_strides_total") == sum(strides)
+
+
+def test_a_shared_prefix_is_not_shared_memory(
+    server: Server, shared: list[Ask], alone: list[list[int]]
+) -> None:
+    """Pages change in place, so a page in two requests would be two requests' ruin."""
+    answers = server.complete_all(shared * 3, 3 * len(shared))
+    assert answers == alone[CLIENTS:] * 3
