@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
 from vllm_cascade.config import KVPolicyError
-from vllm_cascade.paging import KVPolicySpec
+from vllm_cascade.paging import KVPolicySpec, whole_pages
 from vllm_cascade.positions import find_rotaries
 from vllm_cascade.trace import Recorder
 
@@ -65,6 +65,9 @@ class CPUKVPolicyWorker(CPUWorker):
                 self.parallel_config.tensor_parallel_size,
             )
         builder.positions.install(model)
+        # What the runner copies where a request starts from a snapshot: also the pages' tails.
+        caches = self.model_runner.kv_caches
+        caches[:] = [whole_pages(cache) for cache in caches]
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
         for table in self.model_runner.input_batch.block_table.block_tables:
