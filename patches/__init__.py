@@ -18,10 +18,10 @@ def apply_all() -> None:
     if _applied:
         return
     check_version()
-    from vllm_cascade.patches import engine_args, max_model_len
+    from vllm_cascade.patches import engine_args, input_processor, max_model_len
 
-    max_model_len.apply()
-    engine_args.apply()
+    for patch in (max_model_len, engine_args, input_processor):
+        patch.apply()
     _applied = True
 
 

@@ -67,10 +67,10 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
     config = EngineArgs(
         model=str(MODEL),
         max_model_len=4096,
-        max_num_seqs=8,
         kv_policy="cascade",
         kv_budget=64,
         **{
+            "max_num_seqs": 8,
             "max_num_batched_tokens": 100,
             "kv_policy_config": {"prefill_stride": STRIDE},
             **kwargs,

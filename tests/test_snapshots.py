@@ -274,6 +274,8 @@ def test_the_last_token_is_always_computed() -> None:
     """A prompt that ends on a boundary, sent again, still has a state to start from."""
     prompt = list(range(1, 97))
     assert serve(worker(), request("a", prompt), request("b", prompt)) == {"a": 0, "b": 80}
+    longer = [*prompt, 5, 6]  # leaves a state at 96, after the whole of the shorter one
+    assert serve(worker(), request("a", longer), request("b", prompt)) == {"a": 0, "b": 0}
 
 
 def test_a_shared_beginning_is_found_by_the_second_and_used_by_the_third() -> None:
@@ -330,6 +332,15 @@ def test_where_pages_are_short_the_snapshot_itself_is_used() -> None:
     # Neither the other request nor b, whose state is in its own pages now, leaves a snapshot.
     assert stats(w) == Counter(hits=1, hit_tokens=192, stored=1, evicted=0, skipped=2)
     assert len(w.scheduler._snapshots) == 0, "its pages became b's"
+
+
+def test_promised_pages_are_not_used() -> None:
+    """Two requests may come to need the whole pool: what they have not taken yet is not free."""
+    w = worker(10)
+    for i in (1, 2):
+        w.scheduler.add_request(request(f"r{i}", [i] * 40, max_tokens=60))
+    drain(w)
+    assert stats(w) == Counter(hits=0, hit_tokens=0, stored=0, evicted=0, skipped=2)
 
 
 def test_the_least_recently_used_snapshot_goes_first() -> None:

@@ -19,6 +19,7 @@ from vllm.v1.request import Request
 from vllm_cascade.log import logger
 from vllm_cascade.paging import KVPolicyManager, KVPolicySpec
 from vllm_cascade.policies import Policy
+from vllm_cascade.requests import request_policy
 from vllm_cascade.snapshots import SnapshotCounters, SnapshotStore
 
 
@@ -114,7 +115,9 @@ class _StrideAligned:
         )
 
     def _policy(self, request: Request) -> Policy:
-        return self._managers[0].kv_cache_spec.policy
+        """The policy that a request runs under."""
+        policy, params = self._managers[0].kv_cache_spec.policy, request.sampling_params
+        return request_policy(policy, params.extra_args if params else None)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """vLLM's hook: the longest prefix with a snapshot, and where more is shared without."""

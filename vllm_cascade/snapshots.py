@@ -156,8 +156,9 @@ class SnapshotStore:
     ) -> None:
         """Copy a running request's ``pages``, which hold the state after ``num_tokens``.
 
-        Costs free pages only, those of the least recently used snapshots among them, and never
-        any of the ``reserved`` ones that admitted requests have yet to take.
+        Uses free pages, those of the least recently used snapshots among them. Where all that are
+        free are ``reserved``, because admitted requests have yet to take them, a copy would be
+        made only to be thrown away.
         """
         key = self._key(policy, hashes, num_tokens)
         if key in self._by_key:

@@ -17,7 +17,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.paging import KVPolicySpec, whole_pages
+from vllm_cascade.policies import Policy
 from vllm_cascade.positions import find_rotaries
+from vllm_cascade.requests import request_policy
 from vllm_cascade.trace import Recorder
 
 
@@ -65,6 +67,7 @@ class CPUKVPolicyWorker(CPUWorker):
                 self.parallel_config.tensor_parallel_size,
             )
         builder.positions.install(model)
+        builder.row_policies = self._row_policies
         # What the runner copies where a request starts from a snapshot: also the pages' tails.
         caches = self.model_runner.kv_caches
         caches[:] = [whole_pages(cache) for cache in caches]
@@ -72,6 +75,15 @@ class CPUKVPolicyWorker(CPUWorker):
         # of pages; nothing reads the result, and it would read past the table's end.
         for table in self.model_runner.input_batch.block_table.block_tables:
             table.slot_mapping_mode = SlotMappingMode.NONE
+
+    def _row_policies(self) -> list[Policy]:
+        """The policies of the batch's requests, row by row."""
+        runner, policy = self.model_runner, self._builder().policy
+        policies = []
+        for name in runner.input_batch.req_ids:
+            params = runner.requests[name].sampling_params
+            policies.append(request_policy(policy, params.extra_args if params else None))
+        return policies
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)

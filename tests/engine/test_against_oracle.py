@@ -79,8 +79,12 @@ def oracle_model(path: Path) -> Any:
     return load_model(path, bloom_gelu="none")  # vLLM's Bloom uses the exact GELU
 
 
-def run_oracle(policy: dict[str, Any], tokens: list[int], model: Path = MODEL) -> OracleResult:
-    return stream(oracle_model(model), tokens, prompt_len=len(tokens), **oracle_settings(policy))
+def run_oracle(
+    policy: dict[str, Any], tokens: list[int], model: Path = MODEL, prompt_len: int | None = None
+) -> OracleResult:
+    """What the oracle says about ``tokens``, of which the first ``prompt_len`` are a prompt."""
+    prompt_len = len(tokens) if prompt_len is None else prompt_len
+    return stream(oracle_model(model), tokens, prompt_len=prompt_len, **oracle_settings(policy))
 
 
 def run_engine(
