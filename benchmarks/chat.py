@@ -124,8 +124,8 @@ def numbers(cold: list[list[Turn]], warm: list[list[Turn]]) -> list[dict[str, An
                 "cached_tokens": with_caching[0].cached,
                 "ttft_ms_without": 1e3 * statistics.median(t.seconds for t in without),
                 "ttft_ms_with": 1e3 * statistics.median(t.seconds for t in with_caching),
-                "same_tokens": all(a.tokens == b.tokens for a, b in zip(*pairs, strict=True)),
-                "same_logprobs": all(a.logprobs == b.logprobs for a, b in zip(*pairs, strict=True)),
+                "same_tokens": all(a.tokens == b.tokens for a, b in pairs),
+                "same_logprobs": all(a.logprobs == b.logprobs for a, b in pairs),
             }
         )
     return rows
