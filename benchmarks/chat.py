@@ -113,10 +113,9 @@ def measure(args: argparse.Namespace, token_ids: list[int], caching: bool) -> li
 def numbers(cold: list[list[Turn]], warm: list[list[Turn]]) -> list[dict[str, Any]]:
     """Medians over the chats, by turn."""
     rows = []
-    for turn, pairs in enumerate(
-        zip(zip(*cold, strict=True), zip(*warm, strict=True), strict=True)
-    ):
-        without, with_caching = pairs
+    by_turn = zip(zip(*cold, strict=True), zip(*warm, strict=True), strict=True)
+    for turn, (without, with_caching) in enumerate(by_turn):
+        pairs = list(zip(without, with_caching, strict=True))
         rows.append(
             {
                 "turn": turn + 1,

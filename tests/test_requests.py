@@ -4,7 +4,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -14,7 +14,7 @@ from tests.test_snapshots import Worker, drain, request
 from vllm_cascade.attention.metadata import arithmetic
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.policies import POLICIES, Policy, resolve
-from vllm_cascade.requests import check_request, request_policy
+from vllm_cascade.requests import check_arguments, request_policy
 from vllm_cascade.scheduler import KVPolicyScheduler
 
 CASCADE = resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64, "num_sinks": 8})
@@ -24,7 +24,7 @@ SINK = resolve({"name": "sink", "budget": 1000, "prefill_stride": 64})
 def check(policy: Policy | None, **extra_args: Any) -> str:
     """The message of the refusal; empty where there is none."""
     try:
-        check_request(policy, SamplingParams(extra_args=extra_args))
+        check_arguments(policy, SamplingParams(extra_args=extra_args))
     except VLLMValidationError as error:
         assert error.parameter in extra_args
         return str(error)
@@ -60,6 +60,7 @@ def test_another_policy_inherits_what_means_the_same() -> None:
     assert request_policy(wide, {"kv_policy": "sink"}).budget == 96
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(sorted(POLICIES)),
     own=st.sampled_from(sorted(POLICIES)),
@@ -121,7 +122,7 @@ def test_what_cannot_be_honoured_is_refused(
     policy: Policy | None, extra_args: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(VLLMValidationError, match=message) as caught:
-        check_request(policy, SamplingParams(extra_args=extra_args))
+        check_arguments(policy, SamplingParams(extra_args=extra_args))
     assert caught.value.parameter in extra_args
 
 

@@ -120,7 +120,7 @@ def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any])
     return room // step * step
 
 
-def check_request(policy: Policy | None, params: SamplingParams | PoolingParams) -> None:
+def check_arguments(policy: Policy | None, params: SamplingParams | PoolingParams) -> None:
     """Refuse a request whose ``kv_*`` arguments cannot be honoured.
 
     Args:

@@ -14,9 +14,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from vllm_cascade.log import logger
+from vllm_cascade.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.paging import KVPolicyManager, KVPolicySpec
 from vllm_cascade.policies import Policy
 from vllm_cascade.requests import request_policy
@@ -62,7 +64,11 @@ class _StrideAligned:
         self._stride = spec.policy.prefill_stride
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: set[str] = set()
-        self._check_pool()
+        self._warn_of_small_pool()
+        groups = self.kv_cache_config.kv_cache_groups
+        num_layers = [len(groups[m.kv_cache_group_id].layer_names) for m in self._managers]
+        num_ranks = self.parallel_config.tensor_parallel_size
+        self._meter = Meter(self._managers, num_layers, num_ranks, self._policy)
         self._log_prefix_caching()
 
     @property
@@ -84,15 +90,20 @@ class _StrideAligned:
                 self._snapshots.hash_block_size,
             )
 
-    def _check_pool(self) -> None:
-        """One request must fit, or it would wait for ever; block 0 is vLLM's null block."""
+    def _warn_of_small_pool(self) -> None:
+        """Requests that do not fit are refused one by one (``limits.check_request``)."""
         need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
-        have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1
+        have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
         if need > have:
-            raise ValueError(
-                f"kv_policy: one request needs {need} pages of {self.block_size} tokens, but the "
-                f"pool has {have}; raise --kv-cache-memory-bytes (or --num-gpu-blocks-override) "
-                "or lower --kv-budget"
+            logger.warning(
+                "kv_policy: a request of --max-model-len %d tokens needs %d pages of %d tokens, "
+                "but the pool has %d; requests that need more are refused. Raise "
+                "--kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --kv-budget or "
+                "--max-model-len",
+                self.max_model_len,
+                need,
+                self.block_size,
+                have,
             )
 
     def _mamba_block_aligned_split(
@@ -193,6 +204,19 @@ class _StrideAligned:
         if self._snapshots is not None:
             self._snapshots.clear()
         return super().reset_prefix_cache(*args, **kwargs)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        if self.log_stats:
+            scheduled = scheduler_output.num_scheduled_tokens.items()
+            self._meter.step((self.requests[name], num) for name, num in scheduled)
+        super()._update_after_schedule(scheduler_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is None:
+            return None
+        report = self._meter.report(self.requests, self.kv_policy_snapshots.hits)
+        return KVPolicySchedulerStats(**vars(stats), kv_policy=report)
 
 
 class KVPolicyScheduler(_StrideAligned, Scheduler):

@@ -10,6 +10,7 @@ from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
+from vllm.v1.core.sched.output import GrammarOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -20,6 +21,7 @@ from vllm_cascade.paging import KVPolicySpec, whole_pages
 from vllm_cascade.policies import Policy
 from vllm_cascade.positions import find_rotaries
 from vllm_cascade.requests import request_policy
+from vllm_cascade.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.trace import Recorder
 
 
@@ -84,6 +86,10 @@ class CPUKVPolicyWorker(CPUWorker):
             params = runner.requests[name].sampling_params
             policies.append(request_policy(policy, params.extra_args if params else None))
         return policies
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        with unfinished_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
