@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``InputProcessor.process_inputs`` and ``AsyncLLM.generate`` (checked against 0.32.0).
 
-What: in an engine with a policy, a request that needs more pages than the pool has is an error;
-for the API server, before it answers, so that also a streaming request gets a 400.
+What: a request that asks for a policy or budget it cannot have, or needs more pages than the pool
+has, is an error; for the API server, before it answers, so that also a streaming request gets a
+400.
 Why: ``Platform.validate_request``, vLLM's only hook for such checks, belongs to platforms and sees
 neither the configuration nor the final ``max_tokens``; and it runs when a stream's status line has
 been sent.

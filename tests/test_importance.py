@@ -45,7 +45,7 @@ def test_equals_the_literal_rule(
     data: st.DataObject,
 ) -> None:
     """In chunks of any size, also when a stream was lost and is read again."""
-    judge = TokenImportance(rule, lag, ENDS, table_of(corpus) if with_table else None)
+    judge = TokenImportance(rule, ENDS, table_of(corpus) if with_table else None)
     known = sentences_of(corpus, ENDS.__getitem__) if with_table else None
     expected = importance(tokens, rule, lag, ENDS.__getitem__, known)
     cuts = sorted({0, len(tokens), *data.draw(st.lists(st.integers(0, len(tokens)), max_size=6))})
@@ -53,19 +53,19 @@ def test_equals_the_literal_rule(
     for begin, end in pairwise(cuts):
         if data.draw(st.booleans()):
             judge.forget(set())
-        got += judge.advance("request", np.asarray(tokens), begin, end).tolist()
+        got += judge.advance("request", np.asarray(tokens), begin, end, lag).tolist()
     assert got[:lag] == [0.0] * len(got[:lag])
     assert got[lag:] == pytest.approx(expected[: max(len(tokens) - lag, 0)], rel=1e-6, abs=1e-9)
 
 
 def test_requests_are_judged_apart_and_forgotten() -> None:
-    judge = TokenImportance("tfidf", 1, ENDS, None)
+    judge = TokenImportance("tfidf", ENDS, None)
     first, second = np.asarray([1, 2, 10, 1, 3]), np.asarray([5, 5, 5, 10, 1])
     alone = [importance(list(x), "tfidf", 1, ENDS.__getitem__) for x in (first, second)]
     parts = [[], []]
     for begin, end in ((0, 2), (2, 5)):
         for name, tokens in enumerate((first, second)):
-            parts[name] += judge.advance(str(name), tokens, begin, end).tolist()
+            parts[name] += judge.advance(str(name), tokens, begin, end, 1).tolist()
     for got, expected in zip(parts, alone, strict=True):
         assert got[1:] == pytest.approx(expected[:-1])
     assert len(judge) == 2
@@ -74,10 +74,10 @@ def test_requests_are_judged_apart_and_forgotten() -> None:
 
 
 def test_a_reused_name_is_a_new_stream() -> None:
-    judge = TokenImportance("tfidf_sklearn", 2, ENDS, None)
+    judge = TokenImportance("tfidf_sklearn", ENDS, None)
     tokens = np.asarray([1, 2, 3, 10, 4, 5])
-    judge.advance("request", np.asarray([7] * 6), 0, 6)
-    got = judge.advance("request", tokens, 0, 6)
+    judge.advance("request", np.asarray([7] * 6), 0, 6, 2)
+    got = judge.advance("request", tokens, 0, 6, 2)
     expected = importance(list(tokens), "tfidf_sklearn", 2, ENDS.__getitem__)
     assert got[2:].tolist() == pytest.approx(expected[:4])
 

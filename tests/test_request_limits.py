@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -25,6 +25,7 @@ from vllm_cascade.runtime import policy_of
 POLICY = {"name": "sink", "budget": 64, "prefill_stride": 16}
 
 
+@settings(deadline=None)
 @given(name=st.sampled_from(sorted(POLICIES)), slots=st.integers(0, 90), limit=st.integers(0, 200))
 def test_longest_stream(name: str, slots: int, limit: int) -> None:
     policy = resolve({"name": name, "budget": 64, "prefill_stride": 16})

@@ -67,11 +67,14 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
     config = EngineArgs(
         model=str(MODEL),
         max_model_len=4096,
-        max_num_seqs=8,
         kv_policy="cascade",
         kv_budget=64,
-        kv_policy_config={"prefill_stride": STRIDE},
-        **{"max_num_batched_tokens": 100, **kwargs},
+        **{
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 100,
+            "kv_policy_config": {"prefill_stride": STRIDE},
+            **kwargs,
+        },
     ).create_engine_config()
     config.scheduler_config.async_scheduling = cls is AsyncKVPolicyScheduler
     config.cache_config.kv_cache_layout = "LBHNC"

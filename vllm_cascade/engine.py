@@ -12,16 +12,13 @@ from vllm_cascade.policies import Policy, resolve
 from vllm_cascade.runtime import token_importance
 
 
-def apply_policy(
-    config: VllmConfig, raw: dict[str, Any], native_max_len: int, wants_prefix_caching: bool
-) -> None:
+def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
     """Check everything, then point the engine at our scheduler, worker and page spec.
 
     Args:
         config: changed in place.
         raw: the user's settings, ``name`` among them.
         native_max_len: the longest stream the model's positions allow without a policy.
-        wants_prefix_caching: whether the user asked for prefix caching in so many words.
 
     Raises:
         KVPolicyError: a setting that cannot work; names it and the fix.
@@ -44,10 +41,6 @@ def apply_policy(
     kind = "Async" if config.scheduler_config.async_scheduling else ""
     config.scheduler_config.scheduler_cls = f"vllm_cascade.scheduler.{kind}KVPolicyScheduler"
     config.parallel_config.worker_cls = refusals.CPU_WORKER
-    if config.cache_config.enable_prefix_caching:
-        config.cache_config.enable_prefix_caching = False
-        log = logger.warning if wants_prefix_caching else logger.info
-        log("Prefix caching is off: pages of a KV policy change in place, so none is shared.")
     _log(policy, raw, config, max_position)
 
 

@@ -151,14 +151,12 @@ class TokenImportance:
 
     Args:
         rule: a key of ``RULES``.
-        lag: a token is judged when this many more are known.
         ends: bool ``[vocab]``, the tokens that end a sentence.
         table: the corpus; None: every request's own past.
     """
 
-    def __init__(self, rule: str, lag: int, ends: np.ndarray, table: IdfTable | None) -> None:
+    def __init__(self, rule: str, ends: np.ndarray, table: IdfTable | None) -> None:
         self._rule = RULES[rule]
-        self._lag = lag
         self._ends = ends
         self._table = table
         self._streams: dict[str, _Stream] = {}
@@ -166,13 +164,16 @@ class TokenImportance:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def advance(self, request_id: str, tokens: np.ndarray, begin: int, end: int) -> np.ndarray:
+    def advance(
+        self, request_id: str, tokens: np.ndarray, begin: int, end: int, lag: int
+    ) -> np.ndarray:
         """Read tokens ``[begin, end)`` of a stream and judge those of ``lag`` tokens before.
 
         A stream that was not followed up to ``begin`` (a preemption, a snapshot) is read again.
 
         Args:
             tokens: token ids of the stream, at least ``end``.
+            lag: a token is judged when this many more are known; the same for a whole stream.
 
         Returns:
             fp32 ``[end - begin]``, the importance of tokens ``[begin - lag, end - lag)``; 0 before
@@ -182,14 +183,15 @@ class TokenImportance:
         if stream is None or stream.num_tokens != begin:
             stream = _Stream(self._table if self._table is not None else OwnPast())
             self._streams[request_id] = stream
-            self._read(stream, tokens[:begin].tolist())
-        return np.asarray(self._read(stream, tokens[begin:end].tolist()), dtype=np.float32)
+            self._read(stream, tokens[:begin].tolist(), lag)
+        judged = self._read(stream, tokens[begin:end].tolist(), lag)
+        return np.asarray(judged, dtype=np.float32)
 
     def forget(self, alive: set[str]) -> None:
         """Drop every stream but these."""
         self._streams = {key: self._streams[key] for key in alive & self._streams.keys()}
 
-    def _read(self, stream: _Stream, tokens: list[int]) -> list[float]:
+    def _read(self, stream: _Stream, tokens: list[int], lag: int) -> list[float]:
         judged = []
         for token in tokens:
             sentence = self._sentence_of(stream, token)
@@ -198,7 +200,7 @@ class TokenImportance:
                 stream.corpus.counts[token] += 1
                 stream.corpus.sentences[token] += sentence[token] == 1
             stream.pending.append((token, sentence))
-            if len(stream.pending) <= self._lag:
+            if len(stream.pending) <= lag:
                 judged.append(0.0)
                 continue
             judged.append(self._rule(*stream.pending.popleft(), stream.corpus))

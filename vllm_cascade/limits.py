@@ -7,6 +7,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 
 from vllm_cascade.policies import Policy
+from vllm_cascade.requests import check_arguments, request_policy
 from vllm_cascade.runtime import policy_of
 
 
@@ -32,7 +33,7 @@ def longest_stream(policy: Policy, slots: int, limit: int) -> int:
 
 
 def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams | None) -> None:
-    """Refuse a request that needs more pages than the pool has.
+    """Refuse a request whose arguments cannot be honoured, or that the pool is too small for.
 
     Args:
         prompt: its prompt's tokens.
@@ -42,9 +43,12 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
         VLLMValidationError: HTTP 400; says how many pages it needs, how many there are, and how
             long a request may be.
     """
-    policy = policy_of(vllm_config)
-    if policy is None or params is None:
+    engine_policy = policy_of(vllm_config)
+    if params is not None:
+        check_arguments(engine_policy, params)
+    if engine_policy is None or params is None:
         return
+    policy = request_policy(engine_policy, params.extra_args)
     limit = vllm_config.model_config.max_model_len
     max_tokens = limit - prompt if params.max_tokens is None else params.max_tokens
     total = min(prompt + max_tokens, limit)

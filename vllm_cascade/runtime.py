@@ -46,7 +46,7 @@ def token_importance(policy: Policy, model_config: ModelConfig) -> TokenImportan
             f"it with `vllm-cascade idf --tokenizer {model_config.tokenizer}`"
         )
     ends = sentence_ends(tokenizer) if table is None else table.ends
-    return TokenImportance(source.rule, source.lag, _padded(ends, model_config), table)
+    return TokenImportance(source.rule, _padded(ends, model_config), table)
 
 
 def _padded(ends: np.ndarray, model_config: ModelConfig) -> np.ndarray:

@@ -145,7 +145,8 @@ class LiteralCache:
             return
         heads = [index] if len(self.sims) > 1 else range(self.keys[0].shape[0])
         features = torch.stack(self.keys).double()[:, heads].flatten(1).numpy()
-        for token, centre in zip(joining, nearest_centres(features, centres, joining), strict=True):
+        nearest, _ = nearest_centres(features, centres, joining)
+        for token, centre in zip(joining, nearest, strict=True):
             count = self.members[index].get(centre, 1)
             for rows in (self.keys, self.values):
                 mean = rows[centre].double().clone()

@@ -267,8 +267,8 @@ def test_mixed_requests(name: str) -> None:
         lengths = [chunk(done[r], prompts[r], stride, int(rng.integers(1, 50))) for r in rows]
         parts = [slice(done[r], done[r] + n) for r, n in zip(rows, lengths, strict=True)]
         if source is not None:
-            layer.builder.token_scores = lambda row, begin, end, rows=rows: judged(
-                scores[rows[row]], source.lag, begin, end
+            layer.builder.token_scores = lambda row, begin, end, lag, rows=rows: judged(
+                scores[rows[row]], lag, begin, end
             )
         output = layer.step(
             lengths,

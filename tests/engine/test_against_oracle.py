@@ -96,14 +96,19 @@ def run_oracle(
     policy: dict[str, Any],
     tokens: list[int],
     model: Path = MODEL,
+    prompt_len: int | None = None,
     corpus: list[int] | None = None,
 ) -> OracleResult:
+    """What the oracle says about ``tokens``, of which the first ``prompt_len`` are a prompt.
+
+    ``corpus`` is counted where the policy reads a table of document frequencies.
+    """
     ends = book_ends().__getitem__
     sentences = None if corpus is None else sentences_of(corpus, ends)
     return stream(
         oracle_model(model),
         tokens,
-        prompt_len=len(tokens),
+        prompt_len=len(tokens) if prompt_len is None else prompt_len,
         token_scores=token_scores(policy, tokens, ends, sentences),
         **oracle_settings(policy),
     )
@@ -137,7 +142,7 @@ def compare(
 ) -> None:
     per_head = oracle_settings(policy)["head_policy"] == "per_kv_head"
     logprobs, kept = run_engine(llm, tokens, per_head)
-    truth = run_oracle(policy, tokens, model, corpus)
+    truth = run_oracle(policy, tokens, model, corpus=corpus)
     assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
     error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
     layers = sorted({layer for _, layer in kept}, key=lambda name: int(name.split(".")[2]))

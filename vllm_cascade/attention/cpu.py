@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer on the CPU, in PyTorch."""
 
+from dataclasses import replace
+
 import torch
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
@@ -11,6 +13,7 @@ from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.metadata import KVPolicyMetadata
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.paging import KVPolicySpec, Pages, page_views
+from vllm_cascade.policies import Policy
 from vllm_cascade.positions import Rotary
 from vllm_cascade.positions import alibi_slopes as _slopes
 from vllm_cascade.trace import Recorder
@@ -91,6 +94,11 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         )
         self._pages = page_views(kv_cache, spec)
 
+    def _layer_under(self, policy: Policy) -> LayerConfig:
+        """This layer under a request's policy; all else is the engine's."""
+        assert self._layer is not None
+        return self._layer if policy is self._layer.policy else replace(self._layer, policy=policy)
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -118,15 +126,16 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
             return output.zero_()
         assert self._layer is not None and self._pages is not None, "prepare() was not called"
         for wave in attn_metadata.waves:
-            if wave.tokens is not None:
-                index = wave.tokens.index
+            for batch in wave.tokens:
+                layer_config, index = self._layer_under(batch.policy), batch.index
                 output[index] = token_path.attend_and_insert(
-                    self._layer, self._pages, wave.tokens, query[index], key[index], value[index]
+                    layer_config, self._pages, batch, query[index], key[index], value[index]
                 ).to(output.dtype)
             for stride in wave.strides:
+                layer_config = self._layer_under(stride.policy)
                 rows = slice(stride.start, stride.start + stride.num_tokens)
                 output[rows] = stride_path.attend_and_insert(
-                    self._layer, self._pages, stride, query[rows], key[rows], value[rows]
+                    layer_config, self._pages, stride, query[rows], key[rows], value[rows]
                 ).to(output.dtype)
             if self.recorder is not None:
                 self.recorder.record(layer.layer_name, self._pages, wave)
