@@ -31,7 +31,7 @@ def asks(book_tokens: list[int]) -> list[Ask]:
     rng.shuffle(lengths)
     starts = [rng.randrange(len(book_tokens) - length) for length in lengths]
     return [
-        (book_tokens[start : start + length], rng.randint(8, 24))
+        (book_tokens[start : start + length], rng.randint(4, 12))
         for start, length in zip(starts, lengths, strict=True)
     ]
 
