@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer on the CPU, in PyTorch."""
+"""Attention of one layer on the CPU."""
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
-from vllm_cascade.attention import stride as stride_path
-from vllm_cascade.attention import token as token_path
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.metadata import KVPolicyMetadata
+from vllm_cascade.attention.paths import Path, choose
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.paging import KVPolicySpec, Pages, page_views
 from vllm_cascade.positions import Rotary
@@ -58,8 +57,8 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         self.softcap = float(logits_soft_cap or 0.0)
         self.alibi_slopes = _slopes(alibi_slopes)
         self.recorder: Recorder | None = None
-        self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
+        self.path: Path | None = None
 
     def prepare(
         self,
@@ -77,7 +76,7 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         shared = policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
         if slopes is not None:
             slopes = slopes.view(self.num_kv_heads, -1)
-        self._layer = LayerConfig(
+        layer = LayerConfig(
             policy=policy,
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -90,6 +89,7 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
             gather_heads=_gather_kv_heads if num_ranks > 1 and shared else None,
         )
         self._pages = page_views(kv_cache, spec)
+        self.path = choose(layer, self._pages, self.num_heads)
 
     def forward(
         self,
@@ -116,18 +116,12 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
             raise NotImplementedError("fused output quantization is not supported")
         if attn_metadata is None:
             return output.zero_()
-        assert self._layer is not None and self._pages is not None, "prepare() was not called"
+        assert self.path is not None and self._pages is not None, "prepare() was not called"
         for wave in attn_metadata.waves:
             if wave.tokens is not None:
-                index = wave.tokens.index
-                output[index] = token_path.attend_and_insert(
-                    self._layer, self._pages, wave.tokens, query[index], key[index], value[index]
-                ).to(output.dtype)
+                self.path.tokens(wave.tokens, query, key, value, output)
             for stride in wave.strides:
-                rows = slice(stride.start, stride.start + stride.num_tokens)
-                output[rows] = stride_path.attend_and_insert(
-                    self._layer, self._pages, stride, query[rows], key[rows], value[rows]
-                ).to(output.dtype)
+                self.path.stride(stride, query, key, value, output)
             if self.recorder is not None:
                 self.recorder.record(layer.layer_name, self._pages, wave)
         return output
