@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +186,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     quiet()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # from importing vLLM
     from transformers import AutoTokenizer
 
     token_ids = AutoTokenizer.from_pretrained(args.model)(Path(BOOK).read_text())["input_ids"]

@@ -109,12 +109,12 @@ class Policy(KVPolicyConfig):
 
     @property
     def needs_age(self) -> bool:
-        """Whether ``comparable`` needs the number of queries that saw a token."""
+        """Whether scores are compared per query that saw a token: raw sums favour old tokens."""
         return False
 
     def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
         """The values that are compared, from scores and ages (queries seen, own included)."""
-        return scores
+        return scores / age.clamp_min(1) if self.needs_age else scores
 
     def logit_scale(self, t: np.ndarray, cached: np.ndarray) -> np.ndarray | None:
         """Factors on the logits of queries at stream indices ``t``; None: all 1.
