@@ -193,7 +193,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = numbers(measure(args, token_ids, False), measure(args, token_ids, True))
     show(rows, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()}
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    settings["model"] = Path(args.model).name
     document = {"environment": fingerprint(), "settings": settings, "turns": rows}
     args.out.write_text(json.dumps(document, indent=1))
     if not all(row["same_tokens"] and row["same_logprobs"] for row in rows):
