@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,13 +186,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     quiet()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # from importing vLLM
     from transformers import AutoTokenizer
 
     token_ids = AutoTokenizer.from_pretrained(args.model)(Path(BOOK).read_text())["input_ids"]
     rows = numbers(measure(args, token_ids, False), measure(args, token_ids, True))
     show(rows, args)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {key: str(v) if isinstance(v, Path) else v for key, v in vars(args).items()}
+    settings = {key: value for key, value in vars(args).items() if key != "out"}
+    settings["model"] = Path(args.model).name
     document = {"environment": fingerprint(), "settings": settings, "turns": rows}
     args.out.write_text(json.dumps(document, indent=1))
     if not all(row["same_tokens"] and row["same_logprobs"] for row in rows):

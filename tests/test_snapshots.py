@@ -131,15 +131,15 @@ class Machine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 6),
         lora=st.sampled_from([None, None, None, "a"]),
         skip=st.sampled_from([None, None, None, True]),
+        asked=st.sampled_from([None, None, {"kv_budget": 32}, {"kv_policy": "window"}]),
         steps=st.integers(0, 8),
     )
-    def add(self, common, own, family, max_tokens, lora, skip, steps) -> None:
+    def add(self, common, own, family, max_tokens, lora, skip, asked, steps) -> None:
         self.count += 1
         tokens = [family] * common + [100 + self.count] * own
         adapter = lora and LoRARequest(lora, 1, "/nowhere")
-        self.scheduler.add_request(
-            request(f"r{self.count}", tokens, max_tokens, lora_request=adapter, skip=skip)
-        )
+        name, kwargs = f"r{self.count}", {"lora_request": adapter, "extra_args": asked}
+        self.scheduler.add_request(request(name, tokens, max_tokens, skip=skip, **kwargs))
         self.step(steps)
 
     @rule()

@@ -36,22 +36,26 @@ def attend_and_insert(
     Returns:
         fp32 ``[T, H * G, D]``.
     """
-    rank = _gather_words(pages.rank, stride)
-    slot = torch.arange(rank.shape[-1])
-    rank = rank.masked_fill(slot >= stride.old_slots, -1)
-    # Slots in chronological order, [S, n]; empty ones sort behind and are cut off.
-    order = rank.masked_fill(rank < 0, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-    order = order[:, : stride.cached]
+    order = chronological_slots(pages, stride)
     seen = _arrangement(layer, pages, stride, order)
     keys, values = _kv_at_positions(layer, pages, stride, order if seen is None else seen.slots)
     output, mass = _attend(layer, stride, query, key, value, keys, values)
     scores = _new_scores(layer, pages, stride, order, mass, seen)
-    keep = layer.policy.keep(_comparable(layer, pages, stride, order, scores), stride.plan)
+    keep = layer.policy.keep(comparable(layer, pages, stride, order, scores), stride.plan)
     new_kv = torch.cat([key, value], dim=-1)
     if layer.policy.merge_into is not None:
         new_kv = merge_deleted(layer, pages, stride, order, keep, scores, new_kv)
-    _insert(pages, stride, rank, order, keep, scores, new_kv)
+    _insert(pages, stride, order, keep, scores, new_kv)
     return output
+
+
+def chronological_slots(pages: Pages, stride: Stride) -> torch.Tensor:
+    """int64 ``[S, n]``: the slots that hold the cached tokens, oldest first."""
+    rank = _gather_words(pages.rank, stride)
+    slot = torch.arange(rank.shape[-1])
+    empty = (rank < 0) | (slot >= stride.old_slots)  # they sort behind and are cut off
+    order = rank.masked_fill(empty, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+    return order[:, : stride.cached]
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def _new_scores(
     return scores
 
 
-def _comparable(
+def comparable(
     layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
     """What the policy compares: the scores, or a function of scores and ages."""
@@ -188,14 +192,13 @@ def _attend(
 def _insert(
     pages: Pages,
     stride: Stride,
-    rank: torch.Tensor,
     order: torch.Tensor,
     keep: torch.Tensor,
     scores: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> None:
     """Renumber the survivors and write the new ones into freed and fresh slots."""
-    num_sets, num_slots = rank.shape
+    num_sets, num_slots = len(order), len(stride.pages) * pages.block_size
     keep_old, keep_new = keep.split([stride.cached, stride.num_tokens], dim=1)
     ranks = keep.cumsum(1) - 1
     old_ranks, new_ranks = ranks.split([stride.cached, stride.num_tokens], dim=1)

@@ -126,12 +126,12 @@ class Policy(KVPolicyConfig):
 
     @property
     def needs_age(self) -> bool:
-        """Whether ``comparable`` needs the number of queries that saw a token."""
+        """Whether scores are compared per query that saw a token: raw sums favour old tokens."""
         return False
 
     def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
         """The values that are compared, from scores and ages (queries seen, own included)."""
-        return scores
+        return scores / age.clamp_min(1) if self.needs_age else scores
 
     @property
     def token_scores(self) -> TokenScores | None:

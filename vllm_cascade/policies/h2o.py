@@ -47,9 +47,6 @@ class H2O(Policy):
     def needs_age(self) -> bool:
         return self.normalise
 
-    def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return scores / age.clamp_min(1) if self.normalise else scores
-
     def insertions(self) -> StepTables:
         fill = self.base_capacity
         t = np.arange(fill + 1, dtype=np.int32)
