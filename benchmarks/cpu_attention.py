@@ -112,7 +112,7 @@ class Ours:
             self.pages.score[pages] = torch.rand(per_request, 1, block_size)
 
     @staticmethod
-    def _common(table: torch.Tensor, cached: int, batch: int, new: int):  # noqa: ANN205
+    def _common(table: torch.Tensor, cached: int, batch: int, new: int):
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         seen = (1 << 19) // STRIDE * STRIDE  # tokens of each stream so far
