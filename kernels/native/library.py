@@ -48,7 +48,9 @@ class Tokens(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_of(c_int64, "count num_pages"),
-        *_of(c_void_p, "index stream pages cached old_slots new_slots lo hi logit_scale given"),
+        *_of(
+            c_void_p, "index stream pages cached old_slots new_slots lo hi logit_scale given scored"
+        ),
         *_of(c_int64, "moved"),
     ]
 
@@ -59,7 +61,9 @@ class Stride(ctypes.Structure):
     _fields_: ClassVar = [
         *_of(c_void_p, "pages"),
         *_of(c_int64, "start num_tokens stream cached old_slots new_slots moved"),
-        *_of(c_void_p, "logit_scale given scores"),
+        *_of(c_void_p, "logit_scale given"),
+        *_of(c_int64, "scored"),
+        *_of(c_void_p, "scores"),
     ]
 
 

@@ -10,6 +10,7 @@ struct Stride {
   int64_t start, num_tokens, stream, cached, old_slots, new_slots, moved;
   const float* logit_scale;  // [num_tokens], or null: all 1
   const float* given;        // [num_tokens] scores that attention doesn't make, or null
+  int64_t scored;            // rank of the first token that gets one; those below 0 get none
   float* scores;             // [S, cached + num_tokens], chronological; null: not wanted
 };
 
@@ -191,7 +192,9 @@ void write_scores(const Work<T>& work, const Packed& packed, int64_t set) {
     scores[packed.rank[set * cached + j]] =
         old[packed.slot[set * cached + j]] * decay + reduced[j];
   for (int64_t t = 0; t < stride.num_tokens; t++)
-    scores[cached + t] = stride.given ? stride.given[t] : reduced[cached + t];
+    scores[cached + t] = reduced[cached + t];
+  for (int64_t t = 0; t < stride.num_tokens && stride.given; t++)
+    if (stride.scored + t >= 0) scores[stride.scored + t] = stride.given[t];
 }
 
 template <class T>

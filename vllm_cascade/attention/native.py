@@ -23,6 +23,10 @@ def refusal(
         return f"the compiler has no {pages.kv.dtype}"
     if type(layer.policy).comparable is not Policy.comparable:
         return f"policy {layer.policy.name} compares something else than scores"
+    if layer.policy.arranges:
+        return f"policy {layer.policy.name} puts tokens at other positions than their ranks"
+    if layer.policy.merge_into is not None:
+        return f"policy {layer.policy.name} merges tokens"
     if num_heads > native.MAX_QUERY_HEADS:
         return f"more than {native.MAX_QUERY_HEADS} query heads"
     return None
@@ -60,9 +64,9 @@ class NativePath:
     ) -> None:
         config = self._config
         total = stride.cached + stride.num_tokens
-        make = torch.empty if config.policy.uses_scores else torch.zeros
-        scores = make(config.num_sets, total)
-        args = _stride_args(stride, scores if config.policy.uses_scores else None)
+        scored = _has_scores(config.policy)
+        scores = (torch.empty if scored else torch.zeros)(config.num_sets, total)
+        args = _stride_args(stride, scores if scored else None)
         rows = _rows(query, key, value, output)
         self._library.attend_stride(self._args, args, rows)
         values = scores
@@ -72,6 +76,11 @@ class NativePath:
         keep = config.policy.keep(values, stride.plan).contiguous()
         assert keep.shape == scores.shape and keep.dtype == torch.bool, keep.shape
         self._library.insert_stride(self._args, args, rows, keep)
+
+
+def _has_scores(policy: Policy) -> bool:
+    """Whether anything is compared, be it attention's or the host's."""
+    return policy.uses_scores or policy.token_scores is not None
 
 
 def _layer_args(layer: LayerConfig, pages: Pages, num_heads: int) -> native.Layer:
@@ -99,7 +108,7 @@ def _layer_args(layer: LayerConfig, pages: Pages, num_heads: int) -> native.Laye
         half=0 if rotation is None else rotation.shape[-1],
         is_neox=layer.is_neox,
         dtype=native.DTYPES[pages.kv.dtype],
-        uses_scores=policy.uses_scores,
+        uses_scores=_has_scores(policy),
         reduction=native.REDUCTIONS[policy.head_reduction],
         newest_stays=policy.tie == "incoming",
         per_age=policy.needs_age,
@@ -136,7 +145,8 @@ def _token_args(batch: TokenBatch) -> native.Tokens:
         lo=batch.lo.data_ptr(),
         hi=batch.hi.data_ptr(),
         logit_scale=_address(batch.logit_scale),
-        given=None,
+        given=_address(batch.host_scores),
+        scored=_address(batch.scored),
         moved=batch.moved,
     )
     _last = batch, args
@@ -154,7 +164,8 @@ def _stride_args(stride: Stride, scores: torch.Tensor | None) -> native.Stride:
         new_slots=stride.new_slots,
         moved=stride.moved,
         logit_scale=_address(stride.logit_scale),
-        given=None,
+        given=_address(stride.host_scores),
+        scored=stride.scored,
         scores=_address(scores),
     )
 

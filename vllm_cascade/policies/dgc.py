@@ -96,9 +96,6 @@ class DGC(Policy):
     def needs_age(self) -> bool:
         return self.importance == "attention"
 
-    def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return scores / age.clamp_min(1)
-
     @property
     def merge_into(self) -> tuple[int, int] | None:
         if self.importance != "cluster":
