@@ -169,10 +169,10 @@ def run(minutes: float) -> list[str]:
                 wrong.append("requests were preempted")
             if not server.metric("vllm:kv_policy_evicted_tokens_total"):
                 wrong.append("nothing was evicted")
+            if "Traceback" in server.log.read_text():
+                wrong.append("there is a traceback in the server's log")
         finally:
             server.stop()
-        if "Traceback" in server.log.read_text():
-            wrong.append("there is a traceback in the server's log")
         return wrong
 
 
