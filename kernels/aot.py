@@ -149,9 +149,7 @@ def compile_launch(launch: Launch, label: str, capability: int) -> Resources:
     registers, stack = _usage(compiled.asm["cubin"])
     name = launch.function.fn.__name__.removeprefix("_")
     metadata = compiled.metadata
-    return Resources(
-        name, label, capability, metadata.num_warps, registers, metadata.shared, stack
-    )
+    return Resources(name, label, capability, metadata.num_warps, registers, metadata.shared, stack)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
@@ -212,7 +210,7 @@ class _Layer:
         shape, f32 = self.shape, torch.float32
         tables = Schedule(_meta(2100, 5, dtype=torch.int32), 2068)
         schedule(
-            *(_meta(shape.batch, dtype=torch.int32), tables, self.steps),
+            *(_meta(shape.batch, dtype=torch.int32), self.table, tables, self.steps),
             _meta(shape.batch, dtype=torch.int64),
         )
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None

@@ -91,9 +91,13 @@ class Cache:
         page, heads, size = case.block_size, case.num_heads, case.head_size
         kv_bytes = heads * page * 2 * size * case.dtype.itemsize
         flat = self.pool.view(case.dtype)
-        self.kv = flat[:, : kv_bytes // case.dtype.itemsize].view(
-            flat.dtype
-        ).as_strided((len(flat), heads, page, 2 * size), (flat.stride(0), page * 2 * size, 2 * size, 1))
+        self.kv = (
+            flat[:, : kv_bytes // case.dtype.itemsize]
+            .view(flat.dtype)
+            .as_strided(
+                (len(flat), heads, page, 2 * size), (flat.stride(0), page * 2 * size, 2 * size, 1)
+            )
+        )
         tail = self.pool.view(torch.int32)
         first = kv_bytes // 4
         views = tail.as_strided(
@@ -159,9 +163,7 @@ def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     return cache, steps
 
 
-def _fill(
-    cache: Cache, row: int, length: int, stream: int, generator: torch.Generator
-) -> None:
+def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Generator) -> None:
     case, blocks = cache.case, cache.table[row].long()
     page = case.block_size
     for head_set in range(case.num_sets):
@@ -186,14 +188,18 @@ def _tokens(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, to
     """Queries, keys and values of new tokens."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     shape = num_tokens, case.num_heads, case.head_size
-    query = torch.randn(num_tokens, case.num_heads * case.group, case.head_size, generator=generator)
+    query = torch.randn(
+        num_tokens, case.num_heads * case.group, case.head_size, generator=generator
+    )
     key, value = torch.randn(2, *shape, generator=generator)
     return query.to(case.dtype), key.to(case.dtype), value.to(case.dtype)
 
 
 def _table_of(case: Case, device: torch.device | str) -> torch.Tensor | None:
-    return None if case.inv_freq is None else rotation_table(
-        case.inv_freq, case.max_distance + 1, device
+    return (
+        None
+        if case.inv_freq is None
+        else rotation_table(case.inv_freq, case.max_distance + 1, device)
     )
 
 
@@ -204,8 +210,11 @@ def _on(device: torch.device | str, *tensors: torch.Tensor | None) -> list[torch
 def _close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
     """Largest error relative to ``1 + |expected|``; NaN and anything too large raise."""
     actual = actual.detach().cpu().double()
-    error = ((actual - expected.double()).abs() / (1 + expected.double().abs())).max().item() \
-        if actual.numel() else 0.0
+    error = (
+        ((actual - expected.double()).abs() / (1 + expected.double().abs())).max().item()
+        if actual.numel()
+        else 0.0
+    )
     assert error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.0e}"
     return error
 
@@ -447,9 +456,7 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     lse = attend_strides(
         *(dq, dk, dv, keys, values, dsteps, *common, output, scale, case.softcap, longest)
     )
-    sums = column_sums(
-        *(dq, dk, keys, lse, ddecays, dsteps, *common, scale, case.softcap, longest)
-    )
+    sums = column_sums(*(dq, dk, keys, lse, ddecays, dsteps, *common, scale, case.softcap, longest))
     new_scores = stride_scores(sums, scores, dfades, dsteps, case.reduction)
     _same("prefill attention writes no page", ours.pool, cache.pool)
     tolerance = TOLERANCE[case.dtype]
@@ -570,8 +577,11 @@ def check_schedule(device: torch.device | str, seed: int = 0) -> float:
     tables = Schedule(torch.tensor(rows, dtype=torch.int32, device=device), transient)
     steps = torch.full((310, 7), -99, dtype=torch.int32, device=device)
     positions = torch.full((310,), -99, dtype=torch.int64, device=device)
-    schedule(torch.tensor(lengths, dtype=torch.int32, device=device), tables, steps, positions)
-    expected = schedule_reference(lengths, rows, transient)
+    blocks = [rng.choice([0, 7, 8, 9]) for _ in lengths]
+    block_table = torch.tensor([[block, 5] for block in blocks], dtype=torch.int32, device=device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    schedule(seq_lens, block_table, tables, steps, positions)
+    expected = schedule_reference(lengths, blocks, rows, transient)
     _same("steps", steps[:300], torch.tensor(expected, dtype=torch.int32))
     _same("positions", positions[:300], torch.tensor([row[1] for row in expected]))
     assert (steps[300:] == -99).all() and (positions[300:] == -99).all(), "wrote past the batch"

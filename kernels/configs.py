@@ -92,9 +92,7 @@ def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Con
     return tuned if tuned is not None else prefill_config(device, dtype, head_size)
 
 
-def prefers_xformers(
-    device: torch.device, dtype: torch.dtype, head_size: int, stride: int
-) -> bool:
+def prefers_xformers(device: torch.device, dtype: torch.dtype, head_size: int, stride: int) -> bool:
     """Whether measurement found xformers' partial attentions faster for this shape."""
     key = (capability(device), str(dtype).removeprefix("torch."), head_size)
     return key in XFORMERS_SHAPES and stride >= XFORMERS_SHAPES[key]

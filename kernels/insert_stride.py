@@ -241,7 +241,5 @@ def insert_strides(
 
 
 @insert_strides.register_fake
-def _(
-    key, value, keep, scores, kv, rank, born, score, token, table, steps, max_length
-) -> None:
+def _(key, value, keep, scores, kv, rank, born, score, token, table, steps, max_length) -> None:
     return None

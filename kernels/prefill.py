@@ -272,8 +272,10 @@ def _column_sums(
     base = (row * NUM_HEADS + head).to(tl.int64) * old_stride * HEAD
     old_rows = old_keys + base + place * HEAD
     new_rows = key + (start + place) * key_stride + head * HEAD
-    keys = load_rows(old_rows, seen & is_old, 0, HEAD, HEAD_PAD)
-    keys += load_rows(new_rows, seen & (tile >= old_tiles), 0, HEAD, HEAD_PAD)
+    if is_old:
+        keys = load_rows(old_rows, seen, 0, HEAD, HEAD_PAD)
+    else:
+        keys = load_rows(new_rows, seen, 0, HEAD, HEAD_PAD)
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + query_head)

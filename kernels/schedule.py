@@ -46,10 +46,12 @@ def _table_row(t, transient, period):
 @triton.jit
 def _schedule(
     seq_lens,
+    blocks,
     table,
     steps,
     positions,
     num_rows,
+    blocks_stride,
     transient,
     period,
     STEP: tl.constexpr,
@@ -58,7 +60,9 @@ def _schedule(
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < num_rows
     seen = tl.load(seq_lens + row, mask=inside, other=0).to(tl.int32)
-    real = inside & (seen > 0)
+    # Warm-up and capture bring lengths, but block tables of nothing but the null block.
+    first_block = tl.load(blocks + row.to(tl.int64) * blocks_stride, mask=inside, other=0)
+    real = inside & (seen > 0) & (first_block != 0)
     stream = seen - 1
     now = table + _table_row(tl.maximum(stream, 0), transient, period) * 5
     before = table + _table_row(tl.maximum(stream - 1, 0), transient, period) * 5
@@ -76,23 +80,30 @@ def _schedule(
 
 
 def schedule(
-    seq_lens: torch.Tensor, tables: Schedule, steps: torch.Tensor, positions: torch.Tensor
+    seq_lens: torch.Tensor,
+    blocks: torch.Tensor,
+    tables: Schedule,
+    steps: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     """Write the step rows and cache positions of a batch of single tokens.
 
     Args:
         seq_lens: int32 or int64 ``[B]``, tokens of each request including the new one; 0: padding.
+        blocks: int32 ``[>= B, P]`` block table; a row that starts with the null block 0 is padding.
         steps: int32 ``[>= B, 7]``, written.
         positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding.
     """
     num_rows = seq_lens.shape[0]
+    assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
     assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP_COLUMNS
     assert positions.dtype == torch.int64 and min(len(positions), len(steps)) >= num_rows
     if num_rows == 0:
         return
     tile = min(128, triton.next_power_of_2(num_rows))
     _schedule[(triton.cdiv(num_rows, tile),)](
-        *(seq_lens, tables.table, steps, positions, num_rows, tables.transient, tables.period),
+        *(seq_lens, blocks, tables.table, steps, positions, num_rows, blocks.stride(0)),
+        *(tables.transient, tables.period),
         STEP=STEP_COLUMNS,
         TILE=tile,
         num_warps=1,
@@ -100,7 +111,10 @@ def schedule(
 
 
 def schedule_reference(
-    seq_lens: list[int], rows: list[tuple[int, int, int, int, int]], transient: int
+    seq_lens: list[int],
+    first_blocks: list[int],
+    rows: list[tuple[int, int, int, int, int]],
+    transient: int,
 ) -> list[list[int]]:
     """The same, row by row; ``rows`` are those of ``Schedule.table``."""
     period = len(rows) - transient
@@ -109,8 +123,8 @@ def schedule_reference(
         return rows[t if t < transient else transient + (t - transient) % period]
 
     result = []
-    for length in seq_lens:
-        if length == 0:
+    for length, block in zip(seq_lens, first_blocks, strict=True):
+        if length == 0 or block == 0:
             result.append([-1, 0, 0, 0, 0, 0, 0])
             continue
         lo, hi, evicts, _, slots = at(length - 1)

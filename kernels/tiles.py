@@ -22,6 +22,7 @@ LENGTH = tl.constexpr(5)  # ... and its number of tokens
 STEP_COLUMNS = 7
 
 NEVER = tl.constexpr(2**31 - 1)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def check_pages(kv: torch.Tensor, *words: torch.Tensor) -> None:
@@ -95,11 +96,20 @@ def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr, PAD: t
 
 
 @triton.jit
+def dot(a, b):
+    """``tl.dot`` with fp32 sums; the interpreter would multiply bf16 as the integers it holds."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
 def dot_keys(queries, keys):
     """fp32 ``[m, n]`` products of ``[m, d]`` and ``[n, d]``; one row needs no tensor core."""
     if queries.shape[0] == 1:
         return tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[None, :]
-    return tl.dot(queries, tl.trans(keys), input_precision="ieee")
+    return dot(queries, tl.trans(keys))
 
 
 @triton.jit
@@ -107,7 +117,7 @@ def dot_values(probs, values):
     """fp32 ``[m, d]`` products of ``[m, n]`` fp32 probabilities and ``[n, d]``."""
     if probs.shape[0] == 1:
         return tl.sum(tl.trans(probs) * values.to(tl.float32), axis=0)[None, :]
-    return tl.dot(probs.to(values.dtype), values, input_precision="ieee")
+    return dot(probs.to(values.dtype), values)
 
 
 @triton.jit
