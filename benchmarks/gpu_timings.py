@@ -168,34 +168,41 @@ class Layer:
 
 def attend_rows(bench: Bench, sizes: Sizes, copy_gbps: float) -> Iterator[Row]:
     """Decode attention of every batch, length and head layout."""
-    device, size = bench.device, sizes.head_size
-    dtype = torch.float16
-    for (queries, heads), cached, batch in itertools.product(
-        sizes.heads, sizes.cached, sizes.batches
-    ):
-        row: Row = {"what": "attend", "heads": f"{queries}/{heads}", "cached": cached}
+    for heads, cached, batch in itertools.product(sizes.heads, sizes.cached, sizes.batches):
+        row: Row = {"what": "attend", "heads": "{}/{}".format(*heads), "cached": cached}
         row["batch"] = batch
         if bench.late():
             yield row | {"skipped": "out of time"}
-            continue
-        kv_bytes = batch * cached * heads * 2 * size * dtype.itemsize
-        copies = max(1, min(8, math.ceil(2 * bench.l2_bytes() / kv_bytes)))
-        layers = [Layer.make(device, batch, heads, size, cached, dtype) for _ in range(copies)]
-        query = torch.randn(batch, queries, size, dtype=dtype, device=device)
-        key = torch.randn(batch, heads, size, dtype=dtype, device=device)
+        else:
+            yield row | _attend_row(bench, sizes, copy_gbps, heads, cached, batch)
 
-        def timed(call: Callable[[Layer], Any], layers: list[Layer] = layers) -> float:
-            turn = itertools.cycle(layers)
-            return bench.milliseconds(lambda: call(next(turn)))
 
-        row["ms"] = timed(lambda layer: layer.attend(query, key, True))
-        row["plain_ms"] = timed(lambda layer: layer.attend(query, key, False))
-        row["gbps"] = kv_bytes / row["ms"] / 1e6
-        row["of_copy"] = row["gbps"] / copy_gbps
-        row["over_plain"] = row["ms"] / row["plain_ms"]
-        del layers
-        row |= _dense_attention(bench, row["ms"], query, batch, heads, cached)
-        yield row
+def _attend_row(
+    bench: Bench,
+    sizes: Sizes,
+    copy_gbps: float,
+    num_heads: tuple[int, int],
+    cached: int,
+    batch: int,
+) -> Row:
+    device, size, dtype = bench.device, sizes.head_size, torch.float16
+    queries, heads = num_heads
+    kv_bytes = batch * cached * heads * 2 * size * dtype.itemsize
+    copies = max(1, min(8, math.ceil(2 * bench.l2_bytes() / kv_bytes)))
+    layers = [Layer.make(device, batch, heads, size, cached, dtype) for _ in range(copies)]
+    query = torch.randn(batch, queries, size, dtype=dtype, device=device)
+    key = torch.randn(batch, heads, size, dtype=dtype, device=device)
+
+    def timed(featured: bool) -> float:
+        turn = itertools.cycle(layers)
+        return bench.milliseconds(lambda: next(turn).attend(query, key, featured))
+
+    row: Row = {"ms": timed(True), "plain_ms": timed(False)}
+    row["gbps"] = kv_bytes / row["ms"] / 1e6
+    row["of_copy"] = row["gbps"] / copy_gbps
+    row["over_plain"] = row["ms"] / row["plain_ms"]
+    layers.clear()
+    return row | _dense_attention(bench, row["ms"], query, batch, heads, cached)
 
 
 def _dense_attention(
@@ -335,23 +342,25 @@ def _concatenation(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Callable[[
 
 def prefill_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     """A prompt through a bounded cache, stride by stride, and full causal attention."""
-    dtype, (queries, heads) = torch.float16, sizes.heads[0]
     for stride, length in itertools.product(sizes.prefill_strides, sizes.prefill_lengths):
         row: Row = {"what": "prefill", "stride": stride, "tokens": length}
         if bench.late():
             yield row | {"skipped": "out of time"}
-            continue
-        prompt = _Prompt(bench, sizes, stride, queries, heads, dtype)
-        row["ms"] = bench.milliseconds(lambda p=prompt, n=length: p.run(n))
-        row["us_per_token"] = row["ms"] * 1e3 / length
-        query = torch.randn(1, queries, length, sizes.head_size, device=bench.device).to(dtype)
-        key = torch.randn(1, heads, length, sizes.head_size, device=bench.device).to(dtype)
-        sdpa = torch.nn.functional.scaled_dot_product_attention
-        full = bench.milliseconds(
-            lambda q=query, k=key: sdpa(q, k, k, is_causal=True, enable_gqa=True)
-        )
-        row["full_us_per_token"] = full * 1e3 / length
-        yield row | prompt.xformers_row(bench)
+        else:
+            yield row | _prefill_row(bench, sizes, stride, length)
+
+
+def _prefill_row(bench: Bench, sizes: Sizes, stride: int, length: int) -> Row:
+    dtype, (queries, heads) = torch.float16, sizes.heads[0]
+    prompt = _Prompt(bench, sizes, stride, queries, heads, dtype)
+    row: Row = {"ms": bench.milliseconds(lambda: prompt.run(length))}
+    row["us_per_token"] = row["ms"] * 1e3 / length
+    query = torch.randn(1, queries, length, sizes.head_size, device=bench.device).to(dtype)
+    key = torch.randn(1, heads, length, sizes.head_size, device=bench.device).to(dtype)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    full = bench.milliseconds(lambda: sdpa(query, key, key, is_causal=True, enable_gqa=True))
+    row["full_us_per_token"] = full * 1e3 / length
+    return row | prompt.xformers_row(bench)
 
 
 class _Prompt:

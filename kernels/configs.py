@@ -59,9 +59,8 @@ def attend_config(device: torch.device, dtype: torch.dtype, head_size: int, grou
     tuned = _tuned("attend", device, dtype, head_size)
     if tuned is not None:
         return tuned
-    wide = dtype.itemsize * triton.next_power_of_2(head_size)
-    tile = 32 if wide <= 256 else 16
-    return Config(tile=tile, warps=4, stages=2)
+    half = dtype.itemsize == 2 and head_size <= 128
+    return Config(tile=32 if half else 16, warps=4, stages=2)
 
 
 def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots: int) -> int:
@@ -80,10 +79,12 @@ def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     if tuned is not None:
         return tuned
     if dtype.itemsize == 4:
-        return Config(tile=16, queries=32, warps=4, stages=1)
+        return Config(tile=16, queries=32, warps=8, stages=1)
     if head_size > 128:
         return Config(tile=32, queries=64, warps=8, stages=2)
-    return Config(tile=64, queries=64 if head_size > 64 else 128, warps=4, stages=2)
+    if head_size > 64:
+        return Config(tile=64, queries=128, warps=8, stages=2)
+    return Config(tile=64, queries=64, warps=4, stages=2)
 
 
 def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:

@@ -219,7 +219,7 @@ def survivors_reference(
         if evicts == len(candidates):
             gone = set(candidates)
         elif evicts:
-            gone = {min(candidates, key=lambda r: (row[r], r if keep_later else -r))}  # noqa: B023
+            gone = {min(candidates, key=lambda r: (row[r], r if keep_later else -r))}
         else:
             gone = set()
         kept.append([r for r in range(len(row)) if r not in gone])
