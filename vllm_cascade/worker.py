@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -21,33 +21,30 @@ from vllm_cascade.positions import find_rotaries
 from vllm_cascade.trace import Recorder
 
 
-@contextmanager
-def _our_backend() -> Iterator[None]:
-    """Layers built in this context use our backend; later engines of this process do not.
+class KVPolicyWorker:
+    """Mixin for vLLM's workers: one process of an engine that runs a policy."""
 
-    The CPU platform has one attention backend and ignores ``--attention-backend``, so ours takes
-    its name for as long as a model is built.
-    """
-    register_backend(
-        AttentionBackendEnum.CPU_ATTN, "vllm_cascade.attention.backend.CPUKVPolicyBackend"
-    )
-    _cached_get_attn_backend.cache_clear()
-    try:
-        yield
-    finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+    backend: ClassVar[AttentionBackendEnum]
+    """The name under which layers find our backend."""
+    backend_path: ClassVar[str]
+
+    @contextmanager
+    def _our_backend(self) -> Iterator[None]:
+        """Layers built in this context use our backend; later engines of this process do not."""
+        register_backend(self.backend, self.backend_path)
         _cached_get_attn_backend.cache_clear()
-
-
-class CPUKVPolicyWorker(CPUWorker):
-    """One process of a CPU engine that runs a policy."""
+        try:
+            yield
+        finally:
+            self.backend.clear_override()
+            _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
-        with _our_backend():
+        with self._our_backend():
             super().load_model(**kwargs)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        with set_current_vllm_config(self.vllm_config):  # CPUKVPolicyBackend.customize_spec asks
+        with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
             return super().get_kv_cache_spec()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -67,8 +64,9 @@ class CPUKVPolicyWorker(CPUWorker):
         builder.positions.install(model)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
-        for table in self.model_runner.input_batch.block_table.block_tables:
-            table.slot_mapping_mode = SlotMappingMode.NONE
+        if not self.use_v2_model_runner:
+            for table in self.model_runner.input_batch.block_table.block_tables:
+                table.slot_mapping_mode = SlotMappingMode.NONE
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
@@ -112,3 +110,10 @@ class CPUKVPolicyWorker(CPUWorker):
         for layer in layers:
             layer.impl.recorder = None
         return [asdict(snapshot) for snapshot in recorder.snapshots] if recorder else []
+
+
+class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
+    """On the CPU: its platform knows one attention backend, whose name ours takes meanwhile."""
+
+    backend = AttentionBackendEnum.CPU_ATTN
+    backend_path = "vllm_cascade.attention.backend.CPUKVPolicyBackend"

@@ -21,8 +21,8 @@ def _gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
     return tensor_model_parallel_all_gather(mass.contiguous(), dim=-3)
 
 
-class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
-    """Runs a step's waves: all one-token strides as a batch, each longer stride on its own."""
+class KVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
+    """What a layer's constructor refuses and keeps, on any device."""
 
     def __init__(
         self,
@@ -60,6 +60,10 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         self.recorder: Recorder | None = None
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
+
+
+class CPUKVPolicyImpl(KVPolicyImpl):
+    """Runs a step's waves: all one-token strides as a batch, each longer stride on its own."""
 
     def prepare(
         self,
