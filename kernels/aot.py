@@ -73,6 +73,7 @@ class Shape:
         flags = ("per_head", "interleaved", "alibi", "logit_scale", "token")
         words += [name for name in flags if getattr(self, name)]
         words += ["soft cap"] if self.softcap else []
+        words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
         words += [self.reduction] if self.reduction != "mean" else []
         words += [] if self.rotary or self.alibi else ["no rotation"]
         words += [] if self.keep_logits else ["no scores"]

@@ -156,7 +156,7 @@ def gather(
     num_slots = table.shape[1] * page
     if num_rows == 0 or max_cached == 0:
         return keys, values, scores, tokens
-    tile = min(32, triton.next_power_of_2(num_slots))
+    tile = min(16, triton.next_power_of_2(num_slots))
     _gather[(num_rows, num_heads, triton.cdiv(num_slots, tile))](
         *(kv, rank, born, score, token if token is not None else rank, table, steps),
         *(rotation if rotation is not None else score, keys, values, scores, tokens),
