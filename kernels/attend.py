@@ -221,7 +221,7 @@ def attend(
     partial, partial_lse, logits, own = _outputs(query, splits, num_slots, keep_logits)
     if num_rows == 0:
         return partial, partial_lse, logits, own
-    config = attend_config(query.device, query.dtype, head_size, group)
+    config = attend_config(query.device, query.dtype, head_size)
     _attend[(num_rows, num_heads, splits)](
         *(query, key, value, kv, rank, born, table, steps),
         rotation if rotation is not None else partial,

@@ -51,7 +51,7 @@ def _tuned(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int
     return TUNED.get((kernel, capability(device), str(dtype).removeprefix("torch."), head_size))
 
 
-def attend_config(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> Config:
+def attend_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
     """Decode: a tile of keys and values that fits the registers of its warps.
 
     fp32 takes half the keys (a row is twice as long), and so does a head of 256.

@@ -178,6 +178,8 @@ def insert(
         return
     num_sets, page = rank.shape[1:]
     heads = num_heads // num_sets
+    # One program a request and set: latency decides, so all slots are one tile where they can be.
+    tile = min(4096, triton.next_power_of_2(table.shape[1] * page))
     _insert[(num_rows, num_sets)](
         *(key, value, new_score, kv, rank, born, score),
         *(token if token is not None else rank, table, steps, key.stride(0), value.stride(0)),
@@ -192,8 +194,8 @@ def insert(
         PER_QUERY=per_query,
         STEP=steps.shape[1],
         PAGE=page,
-        TILE=min(1024, triton.next_power_of_2(table.shape[1] * page)),
-        num_warps=4,
+        TILE=tile,
+        num_warps=8 if tile > 1024 else 4,
     )
 
 

@@ -79,7 +79,7 @@ INSERTION: dict[str, Case] = {
     "resident-heads": Case(**{**SMALL, "num_heads": 3}, per_head=True, keep_later=False),
     "per-query": Case(**SMALL, per_query=True, lengths=(2, 21, 64)),
     "fp16": Case(head_size=80, num_heads=1, dtype=FP16, lengths=(9, 33)),
-    "long": Case(**SMALL, lengths=(1100, 1023), seed=3),  # more than one tile of slots
+    "long": Case(head_size=16, num_heads=1, lengths=(4200, 1023), seed=3),  # several tiles
 }
 
 
