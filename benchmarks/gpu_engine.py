@@ -33,7 +33,7 @@ LLAMAS: dict[str, dict[str, int]] = {
     "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv": 8, "inner": 8192, "vocab": 128256},
     "8B": {"hidden": 4096, "layers": 32, "heads": 32, "kv": 8, "inner": 14336, "vocab": 128256},
 }
-TINY = {"hidden": 64, "layers": 1, "heads": 4, "kv": 2, "inner": 64, "vocab": 512}
+TINY = {"hidden": 128, "layers": 1, "heads": 4, "kv": 2, "inner": 64, "vocab": 512}
 MAX_ERROR = 5e-4
 """Largest difference of a log-probability from the oracle's, in fp32."""
 

@@ -142,9 +142,11 @@ def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     table = order.view(len(case.lengths), pages)
     slots = [0 if n is None else n + rng.choice([0, 0, 1, 5]) * (n > 0) for n in case.lengths]
     cache = Cache(case, pool, table, slots)
+    cache.rank[0] = 3  # the null block may hold anything, also what looks like tokens
     steps = torch.zeros(len(case.lengths), 7, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
         if length is None:
+            steps[row] = 50  # warm-up brings numbers without pages
             steps[row, STREAM.value] = -1
             cache.table[row] = 0  # vLLM pads block tables with the null block
             continue

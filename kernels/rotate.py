@@ -13,6 +13,7 @@ import triton.language as tl
 from .tiles import (
     CACHED,
     OLD_SLOTS,
+    STREAM,
     block_of,
     check_pages,
     check_steps,
@@ -80,6 +81,8 @@ def _gather(
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
+    if tl.load(steps + row * STEP + STREAM) < 0:
+        return
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
     slot = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside = slot < slots
