@@ -24,7 +24,7 @@ from vllm_cascade.attention.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
 
-TOKENS = np.random.default_rng(1).integers(1, 500, 90).tolist()
+TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
 POLICIES: dict[str, dict[str, Any]] = {
     "cascade-1": {**CASCADE, "prefill_stride": 1},
@@ -82,7 +82,7 @@ def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
     llm = engine(engine_pool, POLICIES[name], models["llama"])
     compare(llm, POLICIES[name], TOKENS, models["llama"])
     (counters,) = llm.collective_rpc("kv_policy_counters")
-    assert counters["evicted_tokens"] > 40 and counters["moved_reads"] > 0
+    assert counters["evicted_tokens"] > 30 and counters["moved_reads"] > 0
     engine_pool.close()
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from vllm_cascade.kernels.aot import MAX_SHARED
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
 import json, sys
@@ -31,7 +33,6 @@ KERNELS = {
     "schedule", "attend", "merge", "update", "insert", "gather", "attend_strides", "column_sums",
     "stride_scores", "number", "place", "write",
 }  # fmt: skip
-MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 
 
 def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
