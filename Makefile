@@ -6,8 +6,10 @@ export VLLM_NO_USAGE_STATS ?= 1
 export DO_NOT_TRACK ?= 1
 export HF_HUB_OFFLINE ?= 1
 
+SOAK_MINUTES ?= 30
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-slow demo clean
+.PHONY: help setup lint format test test-slow soak demo clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -23,6 +25,9 @@ test: setup ## the tests, less the slow ones
 
 test-slow: setup ## the slow tests
 	@$(PY) -m pytest -m slow
+
+soak: setup ## mixed load on a live server for SOAK_MINUTES (30): no leak, no slow-down
+	@$(PY) -m tests.soak --minutes $(SOAK_MINUTES)
 
 lint: setup ## ruff: rules and formatting
 	@$(PY) -m ruff check .

@@ -109,6 +109,7 @@ def jobs(args: argparse.Namespace, token_ids: list[int], native_len: int) -> lis
         "cascade per KV head": {"name": "cascade", "head_policy": "per_kv_head", **shared},
         "beehive": {"name": "beehive", **shared},
         "lazy": {"name": "lazy", **shared},
+        "dgc": {"name": "dgc", **shared},
         "h2o": {"name": "h2o", **shared},
     }
     bounded = [

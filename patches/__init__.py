@@ -18,10 +18,16 @@ def apply_all() -> None:
     if _applied:
         return
     check_version()
-    from vllm_cascade.patches import engine_args, max_model_len
+    from vllm_cascade.patches import (
+        engine_args,
+        max_model_len,
+        pool_size,
+        request_checks,
+        stat_loggers,
+    )
 
-    max_model_len.apply()
-    engine_args.apply()
+    for patch in (max_model_len, engine_args, pool_size, request_checks, stat_loggers):
+        patch.apply()
     _applied = True
 
 

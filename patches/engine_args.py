@@ -164,10 +164,9 @@ def _wrap_create(original):
         policy_class(raw["name"])
         from vllm_cascade.engine import apply_policy
 
-        wants_prefix_caching = self.enable_prefix_caching is True
         with max_model_len.positions_are_bounded() as native:
             config = original(self, *args, **kwargs)
-        apply_policy(config, raw, native.max_len, wants_prefix_caching)
+        apply_policy(config, raw, native.max_len)
         return config
 
     return create_engine_config

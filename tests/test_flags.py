@@ -113,12 +113,11 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     config = EngineArgs(
         model=str(MODEL), kv_policy="sink", kv_policy_config={"tie": "resident"}
     ).create_engine_config()
-    assert not config.cache_config.enable_prefix_caching
+    assert config.cache_config.enable_prefix_caching
     (summary,) = [line for line in lines if line.startswith("KV policy sink: budget=")]
     assert "budget=764, num_sinks=4, prefill_stride=256" in summary
     assert "fits in the model's 1024 positions" in summary
     assert "KV policy sink: no effect from tie" in lines
-    assert any(line.startswith("Prefix caching is off") for line in lines)
 
 
 def test_full_leaves_no_trace() -> None:
@@ -152,7 +151,7 @@ def test_serve_help_lists_the_flags() -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--help=KVPolicy"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     text = " ".join(text.split())
-    assert "--kv-policy {full,window,sink,cascade,beehive,lazy,h2o}" in text
+    assert "--kv-policy {full,window,sink,cascade,beehive,lazy,dgc,h2o}" in text
     assert "Which tokens stay in the KV cache." in text and "(default: full)" in text
     assert "--kv-budget" in text and "(default: 2048, or the largest that fits" in text
     assert "(default: None)" not in text and "SUPPRESS" not in text

@@ -156,6 +156,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--decode-context-parallel-size",
     ),
+    "clusters over ranks": (
+        SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2)),
+        'set head_policy to "per_kv_head"',
+    ),
     "micro-batches": (
         SimpleNamespace(parallel_config=SimpleNamespace(enable_dbo=True)),
         "--enable-dbo",
@@ -228,7 +232,9 @@ def test_refused_model(name: str, tmp_path: Path) -> None:
 def test_refused_configuration(name: str) -> None:
     config, message = FAKED[name]
     (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
-    assert refusal.applies(config, resolve({"name": "cascade", "head_policy": "per_kv_head"}))
+    own = {"clusters over ranks": {"name": "dgc", "importance": "cluster"}}
+    raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
+    assert refusal.applies(config, resolve(raw))
     assert message in refusal.message
 
 
@@ -254,6 +260,14 @@ def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
     config = create(MODEL)
     assert config.parallel_config.worker_cls == refusals.GPU_WORKER
     assert config.attention_config.backend.name == "CUSTOM"
+    assert not config.cache_config.enable_prefix_caching
+
+
+def test_clusters_of_each_head_are_accepted_over_ranks() -> None:
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == "clusters over ranks"]
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    raw = {"name": "dgc", "importance": "cluster", "head_policy": "per_kv_head"}
+    assert not refusal.applies(config, resolve(raw))
 
 
 def test_refused_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-cascade``: what policies there are, and which tokens they keep."""
+"""``vllm-cascade``: what policies there are, which tokens they keep, and counting a corpus."""
 
 import argparse
 import json
@@ -73,6 +73,31 @@ def trace(args: argparse.Namespace) -> None:
         draw(policy, steps, Path(args.png))
 
 
+def idf(args: argparse.Namespace) -> None:
+    """Count a corpus and write its table of document frequencies.
+
+    Raises:
+        OSError: a file that cannot be read or written.
+    """
+    from vllm.tokenizers import get_tokenizer
+
+    from vllm_cascade.idf import build_from_files
+
+    tokenizer = get_tokenizer(
+        args.tokenizer,
+        tokenizer_mode=args.tokenizer_mode,
+        trust_remote_code=args.trust_remote_code,
+    )
+    table = build_from_files(tokenizer, args.corpus)
+    if table.num_sentences == 0:
+        raise ValueError("--corpus has no text in it")
+    table.save(args.out)
+    print(
+        f"{args.out}: {int(table.counts.sum()):,} tokens, {table.num_sentences:,} sentences, "
+        f"{int((table.counts > 0).sum()):,} of {len(table.counts):,} token ids seen"
+    )
+
+
 def summarise(policy: Policy, step: Step) -> None:
     """Print the last step, region by region."""
     print(f"{policy.name} after {step.t} tokens: {len(step.kept)} kept")
@@ -131,7 +156,9 @@ def parser() -> argparse.ArgumentParser:
     tracer = commands.add_parser("trace", help="show which tokens a policy keeps, without a model")
     tracer.add_argument("--tokens", type=int, default=1000, help="length of the stream")
     tracer.add_argument(
-        "--scores", help=".npy of attention probabilities [T, T] or [heads, T, T], row = query"
+        "--scores",
+        help=".npy of attention probabilities [T, T] or [heads, T, T], row = query; for dgc's "
+        "tfidf: [T], the tokens' importance",
     )
     tracer.add_argument("--head", type=int, default=0, help="which head of --scores")
     tracer.add_argument("--every", type=int, default=1, help="tokens between two steps")
@@ -139,6 +166,12 @@ def parser() -> argparse.ArgumentParser:
     tracer.add_argument("--png", help="draw every step here")
     add_flags(tracer)
     tracer.set_defaults(kv_policy="cascade")
+    idf = commands.add_parser("idf", help="count a corpus for dgc's importance tfidf")
+    idf.add_argument("--tokenizer", required=True, help="the model's name or folder")
+    idf.add_argument("--corpus", required=True, nargs="+", type=Path, help="text files, UTF-8")
+    idf.add_argument("--out", required=True, type=Path, help="the table, .safetensors")
+    idf.add_argument("--tokenizer-mode", default="auto", help="as vLLM's")
+    idf.add_argument("--trust-remote-code", action="store_true", help="as vLLM's")
     return main_parser
 
 
@@ -149,7 +182,7 @@ def main(argv: list[str] | None = None) -> None:
         show_policies()
         return
     try:
-        trace(args)
+        idf(args) if args.command == "idf" else trace(args)
     except (ValueError, OSError) as error:
         main_parser.error(str(error))
 

@@ -11,18 +11,16 @@ from vllm_cascade import refusals
 from vllm_cascade.config import CONFIG_KEY
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Policy, resolve
+from vllm_cascade.runtime import token_importance
 
 
-def apply_policy(
-    config: VllmConfig, raw: dict[str, Any], native_max_len: int, wants_prefix_caching: bool
-) -> None:
+def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
     """Check everything, then point the engine at our scheduler, worker and page spec.
 
     Args:
         config: changed in place.
         raw: the user's settings, ``name`` among them.
         native_max_len: the longest stream the model's positions allow without a policy.
-        wants_prefix_caching: whether the user asked for prefix caching in so many words.
 
     Raises:
         KVPolicyError: a setting that cannot work; names it and the fix.
@@ -34,6 +32,10 @@ def apply_policy(
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
     )
     refusals.check(config, policy)
+    token_importance(policy, config.model_config)  # for its errors, before a model is loaded
+    if policy.token_scores is not None and config.scheduler_config.async_scheduling:
+        config.scheduler_config.async_scheduling = False
+        logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
     config.additional_config = {
         **config.additional_config,
         CONFIG_KEY: {"name": policy.name, **policy.model_dump()},
@@ -43,14 +45,17 @@ def apply_policy(
     if current_platform.is_cpu():
         config.parallel_config.worker_cls = refusals.CPU_WORKER
     else:
-        config.parallel_config.worker_cls = refusals.GPU_WORKER
-        config.attention_config.backend = AttentionBackendEnum.CUSTOM
-        logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
+        _prepare_gpu(config, policy)
+    _log(policy, raw, config, max_position)
+
+
+def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:
+    config.parallel_config.worker_cls = refusals.GPU_WORKER
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
     if config.cache_config.enable_prefix_caching:
         config.cache_config.enable_prefix_caching = False
-        log = logger.warning if wants_prefix_caching else logger.info
-        log("Prefix caching is off: pages of a KV policy change in place, so none is shared.")
-    _log(policy, raw, config, max_position)
+        logger.info("Prefix caching is off: snapshots are not taken on CUDA yet.")
 
 
 def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:

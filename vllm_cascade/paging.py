@@ -4,7 +4,8 @@
 A page is vLLM's own block: ``[num_kv_heads, block_size, 2 * head_size]`` keys and values in the
 model's dtype, followed by three 4-byte numbers per slot and head set (``SLOT_WORDS``), counted in
 the page's size. A request's slots ``0 .. peak - 1`` are always initialised; fresh pages need no
-clearing. Pages are private to a request, and nothing here knows which tokens are kept.
+clearing. Pages are private to a request (``snapshots.py`` makes copies for others to start from),
+and nothing here knows which tokens are kept.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.policies import Policy
+from vllm_cascade.snapshots import SnapshotStore
 
 SLOT_WORDS = ("rank", "born", "score")
 TRACE_WORDS = (*SLOT_WORDS, "token")
@@ -70,15 +72,23 @@ class KVPolicySpec(AttentionSpec):
     def uses_slot_mapping(self) -> bool:
         return False
 
-    def num_pages(self, num_tokens: int) -> int:
-        """Pages of a request after ``num_tokens`` tokens."""
-        return cdiv(self.policy.peak(num_tokens), self.block_size)
+    def num_pages(self, num_tokens: int, policy: Policy | None = None) -> int:
+        """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
+        return cdiv((policy or self.policy).peak(num_tokens), self.block_size)
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         return self.num_pages(max_len)
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a request may become, and under which policy."""
+
+    num_tokens: int
+    policy: Policy
 
 
 class KVPolicyManager(SingleTypeKVCacheManager):
@@ -93,22 +103,37 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
-        self._limits: dict[str, int] = {}
+        self._limits: dict[str, Limit] = {}
+        self.snapshots: SnapshotStore | None = None
+        if self.enable_caching:
+            policy = kv_cache_spec.policy
+            self.snapshots = SnapshotStore(
+                block_pool, block_pool.hash_block_size, policy.prefill_stride
+            )
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
         return False  # a slot is reused by a later token
 
-    def set_limit(self, request_id: str, num_tokens: int) -> None:
-        """Announce that a request will never hold more than ``num_tokens`` tokens."""
-        self._limits[request_id] = num_tokens
+    def set_limit(self, request_id: str, num_tokens: int, policy: Policy | None = None) -> None:
+        """Announce that a request will never hold more than ``num_tokens`` tokens.
+
+        Args:
+            policy: the request's own; None: the engine's.
+        """
+        self._limits[request_id] = Limit(num_tokens, policy or self.kv_cache_spec.policy)
+
+    def num_pages(self, request_id: str, num_tokens: int) -> int:
+        """Pages that a request needs after ``num_tokens`` tokens."""
+        limit = self._limits.get(request_id)
+        return self.kv_cache_spec.num_pages(num_tokens, limit and limit.policy)
 
     def final_pages(self, request_id: str) -> int:
         """Pages a request may come to hold; without a limit, all that the policy allows."""
         limit = self._limits.get(request_id)
         if limit is None:
             return cdiv(self.kv_cache_spec.policy.capacity, self.block_size)
-        return self.kv_cache_spec.num_pages(limit)
+        return self.kv_cache_spec.num_pages(limit.num_tokens, limit.policy)
 
     def reserved_pages(self) -> int:
         """Pages promised to admitted requests and not taken yet."""
@@ -132,14 +157,30 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         """Pages the pool must have free: the next ones, or on admission all still promised."""
         held = len(self.req_to_blocks.get(request_id, ()))
         if held:
-            return max(self.kv_cache_spec.num_pages(num_tokens) - held, 0)
+            return max(self.num_pages(request_id, num_tokens) - held, 0)
         return self.final_pages(request_id) + self.reserved_pages()
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Give an admitted request pages that begin as a copy of a snapshot's."""
+        assert num_external_computed_tokens == 0 and not self.req_to_blocks[request_id]
+        if not new_computed_blocks:
+            return
+        assert self.snapshots is not None
+        assert len(new_computed_blocks) == self.num_pages(request_id, num_local_computed_tokens)
+        needed = self.final_pages(request_id) + self.reserved_pages()
+        self.req_to_blocks[request_id] = self.snapshots.adopt(new_computed_blocks, needed)
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
         blocks = self.req_to_blocks[request_id]
-        missing = self.kv_cache_spec.num_pages(num_tokens) - len(blocks)
+        missing = self.num_pages(request_id, num_tokens) - len(blocks)
         if missing <= 0:
             return []
         new_blocks = self.block_pool.get_new_blocks(missing)
@@ -163,7 +204,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         dcp_world_size: int = 1,
         pcp_world_size: int = 1,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Never a hit: pages change in place, so they belong to one request."""
+        """Never a hit on live pages; the scheduler looks for snapshots of them instead."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
@@ -214,6 +255,17 @@ def page_views(kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
         born=tail["born"],
         score=tail["score"].view(torch.float32),
         token=tail.get("token"),
+    )
+
+
+def whole_pages(kv_cache: torch.Tensor) -> torch.Tensor:
+    """int8 ``[num_blocks, page bytes]``: a layer's pages with their tails, for copying."""
+    page_bytes = kv_cache.stride(0) * kv_cache.element_size()
+    return torch.empty(0, dtype=torch.int8, device=kv_cache.device).set_(
+        kv_cache.untyped_storage(),
+        kv_cache.storage_offset() * kv_cache.element_size(),
+        (kv_cache.shape[0], page_bytes),
+        (page_bytes, 1),
     )
 
 

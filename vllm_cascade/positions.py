@@ -74,6 +74,20 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tenso
     return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
 
+def signed_rotation(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """cos and sin of rotations by ``-distance``, also forwards, from a table of ``Rotary.table``.
+
+    Args:
+        distance: int ``[...]``.
+
+    Returns:
+        fp32 ``[..., 2, rotary_dim / 2]``.
+    """
+    cos, sin = table[distance.abs().long()].unbind(-2)
+    sign = torch.where(distance < 0, -1.0, 1.0)[..., None]
+    return torch.stack([cos, sin * sign], dim=-2)
+
+
 def rotary_of(module: RotaryEmbeddingBase) -> Rotary:
     """The frequencies of one of vLLM's rotary modules, checked against its own cos/sin cache.
 

@@ -267,6 +267,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "remove one of the two",
     ),
     Refusal(
+        "clusters over ranks",
+        lambda config, policy: (
+            policy.merge_into is not None
+            and policy.head_policy == "homogeneous"
+            and config.parallel_config.tensor_parallel_size > 1
+        ),
+        "importance 'cluster' with one set of tokens for all heads would need every rank's keys "
+        'to find a cluster; set head_policy to "per_kv_head" with --tensor-parallel-size > 1',
+    ),
+    Refusal(
         "Model Runner V2 on the CPU",
         lambda config, _: (
             current_platform.is_cpu() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1"

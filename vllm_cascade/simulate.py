@@ -30,15 +30,18 @@ def simulate(
 
     Args:
         probs: ``[T, T]``, row = query, column = key: attention of one head set (already reduced
-            over heads). Columns of tokens that are gone are not looked at.
+            over heads). Columns of tokens that are gone are not looked at. For a policy that
+            scores tokens by their text: ``[T]``, these scores.
         every: yield only steps at multiples of this.
 
     Raises:
         ValueError: an array that is too small or not of two axes.
     """
-    if probs is not None and (probs.ndim != 2 or min(probs.shape) < num_tokens):
+    axes = 2 if policy.token_scores is None else 1
+    if probs is not None and (probs.ndim != axes or min(probs.shape) < num_tokens):
         raise ValueError(
-            f"scores must be an array [T, T] with T >= {num_tokens} tokens, not {probs.shape}"
+            f"scores must be an array [{', '.join('T' * axes)}] with T >= {num_tokens} tokens, "
+            f"not {probs.shape}"
         )
     kept = np.zeros(0, dtype=np.int64)
     score = np.zeros(0, dtype=np.float32)
@@ -48,6 +51,9 @@ def simulate(
         if policy.uses_scores and probs is not None:
             weight = np.float32(policy.weight)
             score = np.float32(policy.decay) * score + weight * probs[t, kept].astype(np.float32)
+        if policy.token_scores is not None and probs is not None:
+            judged = t - policy.token_scores.lag
+            score[kept == judged] = probs[judged]
         stays = _survivors(policy, t, kept, score)
         kept, score = kept[stays], score[stays]
         if (t + 1) % every == 0:

@@ -35,8 +35,7 @@ class Recorder:
 
     def record(self, layer: str, pages: Pages, wave: Wave) -> None:
         """Note what each stride of the wave left in the cache."""
-        if wave.tokens is not None:
-            batch = wave.tokens
+        for batch in wave.tokens:
             for row in range(len(batch.index)):
                 end = int(batch.stream[row]) + 1
                 self.add(layer, pages, batch.pages[row], int(batch.new_slots[row]), end)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests.oracle.dgc import nearest_centres
+
 
 class LiteralCache:
     """One request's cache in one layer."""
@@ -28,10 +30,12 @@ class LiteralCache:
         slopes: torch.Tensor | None = None,
         softcap: float = 0.0,
         logit_scale: Callable[[int], float] | None = None,
+        token_scores: list[float] | None = None,
     ) -> None:
         self.sims = [make_sim() for _ in range(num_sets)]
         self.decay, self.weight, self.reduction, self.scale = decay, weight, reduction, scale
-        self.logit_scale = logit_scale
+        self.logit_scale, self.token_scores = logit_scale, token_scores
+        self.members: list[dict[int, int]] = [{} for _ in range(num_sets)]
         self.probs: list[dict[int, float]] = []  # of each query, reduced over the first set's heads
         self.inv_freq, self.is_neox = inv_freq, is_neox
         self.slopes, self.softcap = slopes, softcap
@@ -72,7 +76,7 @@ class LiteralCache:
         mass = [dict[int, torch.Tensor]() for _ in range(query.shape[1])]
         for head in range(query.shape[1]):
             kv_head = head // group
-            cached = self.sims[kv_head % len(self.sims)].tokens()
+            cached = self.sims[kv_head % len(self.sims)].arranged()
             for t in range(num_tokens):
                 tokens = cached + list(range(first, first + t + 1))
                 factor = self.logit_scale(first + t) if self.logit_scale else 1.0
@@ -124,12 +128,32 @@ class LiteralCache:
             def compared(
                 token: int, scores: dict = scores, sim: Any = sim, seen: int = seen
             ) -> float:
+                if self.token_scores is not None:
+                    return self.token_scores[token]
                 return scores[token] / (seen - token if sim.normalise else 1)
 
             for token in range(first, seen):
                 sim.insert(token, compared)
+            self._merge(index)
             if index == 0 and num_tokens == 1:
                 self.probs.append({t: float(p) for t, p in self._reduced(heads).items()})
+
+    def _merge(self, index: int) -> None:
+        """Average tokens that join others into them, unrotated."""
+        centres, joining = self.sims[index].take_merged()
+        if not joining:
+            return
+        heads = [index] if len(self.sims) > 1 else range(self.keys[0].shape[0])
+        features = torch.stack(self.keys).double()[:, heads].flatten(1).numpy()
+        nearest, _ = nearest_centres(features, centres, joining)
+        for token, centre in zip(joining, nearest, strict=True):
+            count = self.members[index].get(centre, 1)
+            for rows in (self.keys, self.values):
+                mean = rows[centre].double().clone()
+                mean[heads] = (count * mean[heads] + rows[token].double()[heads]) / (count + 1)
+                rows[centre] = mean
+            self.members[index][centre] = count + 1
+        self._rotated = {}
 
     def _reduced(self, heads: list[dict[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Probabilities of one query, reduced over a set's heads."""

@@ -124,7 +124,12 @@ class PagedLayer:
         )
 
 
-def oracle_for(settings: dict[str, Any], shape: Shape, layer: PagedLayer) -> LiteralCache:
+def oracle_for(
+    settings: dict[str, Any],
+    shape: Shape,
+    layer: PagedLayer,
+    token_scores: list[float] | None = None,
+) -> LiteralCache:
     slopes = layer.impl.alibi_slopes
     return LiteralCache(
         lambda: make_sim(settings),
@@ -137,13 +142,22 @@ def oracle_for(settings: dict[str, Any], shape: Shape, layer: PagedLayer) -> Lit
         slopes=None if slopes is None else slopes.flatten().double(),
         softcap=shape.softcap,
         logit_scale=logit_scale(settings),
+        token_scores=token_scores,
     )
+
+
+def judged(scores: list[float], lag: int, begin: int, end: int) -> np.ndarray:
+    """What the host gives the builder: scores of the tokens ``lag`` before, 0 where none is."""
+    return np.float32([scores[i - lag] if i >= lag else 0.0 for i in range(begin, end)])
 
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 HEADS = {**CASCADE, "head_policy": "per_kv_head"}
 LAZY = {"name": "lazy", "budget": 12, "num_sinks": 2, "overflow": 6, "slack": 5, "max_drop": 2}
 H2O = {"name": "h2o", "budget": 14, "window": 7, "num_sinks": 1}
+DGC = {"name": "dgc", "budget": 15, "num_sinks": 2, "global_size": 6}
+BY_IMPORTANCE = {**DGC, "order": "importance"}
+CLUSTER = {**DGC, "importance": "cluster"}
 BEEHIVE = {
     "name": "beehive",
     "budget": 17,
@@ -187,6 +201,38 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "beehive-40": (Shape(), {**BEEHIVE, "stride": 4, "prefill_stride": 40}),
     "beehive-overflow": (Shape(), {**BEEHIVE, "overflow": 4, "prefill_stride": 9}),
     "beehive-log-n": (Shape(), {**BEEHIVE, "log_n": True, "prefill_stride": 6}),
+    "dgc": (Shape(), {**DGC, "prefill_stride": 8}),
+    "dgc-1": (Shape(), {**DGC, "prefill_stride": 1, "tie": "resident"}),
+    "dgc-heads-overflow": (
+        Shape(),
+        {**DGC, "overflow": 4, "head_policy": "per_kv_head", "prefill_stride": 20},
+    ),
+    "dgc-attention": (Shape(), {**DGC, "importance": "attention", "prefill_stride": 6}),
+    "dgc-by-importance": (Shape(), {**BY_IMPORTANCE, "prefill_stride": 8}),
+    "dgc-by-importance-overflow": (
+        Shape(is_neox=False),
+        {**BY_IMPORTANCE, "overflow": 3, "prefill_stride": 1},
+    ),
+    "dgc-by-importance-alibi": (Shape(alibi=True), {**BY_IMPORTANCE, "prefill_stride": 5}),
+    "dgc-by-attention": (
+        Shape(head_size=20, rotary_dim=8),
+        {
+            **BY_IMPORTANCE,
+            "importance": "attention",
+            "head_policy": "per_kv_head",
+            "prefill_stride": 7,
+        },
+    ),
+    "dgc-cluster": (Shape(), {**CLUSTER, "prefill_stride": 8}),
+    "dgc-cluster-1": (Shape(is_neox=False), {**CLUSTER, "prefill_stride": 1}),
+    "dgc-cluster-heads": (
+        Shape(head_size=20, rotary_dim=8),
+        {**CLUSTER, "head_policy": "per_kv_head", "prefill_stride": 40},
+    ),
+    "dgc-cluster-alibi-overflow": (
+        Shape(alibi=True),
+        {**CLUSTER, "overflow": 5, "prefill_stride": 7},
+    ),
     "soft-cap": (Shape(softcap=2.0), {**CASCADE, "prefill_stride": 8}),
     "base-3": (
         Shape(),
@@ -206,7 +252,9 @@ def test_mixed_requests(name: str) -> None:
     pages_each = -(-(settings["budget"] + 4 + settings.get("overflow", 1)) // shape.block_size)
     layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
     stride = settings["prefill_stride"]
-    literal = [oracle_for(settings, shape, layer) for _ in prompts]
+    source = layer.policy.token_scores
+    scores = [rng.integers(0, 9, total).astype(float).tolist() for total in totals]
+    literal = [oracle_for(settings, shape, layer, scores[r] if source else None) for r in range(5)]
     tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
     num_q = shape.num_kv_heads * shape.group
     query = [torch.randn(total, num_q, shape.head_size) for total in totals]
@@ -218,6 +266,10 @@ def test_mixed_requests(name: str) -> None:
         rows = [r for r in rng.permutation(len(prompts)) if done[r] < totals[r]]
         lengths = [chunk(done[r], prompts[r], stride, int(rng.integers(1, 50))) for r in rows]
         parts = [slice(done[r], done[r] + n) for r, n in zip(rows, lengths, strict=True)]
+        if source is not None:
+            layer.builder.token_scores = lambda row, begin, end, lag, rows=rows: judged(
+                scores[rows[row]], lag, begin, end
+            )
         output = layer.step(
             lengths,
             [done[r] for r in rows],

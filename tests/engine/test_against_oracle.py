@@ -6,6 +6,7 @@ model's 1,024 positions. Token budgets are odd on purpose: chunks end where they
 they are told.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -14,13 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 from vllm import SamplingParams
 
 from tests.conftest import MODEL
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.oracle.dgc import sentences_of
 from tests.oracle.model import OracleResult, load_model, stream
 from tests.oracle.random_models import write_bloom, write_llama
-from tests.oracle.settings import oracle_settings
+from tests.oracle.settings import oracle_settings, token_scores
 
 NUM_TOKENS = 3000
 MAX_ERROR, MEAN_ERROR = 2e-4, 1e-5
@@ -79,8 +82,36 @@ def oracle_model(path: Path) -> Any:
     return load_model(path, bloom_gelu="none")  # vLLM's Bloom uses the exact GELU
 
 
-def run_oracle(policy: dict[str, Any], tokens: list[int], model: Path = MODEL) -> OracleResult:
-    return stream(oracle_model(model), tokens, prompt_len=len(tokens), **oracle_settings(policy))
+@lru_cache(maxsize=1)
+def book_ends() -> list[bool]:
+    """Which token ids end a sentence: a full stop or the like, quotes aside, or a line's end."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    texts = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    marks = re.compile(r"[.!?…。！？][\"'”’»)\]}*_ \t]*\s*$|\n")
+    special = set(tokenizer.all_special_ids)
+    return [token in special or bool(marks.search(text)) for token, text in enumerate(texts)]
+
+
+def run_oracle(
+    policy: dict[str, Any],
+    tokens: list[int],
+    model: Path = MODEL,
+    prompt_len: int | None = None,
+    corpus: list[int] | None = None,
+) -> OracleResult:
+    """What the oracle says about ``tokens``, of which the first ``prompt_len`` are a prompt.
+
+    ``corpus`` is counted where the policy reads a table of document frequencies.
+    """
+    ends = book_ends().__getitem__
+    sentences = None if corpus is None else sentences_of(corpus, ends)
+    return stream(
+        oracle_model(model),
+        tokens,
+        prompt_len=len(tokens) if prompt_len is None else prompt_len,
+        token_scores=token_scores(policy, tokens, ends, sentences),
+        **oracle_settings(policy),
+    )
 
 
 def run_engine(
@@ -102,10 +133,16 @@ def run_engine(
     return prompt_logprobs(output), kept
 
 
-def compare(llm: Any, policy: dict[str, Any], tokens: list[int], model: Path = MODEL) -> None:
+def compare(
+    llm: Any,
+    policy: dict[str, Any],
+    tokens: list[int],
+    model: Path = MODEL,
+    corpus: list[int] | None = None,
+) -> None:
     per_head = oracle_settings(policy)["head_policy"] == "per_kv_head"
     logprobs, kept = run_engine(llm, tokens, per_head)
-    truth = run_oracle(policy, tokens, model)
+    truth = run_oracle(policy, tokens, model, corpus=corpus)
     assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
     error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
     layers = sorted({layer for _, layer in kept}, key=lambda name: int(name.split(".")[2]))
@@ -122,7 +159,9 @@ def compare(llm: Any, policy: dict[str, Any], tokens: list[int], model: Path = M
     assert pool_usage(llm) == 0.0
 
 
-def run_case(case: Case, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+def run_case(
+    case: Case, engine_pool: EnginePool, book_tokens: list[int], corpus: list[int] | None = None
+) -> None:
     """3,000 tokens of the book; the counters must show that the policy really evicted."""
     llm = engine_pool.get(
         {**case.policy, "trace": True},
@@ -131,7 +170,7 @@ def run_case(case: Case, engine_pool: EnginePool, book_tokens: list[int]) -> Non
         **case.engine,
     )
     (before,) = llm.collective_rpc("kv_policy_counters")
-    compare(llm, case.policy, book_tokens[:NUM_TOKENS])
+    compare(llm, case.policy, book_tokens[:NUM_TOKENS], corpus=corpus)
     (after,) = llm.collective_rpc("kv_policy_counters")
     kept = case.policy["budget"] + 4 + case.policy.get("overflow", 32)
     assert after["tokens"] - before["tokens"] == NUM_TOKENS

@@ -99,6 +99,36 @@ def test_a_stream_longer_than_the_positions(server: Server, book_tokens: list[in
     assert server.metric("vllm:num_preemptions_total") == 0.0
 
 
+def test_a_request_with_a_budget_of_its_own(server: Server, book_tokens: list[int]) -> None:
+    tokens = book_tokens[5000:5700]
+    answer = server.client.completions.create(
+        model=str(MODEL),
+        prompt=tokens,
+        max_tokens=1,
+        temperature=0,
+        logprobs=1,
+        extra_body={"vllm_xargs": {"kv_budget": 64}},
+    )
+    best = run_oracle({**POLICY, "budget": 64}, tokens).logits_last.log_softmax(-1).max().item()
+    assert answer.choices[0].logprobs.token_logprobs[0] == pytest.approx(best, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"kv_budget": 256}, "kv_budget 256 is not within the server's .*: ask for 1 to 128"),
+        ({"kv_policy": "no"}, "unknown policy 'no', choose from window, sink, cascade"),
+        ({"kv_buget": 64}, "did you mean 'kv_budget'"),
+    ],
+)
+def test_what_a_request_may_not_ask_for_is_a_400(asked: dict, message: str, server: Server) -> None:
+    ask: dict = {"max_tokens": 2, "extra_body": {"vllm_xargs": asked}}
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        server.client.completions.create(model=str(MODEL), prompt=[1, 2, 3], **ask)
+    assert caught.value.status_code == 400
+    assert next(iter(asked)) in str(caught.value)
+
+
 def test_many_clients_and_one_that_leaves(server: Server, book_tokens: list[int]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from .dgc import nearest_centres
 from .policies import Sim
 
 HEAD_POLICIES = ("homogeneous", "per_kv_head")
@@ -350,6 +351,24 @@ def strides(num_tokens: int, prompt_len: int, stride: int) -> list[tuple[int, in
     return cuts + [(a, a + 1) for a in range(prompt_len, num_tokens)]
 
 
+def merge(sim: Sim, members: dict[int, int], keys: Tensor, values: Tensor) -> None:
+    """Average the tokens that join others into them; `keys`, `values` are a set's [heads, ...].
+
+    A token joins the centre nearest to it before any of them joins.
+    """
+    centres, joining = sim.take_merged()
+    if not joining:
+        return
+    features = keys.transpose(0, 1).flatten(1).numpy().copy()
+    targets, lead = nearest_centres(features, centres, joining)
+    sim.closest_contest = min(sim.closest_contest, lead)
+    for token, centre in zip(joining, targets, strict=True):
+        count = members.get(centre, 1)
+        for rows in (keys, values):
+            rows[:, centre] = (count * rows[:, centre] + rows[:, token]) / (count + 1)
+        members[centre] = count + 1
+
+
 @torch.inference_mode()
 def stream(
     model: OracleModel,
@@ -364,6 +383,7 @@ def stream(
     decay: float | None = None,
     weight: float | None = None,
     logit_scale: Callable[[int], float] | None = None,
+    token_scores: list[float] | None = None,
     kept_at: Collection[int] | None = None,
 ) -> OracleResult:
     """Run `tokens` through the model with one token-retention simulation per layer and head set.
@@ -376,7 +396,8 @@ def stream(
     exponential moving average with (gamma, 1 - gamma), for which `gamma` is a short form, a plain
     sum with (1, 1). A simulation with `normalise` is shown that score divided by the number of
     queries that saw the token, its own included. `logit_scale` gives a factor on the logits of
-    the query at stream index i (`log_n()`; default 1).
+    the query at stream index i (`log_n()`; default 1). `token_scores` are shown in place of
+    scores by attention. Tokens that a simulation merges into others are averaged into them.
     """
     if gamma is not None:
         if decay is not None or weight is not None:
@@ -395,6 +416,7 @@ def stream(
     values = [torch.zeros(shape) for _ in range(num_layers)]
     scores = [torch.zeros(num_sets, total) for _ in range(num_layers)]
     sims = [[make_sim() for _ in range(num_sets)] for _ in range(num_layers)]
+    members = [[dict[int, int]() for _ in range(num_sets)] for _ in range(num_layers)]
 
     heads = torch.arange(model.num_kv_heads)[:, None]
     sets = torch.arange(num_sets)[:, None]
@@ -416,7 +438,7 @@ def stream(
 
             # Attend to the cached tokens and this stride: [sets, n + T] token indices.
             own = list(range(start, end))
-            seen = torch.tensor([sim.tokens() + own for sim in sims[layer]])
+            seen = torch.tensor([sim.arranged() + own for sim in sims[layer]])
             rows = seen.expand(model.num_kv_heads, -1)
             cached_k, cached_v = keys[layer][heads, rows], values[layer][heads, rows]
             attended, probs = attend(model, q, cached_k, cached_v, factor)
@@ -433,9 +455,13 @@ def stream(
                 shown = dict(zip(seen[s].tolist(), score[s, seen[s]].tolist(), strict=True))
                 if sim.normalise:  # seen by every query from its own up to the stride's last
                     shown = {token: value / (end - token) for token, value in shown.items()}
+                if token_scores is not None:
+                    shown = {token: token_scores[token] for token in shown}
                 for token in own:
                     sim.insert(token, shown.__getitem__)
                 sim.end_stride(shown.__getitem__)
+                in_set = slice(None) if num_sets == 1 else slice(s, s + 1)
+                merge(sim, members[layer][s], keys[layer][in_set], values[layer][in_set])
                 score[s, sim.sinks] = 0.0  # sinks are never scored
 
         logits = model.unembed(x)

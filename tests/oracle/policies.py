@@ -42,6 +42,14 @@ class Sim(ABC):
     def tokens(self) -> list[int]:
         """Everything cached, sinks first, oldest to newest."""
 
+    def arranged(self) -> list[int]:
+        """The same in the order of positions."""
+        return self.tokens()
+
+    def take_merged(self) -> tuple[list[int], list[int]]:
+        """Kept tokens that stand for others, and those that newly join them."""
+        return [], []
+
 
 class CascadeSim(Sim):
     """The insertion walk of the cascading cache, with one real list per sub-cache.
@@ -234,6 +242,12 @@ class OverflowSim(Sim):
 
     def tokens(self) -> list[int]:
         return self.inner.tokens() + self.pending
+
+    def arranged(self) -> list[int]:
+        return self.inner.arranged() + self.pending
+
+    def take_merged(self) -> tuple[list[int], list[int]]:
+        return self.inner.take_merged()
 
 
 class LazySim(Sim):

@@ -5,9 +5,10 @@ Defaults are written out here a second time, on purpose: the oracle shares nothi
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tests.oracle.dgc import ClusterSim, DGCSim, importance
 from tests.oracle.model import paper_gamma
 from tests.oracle.policies import (
     BeehiveSim,
@@ -43,6 +44,26 @@ class PerToken(Sim):
         return self.inner.tokens()
 
 
+def dgc_sizes(settings: dict[str, Any]) -> tuple[int, int]:
+    """Global and recent tokens."""
+    size = settings.get("global_size") or max(settings["budget"] // 5, 1)
+    return size, settings["budget"] - size
+
+
+def make_dgc(settings: dict[str, Any], sinks: int) -> Sim:
+    rule = settings.get("importance", "tfidf")
+    if rule == "cluster":
+        return ClusterSim(sinks, *dgc_sizes(settings))
+    return DGCSim(
+        sinks,
+        *dgc_sizes(settings),
+        normalise=rule == "attention",
+        by_importance=settings.get("order") == "importance",
+        exact=rule != "attention",
+        tie=settings.get("tie", "incoming"),
+    )
+
+
 def make_sim(settings: dict[str, Any]) -> Sim:
     """A fresh simulation of these settings."""
     name, budget = settings["name"], settings["budget"]
@@ -60,6 +81,8 @@ def make_sim(settings: dict[str, Any]) -> Sim:
         sizes = [settings[key] for key in keys if key in settings]
         sim: Any = PerToken(BeehiveSim(sinks, *sizes))
         sim.budget = budget
+    elif name == "dgc":
+        sim = make_dgc(settings, sinks)
     elif name in ("sink", "window"):
         sim = WindowSim(sinks, budget)
     if name == "cascade":
@@ -78,7 +101,7 @@ def make_sim(settings: dict[str, Any]) -> Sim:
 
 def score_rule(settings: dict[str, Any]) -> dict[str, float]:
     """How a probability changes a score: ``decay`` and ``weight``."""
-    if settings["name"] in ("h2o", "beehive"):
+    if settings["name"] in ("h2o", "beehive", "dgc"):
         return {"decay": 1.0, "weight": 1.0}
     window = settings["budget"] // settings.get("num_subcaches", 4)
     gamma = settings.get("ema_gamma") or paper_gamma(max(window, 1))
@@ -90,6 +113,19 @@ def logit_scale(settings: dict[str, Any]) -> Callable[[int], float] | None:
     if not settings.get("log_n"):
         return None
     return lambda index: math.log(index + 1) / math.log(512)
+
+
+def token_scores(
+    settings: dict[str, Any],
+    tokens: Sequence[int],
+    ends: Callable[[int], bool],
+    corpus: Sequence[Sequence[int]] | None = None,
+) -> list[float] | None:
+    """What each token of a text is worth, where the text decides; None: attention does."""
+    rule = settings.get("importance", "tfidf")
+    if settings["name"] != "dgc" or not rule.startswith("tfidf"):
+        return None
+    return importance(tokens, rule, dgc_sizes(settings)[1], ends, corpus)
 
 
 def oracle_settings(settings: dict[str, Any]) -> dict[str, Any]:

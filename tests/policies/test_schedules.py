@@ -34,6 +34,10 @@ def raw_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
         raw |= {"slack": draw(st.integers(0, 25)), "max_drop": draw(st.integers(0, 25))}
     if name == "h2o":
         raw |= {"window": draw(st.integers(1, raw["budget"])), "normalise": draw(st.booleans())}
+    if name == "dgc":
+        raw |= {"importance": draw(st.sampled_from(["tfidf", "attention", "cluster"]))}
+        raw |= {"global_size": draw(st.integers(1, raw["budget"] - 1))}
+        raw |= {"tie": draw(st.sampled_from(["incoming", "resident"]))}
     if name == "beehive":
         raw |= {"window": draw(sizes), "stride": draw(st.integers(3, 8)), "threshold": draw(sizes)}
         raw["threshold_counts"] = draw(st.sampled_from(["middle", "new"]))

@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer on the CPU, in PyTorch."""
+"""Attention of one layer on the CPU."""
+
+from dataclasses import replace
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
-from vllm_cascade.attention import stride as stride_path
-from vllm_cascade.attention import token as token_path
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.metadata import KVPolicyMetadata
+from vllm_cascade.attention.paths import Path, choose
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.paging import KVPolicySpec, Pages, page_views
+from vllm_cascade.policies import Policy
 from vllm_cascade.positions import Rotary
 from vllm_cascade.positions import alibi_slopes as _slopes
 from vllm_cascade.trace import Recorder
+
+MAX_OWN_PATHS = 64
+"""Policies of requests' own that a layer remembers."""
 
 
 def _gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
@@ -60,6 +65,8 @@ class KVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         self.recorder: Recorder | None = None
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
+        self.path: Path | None = None
+        self._own_paths: dict[Policy, Path] = {}
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):
@@ -94,6 +101,20 @@ class CPUKVPolicyImpl(KVPolicyImpl):
             gather_heads=_gather_kv_heads if num_ranks > 1 and shared else None,
         )
         self._pages = page_views(kv_cache, spec)
+        self.path = choose(self._layer, self._pages, self.num_heads)
+        self._own_paths = {}
+
+    def _path_under(self, policy: Policy) -> Path:
+        """This layer under a request's policy; all else is the engine's."""
+        assert self._layer is not None and self._pages is not None and self.path is not None
+        if policy is self._layer.policy:
+            return self.path
+        if policy not in self._own_paths:
+            if len(self._own_paths) >= MAX_OWN_PATHS:
+                self._own_paths.clear()
+            layer = replace(self._layer, policy=policy)
+            self._own_paths[policy] = choose(layer, self._pages, self.num_heads)
+        return self._own_paths[policy]
 
     def forward(
         self,
@@ -120,18 +141,12 @@ class CPUKVPolicyImpl(KVPolicyImpl):
             raise NotImplementedError("fused output quantization is not supported")
         if attn_metadata is None:
             return output.zero_()
-        assert self._layer is not None and self._pages is not None, "prepare() was not called"
+        assert self.path is not None and self._pages is not None, "prepare() was not called"
         for wave in attn_metadata.waves:
-            if wave.tokens is not None:
-                index = wave.tokens.index
-                output[index] = token_path.attend_and_insert(
-                    self._layer, self._pages, wave.tokens, query[index], key[index], value[index]
-                ).to(output.dtype)
+            for batch in wave.tokens:
+                self._path_under(batch.policy).tokens(batch, query, key, value, output)
             for stride in wave.strides:
-                rows = slice(stride.start, stride.start + stride.num_tokens)
-                output[rows] = stride_path.attend_and_insert(
-                    self._layer, self._pages, stride, query[rows], key[rows], value[rows]
-                ).to(output.dtype)
+                self._path_under(stride.policy).stride(stride, query, key, value, output)
             if self.recorder is not None:
                 self.recorder.record(layer.layer_name, self._pages, wave)
         return output

@@ -185,6 +185,7 @@ class TritonMetadataBuilder(KVPolicyMetadataBuilder):
         common = common_attn_metadata
         if common.max_query_len == 1 and self.schedule is not None:
             return self._decode(common)
+        assert all(policy == self.policy for policy in self.row_policies()), "refused on CUDA"
         self._scale_rows = None
         if common.is_prefilling is None:
             common = common.replace(is_prefilling=torch.zeros(common.num_reqs, dtype=torch.bool))

@@ -3,12 +3,14 @@
 
 A request's tokens of this step are cut into strides; its next stride needs the one before. Wave
 ``k`` holds every request's ``k``-th stride. Its one-token strides (all of decode) are a single
-batch; longer ones are prefill, and so is a single token at which a policy evicts several.
-Everything here is a function of token counts.
+batch for each arithmetic of scores, which requests with policies of their own may differ in; longer
+ones are prefill, and so is a single token at which a policy evicts several. Everything here is a
+function of token counts.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +35,7 @@ class TokenBatch:
     ``B`` requests, ``P`` pages (of the request with most). Tensors are int64 unless noted.
 
     Attributes:
+        policy: whose arithmetic of scores applies to all of them.
         index: ``[B]``, the tokens' places in the step.
         stream: ``[B]``, their indices in their streams.
         pages: ``[B, P]``, block numbers; the null block 0 where a request has fewer.
@@ -44,8 +47,11 @@ class TokenBatch:
         moved: whether any key may have left the position it was written at.
         may_drop_new: whether the new token itself may be the one deleted.
         logit_scale: fp32 ``[B, 1, 1, 1]``, factors on the logits, or None.
+        scored: ``[B, 1, 1]``, ranks of the tokens that get a score from the host; -2: none.
+        host_scores: fp32 ``[B, 1, 1]``, these scores; None where the host gives none.
     """
 
+    policy: Policy
     index: torch.Tensor
     stream: torch.Tensor
     pages: torch.Tensor
@@ -58,6 +64,8 @@ class TokenBatch:
     moved: bool
     may_drop_new: bool
     logit_scale: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
+    host_scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Stride:
     """One request's stride of more than one token.
 
     Attributes:
+        policy: the request's.
         start, num_tokens: its tokens' places in the step.
         stream: index of its first token in the stream.
         pages: int64 ``[P]``, block numbers, enough for what is cached afterwards.
@@ -73,8 +82,12 @@ class Stride:
         plan: the policy's index tables.
         moved: whether any key may have left the position it was written at.
         logit_scale: fp32 ``[T, 1]``, factors on the logits of each query, or None.
+        scored: rank of the first token that gets a score from the host (negative: before the
+            stream's start), the others follow.
+        host_scores: fp32 ``[T]``, these scores; None where the host gives none.
     """
 
+    policy: Policy
     start: int
     num_tokens: int
     stream: int
@@ -85,11 +98,13 @@ class Stride:
     plan: object
     moved: bool
     logit_scale: torch.Tensor | None = None
+    scored: int = 0
+    host_scores: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Wave:
-    tokens: TokenBatch | None
+    tokens: list[TokenBatch]
     strides: list[Stride]
 
 
@@ -119,12 +134,15 @@ class _Row:
 
     ``index`` is its row, ``place`` where its tokens begin in the step, ``first`` the index of the
     first one in its stream; ``bounds`` are its stride boundaries, in stream indices.
+    ``host_scores`` are fp32, one a token of this step.
     """
 
+    policy: Policy
     index: int
     place: int
     first: int
     bounds: list[int]
+    host_scores: np.ndarray | None = None
 
 
 def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> list[int]:
@@ -133,6 +151,16 @@ def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> 
         return list(range(first, end + 1))
     inner = range((first // prefill_stride + 1) * prefill_stride, end, prefill_stride)
     return [first, *inner, end]
+
+
+def arithmetic(policy: Policy) -> tuple[Any, ...]:
+    """What a batch of single tokens must agree on; counts and ranks are each row's own."""
+    if policy.token_scores is not None:
+        return "host", policy.tie
+    if not policy.uses_scores:
+        return (False,)
+    age = type(policy).__name__ if policy.needs_age else ""
+    return True, policy.decay, policy.weight, policy.tie, policy.head_reduction, age
 
 
 class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
@@ -152,8 +180,12 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.policy = kv_cache_spec.policy
+        self.row_policies: Callable[[], list[Policy]] = list
+        """The policies of the batch's requests, row by row; rows beyond have the engine's."""
         self.positions = CachePositions(vllm_config.scheduler_config.max_num_batched_tokens, device)
         self.counters = StepCounters()
+        self.token_scores: Callable[[int, int, int, int], np.ndarray] | None = None
+        """Scores by the host, from (row, first token, end, ``TokenScores.lag``): fp32."""
 
     def build(
         self,
@@ -166,26 +198,26 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         lengths = np.diff(offsets)
         firsts = common.seq_lens_cpu_upper_bound.numpy()[: len(lengths)] - lengths
         prefilling = common.is_prefilling.numpy()
-        rows = [
-            _Row(
-                row,
-                int(offsets[row]),
-                int(firsts[row]),
-                cut_strides(
-                    int(firsts[row]),
-                    int(firsts[row] + lengths[row]),
-                    self.policy.prefill_stride,
-                    bool(prefilling[row]),
-                ),
-            )
-            for row in np.flatnonzero(lengths > 0)
-        ]
+        policies = dict(enumerate(self.row_policies()))
+        rows = []
+        for row in np.flatnonzero(lengths > 0):
+            first, end = int(firsts[row]), int(firsts[row] + lengths[row])
+            bounds = cut_strides(first, end, self.policy.prefill_stride, bool(prefilling[row]))
+            policy = policies.get(int(row), self.policy)
+            scores = self._host_scores(policy, int(row), first, end)
+            rows.append(_Row(policy, row, int(offsets[row]), first, bounds, scores))
         self._publish_positions(rows)
         self._count(rows)
         table = common.block_table_tensor
         depth = max((len(row.bounds) - 1 for row in rows), default=0)
         waves = [self._wave(rows, depth_index, table) for depth_index in range(depth)]
         return KVPolicyMetadata(self.policy, self.kv_cache_spec, waves)
+
+    def _host_scores(self, policy: Policy, row: int, first: int, end: int) -> np.ndarray | None:
+        if policy.token_scores is None:
+            return None
+        assert self.token_scores is not None, "the worker gives scores of tokens"
+        return self.token_scores(row, first, end, policy.token_scores.lag)
 
     def _publish_positions(self, rows: list[_Row]) -> None:
         """A stride's tokens follow the tokens cached at its start."""
@@ -194,17 +226,18 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             bounds = np.asarray(row.bounds)
             tokens = np.arange(bounds[0], bounds[-1])
             starts = np.repeat(bounds[:-1], np.diff(bounds))
-            counts = np.repeat(self.policy.counts(bounds[:-1]), np.diff(bounds))
+            counts = np.repeat(row.policy.counts(bounds[:-1]), np.diff(bounds))
             parts.append(counts + tokens - starts)
         if parts:
             self.positions.fill(torch.from_numpy(np.concatenate(parts)))
 
     def _count(self, rows: list[_Row]) -> None:
         self.counters.steps += 1
-        ends = np.asarray([(row.bounds[0], row.bounds[-1]) for row in rows]).reshape(-1, 2)
-        before, after = ends - self.policy.counts(ends), ends
-        self.counters.tokens += int((after[:, 1] - after[:, 0]).sum())
-        self.counters.evicted_tokens += int((before[:, 1] - before[:, 0]).sum())
+        for policy, same in _by(rows, lambda row: row.policy):
+            ends = np.asarray([(row.bounds[0], row.bounds[-1]) for row in same])
+            evicted = ends - policy.counts(ends)
+            self.counters.tokens += int((ends[:, 1] - ends[:, 0]).sum())
+            self.counters.evicted_tokens += int((evicted[:, 1] - evicted[:, 0]).sum())
         self.counters.strides += sum(len(row.bounds) - 1 for row in rows)
 
     def _wave(self, rows: list[_Row], depth: int, table: torch.Tensor) -> Wave:
@@ -213,65 +246,129 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             if depth + 1 >= len(row.bounds):
                 continue
             begin, end = row.bounds[depth], row.bounds[depth + 1]
-            if end - begin == 1 and not self.policy.batches(np.asarray(begin)):
+            if end - begin == 1 and not row.policy.batches(np.asarray(begin)):
                 singles.append((row, begin))
             else:
                 strides.append(self._stride(row, begin, end, table))
-        return Wave(self._token_batch(singles, table) if singles else None, strides)
+        groups = _by(singles, lambda single: arithmetic(single[0].policy))
+        return Wave([self._token_batch(same, table) for _, same in groups], strides)
 
     def _stride(self, row: _Row, begin: int, end: int, table: torch.Tensor) -> Stride:
-        cached = self.policy.count(begin)
+        cached = row.policy.count(begin)
         moved = cached < begin
         self.counters.moved_reads += moved
-        new_slots = self.policy.peak(end)
+        new_slots = row.policy.peak(end)
         num_pages = cdiv(new_slots, self.kv_cache_spec.block_size)
+        scores = None
+        if row.host_scores is not None:
+            scores = torch.from_numpy(row.host_scores[begin - row.first : end - row.first])
         return Stride(
+            policy=row.policy,
             start=row.place + begin - row.first,
             num_tokens=end - begin,
             stream=begin,
             pages=table[row.index, :num_pages].long(),
             cached=cached,
-            old_slots=self.policy.peak(begin),
+            old_slots=row.policy.peak(begin),
             new_slots=new_slots,
-            plan=stride_plan(self.policy, begin, end - begin),
+            plan=stride_plan(row.policy, begin, end - begin),
             moved=moved,
-            logit_scale=self._logit_scale(np.arange(begin, end), cached + np.arange(end - begin)),
+            logit_scale=_logit_scale(
+                row.policy, np.arange(begin, end), cached + np.arange(end - begin)
+            ),
+            scored=cached - _lag(row.policy),
+            host_scores=scores,
         )
-
-    def _logit_scale(self, stream: np.ndarray, cached: np.ndarray) -> torch.Tensor | None:
-        """fp32 ``[n, 1]`` for queries that see ``cached`` keys before their own."""
-        scale = self.policy.logit_scale(stream, cached + 1)
-        return None if scale is None else torch.from_numpy(scale).float().unsqueeze(1)
 
     def _token_batch(self, singles: list[tuple[_Row, int]], table: torch.Tensor) -> TokenBatch:
         stream = np.asarray([begin for _, begin in singles])
         place = np.asarray([row.place + begin - row.first for row, begin in singles])
-        cached = self.policy.counts(stream)
-        new_slots = self.policy.peaks(stream + 1)
-        lo, hi = self.policy.victims(stream)
+        schedule = _schedule([row.policy for row, _ in singles], stream)
+        cached, new_slots = schedule.cached, schedule.new_slots
         num_pages = -(-new_slots // self.kv_cache_spec.block_size)
         most = int(num_pages.max())
         pages = table[[row.index for row, _ in singles], :most].long()
         exists = np.arange(most) < num_pages[:, None]
         moved = cached < stream
         self.counters.moved_reads += int(moved.sum())
-
-        scale = self._logit_scale(stream, cached)
+        host_scores = [
+            float(row.host_scores[begin - row.first])
+            for row, begin in singles
+            if row.host_scores is not None
+        ]
+        may_drop_new = (schedule.hi > cached) & (schedule.hi > schedule.lo)
 
         def column(values: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(values.astype(np.int64)).view(-1, 1, 1)
 
         return TokenBatch(
+            policy=singles[0][0].policy,
             index=torch.from_numpy(place),
             stream=torch.from_numpy(stream),
             pages=pages.masked_fill(~torch.from_numpy(exists), 0),
             used=None if exists.all() else torch.from_numpy(np.argwhere(exists)),
             cached=column(cached),
-            old_slots=column(self.policy.peaks(stream)),
+            old_slots=column(schedule.old_slots),
             new_slots=column(new_slots),
-            lo=column(lo),
-            hi=column(hi),
+            lo=column(schedule.lo),
+            hi=column(schedule.hi),
             moved=bool(moved.any()),
-            may_drop_new=bool((hi > cached).any() and (hi > lo)[hi > cached].any()),
-            logit_scale=None if scale is None else scale.view(-1, 1, 1, 1),
+            may_drop_new=bool(may_drop_new.any()),
+            logit_scale=schedule.logit_scale,
+            scored=column(schedule.scored),
+            host_scores=torch.tensor(host_scores).view(-1, 1, 1) if host_scores else None,
         )
+
+
+@dataclass
+class _Schedule:
+    """What the policies' tables say about inserting one token into each of ``B`` streams.
+
+    int64 ``[B]``, as in ``TokenBatch``; ``logit_scale`` fp32 ``[B, 1, 1, 1]`` or None.
+    """
+
+    cached: np.ndarray
+    old_slots: np.ndarray
+    new_slots: np.ndarray
+    lo: np.ndarray
+    hi: np.ndarray
+    scored: np.ndarray
+    logit_scale: torch.Tensor | None = None
+
+
+def _schedule(policies: list[Policy], stream: np.ndarray) -> _Schedule:
+    """One look-up a table for all rows of a policy."""
+    result = _Schedule(*(np.empty_like(stream) for _ in range(6)))
+    for policy, rows in _by(range(len(policies)), policies.__getitem__):
+        t = stream[rows]
+        result.cached[rows] = policy.counts(t)
+        result.old_slots[rows] = policy.peaks(t)
+        result.new_slots[rows] = policy.peaks(t + 1)
+        result.lo[rows], result.hi[rows] = policy.victims(t)
+        lag = _lag(policy)
+        result.scored[rows] = np.where(result.cached[rows] < lag, -2, result.cached[rows] - lag)
+        scale = _logit_scale(policy, t, result.cached[rows])
+        if scale is not None:
+            if result.logit_scale is None:
+                result.logit_scale = torch.ones(len(policies), 1, 1, 1)
+            result.logit_scale[rows] = scale.view(-1, 1, 1, 1)
+    return result
+
+
+def _lag(policy: Policy) -> int:
+    """How many tokens later a token gets its score from the host."""
+    return 0 if policy.token_scores is None else policy.token_scores.lag
+
+
+def _logit_scale(policy: Policy, stream: np.ndarray, cached: np.ndarray) -> torch.Tensor | None:
+    """fp32 ``[n, 1]`` for queries that see ``cached`` keys before their own."""
+    scale = policy.logit_scale(stream, cached + 1)
+    return None if scale is None else torch.from_numpy(scale).float().unsqueeze(1)
+
+
+def _by(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
+    """Items grouped by a hashable key; groups in the order in which they first occur."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.items())

@@ -5,12 +5,15 @@ Shapes: ``T`` new tokens, ``n`` cached, ``H`` KV heads, ``G`` query heads a KV h
 sets (1 or H), ``N`` slots, ``D`` channels. Tokens that do not survive never touch a page.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.merge import merge_deleted
 from vllm_cascade.attention.metadata import Stride
 from vllm_cascade.paging import Pages
-from vllm_cascade.positions import rotate
+from vllm_cascade.positions import rotate, signed_rotation
 
 QUERY_TILE_ELEMENTS = 1 << 23
 """Logits held at once, per stride: 32 MiB in fp32."""
@@ -33,27 +36,78 @@ def attend_and_insert(
     Returns:
         fp32 ``[T, H * G, D]``.
     """
-    rank = _gather_words(pages.rank, stride)
-    slot = torch.arange(rank.shape[-1])
-    rank = rank.masked_fill(slot >= stride.old_slots, -1)
-    # Slots in chronological order, [S, n]; empty ones sort behind and are cut off.
-    order = rank.masked_fill(rank < 0, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-    order = order[:, : stride.cached]
-    keys, values = _chronological_kv(layer, pages, stride, order)
+    order = chronological_slots(pages, stride)
+    seen = _arrangement(layer, pages, stride, order)
+    keys, values = _kv_at_positions(layer, pages, stride, order if seen is None else seen.slots)
     output, mass = _attend(layer, stride, query, key, value, keys, values)
-    num_total = stride.cached + stride.num_tokens
-    if layer.policy.uses_scores:
-        scores = layer.reduce_heads(mass)  # [S, n + T]
-        old = _gather_words(pages.score, stride).gather(1, order)
-        scores[:, : stride.cached] += layer.policy.decay**stride.num_tokens * old
-    else:
-        scores = torch.zeros(layer.num_sets, num_total)
-    keep = layer.policy.keep(_comparable(layer, pages, stride, order, scores), stride.plan)
-    _insert(pages, stride, rank, order, keep, scores, torch.cat([key, value], dim=-1))
+    scores = _new_scores(layer, pages, stride, order, mass, seen)
+    keep = layer.policy.keep(comparable(layer, pages, stride, order, scores), stride.plan)
+    new_kv = torch.cat([key, value], dim=-1)
+    if layer.policy.merge_into is not None:
+        new_kv = merge_deleted(layer, pages, stride, order, keep, scores, new_kv)
+    _insert(pages, stride, order, keep, scores, new_kv)
     return output
 
 
-def _comparable(
+def chronological_slots(pages: Pages, stride: Stride) -> torch.Tensor:
+    """int64 ``[S, n]``: the slots that hold the cached tokens, oldest first."""
+    rank = _gather_words(pages.rank, stride)
+    slot = torch.arange(rank.shape[-1])
+    empty = (rank < 0) | (slot >= stride.old_slots)  # they sort behind and are cut off
+    order = rank.masked_fill(empty, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+    return order[:, : stride.cached]
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """Cached tokens in the order of their positions, int64 ``[S, n]``: ranks, and slots."""
+
+    ranks: torch.Tensor
+    slots: torch.Tensor
+
+
+def _arrangement(
+    layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
+) -> _Arrangement | None:
+    """Where positions are not chronological ranks: what the policy says."""
+    if not layer.policy.arranges:
+        return None
+    values = _gather_words(pages.score, stride).gather(1, order)
+    if layer.policy.needs_age:
+        age = stride.stream - _gather_words(pages.token, stride).gather(1, order)
+        values = layer.policy.comparable(values, age)
+    ranks = layer.policy.arrange(values, stride.stream)
+    return _Arrangement(ranks, order.gather(1, ranks))
+
+
+def _new_scores(
+    layer: LayerConfig,
+    pages: Pages,
+    stride: Stride,
+    order: torch.Tensor,
+    mass: torch.Tensor,
+    seen: _Arrangement | None,
+) -> torch.Tensor:
+    """Scores after the stride's queries, chronological, fp32 ``[S, n + T]``."""
+    cached, num_tokens = stride.cached, stride.num_tokens
+    scores = torch.zeros(layer.num_sets, cached + num_tokens)
+    old = _gather_words(pages.score, stride).gather(1, order)
+    if layer.policy.uses_scores:
+        scores = layer.reduce_heads(mass)
+        if seen is not None:
+            scores[:, :cached] = torch.empty_like(old).scatter_(1, seen.ranks, scores[:, :cached])
+        scores[:, :cached] += layer.policy.decay**num_tokens * old
+    elif stride.host_scores is not None:
+        scores[:, :cached] = old
+        skip = max(-stride.scored, 0)
+        given = stride.host_scores[skip:]
+        scores[:, stride.scored + skip :][:, : len(given)] = given
+    elif layer.policy.merge_into is not None:
+        scores[:, :cached] = old  # how many tokens are merged into each
+    return scores
+
+
+def comparable(
     layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
     """What the policy compares: the scores, or a function of scores and ages."""
@@ -74,17 +128,20 @@ def _scatter_words(words: torch.Tensor, stride: Stride, values: torch.Tensor) ->
     words[stride.pages] = values.unflatten(1, (len(stride.pages), -1)).transpose(0, 1)
 
 
-def _chronological_kv(
+def _kv_at_positions(
     layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cached keys at their present positions and values, fp32 ``[H, n, D]``, oldest first."""
+    """Cached keys at their present positions and values, fp32 ``[H, n, D]``, by position.
+
+    ``order``: int64 ``[S, n]``, the slots in that order.
+    """
     kv = pages.kv[stride.pages].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
     index = order.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
     keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
     if stride.moved and layer.rotation is not None:
         born = _gather_words(pages.born, stride).gather(1, order)
         distance = born - torch.arange(stride.cached, dtype=torch.int32)
-        keys = rotate(keys, layer.rotation[distance.long()], layer.is_neox)
+        keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     return keys, values
 
 
@@ -135,14 +192,13 @@ def _attend(
 def _insert(
     pages: Pages,
     stride: Stride,
-    rank: torch.Tensor,
     order: torch.Tensor,
     keep: torch.Tensor,
     scores: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> None:
     """Renumber the survivors and write the new ones into freed and fresh slots."""
-    num_sets, num_slots = rank.shape
+    num_sets, num_slots = len(order), len(stride.pages) * pages.block_size
     keep_old, keep_new = keep.split([stride.cached, stride.num_tokens], dim=1)
     ranks = keep.cumsum(1) - 1
     old_ranks, new_ranks = ranks.split([stride.cached, stride.num_tokens], dim=1)

@@ -44,6 +44,11 @@ def attend_and_insert(
         decay, weight = layer.policy.decay, layer.policy.weight
         score = decay * _gather_words(pages.score, batch) + weight * mass[..., :-1]
         new_score = weight * mass[..., -1:]
+    elif batch.host_scores is not None:
+        score = torch.where(
+            rank == batch.scored, batch.host_scores, _gather_words(pages.score, batch)
+        )
+        new_score = torch.zeros(())
     _insert(layer, pages, batch, rank, score, new_score, torch.cat([key, value], dim=-1))
     return output
 

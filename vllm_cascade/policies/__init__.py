@@ -11,13 +11,14 @@ from vllm_cascade.config import describe_errors as _describe_errors
 from vllm_cascade.policies.base import Policy, StepTables, step_tables, stride_plan
 from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.dgc import DGC
 from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.lazy import Lazy
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
 
 POLICIES: dict[str, type[Policy]] = {
-    cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, H2O)
+    cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, DGC, H2O)
 }
 CHOICES = ("full", *POLICIES)
 

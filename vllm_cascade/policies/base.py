@@ -61,6 +61,22 @@ class StepTables:
         return np.where(t > 0, self.count[self.rows(np.maximum(t - 1, 0))], 0)
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores that follow from the text alone, which the host works out from token ids.
+
+    Attributes:
+        rule: how (``vllm_cascade/importance.py``).
+        idf: path of a table of document frequencies; None: from the request's own past.
+        lag: a token's score is set when this many more tokens are known, its own sentence's among
+            them: when it first may be deleted.
+    """
+
+    rule: str
+    idf: str | None
+    lag: int
+
+
 class Policy(KVPolicyConfig):
     """Base of every policy. A subclass is one file: settings, schedule, choice.
 
@@ -70,7 +86,8 @@ class Policy(KVPolicyConfig):
     paper: ClassVar[str]
     """Title and address of the source, shown in ``vllm-cascade policies`` and the README."""
     uses_scores: ClassVar[bool]
-    """Whether attention probabilities decide anything; without, no score is computed."""
+    """Whether attention probabilities decide anything; without, no score is summed up. A policy
+    where that depends on a setting overrides it with a property."""
     batches_itself: ClassVar[bool] = False
     """Whether ``overflow`` is part of the policy's own schedule instead of added here."""
 
@@ -109,12 +126,38 @@ class Policy(KVPolicyConfig):
 
     @property
     def needs_age(self) -> bool:
-        """Whether ``comparable`` needs the number of queries that saw a token."""
+        """Whether scores are compared per query that saw a token: raw sums favour old tokens."""
         return False
 
     def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
         """The values that are compared, from scores and ages (queries seen, own included)."""
-        return scores
+        return scores / age.clamp_min(1) if self.needs_age else scores
+
+    @property
+    def token_scores(self) -> TokenScores | None:
+        """Where scores come from the token ids instead of from attention; None: nowhere."""
+        return None
+
+    @property
+    def arranges(self) -> bool:
+        """Whether positions are another order than time: that of ``arrange``."""
+        return False
+
+    def arrange(self, values: torch.Tensor, t: int) -> torch.Tensor:
+        """The cached tokens' chronological ranks in the order of their positions.
+
+        Args:
+            values: fp32 ``[num_sets, count(t)]``, comparable, chronological.
+
+        Returns:
+            int64 of the same shape, a permutation in every row.
+        """
+        raise NotImplementedError
+
+    @property
+    def merge_into(self) -> tuple[int, int] | None:
+        """Ranks ``[lo, hi)`` of the tokens that deleted ones are averaged into; None: dropped."""
+        return None
 
     def logit_scale(self, t: np.ndarray, cached: np.ndarray) -> np.ndarray | None:
         """Factors on the logits of queries at stream indices ``t``; None: all 1.
@@ -228,6 +271,8 @@ class Policy(KVPolicyConfig):
 
     def batches(self, t: np.ndarray) -> np.ndarray:
         """Whether inserting token ``t`` needs ``plan`` and ``keep`` also on its own."""
+        if self.arranges or self.merge_into is not None:
+            return np.ones(t.shape, dtype=bool)
         table = step_tables(self)
         if table.batch is None:
             return np.zeros(t.shape, dtype=bool)

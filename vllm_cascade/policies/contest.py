@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of tokens of which the highest-scoring one stays."""
+"""Tokens compared by score: the best of every group stays, or the lowest of a range leave."""
 
 import torch
 
@@ -30,3 +30,24 @@ def contest(
     # argmax returns the first of equal values only on the CPU; make the order explicit.
     best = values == values.amax(-1, keepdim=True)
     return members.gather(-1, best.int().argmax(-1, keepdim=True)).squeeze(-1)
+
+
+def drop_lowest(scores: torch.Tensor, first: int, last: int, excess: int, tie: str) -> torch.Tensor:
+    """All but the ``excess`` lowest scores of the tokens ``[first, last)``.
+
+    Args:
+        scores: fp32 ``[num_sets, n]``, chronological.
+        tie: of equal scores the older leaves first (``incoming`` stays), or the newer
+            (``resident``).
+
+    Returns:
+        bool ``[num_sets, n]``: which tokens stay.
+    """
+    mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    if excess:
+        middle = scores[:, first:last]
+        flip = tie == "resident"
+        order = (middle.flip(1) if flip else middle).sort(dim=1, stable=True).indices
+        order = middle.shape[1] - 1 - order if flip else order
+        mask.scatter_(1, order[:, :excess] + first, False)
+    return mask

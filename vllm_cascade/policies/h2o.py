@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from vllm_cascade.policies.base import Policy, StepTables
+from vllm_cascade.policies.contest import drop_lowest
 
 
 class H2O(Policy):
@@ -46,9 +47,6 @@ class H2O(Policy):
     def needs_age(self) -> bool:
         return self.normalise
 
-    def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-        return scores / age.clamp_min(1) if self.normalise else scores
-
     def insertions(self) -> StepTables:
         fill = self.base_capacity
         t = np.arange(fill + 1, dtype=np.int32)
@@ -74,12 +72,4 @@ class H2O(Policy):
 
     def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
         total, excess = plan
-        mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-        if excess:
-            middle = scores[:, self.num_sinks : total - self.recent]
-            # Of equal scores the older leaves first (tie: incoming), or the newer (resident).
-            flip = self.tie == "resident"
-            order = (middle.flip(1) if flip else middle).sort(dim=1, stable=True).indices
-            order = middle.shape[1] - 1 - order if flip else order
-            mask.scatter_(1, order[:, :excess] + self.num_sinks, False)
-        return mask
+        return drop_lowest(scores, self.num_sinks, total - self.recent, excess, self.tie)

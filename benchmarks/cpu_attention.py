@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer's attention on the CPU beside vLLM's own op: ``python -m benchmarks.cpu_attention``.
+
+Both attend to the same number of cached tokens, 12 query and 4 KV heads. Ours is all that a
+layer does in a step of the default cascade policy once tokens are being evicted: attention with
+every key rotated to its present position, the score update over all heads, the choice of the
+victim and the insertion. Stock's is its attention op alone; its op that writes the new token's
+key and value is timed beside it and not part of the ratio. A prefill row is one stride of 256.
+
+A trial times both in turn; the table has medians over the trials, and the median of the ratios.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from benchmarks.environment import ROOT, fingerprint
+
+NUM_HEADS, NUM_KV_HEADS = 12, 4
+BLOCK_SIZE = 128  # vLLM's default on the CPU
+SINKS = 32  # the cascade's budget must be a multiple of 32; so 1,024 cached tokens in all
+STRIDE = 256
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape, one thread count; milliseconds are medians over the trials.
+
+    Attributes:
+        kind: ``decode`` (a token for each of ``batch`` requests) or ``prefill`` (a stride of one).
+        ratio: median over the trials of ours / stock's attention op.
+    """
+
+    kind: str
+    dtype: str
+    head_size: int
+    batch: int
+    cached: int
+    path: str
+    ours_ms: float
+    stock_ms: float
+    stock_write_ms: float
+    ratio: float
+
+
+class Ours:
+    """The plugin's implementation of a layer, its page pool and a step's metadata."""
+
+    def __init__(self, dtype: torch.dtype, head_size: int, cached: int, batch: int, new: int):
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        from vllm_cascade.attention.cpu import CPUKVPolicyImpl
+        from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+        from vllm_cascade.paging import KVPolicySpec, page_views
+        from vllm_cascade.policies import resolve
+        from vllm_cascade.positions import Rotary
+
+        settings = {"budget": cached - SINKS, "num_sinks": SINKS, "prefill_stride": STRIDE}
+        policy = resolve({"name": "cascade", **settings})
+        full = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=head_size, dtype=dtype
+        )
+        spec = KVPolicySpec.from_full(full, policy)
+        num_pages = spec.num_pages(1 << 20)
+        pool = torch.zeros(1 + batch * num_pages, spec.page_size_bytes, dtype=torch.uint8)
+        view = torch.as_strided(
+            pool.view(dtype),
+            (len(pool), NUM_KV_HEADS, BLOCK_SIZE, 2 * head_size),
+            (
+                spec.page_size_bytes // dtype.itemsize,
+                BLOCK_SIZE * 2 * head_size,
+                2 * head_size,
+                1,
+            ),
+        )
+        self.impl = CPUKVPolicyImpl(
+            NUM_HEADS, head_size, head_size**-0.5, NUM_KV_HEADS, None, None, "auto"
+        )
+        inverse = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
+        self.impl.prepare(spec, view, Rotary(inverse, True))
+        self.view = view
+        self.pages = page_views(view, spec)
+        self._fill(cached, policy.max_position)
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=4096))
+        builder = KVPolicyMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+        table = 1 + torch.arange(batch * num_pages, dtype=torch.int32).view(batch, num_pages)
+        self.metadata = builder.build(0, self._common(table, cached, batch, new))
+
+    def _fill(self, cached: int, max_position: int) -> None:
+        """Any state of a stream long past its budget: ranks in no order, every key moved."""
+        self.view.normal_()
+        num_blocks, _, block_size = self.pages.rank.shape
+        per_request = -(-cached // block_size)
+        for first in range(1, num_blocks, per_request):
+            rank = torch.full((per_request * block_size,), -1, dtype=torch.int32)
+            rank[:cached] = torch.randperm(cached, dtype=torch.int32)
+            born = torch.minimum(rank + torch.randint(0, cached, rank.shape), torch.tensor(cached))
+            pages = slice(first, first + per_request)
+            self.pages.rank[pages] = rank.view(per_request, 1, block_size)
+            self.pages.born[pages] = born.view(per_request, 1, block_size).int()
+            self.pages.score[pages] = torch.rand(per_request, 1, block_size)
+
+    @staticmethod
+    def _common(table: torch.Tensor, cached: int, batch: int, new: int):
+        from vllm.v1.attention.backend import CommonAttentionMetadata
+
+        seen = (1 << 19) // STRIDE * STRIDE  # tokens of each stream so far
+        offsets = torch.arange(batch + 1, dtype=torch.int32) * new
+        ends = torch.full((batch,), seen + new)
+        return CommonAttentionMetadata(
+            query_start_loc=offsets,
+            query_start_loc_cpu=offsets,
+            seq_lens=ends,
+            seq_lens_cpu_upper_bound=ends,
+            num_reqs=batch,
+            num_actual_tokens=batch * new,
+            max_query_len=new,
+            max_seq_len=seen + new,
+            block_table_tensor=table,
+            slot_mapping=torch.zeros(0),
+            is_prefilling=torch.full((batch,), new > 1),
+        )
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        layer = SimpleNamespace(layer_name="layer")
+        self.impl.forward(
+            layer, query, key, value, self.view, self.metadata, torch.empty_like(query)
+        )
+
+
+class Stock:
+    """vLLM's op on a cache of its own with as many tokens before the new ones."""
+
+    def __init__(self, dtype: torch.dtype, head_size: int, cached: int, batch: int, new: int):
+        from vllm import _custom_ops as ops
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        self.ops, self.scale = ops, head_size**-0.5
+        per_request = -(-(cached + new) // BLOCK_SIZE)
+        cache = torch.randn(
+            1 + batch * per_request, NUM_KV_HEADS, BLOCK_SIZE, 2 * head_size, dtype=dtype
+        )
+        halves = cache.view(len(cache), NUM_KV_HEADS, 2 * BLOCK_SIZE, head_size)
+        self.keys, self.values = halves.chunk(2, dim=2)
+        table = 1 + torch.arange(batch * per_request, dtype=torch.int32)
+        self.table = table.view(batch, per_request)
+        self.lengths = torch.full((batch,), cached + new, dtype=torch.int32)
+        self.offsets = torch.arange(batch + 1, dtype=torch.int32) * new
+        place = cached + torch.arange(new)
+        blocks = self.table[:, place // BLOCK_SIZE].long()
+        self.slots = (blocks * BLOCK_SIZE + place % BLOCK_SIZE).flatten()
+        self.isa = _get_attn_isa(dtype, BLOCK_SIZE, head_size)
+        self.schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=batch,
+            num_heads=NUM_HEADS,
+            num_kv_heads=NUM_KV_HEADS,
+            head_dim=head_size,
+            seq_lens=self.lengths,
+            dtype=dtype,
+            query_start_loc=self.offsets,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=True,
+        )
+
+    def write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.ops.cpu_attn_reshape_and_cache(
+            key, value, self.keys, self.values, self.slots, self.isa
+        )
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=self.keys,
+            value_cache=self.values,
+            output=torch.empty_like(query),
+            query_start_loc=self.offsets,
+            seq_lens=self.lengths,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=None,
+            sliding_window=-1,
+            block_table=self.table,
+            softcap=0,
+            scheduler_metadata=self.schedule,
+            s_aux=None,
+        )
+
+
+def milliseconds(call: Callable[[], None], repeats: int) -> float:
+    started = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - started) / repeats * 1e3
+
+
+def measure(
+    kind: str, dtype: str, head_size: int, batch: int, cached: int, trials: int, seconds: float
+) -> Row:
+    """Paired trials of one shape, about ``seconds`` long in all."""
+    new = STRIDE if kind == "prefill" else 1
+    torch.manual_seed(0)
+    shape = (DTYPES[dtype], head_size, cached, batch, new)
+    ours, stock = Ours(*shape), Stock(*shape)
+    query = torch.randn(batch * new, NUM_HEADS, head_size, dtype=DTYPES[dtype])
+    key, value = torch.randn(2, batch * new, NUM_KV_HEADS, head_size, dtype=DTYPES[dtype])
+    calls = [
+        lambda: ours(query, key, value),
+        lambda: stock(query, key, value),
+        lambda: stock.write(query, key, value),
+    ]
+    once = [min(milliseconds(call, 1) for _ in range(3)) for call in calls]
+    repeats = [max(int(seconds * 1e3 / 3 / trials / ms), 1) for ms in once]
+    repeats[2] = min(repeats[2], 200)
+    times = []
+    for trial in range(trials):
+        order = (0, 1, 2) if trial % 2 == 0 else (1, 0, 2)
+        trial_times = [0.0, 0.0, 0.0]
+        for index in order:
+            trial_times[index] = milliseconds(calls[index], repeats[index])
+        times.append(trial_times)
+    columns = np.asarray(times)
+    ours_ms, stock_ms, write_ms = (round(float(x), 5) for x in np.median(columns, axis=0))
+    ratio = statistics.median(columns[:, 0] / columns[:, 1])
+    path = type(ours.impl.path).__name__.removesuffix("Path").lower()
+    return Row(
+        kind, dtype, head_size, batch, cached, path, ours_ms, stock_ms, write_ms, round(ratio, 3)
+    )
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_attention", description=__doc__)
+    parser.add_argument("--kind", nargs="+", default=["decode", "prefill"])
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=list(DTYPES))
+    parser.add_argument("--head-size", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16], help="decode only")
+    parser.add_argument("--cached", nargs="+", type=int, default=[1024, 2048, 4096])
+    parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", default=str(ROOT / "results/cpu_attention.json"))
+    return parser.parse_args(argv)
+
+
+def show(rows: list[Row], threads: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"One layer, {NUM_HEADS} query / {NUM_KV_HEADS} KV heads, threads: {threads}"
+    table = Table(title=title)
+    for name in ("", "dtype", "head", "batch", "cached", "path"):
+        table.add_column(name)
+    for name in ("ours ms", "stock ms", "stock's write ms", "ours / stock"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        values = asdict(row).values()
+        table.add_row(*(f"{x:.3f}" if isinstance(x, float) else str(x) for x in values))
+    Console(width=None).print(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    torch.set_num_threads(args.threads)
+    shapes = [
+        (kind, dtype, head_size, batch, cached)
+        for kind in args.kind
+        for dtype, head_size, batch, cached in itertools.product(
+            args.dtype, args.head_size, args.batch if kind == "decode" else [1], args.cached
+        )
+    ]
+    rows = [measure(*shape, args.trials, args.seconds) for shape in tqdm(shapes, leave=False)]
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    numbers = {
+        "threads": args.threads,
+        "environment": fingerprint(),
+        "rows": [asdict(row) for row in rows],
+    }
+    out.write_text(json.dumps(numbers, indent=1) + "\n")
+    show(rows, args.threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+// A tile of cached tokens of one KV head against the few queries that share it.
+#pragma once
+
+#include "layer.h"
+
+constexpr int64_t TILE = 64;                   // tokens
+constexpr int64_t KEY_STRIDE = (TILE + 1) * W;  // one more token, so that rows spread over L1's sets
+
+// The stored rows of slots [from, from + n) of a head.
+template <class T>
+static inline void tile_rows(const Layer& layer, const int64_t* pages, int64_t head, int64_t from,
+                             int64_t n, const T** row) {
+  const int64_t step = 2 * layer.head_size;
+  int64_t page = from / layer.block_size, offset = from % layer.block_size;
+  for (int64_t i = 0; i < n; page++, offset = 0) {
+    const T* at = layer.template row<T>(pages[page], head, offset);
+    const int64_t end = std::min(n, i + layer.block_size - offset);
+    for (; i < end; i++, at += step) row[i] = at;
+  }
+}
+
+// Ranks of a tile's slots (-1 behind the last), and how far each key has moved since it was written.
+static inline void tile_words(const Layer& layer, const int64_t* pages, int64_t set, int64_t from,
+                              int64_t n, bool moved, int32_t* rank, int32_t* distance) {
+  gather(layer, pages, set, (const int32_t*)layer.rank, rank, from, from + n);
+  for (int64_t i = n; i < TILE; i++) rank[i] = -1;
+  if (!moved) return;
+  gather(layer, pages, set, (const int32_t*)layer.born, distance, from, from + n);
+  for (int64_t i = 0; i < n; i++) distance[i] = rank[i] < 0 ? 0 : distance[i] - rank[i];
+}
+
+// Into L1 before they are needed: a row is K and V, so both passes profit.
+template <class T>
+static inline void prefetch_row(const T* row, int64_t head_size) {
+  const char* at = (const char*)row;
+  for (int64_t byte = 0; byte < (int64_t)sizeof(T) * 2 * head_size; byte += 64)
+    __builtin_prefetch(at + byte);
+}
+
+// Keys as fp32 at their present positions, in blocks of W channels: [width / W, TILE + 1, W].
+// `next` are the rows of the tile that follows, or null.
+template <class T>
+static inline void tile_keys(const Layer& layer, const T* const* row, const T* const* next,
+                             const int32_t* distance, int64_t n, int64_t width, float* keys) {
+  const int64_t size = layer.head_size, half = layer.half;
+  const bool whole = layer.is_neox && half % W == 0 && 2 * half == size;
+  static thread_local Scratch scratch;
+  float* plain = scratch.take(width);
+  for (int64_t i = 0; i < n; i++) {
+    const T* from = row[i];
+    float* to = keys + i * W;
+    if (next) prefetch_row(next[i], size);
+    if (distance && whole) {
+      const float* cos = layer.rotation + (int64_t)distance[i] * 2 * half;
+      float* high = to + half / W * KEY_STRIDE;
+      for (int64_t c = 0; c < half; c += W, to += KEY_STRIDE, high += KEY_STRIDE) {
+        vf x = load(from + c), y = load(from + half + c);
+        vf cs = load(cos + c), sn = load(cos + half + c);
+        store(to, x * cs - y * sn);
+        store(high, y * cs + x * sn);
+      }
+    } else {
+      widen_row(plain, from, size);
+      if (distance) rotate(layer, plain, distance[i]);
+      for (int64_t c = 0; c < width; c += W, to += KEY_STRIDE) store(to, load(plain + c));
+    }
+  }
+}
+
+// Dot products of `Queries` queries with W keys, `Keys` keys at a time.
+template <int Queries, int Keys>
+static inline void dots(const float* query, int64_t width, const float* keys, vf* result) {
+  vf part[Queries][W / Keys];
+#pragma GCC unroll 16
+  for (int k = 0; k < W / Keys; k++) {
+    vf sum[Queries][Keys];
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; q++)
+#pragma GCC unroll 16
+      for (int i = 0; i < Keys; i++) sum[q][i] = vf{};
+    const float* block = keys + k * Keys * W;
+    for (int64_t c = 0; c < width; c += W, block += KEY_STRIDE) {
+      vf x[Queries];
+#pragma GCC unroll 4
+      for (int q = 0; q < Queries; q++) x[q] = load(query + q * width + c);
+#pragma GCC unroll 16
+      for (int i = 0; i < Keys; i++) {
+        vf key = load(block + i * W);
+#pragma GCC unroll 4
+        for (int q = 0; q < Queries; q++) sum[q][i] += x[q] * key;
+      }
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; q++) {
+      fold_within<Keys>(sum[q]);
+      part[q][k] = sum[q][0];
+    }
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < Queries; q++) {
+    fold_across<Keys>(part[q]);
+    result[q] = part[q][0];
+  }
+}
+
+// acc[q, c ..] += sum over a tile's slots of exps[q, slot] * V[slot, c ..].
+template <int Queries, int Parts, class T>
+static inline void add_values(float* acc, int64_t width, const float* exps, int64_t padded,
+                       const T* const* stored, const int32_t* rank, int64_t n, int64_t channel) {
+  vf sum[Queries][Parts];
+#pragma GCC unroll 4
+  for (int q = 0; q < Queries; q++)
+#pragma GCC unroll 4
+    for (int c = 0; c < Parts; c++) sum[q][c] = load(acc + q * width + channel + c * W);
+  for (int64_t i = 0; i < n; i++) {
+    if (rank[i] < 0) continue;  // probability 0, but the bytes may be NaN
+    vf v[Parts];
+#pragma GCC unroll 4
+    for (int c = 0; c < Parts; c++) v[c] = load(stored[i] + channel + c * W);
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; q++) {
+      vf p = splat(exps[q * padded + i]);
+#pragma GCC unroll 4
+      for (int c = 0; c < Parts; c++) sum[q][c] += p * v[c];
+    }
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < Queries; q++)
+#pragma GCC unroll 4
+    for (int c = 0; c < Parts; c++) store(acc + q * width + channel + c * W, sum[q][c]);
+}
+
+template <int Queries, class T>
+static inline void add_tile(const Layer& layer, float* acc, int64_t width, const float* exps, int64_t padded,
+              const T* const* stored, const int32_t* rank, int64_t n) {
+  const int64_t size = layer.head_size;
+  int64_t c = 0;
+  for (; c + 4 * W <= size; c += 4 * W)
+    add_values<Queries, 4>(acc, width, exps, padded, stored, rank, n, c);
+  for (; c + W <= size; c += W)
+    add_values<Queries, 1>(acc, width, exps, padded, stored, rank, n, c);
+  if (c == size) return;
+  for (int64_t i = 0; i < n; i++)
+    if (rank[i] >= 0)
+      for (int64_t k = c; k < size; k++)
+        for (int q = 0; q < Queries; q++)
+          acc[q * width + k] += exps[q * padded + i] * widen(stored[i][k]);
+}

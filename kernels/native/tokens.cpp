@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+// One new token for each of many requests: attend, update scores, insert; one call a layer.
+#include "layer.h"
+#include "tile.h"
+
+// One-token strides of `count` requests over `num_pages` pages each; arrays are [count].
+struct Tokens {
+  int64_t count, num_pages;
+  const int64_t *index, *stream, *pages, *cached, *old_slots, *new_slots, *lo, *hi;
+  const float* logit_scale;  // or null: all 1
+  const float* given;        // the new tokens' scores where attention doesn't make them, or null
+  int64_t moved;
+};
+
+namespace {
+
+// What attention leaves for the score update of one request: exponentials relative to a maximum
+// of each tile, and what turns them into probabilities.
+struct Mass {
+  float* exps;       // [H * G, padded]
+  float* tile_max;   // [H * G, tiles]
+  float* row_max;    // [H * G]
+  float* row_scale;  // [H * G], 1 / sum
+  float* own;        // [H * G], the new token's own probability
+  int64_t padded, tiles;
+};
+
+struct Shape {
+  int64_t queries, width, slots, padded, tiles;
+  int64_t mass_floats() const { return round_up(queries * (padded + tiles + 3), 16); }
+  Mass mass(float* at) const {
+    float* maxes = at + queries * padded;
+    float* rest = maxes + queries * tiles;
+    return {at, maxes, rest, rest + queries, rest + 2 * queries, padded, tiles};
+  }
+};
+
+template <class T>
+struct Request {
+  const Layer& layer;
+  const Tokens& batch;
+  const Rows& rows;
+  const Shape& shape;
+  int64_t b;
+
+  const int64_t* pages() const { return batch.pages + b * batch.num_pages; }
+  int64_t at() const { return batch.index[b]; }
+  const T* query(int64_t head) const {
+    return (const T*)rows.query + at() * rows.query_stride + head * layer.head_size;
+  }
+  T* output(int64_t head) const {
+    return (T*)rows.output + at() * rows.output_stride + head * layer.head_size;
+  }
+  const T* key(int64_t head) const {
+    return (const T*)rows.key + at() * rows.key_stride + head * layer.head_size;
+  }
+  const T* value(int64_t head) const {
+    return (const T*)rows.value + at() * rows.value_stride + head * layer.head_size;
+  }
+};
+
+// The state of the online softmax of one request's heads, between tiles.
+struct Online {
+  int64_t first, num, width;  // query heads, and channels rounded up to W
+  float *query, *acc, *sum, *own;
+
+  static int64_t floats(int64_t num, int64_t width) { return round_up(2 * num * (width + 1), 16); }
+  Online(float* at, int64_t first, int64_t num, int64_t width)
+      : first(first), num(num), width(width), query(at), acc(at + num * width),
+        sum(acc + num * width), own(sum + num) {}
+};
+
+// The new token itself opens the sums.
+template <class T>
+void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, float* key) {
+  const Layer& layer = request.layer;
+  const int64_t size = layer.head_size;
+  const float factor = request.batch.logit_scale ? request.batch.logit_scale[request.b] : 1.0f;
+  for (int64_t q = 0; q < on.num; q++) {
+    const int64_t head = (on.first + q) / layer.group;
+    float* query = on.query + q * on.width;
+    widen_row(query, request.query(on.first + q), size);
+    widen_row(key, request.key(head), size);
+    widen_row(on.acc + q * on.width, request.value(head), size);
+    vf dot{};
+    for (int64_t c = 0; c < on.width; c += W) {
+      vf x = load(query + c) * (layer.scale * factor);
+      dot += x * load(key + c);
+      store(query + c, x);
+    }
+    on.own[q] = layer.soft_cap(sum(dot));
+    on.sum[q] = 1;
+    mass.row_max[on.first + q] = on.own[q];
+  }
+}
+
+// Logits of `Queries` queries over a tile, exponentials relative to the largest so far.
+template <int Queries>
+void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
+                  const float* keys, const int32_t* rank, int64_t n, int64_t cached) {
+  constexpr int KEYS = Queries == 1 ? W : Queries == 4 ? W / 4 : W / 2;
+  const int64_t full = on.first + q;
+  float* exps = mass.exps + full * mass.padded + tile * TILE;
+  vf top[Queries];
+  for (vf& most : top) most = splat(-INFINITY);
+  for (int64_t i = 0; i < n; i += W) {
+    vf x[Queries];
+    dots<Queries, KEYS>(on.query + q * on.width, on.width, keys + i * W, x);
+    const vi held = load_as<vi>(rank + i);
+#pragma GCC unroll 4
+    for (int k = 0; k < Queries; k++) {
+      if (layer.softcap) x[k] = layer.soft_cap(x[k]);
+      if (layer.slopes)
+        x[k] += layer.slopes[full + k] * __builtin_convertvector(held - (int32_t)cached, vf);
+      x[k] = held < 0 ? splat(-INFINITY) : x[k];
+      store(exps + k * mass.padded + i, x[k]);
+      top[k] = vmax(top[k], x[k]);
+    }
+  }
+  for (int k = 0; k < Queries; k++, exps += mass.padded) {
+    const float before = mass.row_max[full + k], now = std::max(before, largest(top[k]));
+    mass.row_max[full + k] = mass.tile_max[(full + k) * mass.tiles + tile] = now;
+    if (now > before) {
+      const float shrink = std::exp(before - now);
+      float* acc = on.acc + (q + k) * on.width;
+      on.sum[q + k] *= shrink;
+      for (int64_t c = 0; c < on.width; c += W) store(acc + c, load(acc + c) * shrink);
+    }
+    vf total{};
+    for (int64_t i = 0; i < n; i += W) {
+      vf e = vexp(load(exps + i) - now);
+      store(exps + i, e);
+      total += e;
+    }
+    on.sum[q + k] += sum(total);
+  }
+}
+
+template <int Queries, class T>
+void attend_tile(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
+                 const float* keys, const T* const* value, const int32_t* rank, int64_t n,
+                 int64_t cached) {
+  tile_softmax<Queries>(layer, mass, on, q, tile, keys, rank, n, cached);
+  add_tile<Queries>(layer, on.acc + q * on.width, on.width,
+                    mass.exps + (on.first + q) * mass.padded + tile * TILE, mass.padded, value,
+                    rank, n);
+}
+
+// Attention of KV heads [begin, end) of one request: tile after tile, all heads of each, so that
+// the rotations of a tile are read from memory once.
+template <class T>
+void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t end) {
+  static thread_local Scratch scratch;
+  const Layer& layer = request.layer;
+  const Tokens& batch = request.batch;
+  const int64_t b = request.b, width = request.shape.width, size = layer.head_size;
+  const int64_t group = layer.group, num = (end - begin) * group;
+  const int64_t slots = batch.old_slots[b], num_sets = layer.num_sets == 1 ? 1 : end - begin;
+  const int64_t online = Online::floats(num, width), buffer = width / W * KEY_STRIDE;
+  float* memory = scratch.take(online + buffer + 2 * num_sets * TILE);
+  float* keys = memory + online;
+  int32_t* rank = (int32_t*)(keys + buffer);
+  int32_t* distance = rank + num_sets * TILE;
+  const bool turn = batch.moved && layer.rotation;
+  Online on(memory, begin * group, num, width);
+  begin_softmax(request, mass, on, keys);
+
+  const T *rows[2][TILE], *value[TILE];
+  const T **row = rows[0], **next = rows[1];
+  tile_rows(layer, request.pages(), begin, 0, std::min(TILE, slots), row);
+  for (int64_t tile = 0; tile * TILE < slots; tile++) {
+    const int64_t s0 = tile * TILE, n = std::min(TILE, slots - s0), after = slots - s0 - n;
+    for (int64_t s = 0; s < num_sets; s++)
+      tile_words(layer, request.pages(), layer.num_sets == 1 ? 0 : begin + s, s0, n, turn,
+                 rank + s * TILE, distance + s * TILE);
+    for (int64_t head = begin; head < end; head++) {
+      const int64_t s = layer.num_sets == 1 ? 0 : head - begin;
+      const bool last = head + 1 == end;
+      const int64_t n_next = last ? std::min(TILE, after) : n;
+      tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next, next);
+      tile_keys(layer, row, n_next >= n ? next : nullptr, turn ? distance + s * TILE : nullptr, n,
+                width, keys);
+      for (int64_t i = 0; i < n; i++) value[i] = row[i] + size;
+      for (int64_t g = 0; g < group;) {
+        const int64_t q = (head - begin) * group + g, left = group - g;
+        const int32_t* ranks = rank + s * TILE;
+        const int64_t cached = batch.cached[b];
+        switch (left > 4 ? left == 5 ? 3 : 4 : left) {
+          case 4: attend_tile<4>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 4; break;
+          case 3: attend_tile<3>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 3; break;
+          case 2: attend_tile<2>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 2; break;
+          case 1: attend_tile<1>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 1; break;
+        }
+      }
+      std::swap(row, next);
+    }
+  }
+  for (int64_t q = 0; q < num; q++) {
+    const int64_t full = on.first + q;
+    const float inverse = 1.0f / on.sum[q];
+    mass.row_scale[full] = inverse;
+    mass.own[full] = std::exp(on.own[q] - mass.row_max[full]) * inverse;
+    T* to = request.output(full);
+    for (int64_t c = 0; c < size; c++) to[c] = narrow<T>(on.acc[q * width + c] * inverse);
+  }
+}
+
+// scores = decay * scores + weight * probability, reduced over the heads of a set; the new token's.
+float update_scores(const Layer& layer, const Mass& mass, int64_t set, int64_t slots,
+                    float* scores) {
+  static thread_local std::vector<float> factors;
+  const int64_t heads = layer.num_queries() / layer.num_sets, first = set * heads;
+  vf column[256];
+  factors.resize(heads);
+  for (int64_t tile = 0; tile * TILE < slots; tile++) {
+    const int64_t s0 = tile * TILE, n = std::min(TILE, slots - s0);
+    for (int64_t q = 0; q < heads; q++) {
+      int64_t full = first + q;
+      factors[q] = mass.row_scale[full] *
+                   std::exp(mass.tile_max[full * mass.tiles + tile] - mass.row_max[full]);
+    }
+    for (int64_t i = 0; i < n; i += W) {
+      const float* exps = mass.exps + first * mass.padded + s0 + i;
+      for (int64_t q = 0; q < heads; q++) column[q] = load(exps + q * mass.padded) * factors[q];
+      vf reduced = reduce_heads(layer.reduction, column, heads);
+      store(scores + s0 + i, load(scores + s0 + i) * layer.decay + reduced * layer.weight);
+    }
+  }
+  for (int64_t q = 0; q < heads; q++) column[q] = splat(mass.own[first + q]);
+  return reduce_heads(layer.reduction, column, heads)[0] * layer.weight;
+}
+
+// Delete the victim of one head set, close the gap in the ranks, put the new token in a free slot.
+template <class T>
+void insert(const Request<T>& request, const Mass& mass, int64_t set) {
+  static thread_local Scratch scratch;
+  Layer layer = request.layer;
+  const Tokens& batch = request.batch;
+  const int64_t b = request.b, cached = batch.cached[b], old_slots = batch.old_slots[b];
+  const int64_t slots = batch.new_slots[b], lo = batch.lo[b], hi = batch.hi[b];
+  const int64_t* pages = request.pages();
+  const int64_t padded = round_up(std::max(old_slots, slots), TILE);
+  float* score = scratch.take(3 * padded);
+  int32_t* rank = (int32_t*)(score + padded);
+  int32_t* token = rank + padded;
+  gather(layer, pages, set, (const int32_t*)layer.rank, rank, 0, old_slots);
+  for (int64_t i = old_slots; i < slots; i++) rank[i] = -1;
+
+  float own = 0;
+  if (layer.uses_scores) {
+    gather(layer, pages, set, (const float*)layer.score, score, 0, old_slots);
+    for (int64_t i = old_slots; i < padded; i++) score[i] = 0;
+    own = batch.given ? batch.given[b] : update_scores(layer, mass, set, old_slots, score);
+  }
+  int64_t victim = lo < hi ? lo : INT32_MAX;
+  if (layer.uses_scores && hi - lo > 1) {
+    const bool by_age = layer.per_age;
+    if (by_age) gather(layer, pages, set, (const int32_t*)layer.token, token, 0, old_slots);
+    float lowest = INFINITY;
+    victim = -1;
+    auto offer = [&](float value, int64_t place) {
+      if (victim < 0 || value < lowest ||
+          (value == lowest && (layer.newest_stays ? place < victim : place > victim)))
+        lowest = value, victim = place;
+    };
+    for (int64_t i = 0; i < old_slots; i++) {
+      if (rank[i] < lo || rank[i] >= hi) continue;
+      float age = by_age ? std::max<int64_t>(batch.stream[b] + 1 - token[i], 1) : 1.0f;
+      offer(by_age ? score[i] / age : score[i], rank[i]);
+    }
+    if (cached < hi) offer(own, cached);
+  }
+
+  int64_t target = -1;
+  if (victim < cached) {
+    for (int64_t i = 0; i < slots; i++) {
+      target = rank[i] == victim ? i : target;
+      rank[i] -= rank[i] > victim;
+    }
+  } else if (victim > cached) {
+    for (int64_t i = 0; i < slots && target < 0; i++)
+      if (rank[i] < 0) target = i;
+  }
+  if (target >= 0) {
+    rank[target] = (int32_t)(cached - (victim < cached));
+    score[target] = own;
+    int64_t page = pages[target / layer.block_size], offset = target % layer.block_size;
+    int64_t word = layer.word(page, set) + offset;
+    layer.born[word] = (int32_t)cached;
+    if (layer.token) layer.token[word] = (int32_t)batch.stream[b];
+    const int64_t begin = layer.num_sets == 1 ? 0 : set;
+    const int64_t end = layer.num_sets == 1 ? layer.num_heads : set + 1;
+    for (int64_t head = begin; head < end; head++) {
+      T* row = layer.template row<T>(page, head, offset);
+      std::memcpy(row, request.key(head), layer.head_size * sizeof(T));
+      std::memcpy(row + layer.head_size, request.value(head), layer.head_size * sizeof(T));
+    }
+  }
+  scatter(layer, pages, set, layer.rank, (const int32_t*)rank, 0, slots);
+  if (layer.uses_scores) scatter(layer, pages, set, layer.score, (const float*)score, 0, slots);
+}
+
+template <class T>
+void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
+  static thread_local Scratch scratch;
+  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0};
+  for (int64_t b = 0; b < batch.count; b++)
+    shape.slots = std::max(shape.slots, batch.old_slots[b]);
+  shape.padded = round_up(shape.slots, TILE);
+  shape.tiles = shape.padded / TILE;
+  const int threads = omp_get_max_threads();
+  const int64_t floats = shape.mass_floats();
+  if (batch.count >= threads) {  // a request is one thread's work from end to end
+    float* memory = scratch.take(floats * threads);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t b = 0; b < batch.count; b++) {
+      Request<T> request{layer, batch, rows, shape, b};
+      Mass mass = shape.mass(memory + omp_get_thread_num() * floats);
+      attend(request, mass, 0, layer.num_heads);
+      for (int64_t s = 0; s < layer.num_sets; s++) insert(request, mass, s);
+    }
+    return;
+  }
+  float* memory = scratch.take(floats * batch.count);
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(dynamic) collapse(2)
+    for (int64_t b = 0; b < batch.count; b++)
+      for (int64_t head = 0; head < layer.num_heads; head++)
+        attend(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), head,
+               head + 1);
+#pragma omp for schedule(dynamic) collapse(2)
+    for (int64_t b = 0; b < batch.count; b++)
+      for (int64_t s = 0; s < layer.num_sets; s++)
+        insert(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), s);
+  }
+}
+
+}  // namespace
+
+extern "C" int64_t tokens_size() { return sizeof(Tokens); }
+extern "C" int64_t layer_size() { return sizeof(Layer); }
+extern "C" int64_t rows_size() { return sizeof(Rows); }
+extern "C" int64_t has_fp16() {
+#ifdef HAS_FP16
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+extern "C" void attend_and_insert_tokens(const Layer* layer, const Tokens* batch,
+                                         const Rows* rows) {
+  if (layer->dtype == FP32) run<float>(*layer, *batch, *rows);
+  if (layer->dtype == BF16) run<bf16>(*layer, *batch, *rows);
+#ifdef HAS_FP16
+  if (layer->dtype == FP16) run<fp16>(*layer, *batch, *rows);
+#endif
+}

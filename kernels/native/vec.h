@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// One SIMD register of fp32, written with the compilers' vector extensions so that the same source
+// serves AVX-512, AVX2, NEON and plain SSE2. Everything is computed in fp32; bf16 and fp16 are
+// only how rows are stored.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+typedef uint32_t vu __attribute__((vector_size(4 * W)));
+typedef uint16_t vh __attribute__((vector_size(2 * W)));
+
+struct bf16 {
+  uint16_t bits;
+};
+#if defined(__FLT16_MAX__)
+typedef _Float16 fp16;
+#define HAS_FP16 1
+#endif
+
+static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+
+template <class V, class P>
+static inline V load_as(const P* from) {
+  V v;
+  std::memcpy(&v, from, sizeof(V));
+  return v;
+}
+
+static inline vf splat(float x) { return x - vf{}; }
+static inline vi splat_int(int32_t x) { return x - vi{}; }
+static inline vf load(const float* from) { return load_as<vf>(from); }
+static inline vf load(const bf16* from) {
+  return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16);
+}
+#ifdef HAS_FP16
+static inline vf load(const fp16* from) {
+  typedef fp16 v16 __attribute__((vector_size(2 * W)));
+  return __builtin_convertvector(load_as<v16>(from), vf);
+}
+#endif
+static inline void store(float* to, vf v) { std::memcpy(to, &v, sizeof(v)); }
+
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+template <class T>
+static inline T narrow(float x) {
+  return (T)x;
+}
+template <>
+inline bf16 narrow<bf16>(float x) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+  return bf16{(uint16_t)(x != x ? 0x7FC0 : rounded)};
+}
+#ifdef HAS_FP16
+static inline float widen(fp16 x) { return (float)x; }
+#endif
+
+// `n` stored numbers as fp32, zeros after them up to a whole register.
+template <class T>
+static inline void widen_row(float* to, const T* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + W <= n; i += W) store(to + i, load(from + i));
+  if (i < n) {
+    store(to + i, vf{});
+    for (; i < n; i++) to[i] = widen(from[i]);
+  }
+}
+
+static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
+static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+// exp(x) to about 2 ulp; exactly 0 below -87, which is where -inf (a masked logit) ends up.
+static inline vf vexp(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
+  vf clamped = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
+  vf shifted = clamped * 1.44269504f + magic;
+  vf n = shifted - magic;
+  vf r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  vi bits = (vi)p + (((vi)shifted - (vi)magic) << 23);
+  return x < splat(-87.0f) ? vf{} : (vf)bits;
+}
+
+// Lanes of two registers, chosen by constants (W and up: of the second).
+template <int... Lanes>
+static inline vf shuffle(vf x, vf y) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, y, Lanes...);
+#else
+  return __builtin_shuffle(x, y, vi{Lanes...});
+#endif
+}
+
+// Lanes `Half` apart summed; the sums of `x` and of `y` alternate in groups of `Half` lanes.
+template <int Half, int... Lane>
+static inline vf fold(vf x, vf y, std::integer_sequence<int, Lane...>) {
+  return shuffle<(Lane & Half ? W + Lane - Half : Lane)...>(x, y) +
+         shuffle<(Lane & Half ? W + Lane : Lane + Half)...>(x, y);
+}
+template <int Half>
+static inline vf fold(vf x, vf y) {
+  return fold<Half>(x, y, std::make_integer_sequence<int, W>());
+}
+
+// `a[0]`: in each group of N lanes, partial sums of the N registers of `a`.
+template <int N>
+static inline void fold_within(vf* a) {
+  if constexpr (N > 1) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N / 2; i++) a[i] = fold<N / 2>(a[i], a[i + N / 2]);
+    fold_within<N / 2>(a);
+  }
+}
+// `a[0]`: sums, one in each lane, from the W / N registers that `fold_within<N>` left.
+template <int N, int Half = W / 2>
+static inline void fold_across(vf* a) {
+  if constexpr (Half >= N) {
+#pragma GCC unroll 16
+    for (int i = 0; i < Half / N; i++) a[i] = fold<Half>(a[i], a[i + Half / N]);
+    fold_across<N, Half / 2>(a);
+  }
+}
+
+static inline float sum(vf v) {
+  float total = 0;
+  for (int i = 0; i < W; i++) total += v[i];
+  return total;
+}
+static inline float largest(vf v) {
+  float best = v[0];
+  for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}

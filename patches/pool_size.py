@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of ``kv_cache_utils._check_enough_kv_cache_memory`` (checked against vLLM 0.32.0).
+
+What: an engine with a policy starts although one request of ``--max-model-len`` tokens does not fit
+its pool; the scheduler warns, and ``patches/request_checks.py`` refuses such requests.
+Why: vLLM stops there, because full attention could only serve less of ``--max-model-len``. A
+bounded request's need is known when it comes, so a small pool can serve all the others.
+Removed when: vLLM leaves this check to the KV cache spec.
+"""
+
+import functools
+from collections.abc import Callable
+
+from vllm.v1.core import kv_cache_utils
+
+
+def apply() -> None:
+    """Wrap the function; ``patches.apply_all`` calls this once."""
+    original = kv_cache_utils._check_enough_kv_cache_memory
+
+    @functools.wraps(original)
+    def _check_enough_kv_cache_memory(
+        available_memory: int, get_needed_memory: Callable[[], int], *args
+    ) -> None:
+        from vllm_cascade.runtime import policy_of
+
+        # partial(_max_memory_usage_bytes_from_groups, vllm_config, groups)
+        bound = getattr(get_needed_memory, "args", ())
+        if available_memory <= 0 or not bound or policy_of(bound[0]) is None:
+            original(available_memory, get_needed_memory, *args)
+
+    kv_cache_utils._check_enough_kv_cache_memory = _check_enough_kv_cache_memory

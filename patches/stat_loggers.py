@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of ``EngineCoreOutputs`` and ``StatLoggerManager`` (checked against vLLM 0.32.0).
+
+What: a scheduler's statistics may carry a policy's, and every front-end of an engine with a policy
+(``vllm serve``, ``AsyncLLM``, ``LLM``) has a logger that publishes them.
+Why: ``SchedulerStats`` has no field that a scheduler of one's own may fill; and plugins of the
+group ``vllm.stat_logger_plugins`` are not loaded by ``LLM``, are loaded for stock engines too,
+where they would undo ``--disable-log-stats``, and register before vLLM clears all metrics named
+``vllm:``.
+Removed when: custom schedulers can send statistics and general plugins can add loggers.
+"""
+
+import functools
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import StatLoggerManager
+
+
+def apply() -> None:
+    """Change both; ``patches.apply_all`` calls this once, before any engine exists."""
+    from vllm_cascade.metrics import KVPolicySchedulerStats
+
+    # msgspec reads this when a front-end makes its decoder, and would drop the unknown field.
+    EngineCoreOutputs.__annotations__["scheduler_stats"] = KVPolicySchedulerStats | None
+    StatLoggerManager.__init__ = _wrap_init(StatLoggerManager.__init__)
+
+
+def _wrap_init(original):
+    @functools.wraps(original)
+    def __init__(self, vllm_config, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        from vllm_cascade.metrics import KVPolicyStatLogger
+        from vllm_cascade.runtime import policy_of
+
+        if policy_of(vllm_config) is not None:
+            self.stat_loggers.append(KVPolicyStatLogger(vllm_config, self.engine_indexes))
+
+    return __init__
