@@ -173,6 +173,28 @@ FAKED: dict[str, tuple[Any, str]] = {
         "text generation only",
     ),
 }
+ON_CUDA: dict[str, tuple[Any, Any, str]] = {
+    # configuration, policy attributes, message; the platform is faked
+    "policy on CUDA": (SimpleNamespace(), SimpleNamespace(token_scores=object()), "scores from"),
+    "attention backend": (
+        SimpleNamespace(attention_config=SimpleNamespace(backend="FLASH_ATTN")),
+        None,
+        "--attention-backend",
+    ),
+    "data parallelism on CUDA": (
+        SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
+        None,
+        "--data-parallel-size",
+    ),
+    "cache type on CUDA": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(dtype="torch.bfloat16"),
+            cache_config=SimpleNamespace(cache_dtype="float16"),
+        ),
+        None,
+        "--kv-cache-dtype",
+    ),
+}
 ENVIRONMENT = {"device", "Model Runner V2 on the CPU"}
 
 
@@ -187,7 +209,7 @@ def create(model: Path, **kwargs: Any) -> Any:
 
 
 def test_the_list_is_complete() -> None:
-    tested = set(SETTINGS) | set(MODELS) | set(FAKED) | ENVIRONMENT
+    tested = set(SETTINGS) | set(MODELS) | set(FAKED) | set(ON_CUDA) | ENVIRONMENT
     assert tested == {refusal.name for refusal in refusals.REFUSALS}
 
 
@@ -214,6 +236,31 @@ def test_refused_configuration(name: str) -> None:
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
     assert refusal.applies(config, resolve(raw))
     assert message in refusal.message
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, policy, message = ON_CUDA[name]
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
+    policy = policy or resolve({"name": "cascade"})
+    assert not refusal.applies(config, policy)
+    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    assert refusal.applies(config, policy)
+    assert message in refusal.message
+
+
+def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then the engine is pointed at the GPU worker and vLLM's CUSTOM backend."""
+    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    with pytest.raises(KVPolicyError, match="VLLM_CASCADE_CUDA=1"):
+        create(MODEL)
+    monkeypatch.setenv("VLLM_CASCADE_CUDA", "1")
+    monkeypatch.setattr(refusals, "STOCK_GPU_WORKER", refusals.STOCK_CPU_WORKER)
+    config = create(MODEL)
+    assert config.parallel_config.worker_cls == refusals.GPU_WORKER
+    assert config.attention_config.backend.name == "CUSTOM"
+    assert not config.cache_config.enable_prefix_caching
 
 
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:

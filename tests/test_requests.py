@@ -201,3 +201,13 @@ class KeyByPolicy(dict):
 
     def __getitem__(self, name: str) -> Policy:
         return self.worker.scheduler._policy(self.worker.scheduler.requests[name])
+
+
+def test_a_requests_own_policy_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_cascade import requests
+
+    monkeypatch.setattr(requests.current_platform, "is_cuda", lambda: True)
+    policy = resolve({"name": "cascade", "budget": 128})
+    check_arguments(policy, SamplingParams())
+    with pytest.raises(VLLMValidationError, match="kv_budget: a request's own policy"):
+        check_arguments(policy, SamplingParams(extra_args={"kv_budget": 64}))

@@ -4,6 +4,8 @@
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade import refusals
 from vllm_cascade.config import CONFIG_KEY
@@ -40,8 +42,20 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     }
     kind = "Async" if config.scheduler_config.async_scheduling else ""
     config.scheduler_config.scheduler_cls = f"vllm_cascade.scheduler.{kind}KVPolicyScheduler"
-    config.parallel_config.worker_cls = refusals.CPU_WORKER
+    if current_platform.is_cpu():
+        config.parallel_config.worker_cls = refusals.CPU_WORKER
+    else:
+        _prepare_gpu(config, policy)
     _log(policy, raw, config, max_position)
+
+
+def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:
+    config.parallel_config.worker_cls = refusals.GPU_WORKER
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
+    if config.cache_config.enable_prefix_caching:
+        config.cache_config.enable_prefix_caching = False
+        logger.info("Prefix caching is off: snapshots are not taken on CUDA yet.")
 
 
 def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.policies import Policy
@@ -20,6 +21,10 @@ from vllm_cascade.positions import SUPPORTED_ROPE_TYPES
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 CPU_WORKER = "vllm_cascade.worker.CPUKVPolicyWorker"
+STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+GPU_WORKER = "vllm_cascade.gpu_worker.GPUKVPolicyWorker"
+TRY_CUDA = "VLLM_CASCADE_CUDA"
+"""Environment variable that lets policies run on CUDA, where nobody has run them yet."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,37 @@ def _unrotated_layers(config: VllmConfig) -> bool:
     return bool(flags and not all(flags)) or bool(getattr(hf, "no_rope_layer_interval", None))
 
 
+def _device(config: VllmConfig, policy: Policy) -> bool:
+    tried = current_platform.is_cuda() and os.environ.get(TRY_CUDA) == "1"
+    return not (current_platform.is_cpu() or tried)
+
+
+def _worker(config: VllmConfig, policy: Policy) -> bool:
+    ours = (
+        (CPU_WORKER, STOCK_CPU_WORKER)
+        if current_platform.is_cpu()
+        else (
+            GPU_WORKER,
+            STOCK_GPU_WORKER,
+        )
+    )
+    return config.parallel_config.worker_cls not in ours
+
+
+def _unknown_to_kernels(config: VllmConfig, policy: Policy) -> bool:
+    """What the PyTorch path has and the Triton kernels do not."""
+    return current_platform.is_cuda() and (
+        getattr(policy, "token_scores", None) is not None
+        or getattr(policy, "merge_into", None) is not None
+        or bool(getattr(policy, "arranges", False))
+    )
+
+
+def _other_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return current_platform.is_cuda() and config.cache_config.cache_dtype not in ("auto", dtype)
+
+
 def _no_movable_positions(config: VllmConfig) -> bool:
     hf = config.model_config.hf_text_config
     rotary = ("rotary_dim", "rotary_pct", "rope_theta", "rotary_emb_base")
@@ -72,9 +108,39 @@ def _no_movable_positions(config: VllmConfig) -> bool:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "device",
-        lambda config, _: not current_platform.is_cpu(),
+        _device,
         "KV policies run on the CPU backend of vLLM in this version; remove --kv-policy to run "
-        "stock vLLM on this device",
+        f"stock vLLM on this device. The CUDA backend has not run on a GPU yet: set {TRY_CUDA}=1 "
+        "to be the first, and compare its output with a CPU's",
+    ),
+    Refusal(
+        "policy on CUDA",
+        _unknown_to_kernels,
+        "the CUDA kernels cannot run this policy's settings (scores from the host, tokens merged "
+        "or arranged out of order) yet; run it on the CPU or choose another policy",
+    ),
+    Refusal(
+        "attention backend",
+        lambda config, _: (
+            current_platform.is_cuda()
+            and config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM)
+        ),
+        "--attention-backend cannot be combined with --kv-policy, which brings its own backend; "
+        "remove one of the two",
+    ),
+    Refusal(
+        "data parallelism on CUDA",
+        lambda config, _: (
+            current_platform.is_cuda() and config.parallel_config.data_parallel_size > 1
+        ),
+        "--data-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; run "
+        "one server a GPU",
+    ),
+    Refusal(
+        "cache type on CUDA",
+        _other_cache_dtype,
+        "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys in the "
+        "model's own type",
     ),
     Refusal(
         "speculative decoding",
@@ -196,7 +262,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "worker",
-        lambda config, _: config.parallel_config.worker_cls not in (STOCK_CPU_WORKER, CPU_WORKER),
+        _worker,
         "--worker-cls cannot be combined with --kv-policy, which brings its own worker; "
         "remove one of the two",
     ),
@@ -212,7 +278,9 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "Model Runner V2 on the CPU",
-        lambda config, _: os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1",
+        lambda config, _: (
+            current_platform.is_cpu() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1"
+        ),
         "VLLM_USE_V2_MODEL_RUNNER=1 is not tested with --kv-policy on the CPU; unset it",
     ),
     Refusal(

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
@@ -156,6 +157,8 @@ def check_arguments(policy: Policy | None, params: SamplingParams | PoolingParam
         raise _refusal(
             asked[0], f"{asked[0]}: this server runs no KV policy; start it with --kv-policy"
         )
+    if current_platform.is_cuda():
+        raise _refusal(asked[0], f"{asked[0]}: a request's own policy needs the CPU backend so far")
     try:
         request_policy(policy, extra_args)
     except KVPolicyError as error:

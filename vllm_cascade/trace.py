@@ -38,14 +38,13 @@ class Recorder:
         for batch in wave.tokens:
             for row in range(len(batch.index)):
                 end = int(batch.stream[row]) + 1
-                self._add(layer, pages, batch.pages[row], int(batch.new_slots[row]), end)
+                self.add(layer, pages, batch.pages[row], int(batch.new_slots[row]), end)
         for stride in wave.strides:
             end = stride.stream + stride.num_tokens
-            self._add(layer, pages, stride.pages, stride.new_slots, end)
+            self.add(layer, pages, stride.pages, stride.new_slots, end)
 
-    def _add(
-        self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int
-    ) -> None:
+    def add(self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> None:
+        """Note one request's kept tokens after ``end`` tokens, from its first slots."""
         if end % self.every == 0:
             tokens = kept_tokens(pages, blocks, num_slots)
             self.snapshots.append(Snapshot(layer, int(blocks[0]), end, tokens))

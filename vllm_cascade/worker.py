@@ -4,7 +4,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -27,33 +27,30 @@ from vllm_cascade.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.trace import Recorder
 
 
-@contextmanager
-def _our_backend() -> Iterator[None]:
-    """Layers built in this context use our backend; later engines of this process do not.
+class KVPolicyWorker:
+    """Mixin for vLLM's workers: one process of an engine that runs a policy."""
 
-    The CPU platform has one attention backend and ignores ``--attention-backend``, so ours takes
-    its name for as long as a model is built.
-    """
-    register_backend(
-        AttentionBackendEnum.CPU_ATTN, "vllm_cascade.attention.backend.CPUKVPolicyBackend"
-    )
-    _cached_get_attn_backend.cache_clear()
-    try:
-        yield
-    finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+    backend: ClassVar[AttentionBackendEnum]
+    """The name under which layers find our backend."""
+    backend_path: ClassVar[str]
+
+    @contextmanager
+    def _our_backend(self) -> Iterator[None]:
+        """Layers built in this context use our backend; later engines of this process do not."""
+        register_backend(self.backend, self.backend_path)
         _cached_get_attn_backend.cache_clear()
-
-
-class CPUKVPolicyWorker(CPUWorker):
-    """One process of a CPU engine that runs a policy."""
+        try:
+            yield
+        finally:
+            self.backend.clear_override()
+            _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
-        with _our_backend():
+        with self._our_backend():
             super().load_model(**kwargs)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        with set_current_vllm_config(self.vllm_config):  # CPUKVPolicyBackend.customize_spec asks
+        with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
             return super().get_kv_cache_spec()
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -71,42 +68,15 @@ class CPUKVPolicyWorker(CPUWorker):
                 self.parallel_config.tensor_parallel_size,
             )
         builder.positions.install(model)
-        builder.token_scores = self._token_scores(builder.policy)
-        builder.row_policies = self._row_policies
-        # What the runner copies where a request starts from a snapshot: also the pages' tails.
-        caches = self.model_runner.kv_caches
-        caches[:] = [whole_pages(cache) for cache in caches]
+        self._connect(builder)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
-        for table in self.model_runner.input_batch.block_table.block_tables:
-            table.slot_mapping_mode = SlotMappingMode.NONE
+        if not self.use_v2_model_runner:
+            for table in self.model_runner.input_batch.block_table.block_tables:
+                table.slot_mapping_mode = SlotMappingMode.NONE
 
-    def _token_scores(self, policy: Policy) -> Callable[[int, int, int, int], np.ndarray] | None:
-        """Scores that follow from the token ids, which the runner's batch knows."""
-        importance = token_importance(policy, self.model_config)
-        if importance is None:
-            return None
-        batch = self.model_runner.input_batch
-
-        def token_scores(row: int, first: int, end: int, lag: int) -> np.ndarray:
-            if len(importance) > 2 * batch.max_num_reqs:
-                importance.forget(set(self.model_runner.requests))
-            return importance.advance(batch.req_ids[row], batch.token_ids_cpu[row], first, end, lag)
-
-        return token_scores
-
-    def _row_policies(self) -> list[Policy]:
-        """The policies of the batch's requests, row by row."""
-        runner, policy = self.model_runner, self._builder().policy
-        policies = []
-        for name in runner.input_batch.req_ids:
-            params = runner.requests[name].sampling_params
-            policies.append(request_policy(policy, params.extra_args if params else None))
-        return policies
-
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        with unfinished_prompts_draw_nothing(self.model_runner):
-            return super().sample_tokens(grammar_output)
+    def _connect(self, builder: KVPolicyMetadataBuilder) -> None:
+        """Give the builder what it needs to know of requests, where a device has that."""
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
@@ -150,3 +120,44 @@ class CPUKVPolicyWorker(CPUWorker):
         for layer in layers:
             layer.impl.recorder = None
         return [asdict(snapshot) for snapshot in recorder.snapshots] if recorder else []
+
+
+class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
+    """On the CPU: its platform knows one attention backend, whose name ours takes meanwhile."""
+
+    backend = AttentionBackendEnum.CPU_ATTN
+    backend_path = "vllm_cascade.attention.backend.CPUKVPolicyBackend"
+
+    def _connect(self, builder: KVPolicyMetadataBuilder) -> None:
+        builder.token_scores = self._token_scores(builder.policy)
+        builder.row_policies = self._row_policies
+        # What the runner copies where a request starts from a snapshot: also the pages' tails.
+        caches = self.model_runner.kv_caches
+        caches[:] = [whole_pages(cache) for cache in caches]
+
+    def _token_scores(self, policy: Policy) -> Callable[[int, int, int, int], np.ndarray] | None:
+        """Scores that follow from the token ids, which the runner's batch knows."""
+        importance = token_importance(policy, self.model_config)
+        if importance is None:
+            return None
+        batch = self.model_runner.input_batch
+
+        def token_scores(row: int, first: int, end: int, lag: int) -> np.ndarray:
+            if len(importance) > 2 * batch.max_num_reqs:
+                importance.forget(set(self.model_runner.requests))
+            return importance.advance(batch.req_ids[row], batch.token_ids_cpu[row], first, end, lag)
+
+        return token_scores
+
+    def _row_policies(self) -> list[Policy]:
+        """The policies of the batch's requests, row by row."""
+        runner, policy = self.model_runner, self._builder().policy
+        policies = []
+        for name in runner.input_batch.req_ids:
+            params = runner.requests[name].sampling_params
+            policies.append(request_policy(policy, params.extra_args if params else None))
+        return policies
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        with unfinished_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(grammar_output)

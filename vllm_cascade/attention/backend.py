@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend that vLLM sees, on the CPU."""
+"""The attention backend that vLLM sees: what all devices share, and the CPU's."""
 
 from typing import Any, ClassVar
 
@@ -15,27 +15,11 @@ from vllm_cascade.paging import KVPolicySpec
 from vllm_cascade.runtime import policy_of
 
 
-class CPUKVPolicyBackend(AttentionBackend):
-    """Takes the place of vLLM's ``CPU_ATTN`` while a policy is on."""
+class KVPolicyBackend(AttentionBackend):
+    """A bounded cache that the backend addresses itself, on any device."""
 
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUKVPolicyImpl]:
-        return CPUKVPolicyImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[KVPolicyMetadataBuilder]:
-        return KVPolicyMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -55,3 +39,23 @@ class CPUKVPolicyBackend(AttentionBackend):
                 "whose layers all use plain full attention"
             )
         return KVPolicySpec.from_full(spec, policy)
+
+
+class CPUKVPolicyBackend(KVPolicyBackend):
+    """Takes the place of vLLM's ``CPU_ATTN`` while a policy is on."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUKVPolicyImpl]:
+        return CPUKVPolicyImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KVPolicyMetadataBuilder]:
+        return KVPolicyMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]

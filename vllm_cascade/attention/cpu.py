@@ -26,8 +26,8 @@ def _gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
     return tensor_model_parallel_all_gather(mass.contiguous(), dim=-3)
 
 
-class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
-    """Runs a step's waves: all one-token strides as a batch, each longer stride on its own."""
+class KVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
+    """What a layer's constructor refuses and keeps, on any device."""
 
     def __init__(
         self,
@@ -67,6 +67,10 @@ class CPUKVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         self._pages: Pages | None = None
         self.path: Path | None = None
         self._own_paths: dict[Policy, Path] = {}
+
+
+class CPUKVPolicyImpl(KVPolicyImpl):
+    """Runs a step's waves: all one-token strides as a batch, each longer stride on its own."""
 
     def prepare(
         self,

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels on a GPU: correct, capturable in a CUDA graph, and how fast.
+
+    python -m benchmarks.gpu_check --out results/
+
+Needs torch, triton and the folder ``kernels/``; no vLLM. ``--interpret`` runs the same code on the
+CPU with tiny sizes in Triton's interpreter: it checks this script, its times mean nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder for gpu_check.json")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no new timing after this long")
+    parser.add_argument("--interpret", action="store_true", help="tiny sizes on the CPU")
+    options = parser.parse_args(arguments)
+    if options.interpret:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    import torch
+
+    if not options.interpret and not torch.cuda.is_available():
+        print("gpu_check: no CUDA device; --interpret runs this script on the CPU", file=sys.stderr)
+        return 2
+    result = run(options.interpret, time.monotonic() + 60 * options.minutes)
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = "gpu_check_interpreted.json" if options.interpret else "gpu_check.json"
+        (options.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    print(table(result))
+    return 0 if result["correct"] else 1
+
+
+def run(interpret: bool, deadline: float) -> Row:
+    """Everything, as one JSON value."""
+    import torch
+
+    from benchmarks import gpu_timings
+
+    device = torch.device("cpu" if interpret else "cuda")
+    bench = gpu_timings.Bench(device, deadline)
+    sizes = gpu_timings.TINY if interpret else gpu_timings.Sizes()
+    result: Row = {"interpreted": interpret, "environment": fingerprint()}
+    result["checks"] = list(correctness(device, interpret))
+    result["correct"] = all(row["error"] is None for row in result["checks"])
+    result["copy_gbps"] = gpu_timings.copy_bandwidth(bench, sizes)
+    result["caching"] = list(gpu_timings.caching_rows(bench, sizes))
+    result["attend"] = list(gpu_timings.attend_rows(bench, sizes, result["copy_gbps"]))
+    result["prefill"] = list(gpu_timings.prefill_rows(bench, sizes))
+    result["goals"] = [] if interpret else goals(result)
+    return result
+
+
+def fingerprint() -> Row:
+    """GPU, driver, versions and commit."""
+    import torch
+    import triton
+
+    from benchmarks.environment import _git
+
+    result: Row = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        result["gpu"] = properties.name
+        result["gpu_memory"] = properties.total_memory
+        result["capability"] = f"{properties.major}.{properties.minor}"
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(query, capture_output=True, text=True, check=True)
+            result["driver"] = done.stdout.splitlines()[0].strip()
+        except (OSError, subprocess.CalledProcessError, IndexError):
+            result["driver"] = None
+    try:
+        import xformers
+
+        result["xformers"] = xformers.__version__
+    except ImportError:
+        result["xformers"] = None
+    return result
+
+
+def cases(interpret: bool) -> dict[str, Any]:
+    """Shapes to check: every head size and type, group sizes, and all that changes logits."""
+    import torch
+
+    from benchmarks.kernels_alone import load
+
+    case = load("checks").Case
+    if interpret:
+        small = {"head_size": 16, "num_heads": 1, "lengths": (0, 17, None), "strides": (9,)}
+        return {"fp32": case(**small), "bf16": case(**small, group=1, dtype=torch.bfloat16)}
+    lengths = (0, 1, 15, 16, 17, None, 250, 1023, 2052)
+    strides = (1, 7, 64, 33, 256)
+    base = {"lengths": lengths, "strides": strides, "num_heads": 4, "splits": None}
+    found = {}
+    for size in (64, 80, 96, 128, 256):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            name = f"{size} {str(dtype).removeprefix('torch.')}"
+            found[name] = case(**base, head_size=size, dtype=dtype)
+    options: dict[str, Row] = {
+        "gqa 1": {"group": 1},
+        "gqa 4": {"group": 4},
+        "gqa 8": {"group": 8},
+        "per head": {"per_head": True},
+        "block 32": {"block_size": 32},
+        "partial": {"rotary_dim": 32},
+        "interleaved": {"interleaved": True},
+        "alibi": {"alibi": True},
+        "soft cap": {"softcap": 2.0},
+        "logit scale": {"logit_scale": True},
+        "max": {"reduction": "max"},
+        "median": {"reduction": "median", "group": 8},
+        "resident": {"keep_later": False},
+        "per query": {"per_query": True},
+    }
+    for name, option in options.items():
+        found[name] = case(**base, **option)
+    return found
+
+
+def correctness(device: Any, interpret: bool) -> list[Row]:
+    """Every kernel against its reference, and a captured step against an eager one."""
+    from benchmarks.kernels_alone import load
+
+    checks = load("checks")
+    rows = []
+
+    def check(name: str, call: Any) -> None:
+        begin = time.monotonic()
+        row: Row = {"check": name, "error": None}
+        try:
+            row["largest"] = call()
+        except Exception as error:  # a kernel may fail in any way; the others are still worth it
+            row["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        row["seconds"] = round(time.monotonic() - begin, 2)
+        rows.append(row)
+
+    for name, case in cases(interpret).items():
+        check(f"decode {name}", lambda c=case: checks.check_decode(c, device))
+        check(f"prefill {name}", lambda c=case: checks.check_prefill(c, device))
+        for variant in range(checks.NUM_RULES):
+            check(
+                f"insert {name}, rule {variant}",
+                lambda c=case, v=variant: checks.check_insert(c, device, v),
+            )
+        check(f"insert strides {name}", lambda c=case: checks.check_insert_strides(c, device))
+    check("schedule", lambda: checks.check_schedule(device))
+    check("rotation table", lambda: checks.check_rotation_table(device))
+    if not interpret:
+        check("CUDA graph", lambda: graph_equals_eager(device))
+    return rows
+
+
+def graph_equals_eager(device: Any) -> float:
+    """40 replays of a captured decode step leave the same bytes and outputs as 40 eager steps."""
+    import torch
+
+    from benchmarks.gpu_timings import Layer, cascade_schedule
+    from benchmarks.kernels_alone import load
+
+    ops = {name: load(name) for name in ("combine", "insert", "schedule")}
+    torch.manual_seed(0)
+    batch, heads, cached = 5, 8, 4 + 4 * 64
+    tables = cascade_schedule(device, 4, 64, 4)
+    twins = [Layer.make(device, batch, heads, 128, cached, torch.float16, spare=0)]
+    first = twins[0]
+    copies = {name: getattr(first, name).clone() for name in ("kv", "rank", "born", "score")}
+    twins.append(
+        Layer(**copies, table=first.table, steps=first.steps.clone(), rotation=first.rotation)
+    )
+    lengths = [torch.full((batch,), cached + 1, dtype=torch.int32, device=device) for _ in twins]
+    for seq_lens in lengths:
+        seq_lens[3] = 0  # a padded row
+    positions = torch.zeros(batch, dtype=torch.int64, device=device)
+    query = torch.randn(batch, 4 * heads, 128, dtype=torch.float16, device=device)
+    key = torch.randn(batch, heads, 128, dtype=torch.float16, device=device)
+    outputs = [torch.empty_like(query) for _ in twins]
+
+    def step(i: int) -> None:
+        layer = twins[i]
+        lengths[i].add_((lengths[i] > 0).int())
+        ops["schedule"].schedule(lengths[i], layer.table, tables, layer.steps, positions)
+        attend = load("attend").attend
+        parts, parts_lse, logits, own = attend(
+            *(query, key, key, layer.kv, layer.rank, layer.born, layer.table, layer.steps),
+            *(layer.rotation, None, None, 0.088, 0.0, False, 4, True),
+        )
+        lse = ops["combine"].merge(parts, parts_lse, layer.steps, outputs[i])
+        new = ops["combine"].update(
+            *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps),
+            *(0.99, 0.01, "mean"),
+        )
+        ops["insert"].insert(
+            *(key, key, new, layer.kv, layer.rank, layer.born, layer.score, None),
+            *(layer.table, layer.steps, True, False),
+        )
+
+    step(0)  # compiles; the twin makes the same first step eagerly
+    step(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(1)
+    for number in range(40):
+        query.normal_()
+        key.normal_()
+        step(0)
+        graph.replay()
+        for name in copies:
+            a, b = getattr(twins[0], name), getattr(twins[1], name)
+            assert torch.equal(a, b), f"{name} differs after replay {number}"
+        assert torch.equal(*outputs), f"outputs differ at replay {number}"
+    return 0.0
+
+
+def goals(result: Row) -> list[Row]:
+    """The issue's goals, each with what was measured."""
+
+    def measured(kind: str) -> list[Row]:
+        return [row for row in result[kind] if "ms" in row]
+
+    decode = [row for row in measured("attend") if row["batch"] >= 64 and row["cached"] == 2048]
+    rows: list[Row] = []
+
+    def goal(text: str, values: list[float], reached: bool) -> None:
+        value = [round(v, 3) for v in values]
+        rows.append({"goal": text, "measured": value, "reached": bool(values) and reached})
+
+    shares = [row["of_copy"] for row in decode]
+    goal("attend >= 0.75 of copy bandwidth", shares, all(v >= 0.75 for v in shares))
+    costs = [row["over_plain"] for row in decode]
+    goal("attend <= 1.15 x plain build", costs, all(v <= 1.15 for v in costs))
+    speedups = [row["speedup"] for row in measured("caching") if row["score_update"]]
+    goal("caching >= 20 x concatenation", speedups, all(v >= 20 for v in speedups))
+    for stride in sorted({row["stride"] for row in measured("prefill")}):
+        times = [
+            row["us_per_token"]
+            for row in measured("prefill")
+            if row["stride"] == stride and row["tokens"] >= 8192
+        ]
+        flat = bool(times) and max(times) <= 1.05 * min(times)
+        goal(f"prefill flat to 5 %, stride {stride} (us a token)", times, flat)
+    return rows
+
+
+def table(result: Row) -> str:
+    """What was found, as text."""
+    lines = []
+    failed = [row for row in result["checks"] if row["error"] is not None]
+    passed = len(result["checks"]) - len(failed)
+    environment = result["environment"]
+    lines.append(f"{environment.get('gpu', 'no GPU: interpreted, times mean nothing')}")
+    lines.append(f"checks: {passed} passed, {len(failed)} failed")
+    lines += [f"  FAILED {row['check']}: {row['error']}" for row in failed]
+    lines.append(f"copy bandwidth: {result['copy_gbps']:.0f} GB/s")
+    for kind in ("attend", "caching", "prefill"):
+        rows = result[kind]
+        columns = list(dict.fromkeys(key for row in rows for key in row if key != "what"))
+        lines.append(f"\n{kind}")
+        lines.append("  ".join(f"{column:>14}" for column in columns))
+        for row in rows:
+            cells = (row.get(column, "") for column in columns)
+            text = (f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells)
+            lines.append("  ".join(f"{cell:>14}" for cell in text))
+    if result["goals"]:
+        lines.append("\ngoals")
+    for row in result["goals"]:
+        lines.append(f"  {'yes' if row['reached'] else 'NO '}  {row['goal']}: {row['measured']}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

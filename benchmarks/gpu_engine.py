@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real vLLM on a GPU with every policy: right tokens, and output tokens a second.
+
+    VLLM_CASCADE_CUDA=1 python -m benchmarks.gpu_engine --out results/
+
+First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
+given to the oracle (``tests/oracle``), which must find the same log-probabilities and, at every
+step, the same most likely token. Then Llama 1B and 8B configurations with dummy weights decode at
+2k, 8k and 32k of context, beside stock vLLM with the same bytes of KV cache. Each engine has a
+process of its own. ``--tiny`` runs the same code with toy sizes, also on a CPU.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+POLICIES: dict[str, dict[str, Any]] = {
+    "window": {"name": "window"},
+    "sink": {"name": "sink"},
+    "cascade": {"name": "cascade"},
+    "cascade per KV head": {"name": "cascade", "head_policy": "per_kv_head"},
+    "beehive": {"name": "beehive"},
+    "lazy": {"name": "lazy"},
+    "h2o": {"name": "h2o"},
+}
+LLAMAS: dict[str, dict[str, int]] = {
+    "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv": 8, "inner": 8192, "vocab": 128256},
+    "8B": {"hidden": 4096, "layers": 32, "heads": 32, "kv": 8, "inner": 14336, "vocab": 128256},
+}
+TINY = {"hidden": 128, "layers": 1, "heads": 4, "kv": 2, "inner": 64, "vocab": 512}
+MAX_ERROR = 5e-4
+"""Largest difference of a log-probability from the oracle's, in fp32."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder for gpu_engine.json")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, also on a CPU")
+    parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.job is not None:
+        job = json.loads(options.job)
+        print(
+            "RESULT " + json.dumps({"identity": identity, "speed": speed}[job.pop("kind")](**job))
+        )
+        return 0
+    from benchmarks.gpu_check import fingerprint
+
+    rows = [run_job(job) for job in jobs(options.tiny, options.policies)]
+    result = {"tiny": options.tiny, "environment": fingerprint(), "rows": rows}
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = "gpu_engine_tiny.json" if options.tiny else "gpu_engine.json"
+        (options.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    print(table(rows))
+    return 0 if all("error" not in row and row.get("equal", True) for row in rows) else 1
+
+
+def jobs(tiny: bool, policies: list[str]) -> list[dict[str, Any]]:
+    """Every engine to run, as keyword arguments."""
+    found: list[dict[str, Any]] = []
+    for name in policies:
+        found.append({"kind": "identity", "policy": POLICIES[name], "label": name, "tiny": tiny})
+    llamas = {"tiny": TINY} if tiny else LLAMAS
+    for model, context in (
+        (model, context) for model in llamas for context in ([40] if tiny else [2048, 8192, 32768])
+    ):
+        for name in ["stock", *policies]:
+            found.append(
+                {
+                    "kind": "speed",
+                    "policy": POLICIES.get(name),
+                    "label": name,
+                    "model": model,
+                    "context": context,
+                    "tiny": tiny,
+                }
+            )
+    return found
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Run one engine in a process of its own; its result, or the last line of its error."""
+    print(
+        f"{job['kind']} {job['label']} {job.get('model', '')} {job.get('context', '')}", flush=True
+    )
+    command = [sys.executable, "-m", "benchmarks.gpu_engine", "--job", json.dumps(job)]
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    row = {"what": job["kind"], "policy": job["label"]}
+    row |= {key: job[key] for key in ("model", "context") if key in job}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode == 0 and lines:
+        row |= json.loads(lines[-1].removeprefix("RESULT "))
+    else:
+        row["error"] = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
+    return row | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def identity(policy: dict[str, Any], label: str, tiny: bool) -> dict[str, Any]:
+    """Generate greedily with three requests at once; ask the oracle about every token."""
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    from tests.oracle.model import load_model, stream
+    from tests.oracle.random_models import write_llama
+    from tests.oracle.settings import oracle_settings
+
+    # The smallest settings that wrap the cache often.
+    policy = {**policy, "budget": 64, "prefill_stride": 16}
+    if policy["name"] == "beehive":
+        policy |= {"window": 12, "stride": 5, "threshold": 40}
+    if policy["name"] == "lazy":
+        policy["overflow"] = 8
+        policy |= {"slack": 6, "max_drop": 3}
+    model_books = ROOT / "benchmarks" / "models" / "books-5m"
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_llama(folder, head_dim=64, tokenizer_from=model_books)
+        llm = LLM(
+            str(path),
+            dtype="float32",
+            additional_config={"kv_policy": policy},
+            max_model_len=1024,
+            kv_cache_memory_bytes=64 << 20,
+            max_num_seqs=8,
+            enforce_eager=tiny,
+        )
+        tokens = np.random.default_rng(0).integers(1, 500, 400).tolist()
+        prompts = [tokens[:5], tokens[5:120], tokens[120:337]]
+        length = 24 if tiny else 300
+        params = SamplingParams(max_tokens=length, temperature=0.0, logprobs=0, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params, use_tqdm=False)
+        oracle, error = load_model(path, bloom_gelu="none"), 0.0
+        for prompt, output in zip(prompts, outputs, strict=True):
+            (choice,) = output.outputs
+            found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
+            truth = stream(
+                oracle,
+                prompt + list(choice.token_ids),
+                prompt_len=len(prompt),
+                **oracle_settings(policy),
+            )
+            expected = np.asarray(truth.logprobs[len(prompt) - 1 :])
+            error = max(error, float(np.abs(np.asarray(found) - expected).max()))
+        (counters,) = llm.collective_rpc("kv_policy_counters")
+    return {
+        "equal": error < MAX_ERROR and counters["evicted_tokens"] > 0,
+        "max_error": error,
+        "evicted": counters["evicted_tokens"],
+    }
+
+
+def speed(
+    policy: dict[str, Any] | None, label: str, model: str, context: int, tiny: bool
+) -> dict[str, Any]:
+    """Output tokens a second of requests with ``context`` tokens of prompt each.
+
+    The time to read the prompts and sample one token is measured alone and taken off.
+    """
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    size = TINY if tiny else LLAMAS[model]
+    num_requests, num_tokens = (2, 5) if tiny else (64, 257)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(llama_config(size)))
+        if policy is not None:
+            policy = {"budget": 64 if tiny else 2048, **policy}
+            if tiny:
+                policy["prefill_stride"] = 16
+        llm = LLM(
+            folder,
+            dtype="float32" if tiny else "bfloat16",
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            additional_config={} if policy is None else {"kv_policy": policy},
+            max_model_len=context + num_tokens,
+            kv_cache_memory_bytes=(16 << 20) if tiny else (8 << 30),
+            max_num_seqs=num_requests,
+            enforce_eager=tiny,
+            enable_prefix_caching=False,
+        )
+        rng = np.random.default_rng(0)
+
+        def seconds(max_tokens: int) -> float:
+            prompts = rng.integers(1, size["vocab"] - 1, (num_requests, context)).tolist()
+            params = SamplingParams(
+                max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
+            )
+            begin = time.perf_counter()
+            llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+            return time.perf_counter() - begin
+
+        seconds(2)  # warm up
+        prefill, whole = seconds(1), seconds(num_tokens)
+    total = num_requests * (num_tokens - 1)
+    return {
+        "prompt_tokens_per_s": num_requests * context / prefill,
+        "output_tokens_per_s": total / max(whole - prefill, 1e-9),
+        "total_s": whole,
+    }
+
+
+def llama_config(size: dict[str, int]) -> dict[str, Any]:
+    """config.json of a Llama with these sizes."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": size["hidden"],
+        "intermediate_size": size["inner"],
+        "num_attention_heads": size["heads"],
+        "num_key_value_heads": size["kv"],
+        "num_hidden_layers": size["layers"],
+        "vocab_size": size["vocab"],
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """What was found, as text."""
+    lines = []
+    for row in rows:
+        head = f"{row['what']:<9} {row['policy']:<20}"
+        if "error" in row:
+            lines.append(f"{head} FAILED: {row['error']}")
+        elif row["what"] == "identity":
+            verdict = "equal" if row["equal"] else "DIFFERS"
+            lines.append(
+                f"{head} {verdict}, max error {row['max_error']:.1e}, {row['evicted']} evicted"
+            )
+        else:
+            lines.append(
+                f"{head} {row['model']:>4} {row['context']:>6} tokens: "
+                f"{row['output_tokens_per_s']:9.0f} output tokens/s, "
+                f"{row['prompt_tokens_per_s']:9.0f} prompt tokens/s"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timings of the kernels on one GPU, beside what they must be compared with.
+
+Times are medians of ``triton.testing.do_bench`` over inputs that rotate through more memory than
+the L2 cache holds. Sizes come in a ``Sizes``, so that a test can run this code with tiny ones.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.kernels_alone import load
+
+attend_ops, combine_ops, insert_ops = load("attend"), load("combine"), load("insert")
+prefill_ops, rotate_ops, configs = load("prefill"), load("rotate"), load("configs")
+stride_ops, schedule_ops, xformers_ops = (
+    load("insert_stride"),
+    load("schedule"),
+    load("xformers_prefill"),
+)
+
+Row = dict[str, Any]
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; the defaults are the issue's."""
+
+    batches: tuple[int, ...] = (1, 16, 64, 256)
+    cached: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    heads: tuple[tuple[int, int], ...] = ((32, 8), (8, 8))
+    head_size: int = 128
+    copy_bytes: int = GIB
+    cache_steps: int = 4196
+    cache_dropped: int = 100
+    cache_batch: int = 8
+    cache_heads: int = 32
+    cache_window: int = 1024
+    prefill_lengths: tuple[int, ...] = (4096, 8192, 32768, 131072)
+    prefill_strides: tuple[int, ...] = (512, 1024, 2048, 4096)
+    prefill_budget: int = 2048
+
+
+TINY = Sizes(
+    batches=(2,),
+    cached=(24,),
+    heads=((2, 1),),
+    head_size=16,
+    copy_bytes=1 << 16,
+    cache_steps=14,
+    cache_dropped=2,
+    cache_batch=1,
+    cache_heads=2,
+    cache_window=16,
+    prefill_lengths=(48, 96),
+    prefill_strides=(24,),
+    prefill_budget=24,
+)
+
+
+class Bench:
+    """Milliseconds of a call on a device, and whether there is time for more."""
+
+    def __init__(self, device: torch.device, deadline: float) -> None:
+        self.device, self.deadline = device, deadline
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+    def milliseconds(self, call: Callable[[], Any]) -> float:
+        """Median; without a GPU a single run, which only shows that the code runs."""
+        if self.on_gpu:
+            from triton.testing import do_bench
+
+            return float(do_bench(call, warmup=15, rep=60, return_mode="median"))
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e3
+
+    def l2_bytes(self) -> int:
+        if not self.on_gpu:
+            return 0
+        return torch.cuda.get_device_properties(self.device).L2_cache_size
+
+
+def copy_bandwidth(bench: Bench, sizes: Sizes) -> float:
+    """GB/s read and written by a device-to-device copy: the roof of a memory-bound kernel."""
+    source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return 2 * sizes.copy_bytes / bench.milliseconds(lambda: target.copy_(source)) / 1e6
+
+
+@dataclass
+class Layer:
+    """Random pages of a batch in which every request has the same number of tokens."""
+
+    kv: torch.Tensor
+    rank: torch.Tensor
+    born: torch.Tensor
+    score: torch.Tensor
+    table: torch.Tensor
+    steps: torch.Tensor
+    rotation: torch.Tensor
+
+    @classmethod
+    def make(
+        cls,
+        device: torch.device,
+        batch: int,
+        heads: int,
+        head_size: int,
+        cached: int,
+        dtype: torch.dtype,
+        spare: int = 16,
+    ) -> "Layer":
+        page, slots = 16, cached + spare
+        pages = math.ceil(slots / page)
+        blocks = batch * pages + 1
+        kv = torch.empty(blocks, heads, page, 2 * head_size, dtype=dtype, device=device)
+        kv.normal_()
+        table = torch.arange(1, blocks, dtype=torch.int32, device=device)
+        table = table[torch.randperm(blocks - 1, device=device)].view(batch, pages).contiguous()
+        one = torch.full((pages * page,), -1, dtype=torch.int32, device=device)
+        one[:cached] = torch.randperm(cached, device=device).int()
+        rank = torch.full((blocks, 1, page), -1, dtype=torch.int32, device=device)
+        rank[table.long(), 0] = one.view(pages, page)
+        born = rank + torch.randint_like(rank, 0, cached)
+        steps = torch.tensor([10 * cached, cached, cached, cached, 4, 5, 1], dtype=torch.int32)
+        exponent = torch.arange(0, head_size, 2) / head_size
+        return cls(
+            kv=kv,
+            rank=rank,
+            born=born,
+            score=torch.rand(rank.shape, device=device),
+            table=table,
+            steps=steps.to(device).repeat(batch, 1),
+            rotation=rotate_ops.rotation_table(10000.0**-exponent, 2 * cached + 8, device),
+        )
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, featured: bool) -> torch.Tensor:
+        """One decode step's attention; ``featured``: with rotation and score update."""
+        batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
+        splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
+        parts, parts_lse, logits, own = attend_ops.attend(
+            *(query, key, key, self.kv, self.rank, self.born, self.table, self.steps),
+            *(self.rotation if featured else None, None, None, query.shape[2] ** -0.5, 0.0),
+            *(False, splits, featured),
+        )
+        output = torch.empty_like(query)
+        lse = combine_ops.merge(parts, parts_lse, self.steps, output)
+        if featured:
+            combine_ops.update(
+                *(logits, own, lse, self.rank, self.score, self.table, self.steps),
+                *(0.991, 0.009, "mean"),
+            )
+        return output
+
+
+def attend_rows(bench: Bench, sizes: Sizes, copy_gbps: float) -> Iterator[Row]:
+    """Decode attention of every batch, length and head layout."""
+    for heads, cached, batch in itertools.product(sizes.heads, sizes.cached, sizes.batches):
+        row: Row = {"what": "attend", "heads": "{}/{}".format(*heads), "cached": cached}
+        row["batch"] = batch
+        if bench.late():
+            yield row | {"skipped": "out of time"}
+        else:
+            yield row | _attend_row(bench, sizes, copy_gbps, heads, cached, batch)
+
+
+def _attend_row(
+    bench: Bench,
+    sizes: Sizes,
+    copy_gbps: float,
+    num_heads: tuple[int, int],
+    cached: int,
+    batch: int,
+) -> Row:
+    device, size, dtype = bench.device, sizes.head_size, torch.float16
+    queries, heads = num_heads
+    kv_bytes = batch * cached * heads * 2 * size * dtype.itemsize
+    copies = max(1, min(8, math.ceil(2 * bench.l2_bytes() / kv_bytes)))
+    layers = [Layer.make(device, batch, heads, size, cached, dtype) for _ in range(copies)]
+    query = torch.randn(batch, queries, size, dtype=dtype, device=device)
+    key = torch.randn(batch, heads, size, dtype=dtype, device=device)
+
+    def timed(featured: bool) -> float:
+        turn = itertools.cycle(layers)
+        return bench.milliseconds(lambda: next(turn).attend(query, key, featured))
+
+    row: Row = {"ms": timed(True), "plain_ms": timed(False)}
+    row["gbps"] = kv_bytes / row["ms"] / 1e6
+    row["of_copy"] = row["gbps"] / copy_gbps
+    row["over_plain"] = row["ms"] / row["plain_ms"]
+    layers.clear()
+    return row | _dense_attention(bench, row["ms"], query, batch, heads, cached)
+
+
+def _dense_attention(
+    bench: Bench, ours: float, query: torch.Tensor, batch: int, heads: int, cached: int
+) -> Row:
+    """The same amount of keys, gathered ahead: torch's SDPA and xformers' split-K."""
+    shape = batch, heads, cached, query.shape[2]
+    keys = torch.randn(shape, dtype=query.dtype, device=query.device)
+    values = torch.randn_like(keys)
+    one = query[:, :, None]
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    row: Row = {}
+    row["sdpa_ms"] = bench.milliseconds(lambda: sdpa(one, keys, values, enable_gqa=True))
+    row["over_sdpa"] = ours / row["sdpa_ms"]
+    if not xformers_ops.has_xformers():
+        return row
+    from xformers.ops import fmha
+
+    group = query.shape[1] // heads
+    grouped = query.view(batch, 1, heads, group, -1)
+    expanded = [
+        x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1) for x in (keys, values)
+    ]
+    try:
+        row["splitk_ms"] = bench.milliseconds(
+            lambda: fmha.memory_efficient_attention_forward(
+                grouped, *expanded, op=fmha.triton_splitk.FwOp
+            )
+        )
+        row["over_splitk"] = ours / row["splitk_ms"]
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        row["splitk_error"] = str(error).splitlines()[0]
+    return row
+
+
+def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int) -> Any:
+    """Step tables of a full cascade: an eviction at every step, periods of ``2**(levels - 1)``.
+
+    Step ``j`` ends with a contest between the newest token of the first sub-cache that does not
+    accept and the one that arrives there, or else drops the oldest token.
+    """
+    total = sinks + levels * window
+    rows = []
+    for j in range(2 ** (levels - 1)):
+        level = 1 + ((j & -j).bit_length() - 1 if j else levels)  # the first that does not accept
+        newest = sinks + (levels - level) * window - 1
+        contest = level < levels
+        lo, hi = (newest, newest + 2) if contest else (sinks, sinks + 1)
+        rows.append([lo, hi, 1, total, total])
+    table = torch.tensor(rows, dtype=torch.int32, device=device)
+    return schedule_ops.Schedule(table, 0)
+
+
+def caching_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
+    """One caching operation, step by step, in the protocol of the cascade paper's Table 4."""
+    for dtype, levels in itertools.product((torch.float32, torch.float16), (1, 4)):
+        row: Row = {"what": "caching", "dtype": str(dtype).removeprefix("torch.")}
+        row |= {"cascades": levels, "score_update": levels > 1}
+        if bench.late():
+            yield row | {"skipped": "out of time"}
+            continue
+        row["ms"] = _steps(bench, sizes, _our_caching(bench, sizes, dtype, levels))
+        row["concatenation_ms"] = _steps(bench, sizes, _concatenation(bench, sizes, dtype))
+        row["speedup"] = row["concatenation_ms"] / row["ms"]
+        yield row
+
+
+def _steps(bench: Bench, sizes: Sizes, step: Callable[[], Any]) -> float:
+    """Mean milliseconds a step, an event pair and a synchronisation around each, as theirs."""
+    times = []
+    for _ in range(sizes.cache_steps):
+        if bench.on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            step()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            times.append(bench.milliseconds(step))
+    kept = times[sizes.cache_dropped :]
+    return sum(kept) / len(kept)
+
+
+def _our_caching(bench: Bench, sizes: Sizes, dtype: torch.dtype, levels: int) -> Callable[[], Any]:
+    """Schedule, score update (with several cascades) and insertion; one graph on a GPU."""
+    device, sinks = bench.device, 4
+    batch, heads, size = sizes.cache_batch, sizes.cache_heads, sizes.head_size
+    cached = sinks + sizes.cache_window
+    layer = Layer.make(device, batch, heads, size, cached, dtype, spare=0)
+    tables = cascade_schedule(device, sinks, sizes.cache_window // levels, levels)
+    seq_lens = torch.full((batch,), cached + 1, dtype=torch.int32, device=device)
+    positions = torch.zeros(batch, dtype=torch.int64, device=device)
+    key, value = torch.randn(2, batch, heads, size, device=device).to(dtype)
+    slots = layer.table.shape[1] * layer.kv.shape[2]
+    logits = torch.randn(batch, heads, slots, device=device)
+    own, lse = torch.randn(batch, heads, device=device), torch.full((batch, heads), 8.0).to(device)
+    fixed = torch.zeros(batch, 1, device=device)
+
+    def step() -> None:
+        seq_lens.add_(1)
+        schedule_ops.schedule(seq_lens, layer.table, tables, layer.steps, positions)
+        new = fixed
+        if levels > 1:
+            new = combine_ops.update(
+                *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps),
+                *(0.991, 0.009, "mean"),
+            )
+        insert_ops.insert(
+            *(key, value, new, layer.kv, layer.rank, layer.born, layer.score, None),
+            *(layer.table, layer.steps, True, False),
+        )
+
+    if not bench.on_gpu:
+        return step
+    step()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def _concatenation(bench: Bench, sizes: Sizes, dtype: torch.dtype) -> Callable[[], Any]:
+    """StreamingLLM's cache: sinks, the window less its oldest token, the new one, joined anew."""
+    sinks = 4
+    shape = sizes.cache_batch, sizes.cache_heads, sinks + sizes.cache_window, sizes.head_size
+    cache = [torch.randn(shape, device=bench.device).to(dtype) for _ in range(2)]
+    new = torch.randn(2, *shape[:2], 1, shape[3], device=bench.device).to(dtype)
+
+    def step() -> None:
+        for i in range(2):
+            old = cache[i]
+            cache[i] = torch.cat([old[:, :, :sinks], old[:, :, sinks + 1 :], new[i]], dim=2)
+
+    return step
+
+
+def prefill_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
+    """A prompt through a bounded cache, stride by stride, and full causal attention."""
+    for stride, length in itertools.product(sizes.prefill_strides, sizes.prefill_lengths):
+        row: Row = {"what": "prefill", "stride": stride, "tokens": length}
+        if bench.late():
+            yield row | {"skipped": "out of time"}
+        else:
+            yield row | _prefill_row(bench, sizes, stride, length)
+
+
+def _prefill_row(bench: Bench, sizes: Sizes, stride: int, length: int) -> Row:
+    dtype, (queries, heads) = torch.float16, sizes.heads[0]
+    prompt = _Prompt(bench, sizes, stride, queries, heads, dtype)
+    row: Row = {"ms": bench.milliseconds(lambda: prompt.run(length))}
+    row["us_per_token"] = row["ms"] * 1e3 / length
+    query = torch.randn(1, queries, length, sizes.head_size, device=bench.device).to(dtype)
+    key = torch.randn(1, heads, length, sizes.head_size, device=bench.device).to(dtype)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    full = bench.milliseconds(lambda: sdpa(query, key, key, is_causal=True, enable_gqa=True))
+    row["full_us_per_token"] = full * 1e3 / length
+    return row | prompt.xformers_row(bench)
+
+
+class _Prompt:
+    """Strides over a full cache: attention, column sums, scores, insertion of a window.
+
+    Which tokens stay is a fixed window here: choosing them is the policy's, outside the kernels.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        sizes: Sizes,
+        stride: int,
+        queries: int,
+        heads: int,
+        dtype: torch.dtype,
+    ) -> None:
+        device, size, budget = bench.device, sizes.head_size, sizes.prefill_budget
+        self.layer = Layer.make(device, 1, heads, size, budget, dtype, spare=0)
+        self.layer.rotation = rotate_ops.rotation_table(
+            10000.0 ** -(torch.arange(0, size, 2) / size), budget + stride, device
+        )
+        self.stride, self.budget = stride, budget
+        steps = [[10 * budget, budget, budget, budget, 0, stride, 0]]
+        self.layer.steps = torch.tensor(steps, dtype=torch.int32, device=device)
+        self.query = torch.randn(stride, queries, size, device=device).to(dtype)
+        self.key, self.value = torch.randn(2, stride, heads, size, device=device).to(dtype)
+        keep = torch.arange(budget + stride, device=device) >= stride
+        self.keep = keep.view(1, 1, -1).contiguous()
+        self.decays = 0.991 ** torch.arange(stride, device=device, dtype=torch.float32)
+        self.fades = torch.full((1,), 0.5, device=device)
+        self.scale = size**-0.5
+
+    def gathered(self) -> tuple[torch.Tensor, ...]:
+        layer = self.layer
+        return rotate_ops.gather(
+            *(layer.kv, layer.rank, layer.born, layer.score, None, layer.table, layer.steps),
+            *(layer.rotation, False, self.budget),
+        )
+
+    def one(self) -> None:
+        layer, output = self.layer, torch.empty_like(self.query)
+        keys, values, old, _ = self.gathered()
+        lse = prefill_ops.attend_strides(
+            *(self.query, self.key, self.value, keys, values, layer.steps, None, None, output),
+            *(self.scale, 0.0, self.stride),
+        )
+        sums = prefill_ops.column_sums(
+            *(self.query, self.key, keys, lse, self.decays, layer.steps, None, None),
+            *(self.scale, 0.0, self.stride),
+        )
+        scores = prefill_ops.stride_scores(sums, old, self.fades, layer.steps, "mean")
+        stride_ops.insert_strides(
+            *(self.key, self.value, self.keep, scores, layer.kv, layer.rank, layer.born),
+            *(layer.score, None, layer.table, layer.steps, self.stride),
+        )
+
+    def run(self, length: int) -> None:
+        for _ in range(length // self.stride):
+            self.one()
+
+    def xformers_row(self, bench: Bench) -> Row:
+        """One stride's attention alone, ours and xformers': what decides the default."""
+        keys, values, _, _ = self.gathered()
+        output = torch.empty_like(self.query)
+        row: Row = {}
+        row["stride_attention_ms"] = bench.milliseconds(
+            lambda: prefill_ops.attend_strides(
+                *(self.query, self.key, self.value, keys, values, self.layer.steps, None, None),
+                *(output, self.scale, 0.0, self.stride),
+            )
+        )
+        if not xformers_ops.has_xformers():
+            return row
+
+        def theirs() -> tuple[torch.Tensor, torch.Tensor]:
+            return xformers_ops.attend_with_xformers(
+                self.query, self.key, self.value, keys[0], values[0], self.scale
+            )
+
+        try:
+            difference = (theirs()[0] - output).abs().max().item()
+            assert difference < 2e-2, f"xformers differs by {difference}"
+            row["xformers_ms"] = bench.milliseconds(theirs)
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            row["xformers_error"] = str(error).splitlines()[0]
+        return row

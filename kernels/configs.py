@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tile sizes, warps and splits by rule from the shape; nothing is tuned while serving.
+
+``TUNED`` holds what measurement on a card found better than the rule (``benchmarks.gpu_check``);
+it is empty until there is one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Config:
+    """``tile`` keys at a time (and ``queries`` queries in prefill), by ``warps`` warps."""
+
+    tile: int
+    warps: int
+    stages: int
+    queries: int = 0
+
+
+TUNED: dict[tuple[str, int, str, int], Config] = {}
+"""(kernel, compute capability, dtype, head size) to a configuration."""
+
+DEFAULT_SMS = 132
+MAX_SPLITS = 32
+PROGRAMS_PER_SM = 4
+XFORMERS_SHAPES: dict[tuple[int, str, int], int] = {}
+"""(compute capability, dtype, head size) to the shortest stride for which xformers' attention was
+measured to be faster than ours; empty until measured, so ours is the default everywhere."""
+
+
+def capability(device: torch.device) -> int:
+    """10 * major + minor of a CUDA device, 0 elsewhere."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a CUDA device; an H100's elsewhere, so that shapes stay realistic."""
+    if device.type != "cuda":
+        return DEFAULT_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tuned(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Config | None:
+    return TUNED.get((kernel, capability(device), str(dtype).removeprefix("torch."), head_size))
+
+
+def attend_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
+    """Decode: a tile of keys and values that fits the registers of its warps.
+
+    fp32 takes half the keys (a row is twice as long), and so does a head of 256.
+    """
+    tuned = _tuned("attend", device, dtype, head_size)
+    if tuned is not None:
+        return tuned
+    half = dtype.itemsize == 2 and head_size <= 128
+    return Config(tile=32 if half else 16, warps=4, stages=2)
+
+
+def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots: int) -> int:
+    """Parts that one request's slots are split into, so that a small batch fills the card.
+
+    A function of shapes alone: a captured graph keeps its own number.
+    """
+    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms(device), max(batch * num_kv_heads, 1))
+    longest = max(num_slots // 128, 1)  # a part of fewer keys is not worth its merge
+    return triton.next_power_of_2(max(1, min(wanted, longest, MAX_SPLITS)))
+
+
+def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
+    """Prefill: queries by keys of one flash-attention tile."""
+    tuned = _tuned("prefill", device, dtype, head_size)
+    if tuned is not None:
+        return tuned
+    if dtype.itemsize == 4:
+        return Config(tile=16, queries=32, warps=8, stages=1)
+    if head_size > 128:
+        return Config(tile=32, queries=64, warps=8, stages=2)
+    if head_size > 64:
+        return Config(tile=64, queries=128, warps=8, stages=2)
+    return Config(tile=64, queries=64, warps=4, stages=2)
+
+
+def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
+    """Column sums: the same tiles, keys resident and queries streamed."""
+    tuned = _tuned("mass", device, dtype, head_size)
+    return tuned if tuned is not None else prefill_config(device, dtype, head_size)
+
+
+def prefers_xformers(device: torch.device, dtype: torch.dtype, head_size: int, stride: int) -> bool:
+    """Whether measurement found xformers' partial attentions faster for this shape."""
+    key = (capability(device), str(dtype).removeprefix("torch."), head_size)
+    return key in XFORMERS_SHAPES and stride >= XFORMERS_SHAPES[key]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real engine on the Triton kernels, in the interpreter, against the oracle.
+
+The CUDA backend's implementation and builder know no device, so the CPU backend is given them for
+these tests. All of the path but CUDA graphs is what a GPU would run: log-probabilities and kept
+tokens of every stride, prompt and decode, and of several requests at once.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import MODEL
+from tests.engine.pool import EnginePool
+from tests.engine.test_against_oracle import compare, oracle_model
+from tests.oracle.model import stream
+from tests.oracle.random_models import write_bloom, write_llama
+from tests.oracle.settings import oracle_settings
+from vllm_cascade.attention.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+
+TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
+CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
+POLICIES: dict[str, dict[str, Any]] = {
+    "cascade-1": {**CASCADE, "prefill_stride": 1},
+    "cascade-heads-16": {
+        **CASCADE,
+        "prefill_stride": 16,
+        "head_policy": "per_kv_head",
+        "head_reduction": "max",
+    },
+    "sink-overflow-1": {"name": "sink", "budget": 20, "overflow": 4, "prefill_stride": 1},
+    "lazy-9": {"name": "lazy", "budget": 20, "overflow": 8, "slack": 6, "max_drop": 3,
+               "prefill_stride": 9},
+    "h2o-normalise-1": {"name": "h2o", "budget": 24, "normalise": True, "prefill_stride": 1},
+    "beehive-log-n-1": {
+        "name": "beehive", "budget": 24, "window": 6, "stride": 3, "threshold": 14,
+        "log_n": True, "prefill_stride": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: TritonMetadataBuilder)
+    yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    small = {"num_layers": 1, "tokenizer_from": MODEL}
+    return {
+        "llama": write_llama(tmp_path_factory.mktemp("llama"), **small, head_dim=16),
+        "partial": write_llama(
+            tmp_path_factory.mktemp("partial"), **small, partial_rotary_factor=0.5
+        ),
+        "alibi": write_bloom(tmp_path_factory.mktemp("bloom"), **small),
+    }
+
+
+def engine(pool: EnginePool, policy: dict[str, Any], model: Path) -> Any:
+    """An engine of its own: the pool's others use the PyTorch path."""
+    pool.close()
+    return pool.get(
+        {**policy, "trace": True},
+        model,
+        max_model_len=1024,
+        max_num_batched_tokens=64,
+        block_size=16,
+    )
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    """Every policy family: one-rule steps, batches, strides; what is kept and how it scores."""
+    llm = engine(engine_pool, POLICIES[name], models["llama"])
+    compare(llm, POLICIES[name], TOKENS, models["llama"])
+    (counters,) = llm.collective_rpc("kv_policy_counters")
+    assert counters["evicted_tokens"] > 30 and counters["moved_reads"] > 0
+    engine_pool.close()
+
+
+@pytest.mark.parametrize("model", ["partial", "alibi"])
+def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    policy = {**CASCADE, "prefill_stride": 8, "head_policy": "per_kv_head"}
+    compare(engine(engine_pool, policy, models[model]), policy, TOKENS, models[model])
+    engine_pool.close()
+
+
+def test_decode_of_several_requests(engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    """Generated tokens go through the device's own schedule; rows come and go."""
+    policy = {**CASCADE, "prefill_stride": 8}
+    llm = engine(engine_pool, policy, models["llama"])
+    prompts = [TOKENS[:5], TOKENS[5:45], TOKENS[40:57]]
+    params = [
+        SamplingParams(max_tokens=n, temperature=0.0, logprobs=0, ignore_eos=True)
+        for n in (40, 12, 30)
+    ]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        generated = list(output.outputs[0].token_ids)
+        found = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
+        model = oracle_model(models["llama"])
+        truth = stream(model, prompt + generated, prompt_len=len(prompt), **oracle_settings(policy))
+        expected = truth.logprobs[len(prompt) - 1 :]
+        assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 2e-4
+    engine_pool.close()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel compiled ahead of time for real GPUs: registers, shared memory, no spills.
+
+Compiling needs Triton without its interpreter, hence a process of its own.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_cascade.kernels.aot import MAX_SHARED
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILE = """
+import json, sys
+from dataclasses import asdict
+from benchmarks.kernels_alone import load
+aot = load("aot")
+shapes = eval(sys.argv[1], vars(aot))
+rows = []
+for shape in shapes:
+    for capability in map(int, sys.argv[2:]):
+        rows += map(asdict, aot.resources_of(shape, capability))
+print(json.dumps(rows))
+"""
+KERNELS = {
+    "schedule", "attend", "merge", "update", "insert", "gather", "attend_strides", "column_sums",
+    "stride_scores", "number", "place", "write",
+}  # fmt: skip
+
+
+def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, shapes, *map(str, capabilities)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(rows: list[dict[str, Any]], max_spilled: int) -> None:
+    assert {row["kernel"] for row in rows} == KERNELS
+    for row in rows:
+        assert row["spilled"] <= max_spilled, row
+        assert row["registers"] <= 255 and row["shared"] <= MAX_SHARED[row["capability"]], row
+        # a block's registers must fit a multiprocessor at least once
+        assert row["registers"] * 32 * row["warps"] <= 65536, row
+
+
+def test_default_configuration_on_every_gpu() -> None:
+    check(compiled("[Shape()]", 80, 90, 100), max_spilled=0)
+
+
+@pytest.mark.parametrize("size", [64, 80, 96, 256])
+def test_head_sizes(size: int) -> None:
+    check(compiled(f"[Shape(head_size={size}, dtype=torch.bfloat16)]", 90), max_spilled=0)
+
+
+@pytest.mark.slow
+def test_every_configuration_on_every_gpu() -> None:
+    check(compiled("DEFAULT_SHAPES", 80, 90, 100), max_spilled=0)
+    other = "[shape for shape in OTHER_SHAPES if shape.keep_logits]"
+    check(compiled(other, 80, 90, 100), max_spilled=16)
+
+
+def test_the_table_in_the_docs() -> None:
+    """The table that is shown covers every kernel and stays within the same bounds."""
+    table = (ROOT / "docs" / "kernel_resources.md").read_text()
+    rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| [a-z_]+ \| \d", line)]
+    assert {row[0].removeprefix("| ") for row in rows} == KERNELS
+    for row in rows:
+        default = re.fullmatch(r"32/8 x \d+, (float16|bfloat16)", row[1]) is not None
+        for cell in row[3:]:
+            registers, _, spilled = map(int, cell.rstrip(" |").split(" / "))
+            assert registers <= 255 and spilled <= (0 if default else 16), row

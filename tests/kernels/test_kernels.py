@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel in Triton's interpreter against its fp64 reference, over a grid of odd shapes.
+
+The checks (``kernels/checks.py``) poison what must not be read and compare what must not be
+written byte by byte; ``benchmarks.gpu_check`` runs the same on a GPU.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_cascade.kernels import checks
+from vllm_cascade.kernels.checks import NUM_RULES, Case
+
+FP16, BF16 = torch.float16, torch.bfloat16
+SMALL = {"head_size": 16, "num_heads": 2}
+ATTENTION: dict[str, Case] = {
+    # GQA 1, 4, 8; pages of 16 and 32; counts around page and tile edges; padding in the middle
+    "gqa-1": Case(**SMALL, group=1, lengths=(0, 15, None, 16, 17)),
+    "gqa-4": Case(**SMALL, group=4, lengths=(31, 32, 33)),
+    "gqa-8": Case(**{**SMALL, "num_heads": 1}, group=8, block_size=32, lengths=(0, 1, 63, 65)),
+    "gqa-3": Case(**{**SMALL, "num_heads": 3}, group=3, lengths=(2, None, 70)),
+    "heads": Case(**SMALL, per_head=True, lengths=(5, 47, 48, 49)),
+    "heads-32": Case(**SMALL, per_head=True, block_size=32, lengths=(33, 0, 96), splits=4),
+    "one-split": Case(**SMALL, splits=1, lengths=(1, 130)),
+    "more-splits-than-tiles": Case(**SMALL, splits=16, lengths=(40, 3)),
+    "all-padding": Case(**SMALL, lengths=(None, None)),
+    # head sizes, some not powers of two
+    "size-64": Case(head_size=64, num_heads=1, group=4, lengths=(40,)),
+    "size-80": Case(head_size=80, num_heads=1, lengths=(20,), strides=(9,)),
+    "size-96": Case(head_size=96, num_heads=1, lengths=(20,), dtype=FP16, strides=(9,)),
+    "size-128": Case(head_size=128, num_heads=1, lengths=(36,), dtype=BF16, strides=(9,)),
+    "size-256": Case(head_size=256, num_heads=1, lengths=(19,), strides=(5,)),
+    # rotation
+    "partial": Case(**{**SMALL, "head_size": 20}, rotary_dim=8),
+    "partial-wide": Case(num_heads=1, head_size=80, rotary_dim=20, lengths=(25,)),
+    "interleaved": Case(**SMALL, interleaved=True),
+    "partial-interleaved": Case(**{**SMALL, "head_size": 24}, rotary_dim=12, interleaved=True),
+    # what changes logits
+    "alibi": Case(**SMALL, alibi=True, per_head=True),
+    "soft-cap": Case(**SMALL, softcap=1.5),
+    "logit-scale": Case(**SMALL, logit_scale=True),
+    "everything": Case(
+        **SMALL, alibi=True, softcap=2.0, logit_scale=True, reduction="max", group=4, dtype=FP16
+    ),
+    # head reductions over groups and over all heads
+    "max": Case(**SMALL, group=3, reduction="max"),
+    "median-odd": Case(**{**SMALL, "num_heads": 3}, group=1, reduction="median"),
+    "median-even": Case(**SMALL, group=4, reduction="median"),
+    "median-heads": Case(**SMALL, group=4, per_head=True, reduction="median"),
+    "median-one": Case(**SMALL, group=1, per_head=True, reduction="median"),
+    # types
+    "fp16": Case(**SMALL, group=4, dtype=FP16),
+    "bf16": Case(**SMALL, group=1, dtype=BF16, per_head=True),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_decode(name: str) -> None:
+    checks.check_decode(ATTENTION[name], "cpu")
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_prefill(name: str) -> None:
+    checks.check_prefill(ATTENTION[name], "cpu")
+
+
+def test_prefill_longer_than_its_tiles() -> None:
+    """Several query tiles and key tiles, on both sides of the cache's end."""
+    case = Case(**SMALL, lengths=(70, 0, 64), strides=(100, 65, 129))
+    checks.check_prefill(case, "cpu")
+
+
+INSERTION: dict[str, Case] = {
+    "homogeneous": Case(**SMALL, lengths=(0, 1, 15, 16, 17, None, 40)),
+    "heads": Case(**SMALL, per_head=True, lengths=(0, 5, 31, 32, 33), block_size=32),
+    "resident": Case(**SMALL, keep_later=False, lengths=(3, 47, 48, 49)),
+    "resident-heads": Case(**{**SMALL, "num_heads": 3}, per_head=True, keep_later=False),
+    "per-query": Case(**SMALL, per_query=True, lengths=(2, 21, 64)),
+    "fp16": Case(head_size=80, num_heads=1, dtype=FP16, lengths=(9, 33)),
+    "long": Case(head_size=16, num_heads=1, lengths=(4200, 1023), seed=3),  # several tiles
+}
+
+
+@pytest.mark.parametrize("variant", range(NUM_RULES))
+@pytest.mark.parametrize("name", INSERTION)
+def test_insert(name: str, variant: int) -> None:
+    checks.check_insert(INSERTION[name], "cpu", variant)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", INSERTION)
+def test_insert_strides(name: str, seed: int) -> None:
+    checks.check_insert_strides(replace(INSERTION[name], seed=seed), "cpu")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_schedule(seed: int) -> None:
+    checks.check_schedule("cpu", seed)
+
+
+def test_rotation_table() -> None:
+    checks.check_rotation_table("cpu")

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels as torch operators: schemas and fake implementations agree with the real ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_cascade.kernels import attend, combine, insert, insert_stride, prefill, rotate
+from vllm_cascade.kernels.checks import Case, make_cache
+
+CASE = Case(head_size=16, lengths=(9, 17), strides=(5,))
+
+
+def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    """Every operator with arguments it can run on."""
+    cache, steps = make_cache(CASE)
+    strides = steps.clone()
+    strides[:, 4], strides[:, 5] = torch.tensor([0, 5]), 5
+    query = torch.randn(10, 4, 16)
+    key = torch.randn(10, 2, 16)
+    pages = cache.kv, cache.rank, cache.born, cache.score, cache.token
+    table = cache.table
+    rotation = rotate.rotation_table(CASE.inv_freq, 301, "cpu")
+    decode = (query[:2], key[:2], key[:2], *pages[:3], table, steps, rotation, None, None, 0.25)
+    parts, parts_lse, logits, own = attend.attend(*decode, 0.0, False, 2, True)
+    old = torch.randn(2, 2, 17, 16)
+    sums = torch.rand(2, 4, 22)
+    keep, scores = torch.ones(2, 1, 22, dtype=torch.bool), torch.rand(2, 1, 22)
+    lse = torch.rand(10, 4)
+    return {
+        "attend": (attend.attend, (*decode, 0.0, False, 2, True)),
+        "attend without logits": (attend.attend, (*decode, 0.0, False, 4, False)),
+        "merge": (combine.merge, (parts, parts_lse, steps, torch.empty(2, 4, 16))),
+        "update": (
+            combine.update,
+            (logits, own, lse[:2], cache.rank, cache.score, table, steps, 0.9, 0.1, "max"),
+        ),
+        "insert": (
+            insert.insert,
+            (key[:2], key[:2], torch.rand(2, 1), *pages, table, steps, True, False),
+        ),
+        "gather": (rotate.gather, (*pages, table, strides, rotation, False, 17)),
+        "attend_strides": (
+            prefill.attend_strides,
+            (query, key, key, old, old, strides, None, None, torch.empty_like(query), 0.25, 0.0, 5),
+        ),
+        "column_sums": (
+            prefill.column_sums,
+            (query, key, old, lse, torch.rand(8), strides, None, None, 0.25, 0.0, 5),
+        ),
+        "stride_scores": (
+            prefill.stride_scores,
+            (sums, torch.rand(2, 1, 17), torch.rand(2), strides, "mean"),
+        ),
+        "insert_strides": (
+            insert_stride.insert_strides,
+            (key, key, keep, scores, *pages, table, strides, 5),
+        ),
+    }
+
+
+NAMES = list(calls())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_has_the_shapes_and_types_of_the_real_one(name: str) -> None:
+    op, arguments = calls()[name]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        fake = op(*fakes)
+    real = op(*arguments)
+    as_tuple = (lambda x: x if isinstance(x, tuple) else (x,)) if real is not None else tuple
+    if real is None:
+        assert fake is None
+        return
+    for a, b in zip(as_tuple(fake), as_tuple(real), strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schema_says_what_is_mutated(name: str) -> None:
+    """An argument that is not declared as mutated must come back as it was."""
+    op, arguments = calls()[name]
+    torch.library.opcheck(op, arguments, test_utils="test_schema")
+
+
+def test_wrong_layouts_are_caught_at_the_boundary() -> None:
+    op, arguments = calls()["attend"]
+    wrong = list(arguments)
+    wrong[3] = arguments[3].transpose(1, 2)
+    with pytest.raises(AssertionError):
+        op(*wrong)
+    wrong = list(arguments)
+    wrong[0] = arguments[0].to(torch.float16)
+    with pytest.raises(AssertionError):
+        op(*wrong)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU scripts on a machine without one: their own code, with tiny sizes, as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+
+
+def test_gpu_check_interpreted(tmp_path: Path) -> None:
+    done = run("benchmarks.gpu_check", "--interpret", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "gpu_check_interpreted.json").read_text())
+    assert result["correct"] and len(result["checks"]) > 20
+    assert result["interpreted"] and result["goals"] == [], "no goal is reached in an interpreter"
+    for kind in ("attend", "caching", "prefill"):
+        assert all(row["ms"] > 0 for row in result[kind]) and result[kind]
+    assert "times mean nothing" in done.stdout and "0 failed" in done.stdout
+
+
+def test_gpu_check_needs_neither_vllm_nor_the_plugin() -> None:
+    code = """
+import os, sys
+os.environ["TRITON_INTERPRET"] = "1"
+import benchmarks.gpu_check, benchmarks.gpu_timings
+from benchmarks.kernels_alone import load
+load("checks").check_schedule("cpu")
+print([name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_cascade")])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that raises is a failed check, not a crash, and the verdict says so."""
+    from benchmarks import gpu_check
+    from benchmarks.kernels_alone import load
+
+    checks = load("checks")
+
+    def broken(*_: object) -> None:
+        raise AssertionError("output: error 1e+00 > 3e-05")
+
+    for name in ("check_decode", "check_prefill", "check_insert", "check_insert_strides"):
+        monkeypatch.setattr(checks, name, broken)
+    rows = gpu_check.correctness("cpu", interpret=True)
+    failed = [row for row in rows if row["error"]]
+    assert len(failed) == len(rows) - 2
+    assert failed[0]["error"] == "AssertionError: output: error 1e+00 > 3e-05"
+
+
+def test_gpu_check_without_a_gpu_says_what_to_do() -> None:
+    done = run("benchmarks.gpu_check", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "--interpret" in done.stderr
+
+
+def test_goals() -> None:
+    """A goal needs its measurements: missing ones do not count as reached."""
+    from benchmarks.gpu_check import goals
+
+    attend = {"ms": 1.0, "batch": 64, "cached": 2048, "of_copy": 0.8, "over_plain": 1.2}
+    rows = [{"ms": 1.0, "stride": 512, "tokens": n, "us_per_token": t}
+            for n, t in ((8192, 1.0), (131072, 1.04))]  # fmt: skip
+    found = goals({"attend": [attend], "caching": [], "prefill": rows})
+    assert [row["reached"] for row in found] == [True, False, False, True]
+
+
+@pytest.mark.slow
+def test_gpu_engine_tiny(tmp_path: Path) -> None:
+    done = run(
+        *("benchmarks.gpu_engine", "--tiny", "--policies", "cascade", "--out", str(tmp_path))
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "gpu_engine_tiny.json").read_text())
+    assert [row["what"] for row in result["rows"]] == ["identity", "speed", "speed"]
+    assert result["rows"][0]["equal"] and result["rows"][0]["evicted"] > 0
+    assert all(row["output_tokens_per_s"] > 0 for row in result["rows"][1:])
