@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between two runs over the same tokens, with paired bootstrap intervals."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,9 +100,7 @@ def position_bins(longest: int, first: int = 64) -> list[tuple[int, int]]:
     while edges[-1] < longest:
         edges.append(edges[-1] * 2)
     return [
-        (begin, min(end, longest))
-        for begin, end in zip(edges[:-1], edges[1:], strict=True)
-        if begin < longest
+        (begin, min(end, longest)) for begin, end in itertools.pairwise(edges) if begin < longest
     ]
 
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks import results, speed_report
-from benchmarks.engines import MODEL
+from benchmarks.engines import MODEL, native_positions
 from benchmarks.environment import ROOT
 from benchmarks.serving import Load, Server, ServerError, bench_serve, bench_throughput
 
@@ -101,6 +101,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", help="requests in flight")
     parser.add_argument("--prompts", type=int, help="requests in a trial (at least --concurrency)")
     parser.add_argument("--pools", nargs="+", help="2x: requests of the longest context; or 64M")
+    parser.add_argument("--block-size", type=int, default=128, help="of every arm; 16 on a GPU")
     parser.add_argument("--shared-prefix", type=int, default=0, help="tokens all prompts share")
     parser.add_argument("--trials", type=int)
     parser.add_argument("--harness", choices=("serve", "throughput"), default="serve")
@@ -136,10 +137,7 @@ def model_arguments(args: argparse.Namespace) -> tuple[str, str, list[str]]:
         model, tokenizer = str(SHAPES[model]), tokenizer or str(MODEL)
         flags += ["--load-format", "dummy", "--tokenizer", tokenizer]
     longest = max(args.contexts) + args.output_len
-    positions = (
-        json.loads((Path(model) / "config.json").read_text()) if Path(model).is_dir() else {}
-    )
-    if longest > positions.get("max_position_embeddings", longest):
+    if longest > native_positions(model):
         # What is generated is not looked at, so the stock arm may run past trained positions.
         flags += ["--hf-overrides", json.dumps({"max_position_embeddings": longest})]
     return model, tokenizer or model, flags
@@ -243,10 +241,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     model, tokenizer, flags = model_arguments(args)
-    block_size = 128 if _cuda() is False else 16
     shared = [*flags, "--max-model-len", str(max(args.contexts) + args.output_len)]
-    shared += ["--block-size", str(block_size), *args.server_args.split()]
-    sweep = cells(args, kv_bytes_per_token(model), block_size)
+    shared += ["--block-size", str(args.block_size), *args.server_args.split()]
+    sweep = cells(args, kv_bytes_per_token(model), args.block_size)
     measure = measure_pool if args.harness == "serve" else measure_offline
     records = []
     for pool, part in itertools.groupby(sweep, key=lambda cell: cell.pool):
@@ -260,12 +257,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = [*speed_report.tables(records), *speed_report.goals(records, args.budget)]
     results.save(args.out, tables, {"trials": records}, vars(args), argv)
     speed_report.picture(records, args.out.with_suffix(".png"))
-
-
-def _cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":
