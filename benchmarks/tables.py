@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MIN_WIDTH = 112
+MIN_WIDTH = 132
 """Width on a narrower console (a pipe, a log), which would break numbers in two."""
 
 
