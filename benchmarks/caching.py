@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The caching operation of one layer (the cascade paper's Table 4): ``python -m benchmarks.caching``.
+"""The caching operation of a layer (cascade paper, Table 4): ``python -m benchmarks.caching``.
 
 Three ways to take one more token into a full cache of every request of a batch: concatenating the
 kept keys and values with the new ones, as StreamingLLM's code does; our insertion into pages with

@@ -44,13 +44,8 @@ DATASETS = {
 }
 SUMMARISE = "{document}\n\nSummary:"
 ANSWER = (
-    "Answer the question with the help of the documents.
-
-{documents}
-
-"
-    "Question: {question}
-Answer:"
+    "Answer the question with the help of the documents.\n\n{documents}\n\n"
+    "Question: {question}\nAnswer:"
 )
 NAMES = (
     *("Anne", "Mary", "Frederick", "Charles", "Louisa"),

@@ -67,7 +67,11 @@ class Scored:
 
 def run(job: Job) -> Scored:
     """A job in this (child) process."""
-    llm = job.engine.start()
+    return run_on(job.engine.start(), job)
+
+
+def run_on(llm: "LLM", job: Job) -> Scored:
+    """A job on an engine that is up."""
     if job.window:
         return _recompute(llm, job)
     return _batch(llm, job) if job.batched else _stream(llm, job)
