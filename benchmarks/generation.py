@@ -149,17 +149,6 @@ def _facts(samples: int) -> list[Example]:
     """Ten passages of the book, each ending in a made-up fact; one of them is asked for."""
     rng = np.random.default_rng(0)
     passages = [document for document, _ in _passages(samples * DOCUMENTS, 260)]
-        "Anne",
-        "Mary",
-        "Frederick",
-        "Charles",
-        "Louisa",
-        "Henrietta",
-        "James",
-        "Sophia",
-        "William",
-        "Penelope",
-    ]
     made = []
     for index in range(samples):
         numbers = rng.integers(100, 1000, DOCUMENTS).tolist()
