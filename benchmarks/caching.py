@@ -34,8 +34,8 @@ class Sizes:
     num_sinks: int = 4
     budget: int = 1024
     block_size: int = 32
-    steps: int = 30
-    warm_up: int = 5
+    steps: int = 12
+    warm_up: int = 3
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -138,7 +138,7 @@ def _flat(records: Sequence[Record], arm: str) -> list[tuple[str, ...]]:
                 f"{arm}: TPOT flat within {FLAT_WITHIN:.0%}",
                 ends,
                 f"{number(low, 2)} to {number(high, 2)} ms ({high / low - 1:+.1%})",
-                _verdict(high / low - 1 <= FLAT_WITHIN),
+                _verdict(high <= low * (1 + FLAT_WITHIN)),
             )
         )
     return rows

@@ -55,15 +55,16 @@ def console() -> Any:
 def show(tables: Sequence[Table]) -> None:
     """Print tables."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table as Grid
 
     screen = console()
     for table in tables:
-        grid = Grid(title=table.title or None, box=box.SIMPLE_HEAD, title_justify="left")
+        grid = Grid(title=escape(table.title) or None, box=box.SIMPLE_HEAD, title_justify="left")
         for place, column in enumerate(table.columns):
-            grid.add_column(column, justify="right" if place else "left", overflow="fold")
+            grid.add_column(escape(column), justify="right" if place else "left", overflow="fold")
         for row in table.rows:
-            grid.add_row(*(cell.replace("[", "\\[") for cell in row))
+            grid.add_row(*map(escape, row))
         screen.print(grid)
         if table.note:
             screen.print(table.note, highlight=False, markup=False)
