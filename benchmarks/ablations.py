@@ -196,7 +196,10 @@ def engine_for(
     """A policy's engine, or the one that recomputes windows."""
     if policy is not None:
         return replace(engine, policy=policy)
-    return replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8)
+    # A window that a trial has read before must be read again, too.
+    uncached = {**engine.arguments, "enable_prefix_caching": False}
+    longest = min(window + 1, native)
+    return replace(engine, max_model_len=longest, max_num_seqs=8, arguments=uncached)
 
 
 def perplexity(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
@@ -244,6 +247,8 @@ def rouge(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str,
     size = "tokens" if in_tokens else "%"
     ours = [f"ours: {Path(args.model).name}, {budget} {size}" for budget in given]
     extra = f"Ours: {len(examples)} documents, median prompt {median:,} tokens."
+    if not in_tokens:
+        extra += " No common pair of words at all (ROUGE-2 of 0) makes the geometric mean 0."
     return with_ours(table, ours, cells, extra), {"rouge": score}
 
 

@@ -36,6 +36,8 @@ from benchmarks.tables import Table, number
 from benchmarks.texts import Stream, read
 
 BATCHED_TOKENS = 1024
+WORTH = 0.05
+"""Share of a value's loss that must be gained before a model counts as able to recall."""
 PASSKEY_DIGITS = 5
 NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
@@ -157,41 +159,41 @@ def associative(args: argparse.Namespace) -> tuple[list[Table], dict[str, Any]]:
     both = tuple(stream for pair in made for stream in (pair.told, pair.untold))
     jobs = [scoring.Job(name, engine, both, batched=True) for name, engine in arms.items()]
     scored = scoring.run_all(jobs, args.engines)
+    untold = float(np.mean([run.scored[1::2] for run in scored.values()]))
     gains = {
         name: np.asarray([values.mean() for values in run.scored[1::2]])
         - np.asarray([values.mean() for values in run.scored[::2]])
         for name, run in scored.items()
     }
-    return _associative_tables(args, made, gains), {
+    return [_associative_table(args, made, gains, untold)], {
+        "nll_untold": untold,
         "gains": {name: values.tolist() for name, values in gains.items()},
         "length": [pair.length for pair in made],
         "depth": [pair.depth for pair in made],
     }
 
 
-def _associative_tables(
-    args: argparse.Namespace, made: Sequence[Pair], gains: dict[str, np.ndarray]
-) -> list[Table]:
+def _associative_table(
+    args: argparse.Namespace, made: Sequence[Pair], gains: dict[str, np.ndarray], untold: float
+) -> Table:
     cells = [(length, depth) for length in args.lengths for depth in args.depths]
-    rows = []
+    rows, able = [], False
     for name, values in gains.items():
-        row = [name]
-        for length, depth in cells:
-            here = values[[(p.length, p.depth) == (length, depth) for p in made]]
-            row.append(str(_interval(here)))
-        rows.append(tuple(row))
-    best = max((_interval(v).low for v in gains.values()), default=0.0)
+        found = [_interval(values[[(p.length, p.depth) == cell for p in made]]) for cell in cells]
+        able |= any(one.low > WORTH * untold for one in found)
+        rows.append((name, *map(str, found)))
     verdict = (
-        "The model uses what it was told where the interval is above 0."
-        if best > 0
-        else "No arm gains anything: this model cannot do the task, so it says nothing about them."
+        "The model recalls values, so the arms can be compared."
+        if able
+        else f"No arm gains even {WORTH:.0%} of that anywhere: this model cannot do the task, and "
+        "the table says nothing about the policies."
     )
     columns = ("policy", *(f"{length:,} tokens, depth {depth:g}" for length, depth in cells))
     note = (
-        f"Nats a token that the value is easier, with 95 % intervals; {args.samples} prompts a "
-        f"cell. {verdict}"
+        f"Nats a token that the value is easier to predict, with 95 % intervals; {args.samples} "
+        f"prompts a cell. A value that was not told costs {untold:.2f}. {verdict}"
     )
-    return [Table("Recall of a value by its key", columns, tuple(rows), note)]
+    return Table("Recall of a value by its key", columns, tuple(rows), note)
 
 
 def _interval(values: np.ndarray) -> stats.Difference:

@@ -35,6 +35,16 @@ def test_a_pair_differs_only_in_the_value() -> None:
         recall.pairs(recall.parse_args(["associative", "--lengths", "30"]), [1] * 99, range(99))
 
 
+@pytest.mark.parametrize(("gain", "able"), [(0.02, False), (2.0, True)])
+def test_a_model_that_cannot_recall_is_called_so(gain: float, able: bool) -> None:
+    args = recall.parse_args(["associative", "--lengths", "64", "--depths", "0.5"])
+    made = recall.pairs(args, list(range(1000, 2000)), range(500))
+    values = np.random.default_rng(0).normal(gain, 0.001, len(made))
+    table = recall._associative_table(args, made, {"sink": values}, 9.0)
+    assert ("cannot do the task" in table.note) != able
+    assert table.rows[0][1].startswith(f"{gain:+.2f}"[:4])
+
+
 def test_rewound_text() -> None:
     stream = recall.rewound(list(range(100)), 10, burn_in=50, back=20, again=10)
     assert stream.token_ids == [*range(10, 60), *range(40, 50)]
