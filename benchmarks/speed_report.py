@@ -85,6 +85,8 @@ def _row(
     part: Sequence[Record], shown: Sequence[tuple[str, tuple[Metric, ...]]], arm: str, context: int
 ) -> tuple[str, ...]:
     name, here = f"{context:,} {arm}", {"arm": arm, "context": context}
+    if not any((r["arm"], r["context"]) == (arm, context) for r in part):
+        return (name, "not run", *[""] * (len(shown) - 1))
     if any("refused" in r for r in part if (r["arm"], r["context"]) == (arm, context)):
         return (name, "does not start", *[""] * (len(shown) - 1))
     cells = []
@@ -124,7 +126,11 @@ def _where(pool: int, at_once: int) -> str:
 
 def _flat(records: Sequence[Record], arm: str) -> list[tuple[str, ...]]:
     rows = []
+    # With several at once, a token's time has parts of the others' prompts in it.
+    fewest = min(record["concurrency"] for record in records)
     for pool, at_once in dict.fromkeys(_key(record)[:2] for record in records):
+        if at_once != fewest:
+            continue
         here = {"arm": arm, "pool": pool, "concurrency": at_once}
         contexts = sorted({r["context"] for r in records if r["context"] >= FLAT_FROM})
         tpot = {c: values(records, "mean_tpot_ms", context=c, **here) for c in contexts}

@@ -32,6 +32,7 @@ SHAPES = {
     f"llama-{size}": ROOT / f"benchmarks/configs/llama-{size}" for size in ("125m", "1b", "8b")
 }
 WARM_UP_SEED = 10_000
+WARM_UP_CONTEXT = 512
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "model": "books-5m",
@@ -45,15 +46,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "trials": 1,
     },
     "goals": {
-        "model": "llama-125m",
-        "policies": ["cascade"],
+        "model": "books-5m",
+        "policies": ["sink", "cascade"],
         "budget": 1024,
         "contexts": [512, 4096, 8192, 16384, 32768],
-        "concurrency": [1],
+        "concurrency": [1, 4],
         "pools": ["1x"],
-        "output_len": 64,
-        "prompts": 1,
+        "output_len": 128,
+        "prompts": 4,
         "trials": 3,
+        "stock_longest": 16384,
     },
 }
 
@@ -105,6 +107,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shared-prefix", type=int, default=0, help="tokens all prompts share")
     parser.add_argument("--trials", type=int)
     parser.add_argument("--harness", choices=("serve", "throughput"), default="serve")
+    parser.add_argument(
+        "--stock-longest", type=int, help="no stock arm above this context, where it takes too long"
+    )
     parser.add_argument("--no-stock", action="store_true", help="policies only")
     parser.add_argument(
         "--one-at-a-time",
@@ -193,6 +198,12 @@ def alternating(names: Sequence[str], trials: int) -> Iterator[tuple[int, str]]:
         yield from ((trial, name) for name in (names if trial % 2 == 0 else reversed(names)))
 
 
+def runs(args: argparse.Namespace, arm: str, cell: Cell) -> bool:
+    """Whether an arm takes part in a cell."""
+    longest = args.stock_longest
+    return longest is None or cell.context <= longest or not arm.startswith(STOCK)
+
+
 def measure_pool(
     args: argparse.Namespace, sweep: list[Cell], flags: dict[str, list[str]], model: str, token: str
 ) -> Iterator[dict[str, Any]]:
@@ -212,9 +223,10 @@ def measure_pool(
                     refused[name] = str(error)
             for cell in sweep:
                 yield from ({**asdict(cell), "arm": n, "refused": e} for n, e in refused.items())
-                up = [name for name in group if name not in refused]
-                for name in up:
-                    warm = replace(cell, num_prompts=cell.concurrency)
+                up = [name for name in group if name not in refused and runs(args, name, cell)]
+                for name in up:  # batches of this size, and a part of the context
+                    short = min(cell.context, WARM_UP_CONTEXT)
+                    warm = replace(cell, context=short, num_prompts=cell.concurrency)
                     bench_serve(servers[name], warm.load(seed=WARM_UP_SEED), token)
                 for trial, name in alternating(up, args.trials):
                     load = cell.load(trial, args.shared_prefix)
@@ -227,7 +239,8 @@ def measure_offline(
 ) -> Iterator[dict[str, Any]]:
     """The same with ``vllm bench throughput``, an engine a trial."""
     for cell in sweep:
-        for trial, name in alternating(list(flags), args.trials):
+        names = [name for name in flags if runs(args, name, cell)]
+        for trial, name in alternating(names, args.trials):
             load = cell.load(trial, args.shared_prefix)
             try:
                 record = bench_throughput(model, flags[name], load, token)
