@@ -127,6 +127,7 @@ class Trainer:
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
         self.args, self.data, self.step, self.seconds = args, data, 0, 0.0
+        self.log: list[dict[str, float]] = []
         self.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model_of(args, vocab_size).to(self.device)
         decay = [p for p in self.model.parameters() if p.dim() > 1]
@@ -196,6 +197,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "seconds": self.seconds,
+            "log": self.log,
         }
         partial = path.with_suffix(".partial")
         torch.save(state, partial)
@@ -208,7 +210,7 @@ class Trainer:
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        self.step, self.seconds, self.log = state["step"], state["seconds"], state["log"]
 
 
 def tokens_of(texts: Sequence[str], tokenizer: Any) -> np.ndarray:
@@ -240,7 +242,7 @@ def prepare(args: argparse.Namespace) -> tuple[Sequences, Any]:
     return data, tokenizer
 
 
-def export(trainer: Trainer, tokenizer: Any, log: list[dict[str, Any]]) -> None:
+def export(trainer: Trainer, tokenizer: Any) -> None:
     """The model in bf16, its tokenizer, and how it was made."""
     import torch
 
@@ -250,17 +252,17 @@ def export(trainer: Trainer, tokenizer: Any, log: list[dict[str, Any]]) -> None:
     tokenizer.save_pretrained(out)
     size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     settings = {key: str(value) for key, value in vars(args).items()}
-    made = {"settings": settings, "environment": fingerprint(), "log": log}
+    made = {"settings": settings, "environment": fingerprint(), "log": trainer.log}
     (out / "training.json").write_text(json.dumps(made, indent=1) + "\n")
     note = "" if size <= LARGEST_MODEL else " (more than 40 MB: too large for the repository)"
     print(f"Wrote {out}: {size / 1e6:,.1f} MB{note}.")
 
 
-def train(trainer: Trainer, checkpoint: Path) -> list[dict[str, Any]]:
-    """Steps until they, or the minutes, are over; returns the evaluations."""
+def train(trainer: Trainer, checkpoint: Path) -> None:
+    """Steps until they, or the minutes, are over."""
     from tqdm import tqdm
 
-    args, log = trainer.args, []
+    args = trainer.args
     before, start = trainer.seconds, time.perf_counter()
     budget = math.inf if args.minutes is None else 60 * args.minutes
     with tqdm(total=args.steps, initial=trainer.step, unit="step", dynamic_ncols=True) as bar:
@@ -273,10 +275,10 @@ def train(trainer: Trainer, checkpoint: Path) -> list[dict[str, Any]]:
             if trainer.step % args.every == 0 or trainer.step == args.steps:
                 losses = trainer.evaluate()
                 bar.write(f"step {trainer.step:,}: {losses}")
-                log.append({"step": trainer.step, "seconds": trainer.seconds, **vars(losses)})
+                now = {"step": trainer.step, "seconds": trainer.seconds}
+                trainer.log.append({**now, **vars(losses)})
                 trainer.save(checkpoint)
     trainer.save(checkpoint)
-    return log
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -291,8 +293,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if checkpoint.is_file():
         trainer.load(checkpoint)
         print(f"Going on from step {trainer.step:,} after {trainer.seconds:,.0f} s.")
-    log = train(trainer, checkpoint)
-    export(trainer, tokenizer, log)
+    train(trainer, checkpoint)
+    export(trainer, tokenizer)
 
 
 if __name__ == "__main__":
