@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -253,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the sweep."""
     args = parse_args(argv)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers must not outlive this
     model, tokenizer, flags = model_arguments(args)
     shared = [*flags, "--max-model-len", str(max(args.contexts) + args.output_len)]
     shared += ["--block-size", str(args.block_size), *args.server_args.split()]
