@@ -21,6 +21,8 @@ COLUMNS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("preempted", (("preemptions", 0),)),
     ("pages: peak / pool", (("peak_pages", 0), ("num_pages", 0))),
 )
+NOTE_OFFLINE = "Medians of the trials; of tokens/s also their range, where there are several."
+NOTE = f"{NOTE_OFFLINE} The last three columns are the server's own, sampled ten times a second."
 FLAT_FROM = 4096
 FLAT_WITHIN = 0.05
 LONG_CONTEXT = 16384
@@ -74,8 +76,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
                 f"KV pool {pool / 2**20:,.1f} MiB, {at_once} requests in flight",
                 ("context, arm", *(name for name, _ in shown)),
                 tuple(rows),
-                "Medians of the trials; of tokens/s also their range, where there are several. "
-                "The last three columns are the server's own, sampled ten times a second.",
+                NOTE if "peak_running" in keys else NOTE_OFFLINE,
             )
         )
     return made
