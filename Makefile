@@ -9,7 +9,7 @@ export HF_HUB_OFFLINE ?= 1
 SOAK_MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-slow soak demo clean
+.PHONY: help setup lint format test test-slow soak demo bench results clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -19,6 +19,12 @@ setup: ## make .venv with everything (every target below does this by itself)
 
 demo: setup ## stream a whole book through a bounded cache, on a real vLLM engine
 	@$(PY) -m benchmarks.demo
+
+bench: setup ## the quick form of every benchmark, into benchmarks/results and docs/RESULTS.md
+	@$(PY) -m benchmarks.quick
+
+results: setup ## write docs/RESULTS.md from benchmarks/results
+	@$(PY) -m benchmarks.results
 
 test: setup ## the tests, less the slow ones
 	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile

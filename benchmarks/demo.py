@@ -9,41 +9,31 @@ backend, its metrics) is left when the next one starts. ``--help=all`` lists the
 
 import argparse
 import json
-import logging
-import multiprocessing
 import os
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.engines import (
+    BOOK,
+    MODEL,
+    EngineSettings,
+    in_children,
+    load_tokenizer,
+    native_positions,
+    quiet,
+)
 from benchmarks.environment import ROOT, fingerprint
 
 if TYPE_CHECKING:
     from benchmarks.stream import StreamResult
 
-MODEL = ROOT / "benchmarks/models/books-5m"
-BOOK = ROOT / "benchmarks/books/persuasion.txt"
 CONTINUATION_TOKENS = 80
 FULL_NEW_TOKENS = 2
 TEMPERATURE = 0.8
-SEED = 7
 BATCHED_TOKENS = 1024
 BLOCK_SIZE = 32
-
-ENVIRONMENT = {
-    # Without this, vLLM's CPU engine lives in two more processes that take half a minute to
-    # start.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # A model this small gains little from a second thread, and threads that wait for each other
-    # are several times slower than one as soon as another program wants a core.
-    "OMP_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "PYTHONWARNINGS": "ignore::FutureWarning",
-}
-"""Set before vLLM is imported, unless the user has set them."""
 
 
 @dataclass(frozen=True)
@@ -60,35 +50,20 @@ class Job:
     bar_line: int = 0
 
 
-def quiet() -> None:
-    """Hide all but vLLM's errors; to be called before vLLM is imported."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # A warning comes while vLLM is imported, before it sets its logging up.
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-
-
 def run(job: Job) -> "StreamResult":
     """Stream a job's tokens through an engine in this (child) process."""
-    quiet()
-    from vllm import LLM
-
+    quiet()  # before vLLM is imported
     from benchmarks.stream import stream
 
-    llm = LLM(
-        job.model,
-        dtype="float32",
-        seed=SEED,
+    llm = EngineSettings(
+        model=job.model,
+        policy=job.policy,
         max_model_len=job.max_model_len,
-        max_num_seqs=1,
         max_num_batched_tokens=BATCHED_TOKENS,
         block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=job.memory_bytes,
-        enforce_eager=True,  # compiling takes longer than it saves on a model this small
-        disable_log_stats=False,
-        use_tqdm_on_load=False,
-        additional_config={"kv_policy": job.policy} if job.policy else {},
-    )
+        memory_bytes=job.memory_bytes,
+        arguments={"use_tqdm_on_load": False},
+    ).start()
     return stream(
         llm,
         job.token_ids,
@@ -146,10 +121,8 @@ def check(plan: list[Job], native_len: int) -> None:
 def run_all(plan: list[Job], engines: int = 1) -> dict[str, "StreamResult"]:
     """Run the jobs, ``engines`` at a time, each in a fresh process."""
     plan = [replace(job, bar_line=index % engines) for index, job in enumerate(plan)]
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(engines, spawn, max_tasks_per_child=1) as pool:
-        futures = {job.label: pool.submit(run, job) for job in plan}
-        return {label: future.result() for label, future in futures.items()}
+    results = in_children(run, plan, engines)
+    return {job.label: result for job, result in zip(plan, results, strict=True)}
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -179,13 +152,9 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
 
 def load(args: argparse.Namespace) -> tuple[list[int], int]:
     """The book's tokens and the number of positions the model has."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.model_max_length = 1 << 60  # a book is meant to be longer; no warning
     text = Path(args.book).read_text(encoding="utf-8")
-    token_ids = tokenizer(text)["input_ids"][: args.tokens]
-    return token_ids, AutoConfig.from_pretrained(args.model).max_position_embeddings
+    token_ids = load_tokenizer(args.model)(text)["input_ids"][: args.tokens]
+    return token_ids, native_positions(args.model)
 
 
 def main(argv: list[str] | None = None) -> None:

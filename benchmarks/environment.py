@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,10 +22,15 @@ def fingerprint() -> dict[str, str | int | bool | None]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "vllm": vllm.__version__,
+        "triton": _version("triton"),
         "vllm_cascade": vllm_cascade.__version__,
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
@@ -38,6 +44,22 @@ def _cpu_name() -> str:
         return platform.processor()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """Version of the NVIDIA driver; None where there is none."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
 
 
 def _git(*command: str) -> str | None:

@@ -90,6 +90,7 @@ def stream(
     max_new_tokens: int = 2,
     temperature: float = 0.0,
     bar_line: int = 0,
+    warm_up: bool = True,
 ) -> StreamResult:
     """Send ``token_ids`` through ``llm`` as one prompt, then generate a continuation.
 
@@ -106,6 +107,7 @@ def stream(
         bar_line: line of the terminal, for the progress bar of one of several streams at a time.
         temperature: of the continuation. The engine's ``seed`` makes it repeatable; vLLM 0.32 on a
             CPU stops with an error where a request with a seed of its own has a prompt in chunks.
+        warm_up: False for an engine that has read something already.
     """
     assert max_new_tokens >= 2, "one token more is needed to see the pages"
     config = llm.llm_engine.vllm_config
@@ -117,7 +119,8 @@ def stream(
         prompt_logprobs=0,
         flat_logprobs=True,
     )
-    _warm_up(llm, token_ids)
+    if warm_up:
+        _warm_up(llm, token_ids)
     before = _counters(llm)
     tracing = policy is not None and policy.trace
     if tracing:

@@ -108,8 +108,8 @@ if [[ $device == cpu ]]; then
             --no-deps --retries 2 --timeout 60 --index-url "$TORCH_CPU_INDEX" \
             -r requirements/cpu-torch.txt
     say "vLLM 0.32.0 (CPU) and what it needs"
-    install "the packages of requirements/cpu.txt and dev.txt" --no-deps \
-        -r requirements/cpu.txt -r requirements/dev.txt
+    install "the packages of requirements/cpu.txt, dev.txt and bench.txt" --no-deps \
+        -r requirements/cpu.txt -r requirements/dev.txt -r requirements/bench.txt
     # CUDA builds, which break `import transformers` beside a CPU torch.
     quiet_pip uninstall --yes torchvision torchaudio torchcodec \
         || fail "could not remove torchvision, torchaudio and torchcodec" "See $LOG"
@@ -121,6 +121,7 @@ else
     say "vLLM 0.32.0 (CUDA) and what it needs: several GB"
     install "the packages of requirements/cuda.txt and dev.txt" \
         -r requirements/cuda.txt -r requirements/dev.txt
+    install "the packages of requirements/bench.txt" --no-deps -r requirements/bench.txt
 fi
 say "vllm-cascade (editable)"
 install "vllm-cascade" --no-deps --no-build-isolation --editable .

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines for the benchmarks: how one is set up, and how a job gets a process of its own.
+
+Every run that is compared with others gets a fresh process: an engine that shares its caller's
+process starts in seconds, and nothing of one policy (vLLM's registered backend, its metrics) is
+left when the next one starts. Nothing here imports vLLM before a job runs.
+"""
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from benchmarks.environment import ROOT
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+MODEL = ROOT / "benchmarks/models/books-5m"
+BOOK = ROOT / "benchmarks/books/persuasion.txt"
+SEED = 7
+
+ENVIRONMENT = {
+    # Without this, vLLM's CPU engine lives in two more processes that take half a minute to
+    # start.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # A model this small gains little from a second thread, and threads that wait for each other
+    # are several times slower than one as soon as another program wants a core.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    # "The prompt is longer than the model's positions" is the point of a bounded cache.
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Set before vLLM is imported, unless the user has set them."""
+
+
+def quiet() -> None:
+    """Hide all but vLLM's errors; to be called before vLLM is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # A warning comes while vLLM is imported, before it sets its logging up.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """One engine: a model, a policy (None: stock vLLM) and the sizes that matter.
+
+    Attributes:
+        max_model_len: None lets vLLM take the model's own.
+        memory_bytes: KV pool; None leaves its size to vLLM.
+        arguments: anything else that ``vllm.LLM`` takes.
+    """
+
+    model: str = str(MODEL)
+    policy: dict[str, Any] | None = None
+    dtype: str = "float32"
+    max_model_len: int | None = None
+    max_num_seqs: int = 1
+    max_num_batched_tokens: int = 1024
+    block_size: int = 32
+    memory_bytes: int | None = 32 << 20
+    seed: int = SEED
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    def start(self) -> "LLM":
+        """The engine, in this process. Benchmark-only policies (``controls``) work too."""
+        quiet()
+        from benchmarks import controls
+
+        controls.register()
+        from vllm import LLM
+
+        return LLM(**self.llm_arguments())
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """What ``vllm.LLM`` (and anything built on it, such as lm-eval) is called with."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "seed": self.seed,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "block_size": self.block_size,
+            "kv_cache_memory_bytes": self.memory_bytes,
+            "enforce_eager": True,  # compiling takes longer than it saves on a small model
+            "disable_log_stats": False,
+            "additional_config": {"kv_policy": self.policy} if self.policy else {},
+            **self.arguments,
+        }
+
+
+def native_positions(model: str) -> int:
+    """Positions that a model was made for."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    return getattr(config, "get_text_config", lambda: config)().max_position_embeddings
+
+
+def load_tokenizer(model: str) -> Any:
+    """A model's tokenizer that does not warn about long texts: those are meant to be long."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.model_max_length = 1 << 60
+    return tokenizer
+
+
+def in_children(
+    work: Callable[[Job], Result], jobs: Sequence[Job], at_a_time: int = 1
+) -> Iterable[Result]:
+    """``work(job)`` for every job in a fresh process each; results in the jobs' order.
+
+    Raises:
+        ValueError: fewer than one process at a time.
+    """
+    if at_a_time < 1:
+        raise ValueError(f"at_a_time must be at least 1, not {at_a_time}")
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(at_a_time, spawn, max_tasks_per_child=1) as pool:
+        yield from pool.map(work, jobs)

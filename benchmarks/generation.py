@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated text under every policy: ``python -m benchmarks.generation TASK``.
+
+``summarise``
+    ROUGE-1, ROUGE-2 and ROUGE-L of the answers, and their self-BLEU (how alike one policy's answers
+    are). ``--data xsum`` is BUZZ's setting; a ``.jsonl`` file has ``document`` and ``summary``.
+``qa``
+    Exact match with ten documents in the prompt. A ``.jsonl`` file has ``question``, ``answers``
+    and ``ctxs`` (each with ``title`` and ``text``), as in "Lost in the Middle".
+
+Without ``--data`` the documents are passages of the shipped book, whose next sentences stand in for
+a summary, and made-up facts for the questions: that proves the path, not a model.
+"""
+
+import argparse
+import json
+import re
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import results
+from benchmarks.engines import (
+    BOOK,
+    MODEL,
+    EngineSettings,
+    in_children,
+    load_tokenizer,
+    native_positions,
+    quiet,
+)
+from benchmarks.perplexity import policies
+from benchmarks.tables import Table, number
+from benchmarks.texts import load_dataset, read
+
+ROUGE = ("rouge1", "rouge2", "rougeL")
+DATASETS = {
+    "xsum": ("EdinburghNLP/xsum", None, "validation", "document", "summary"),
+    "cnn": ("abisee/cnn_dailymail", "3.0.0", "validation", "article", "highlights"),
+}
+SUMMARISE = "{document}\n\nSummary:"
+ANSWER = (
+    "Answer the question with the help of the documents.\n\n{documents}\n\n"
+    "Question: {question}\nAnswer:"
+)
+NAMES = (
+    *("Anne", "Mary", "Frederick", "Charles", "Louisa"),
+    *("Henrietta", "James", "Sophia", "William", "Penelope"),
+)
+DOCUMENTS = 10
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt, and the texts that would be right."""
+
+    prompt: str
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All prompts for one engine."""
+
+    label: str
+    engine: EngineSettings
+    prompts: tuple[str, ...]
+    max_tokens: int
+    chat: bool
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.generation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("task", choices=("summarise", "qa"))
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument("--data", help=f"{', '.join(DATASETS)}, or a .jsonl file")
+    parser.add_argument("--samples", type=int, default=12)
+    parser.add_argument("--max-tokens", type=int, help="default: 64 to summarise, 16 to answer")
+    parser.add_argument("--capacity", type=int, default=260, help="most tokens cached, with sinks")
+    parser.add_argument("--num-sinks", type=int, default=4)
+    parser.add_argument("--stride", type=int, default=64, help="prompt tokens between evictions")
+    parser.add_argument("--policies", nargs="+", help="default: all, and the random control")
+    parser.add_argument("--policy-config", type=json.loads, default={})
+    parser.add_argument("--base", default="sink")
+    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    results.add_arguments(parser, "generation")
+    args = parser.parse_args(argv)
+    if args.max_tokens is None:
+        args.max_tokens = 64 if args.task == "summarise" else 16
+    return args
+
+
+# --- examples -----------------------------------------------------------------------------------
+
+
+def to_summarise(data: str | None, samples: int) -> list[Example]:
+    """Documents and their summaries.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    if data is None:
+        pairs = _passages(samples)
+    elif data in DATASETS:
+        name, config, split, document, summary = DATASETS[data]
+        rows = load_dataset(name, config, split, samples)
+        pairs = [(row[document], row[summary]) for row in rows]
+    else:
+        rows = [json.loads(line) for line in Path(data).read_text("utf-8").splitlines() if line]
+        pairs = [(row["document"], row["summary"]) for row in rows[:samples]]
+    return [Example(SUMMARISE.format(document=d), (s,)) for d, s in pairs]
+
+
+def _passages(samples: int, characters: int = 2800) -> list[tuple[str, str]]:
+    text = re.sub(r"\s+", " ", next(iter(read(str(BOOK)).values())))
+    starts = np.linspace(0, len(text) - characters - 400, samples).astype(int).tolist()
+    return [(text[s : s + characters], text[s + characters : s + characters + 250]) for s in starts]
+
+
+def to_answer(data: str | None, samples: int) -> list[Example]:
+    """Questions with ten documents each.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    if data is None:
+        return _facts(samples)
+    rows = [json.loads(line) for line in Path(data).read_text("utf-8").splitlines() if line]
+    made = []
+    for row in rows[:samples]:
+        documents = "\n".join(f"[{d['title']}] {d['text']}" for d in row["ctxs"][:DOCUMENTS])
+        prompt = ANSWER.format(documents=documents, question=row["question"])
+        made.append(Example(prompt, tuple(row["answers"])))
+    return made
+
+
+def _facts(samples: int) -> list[Example]:
+    """Ten passages of the book, each ending in a made-up fact; one of them is asked for."""
+    rng = np.random.default_rng(0)
+    passages = [document for document, _ in _passages(samples * DOCUMENTS, 260)]
+    made = []
+    for index in range(samples):
+        numbers = rng.integers(100, 1000, DOCUMENTS).tolist()
+        part = passages[index * DOCUMENTS : (index + 1) * DOCUMENTS]
+        documents = "\n".join(
+            f"[{name}] {text} The number of {name} is {n}."
+            for name, text, n in zip(NAMES, part, numbers, strict=True)
+        )
+        asked = int(rng.integers(DOCUMENTS))
+        question = f"What is the number of {NAMES[asked]}?"
+        prompt = ANSWER.format(documents=documents, question=question)
+        made.append(Example(prompt, (str(numbers[asked]),)))
+    return made
+
+
+# --- measures -----------------------------------------------------------------------------------
+
+
+def rouge(answers: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
+    """Mean F measures, in percent, and the geometric mean of the three (BUZZ's "mean ROUGE")."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(ROUGE, use_stemmer=True)
+    scores = [
+        scorer.score_multi(example.answers, answer)
+        for answer, example in zip(answers, examples, strict=True)
+    ]
+    means = {kind: 100 * float(np.mean([s[kind].fmeasure for s in scores])) for kind in ROUGE}
+    return {**means, "mean": float(np.prod(list(means.values())) ** (1 / len(means)))}
+
+
+def self_bleu(answers: Sequence[str]) -> float:
+    """Mean BLEU of every answer against all others, in percent; high: the answers are alike."""
+    from sacrebleu import sentence_bleu
+
+    others = [[*answers[:i], *answers[i + 1 :]] for i in range(len(answers))]
+    return float(np.mean([sentence_bleu(a, o).score for a, o in zip(answers, others, strict=True)]))
+
+
+def normalise(answer: str) -> str:
+    """SQuAD's: lower case, no punctuation, no articles, single spaces."""
+    lowered = "".join(c for c in answer.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", lowered).split())
+
+
+def exact_match(answer: str, example: Example) -> bool:
+    """Whether the answer's first line is one of the right ones, or begins with it."""
+    given = normalise(answer.strip().split("\n")[0])
+    right = [normalise(text) for text in example.answers]
+    return any(given == text or given.startswith(text + " ") for text in right if text)
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def generate(job: Generation) -> list[str]:
+    """One engine's answers, in this (child) process."""
+    llm = job.engine.start()
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
+    if job.chat:
+        outputs = llm.chat([[{"role": "user", "content": p}] for p in job.prompts], params)
+    else:
+        outputs = llm.generate(list(job.prompts), params)
+    return [output.outputs[0].text for output in outputs]
+
+
+def answers_of(
+    arms: dict[str, dict[str, Any] | None], examples: Sequence[Example], args: argparse.Namespace
+) -> dict[str, list[str]]:
+    """Every arm's answers; None is stock vLLM, left out where the prompts do not fit it."""
+    tokenizer = load_tokenizer(args.model)
+    longest = max(len(tokenizer(e.prompt)["input_ids"]) for e in examples) + args.max_tokens + 64
+    fits = longest <= native_positions(args.model)
+    jobs = [
+        Generation(
+            label,
+            EngineSettings(
+                model=args.model,
+                dtype=args.dtype,
+                policy=policy,
+                max_model_len=longest,
+                max_num_seqs=16,
+                memory_bytes=256 << 20 if args.dtype == "float32" else None,
+            ),
+            tuple(example.prompt for example in examples),
+            args.max_tokens,
+            args.chat,
+        )
+        for label, policy in arms.items()
+        if policy or fits
+    ]
+    given = in_children(generate, jobs, args.engines)
+    return {job.label: answers for job, answers in zip(jobs, given, strict=True)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a task."""
+    args = parse_args(argv)
+    quiet()
+    make = to_summarise if args.task == "summarise" else to_answer
+    examples = make(args.data, args.samples)
+    arms: dict[str, dict[str, Any] | None] = {**policies(args, args.stride), "full": None}
+    given = answers_of(arms, examples, args)
+    built_in = "" if args.data else " Built-in texts: the path, not the model, is what this shows."
+    size = f"{len(examples)} prompts, at most {args.capacity:,} tokens cached.{built_in}"
+    if args.task == "summarise":
+        rows = [
+            (arm, *(number(v) for v in rouge(texts, examples).values()), number(self_bleu(texts)))
+            for arm, texts in given.items()
+        ]
+        columns = ("policy", "ROUGE-1", "ROUGE-2", "ROUGE-L", "geometric mean", "self-BLEU")
+        table = Table("Summaries", columns, tuple(rows), size)
+    else:
+        rows = []
+        for arm, texts in given.items():
+            right = [exact_match(t, e) for t, e in zip(texts, examples, strict=True)]
+            rows.append((arm, f"{np.mean(right):.1%}"))
+        table = Table(
+            f"Questions with {DOCUMENTS} documents", ("policy", "exact match"), tuple(rows), size
+        )
+    results.save(args.out, [table], {"answers": given}, vars(args), argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming perplexity of every policy at equal size: ``python -m benchmarks.perplexity``.
+
+By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext2``,
+``wikitext103`` and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works
+with ``--protocol`` (see ``benchmarks/texts.py``). Beside the policies run ``random`` eviction as a
+control, and stock attention recomputed over a sliding window of the same length: what a cache of
+that size could at best equal. Differences are to ``--base``, with paired bootstrap intervals.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks import quality_report, results, scoring, texts
+from benchmarks.engines import BOOK, MODEL, EngineSettings, load_tokenizer, native_positions, quiet
+from benchmarks.scoring import REFERENCE, Job
+
+BATCHED_TOKENS = 1024
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.perplexity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default=str(MODEL))
+    parser.add_argument(
+        "--data", nargs="+", default=[str(BOOK)], help="names, files, folders, hf:..."
+    )
+    parser.add_argument(
+        "--protocol", choices=texts.PROTOCOLS, help="default: the data's own, or books"
+    )
+    parser.add_argument("--documents", type=int, help="stop after so many documents (or Hub rows)")
+    parser.add_argument("--length-ranks", help="of books, by length: 19:44 is the cascade paper's")
+    parser.add_argument("--tokens", type=int, help="cut every stream here")
+    parser.add_argument(
+        "--capacity", type=int, default=516, help="most tokens cached, sinks included"
+    )
+    parser.add_argument("--num-sinks", type=int, default=4)
+    parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
+    parser.add_argument("--policies", nargs="+", help="default: all, and the random control")
+    parser.add_argument(
+        "--policy-config",
+        type=json.loads,
+        default={},
+        help='settings by policy name, JSON: {"cascade": {"head_reduction": "max"}}',
+    )
+    parser.add_argument("--base", default="sink", help="policy that differences are to")
+    parser.add_argument(
+        "--reference-stride",
+        type=int,
+        help="tokens predicted a recomputed window (default: an eighth of it; 0: no reference)",
+    )
+    parser.add_argument(
+        "--spike-tokens",
+        type=int,
+        default=0,
+        help="also stream so many tokens one by one, and look at the tokens after each eviction",
+    )
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    results.add_arguments(parser, "perplexity")
+    args = parser.parse_args(argv)
+    if args.reference_stride is None:
+        args.reference_stride = max(args.capacity // 8, 1)
+    return args
+
+
+def load(args: argparse.Namespace) -> list[texts.Stream]:
+    """The streams of all data sets, under one protocol."""
+    documents: dict[str, str] = {}
+    protocol = args.protocol
+    for source in args.data:
+        source, own = texts.DATASETS.get(source, (source, "books"))
+        protocol = protocol or own
+        documents |= texts.read(source, args.documents)
+    ranks = None
+    if args.length_ranks:
+        begin, end = (int(part) if part else None for part in args.length_ranks.split(":"))
+        ranks = slice(begin, end)
+    tokenizer = load_tokenizer(args.model)
+    return texts.streams(
+        documents,
+        lambda text: tokenizer(text)["input_ids"],
+        protocol,
+        num_tokens=args.tokens,
+        ranks=ranks,
+    )
+
+
+def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]:
+    """Settings of every arm, all of the same capacity, by policy name."""
+    from benchmarks import controls
+    from vllm_cascade.policies import POLICIES
+
+    controls.register()
+    names = args.policies or [name for name in POLICIES if name not in controls.CONTROLS] + [
+        "random"
+    ]
+    names = list(dict.fromkeys([*names, args.base]))
+    shared = {"num_sinks": args.num_sinks, "prefill_stride": stride}
+    return {
+        name: scoring.equal_policy(
+            name, args.capacity, **shared, **args.policy_config.get(name, {})
+        )
+        for name in names
+    }
+
+
+def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]:
+    """An engine an arm; stock attention too where the model's positions hold every stream."""
+    longest = max(len(stream.token_ids) for stream in streams) + 2
+    native = native_positions(args.model)
+    tokens = max(BATCHED_TOKENS, args.stride)
+    pool = None if args.dtype != "float32" else 64 << 20
+    engine = EngineSettings(
+        model=args.model,
+        dtype=args.dtype,
+        max_model_len=longest,
+        max_num_batched_tokens=tokens,
+        memory_bytes=pool,
+        arguments={"use_tqdm_on_load": False},
+    )
+    plan = [
+        Job(name, replace(engine, policy=settings), tuple(streams))
+        for name, settings in policies(args, args.stride).items()
+    ]
+    if longest <= native:
+        plan.append(Job("full", engine, tuple(streams)))
+    if args.reference_stride:
+        window = min(args.capacity, native - 1)
+        stock = replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8)
+        plan.append(Job(REFERENCE, stock, tuple(streams), window, args.reference_stride))
+    return plan
+
+
+def spike_jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]:
+    """One stream, token by token, under the base and every policy that evicts in batches."""
+    from vllm_cascade.policies import resolve
+
+    head = streams[0].cut(args.spike_tokens)
+    arms = {
+        name: settings
+        for name, settings in policies(args, 1).items()
+        if name == args.base or len(eviction_batches(resolve(settings), len(head.token_ids)))
+    }
+    engine = EngineSettings(
+        model=args.model,
+        dtype=args.dtype,
+        max_model_len=len(head.token_ids) + 2,
+        max_num_batched_tokens=BATCHED_TOKENS,
+        arguments={"use_tqdm_on_load": False},
+    )
+    return [Job(name, replace(engine, policy=arm), (head,)) for name, arm in arms.items()]
+
+
+def eviction_batches(policy: Any, num_tokens: int) -> np.ndarray:
+    """Tokens after whose step at least two tokens were dropped at once."""
+    counts = policy.counts(np.arange(num_tokens + 1))
+    return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    args = parse_args(argv)
+    quiet()
+    from vllm_cascade.policies import resolve
+
+    streams = load(args)
+    plan = jobs(args, streams)
+    scored = scoring.run_all(plan, args.engines)
+    arms = {job.label: resolve(job.engine.policy) for job in plan if job.engine.policy}
+    tables = [
+        quality_report.overall(scored, arms, args.base, args.capacity),
+        quality_report.positions(scored, args.base),
+    ]
+    data = quality_report.numbers(scored, arms)
+    if args.spike_tokens:
+        close = scoring.run_all(spike_jobs(args, streams), args.engines)
+        tables.append(quality_report.spikes(close, policies(args, 1), args.base))
+    results.save(args.out, tables, data, vars(args), argv)
+    quality_report.picture(scored, args.base, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quick form of every benchmark, one after the other: ``make bench``.
+
+Each question is a command of its own, with small built-in inputs; a run that fails is named at the
+end, and the others still run. What comes out goes to ``--folder``, and into docs/RESULTS.md where
+that is ``benchmarks/results``.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.environment import ROOT
+from benchmarks.papers import TABLES
+from benchmarks.results import FOLDER
+
+AT_A_TIME = str(min(2, os.cpu_count() or 1))
+SMALL_TABLES = ["--engines", AT_A_TIME, "--tokens", "4000", "--limit", "20", "--samples", "6"]
+
+
+def tables(paper: str) -> list[str]:
+    """Keys of a paper's tables."""
+    return [key for key in TABLES if key.startswith(f"{paper}-")]
+
+
+PLAN: dict[str, list[str]] = {
+    "throughput": ["throughput", "--preset", "quick", "--server-args=--enforce-eager"],
+    "perplexity": [
+        *("perplexity", "--tokens", "16000", "--capacity", "516", "--stride", "128"),
+        *("--spike-tokens", "1500", "--engines", AT_A_TIME),
+    ],
+    "recall-associative": ["recall", "associative", "--samples", "6", "--engines", AT_A_TIME],
+    "recall-rewind": ["recall", "rewind", "--samples", "8", "--engines", AT_A_TIME],
+    "recall-passkey": ["recall", "passkey", "--samples", "2", "--engines", AT_A_TIME],
+    "harness": ["harness", "--suite", "book", "--limit", "20", "--engines", AT_A_TIME],
+    "summarise": ["generation", "summarise", "--samples", "6", "--engines", AT_A_TIME],
+    "qa": ["generation", "qa", "--samples", "6", "--engines", AT_A_TIME],
+    "ablations-cascade": ["ablations", *tables("cascade"), *SMALL_TABLES],
+    "ablations-buzz": ["ablations", *tables("buzz"), *SMALL_TABLES],
+    "ablations-dgc": ["ablations", *tables("dgc"), *SMALL_TABLES],
+    "ablations-lazy": [
+        *("ablations", *tables("lazy"), "--tokens", "2000"),
+        *("--prompt", "600", "--new-tokens", "32"),
+    ],
+    "train": [
+        *("train_lm", str(ROOT / "benchmarks/books"), "--hidden", "64", "--layers", "2"),
+        *("--heads", "2", "--kv-heads", "1", "--vocab", "512", "--length", "128", "--batch", "8"),
+        *("--steps", "60", "--every", "30", "--warm-up", "10", "--no-compile"),
+    ],
+}
+
+
+def command(name: str, folder: Path) -> list[str]:
+    """A question's command line."""
+    module, *options = PLAN[name]
+    out = folder / f"{name}.json" if name != "train" else ROOT / "results/lm-quick"
+    return [sys.executable, "-m", f"benchmarks.{module}", *options, "--out", str(out)]
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quick", description=__doc__)
+    parser.add_argument("questions", nargs="*", help=f"default: all of {', '.join(PLAN)}")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="for the JSON files")
+    args = parser.parse_args()
+    unknown = set(args.questions) - set(PLAN)
+    if unknown:
+        parser.error(f"choose from {', '.join(PLAN)}, not {', '.join(sorted(unknown))}")
+    failed, begin = [], time.perf_counter()
+    for name in args.questions or PLAN:
+        start = time.perf_counter()
+        print(f"\n== {name}", flush=True)
+        done = subprocess.run(command(name, args.folder), cwd=ROOT)
+        print(f"== {name}: {time.perf_counter() - start:,.0f} s", flush=True)
+        if done.returncode:
+            failed.append(name)
+    if args.folder.resolve() == FOLDER:
+        subprocess.run([sys.executable, "-m", "benchmarks.results"], cwd=ROOT, check=True)
+    print(f"All in {time.perf_counter() - begin:,.0f} s.")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

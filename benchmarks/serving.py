@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm serve`` and ``vllm bench``, run by a script: servers, load, and what the server counted.
+
+The load and its latencies are vLLM's own (``vllm.benchmarks.serve``); the server's ``/metrics``
+add what a client cannot see: running requests, preemptions, pages.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.environment import ROOT
+
+VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+RUNNING = "vllm:num_requests_running"
+USAGE = "vllm:kv_cache_usage_perc"
+PREEMPTIONS = "vllm:num_preemptions_total"
+CACHE_CONFIG = "vllm:cache_config_info"
+START_TIMEOUT = 600.0
+
+
+class ServerError(RuntimeError):
+    """A server that does not come up; carries the last lines that it wrote."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent: vLLM's ``random`` dataset, all at once, at most ``concurrency`` in flight."""
+
+    input_len: int
+    output_len: int
+    concurrency: int
+    num_prompts: int
+    seed: int
+    prefix_len: int = 0
+
+    def dataset_arguments(self) -> list[str]:
+        return [
+            *("--dataset-name", "random", "--seed", str(self.seed)),
+            *("--random-input-len", str(self.input_len - self.prefix_len)),
+            *("--random-prefix-len", str(self.prefix_len)),
+            *("--random-output-len", str(self.output_len)),
+            *("--num-prompts", str(self.num_prompts)),
+        ]
+
+
+def environment() -> dict[str, str]:
+    """A child's environment: this checkout's code, quiet, no network."""
+    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    inherited = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    return {**quiet, **inherited, "PYTHONPATH": path}
+
+
+class Server:
+    """A ``vllm serve`` process, up when the ``with`` block begins, gone when it ends.
+
+    Attributes:
+        model: what clients call it.
+        num_pages: pages of its KV pool, less vLLM's null block.
+    """
+
+    def __init__(self, model: str, arguments: Sequence[str]) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.model = model
+        self.num_pages = 0
+        self._command = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(self.port)]
+        self._command += arguments
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the server
+        self._process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Begin to start; ``wait`` tells when it is up, so several can start at a time."""
+        self._process = subprocess.Popen(
+            self._command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            cwd=ROOT,
+            text=True,
+            start_new_session=True,  # so that its engine process ends with it
+        )
+
+    def wait(self) -> None:
+        """Until it answers.
+
+        Raises:
+            ServerError: it ended, or did not answer in time.
+        """
+        assert self._process is not None, "start() first"
+        deadline = time.monotonic() + START_TIMEOUT
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+                self.num_pages = int(self._cache_config()["num_gpu_blocks"]) - 1
+                return
+            time.sleep(0.5)
+        tail = self.tail()
+        self.stop()
+        raise ServerError(tail)
+
+    def __enter__(self) -> Self:
+        self.start()
+        self.wait()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End it and its engine."""
+        if self._process is None:
+            return
+        for end in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, end)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+                break
+        self._process = None
+
+    def tail(self, lines: int = 12) -> str:
+        """The last lines it wrote: the error, where there is one."""
+        self._log.seek(0)
+        written = self._log.read().splitlines()
+        errors = [line for line in written if "Error" in line and "Traceback" not in line]
+        return "\n".join(errors[-3:] or written[-lines:])
+
+    def metrics(self) -> dict[str, float]:
+        """Every unlabelled-by-us sample of ``/metrics``, summed over its labels."""
+        totals: dict[str, float] = {}
+        for sample in self._samples():
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        return totals
+
+    def _cache_config(self) -> dict[str, str]:
+        return next(dict(s.labels) for s in self._samples() if s.name == CACHE_CONFIG)
+
+    def _samples(self) -> Iterator[Any]:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        for family in text_string_to_metric_families(text):
+            yield from family.samples
+
+
+@dataclass
+class Watch:
+    """Peaks of a server's gauges while a block runs, and preemptions during it."""
+
+    server: Server
+    every: float = 0.1
+    peak_running: int = 0
+    peak_pages: int = 0
+    preemptions: int = 0
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Self:
+        self._before = self.server.metrics()[PREEMPTIONS]
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.preemptions = round(self.server.metrics()[PREEMPTIONS] - self._before)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(self.every):
+            with contextlib.suppress(OSError):
+                now = self.server.metrics()
+                self.peak_running = max(self.peak_running, round(now[RUNNING]))
+                self.peak_pages = max(self.peak_pages, round(now[USAGE] * self.server.num_pages))
+
+
+def bench_serve(server: Server, load: Load, tokenizer: str) -> dict[str, Any]:
+    """One ``vllm bench serve`` run: its own result, and the server's peaks.
+
+    Raises:
+        ServerError: a request failed.
+    """
+    from vllm.benchmarks import serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser()
+    serve.add_cli_args(parser)
+    args = parser.parse_args(
+        [
+            *("--backend", "openai", "--base-url", server.url, "--model", server.model),
+            *("--tokenizer", tokenizer, "--ignore-eos", "--temperature", "0", "--disable-tqdm"),
+            *("--max-concurrency", str(load.concurrency), "--percentile-metrics", "ttft,tpot,itl"),
+            *("--metric-percentiles", "50,99", "--ready-check-timeout-sec", "0"),
+            *load.dataset_arguments(),
+        ]
+    )
+    with Watch(server) as watch, contextlib.redirect_stdout(None):
+        result = serve.main(args)
+    if result["completed"] != load.num_prompts:
+        raise ServerError(f"{result['completed']} of {load.num_prompts} requests were answered")
+    return {
+        **{key: value for key, value in result.items() if isinstance(value, int | float)},
+        "peak_running": watch.peak_running,
+        "peak_pages": watch.peak_pages,
+        "num_pages": server.num_pages,
+        "preemptions": watch.preemptions,
+    }
+
+
+def bench_throughput(
+    model: str, arguments: Sequence[str], load: Load, tokenizer: str
+) -> dict[str, Any]:
+    """One ``vllm bench throughput`` run in an engine of its own, warm-up included.
+
+    Raises:
+        ServerError: the command failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        command = [*VLLM, "bench", "throughput", "--model", model, "--tokenizer", tokenizer]
+        command += [*arguments, *load.dataset_arguments(), "--disable-detokenize"]
+        command += ["--num-warmups", "1", "--output-json", str(out)]
+        command += ["--max-num-seqs", str(load.concurrency)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
+        if done.returncode:
+            raise ServerError("\n".join((done.stdout + done.stderr).splitlines()[-6:]))
+        result = json.loads(out.read_text())
+    generated = load.num_prompts * load.output_len
+    return {
+        "request_throughput": result["requests_per_second"],
+        "output_throughput": generated / result["elapsed_time"],
+        "duration": result["elapsed_time"],
+    }

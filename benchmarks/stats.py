@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences between two runs over the same tokens, with paired bootstrap intervals."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+BLOCK = 512
+FEW_DOCUMENTS = 10
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of (one run minus another), nats a token, with an interval.
+
+    Attributes:
+        units: how many things were resampled.
+    """
+
+    mean: float
+    low: float
+    high: float
+    units: int
+
+    def __str__(self) -> str:
+        if self.units < 2:
+            return f"{self.mean:+.4f}"
+        return f"{self.mean:+.4f} ({self.low:+.4f} to {self.high:+.4f})"
+
+
+def paired_difference(
+    ours: Sequence[np.ndarray],
+    base: Sequence[np.ndarray],
+    *,
+    block: int = BLOCK,
+    seed: int = 0,
+) -> Difference:
+    """Token-weighted mean difference of two runs over the same documents.
+
+    What is resampled, in pairs, are whole documents where there are at least ten, else blocks of
+    ``block`` tokens: neighbouring tokens share a context, so they are no independent samples.
+
+    Args:
+        ours, base: one float array ``[tokens]`` a document, of equal lengths.
+
+    Raises:
+        ValueError: lengths that differ, or no token at all.
+    """
+    if [len(a) for a in ours] != [len(b) for b in base]:
+        raise ValueError("two runs over the same tokens are needed, but their lengths differ")
+    differences = [np.asarray(a) - np.asarray(b) for a, b in zip(ours, base, strict=True)]
+    units = [d for d in differences if len(d)]
+    if len(units) < FEW_DOCUMENTS:
+        units = [part for d in units for part in np.split(d, range(block, len(d), block))]
+    if not units:
+        raise ValueError("no token to compare")
+    sums = np.asarray([float(unit.sum()) for unit in units])
+    sizes = np.asarray([float(len(unit)) for unit in units])
+    mean = float(sums.sum() / sizes.sum())
+    low, high = _interval(sums, sizes, seed)
+    return Difference(mean, low, high, len(units))
+
+
+def _interval(sums: np.ndarray, sizes: np.ndarray, seed: int) -> tuple[float, float]:
+    """Percentile interval of ``sum(sums) / sum(sizes)`` over resampled pairs."""
+    from scipy.stats import bootstrap
+
+    if len(sums) < 2:
+        return float("nan"), float("nan")
+    found = bootstrap(
+        (sums, sizes),
+        lambda s, n, axis: s.sum(axis) / n.sum(axis),
+        paired=True,
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return float(found.low), float(found.high)
+
+
+def perplexity(nll: Sequence[np.ndarray]) -> float:
+    """Of all tokens together; documents weigh by their tokens."""
+    return float(np.exp(np.concatenate(nll).mean()))
+
+
+def perplexity_per_document(nll: Sequence[np.ndarray]) -> float:
+    """Mean of the documents' perplexities."""
+    return float(np.mean([np.exp(document.mean()) for document in nll]))
+
+
+def position_bins(longest: int, first: int = 64) -> list[tuple[int, int]]:
+    """Positions ``[begin, end)`` that double in width: 0-64, 64-128, 128-256, ..."""
+    edges = [0, first]
+    while edges[-1] < longest:
+        edges.append(edges[-1] * 2)
+    return [
+        (begin, min(end, longest)) for begin, end in itertools.pairwise(edges) if begin < longest
+    ]
+
+
+def curve(
+    nll: Sequence[np.ndarray], bins: Sequence[tuple[int, int]]
+) -> list[tuple[float, int] | None]:
+    """Mean NLL and tokens at each range of positions; None where no document reaches.
+
+    Args:
+        nll: per document, NaN where a token is not scored; entry ``i`` is token ``i + 1``.
+    """
+    made: list[tuple[float, int] | None] = []
+    for begin, end in bins:
+        part = np.concatenate([document[max(begin - 1, 0) : end - 1] for document in nll])
+        part = part[~np.isnan(part)]
+        made.append((float(part.mean()), len(part)) if len(part) else None)
+    return made
+
+
+def after_events(
+    difference: np.ndarray, events: Sequence[int], width: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Means of the ``width`` values from each event on, and of the ``width`` before it.
+
+    Events whose neighbourhood another one shares, or which lie too near an end, are left out.
+    """
+    after, before, last = [], [], -(10**9)
+    for event in events:
+        if event - width >= max(last, 0) and event + width <= len(difference):
+            after.append(np.nanmean(difference[event : event + width]))
+            before.append(np.nanmean(difference[event - width : event]))
+            last = event + width
+    return np.asarray(after), np.asarray(before)

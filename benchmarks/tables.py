@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A result table: printed, kept in the run's JSON, and written into docs/RESULTS.md from there."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MIN_WIDTH = 132
+"""Width on a narrower console (a pipe, a log), which would break numbers in two."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells that are already text; the first column names the row.
+
+    Attributes:
+        note: one or two sentences under the table: how to read it, what is missing from it.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        wrong = [row for row in self.rows if len(row) != len(self.columns)]
+        assert not wrong, f"{self.title}: {len(self.columns)} columns, but a row is {wrong[0]}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Table":
+        rows = tuple(tuple(row) for row in data["rows"])
+        return cls(data["title"], tuple(data["columns"]), rows, data.get("note", ""))
+
+    def markdown(self) -> str:
+        """A GitHub table; ``|`` in a cell is escaped."""
+        lines = [self.columns, ("---", *("---:" for _ in self.columns[1:])), *self.rows]
+        body = [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        ]
+        title = [f"**{self.title}**", ""] if self.title else []
+        return "\n".join([*title, *body, *(["", self.note] if self.note else [])])
+
+
+def console() -> Any:
+    """Standard output, wide enough for a table."""
+    from rich.console import Console
+
+    plain = Console()
+    return plain if plain.width >= MIN_WIDTH else Console(width=MIN_WIDTH)
+
+
+def show(tables: Sequence[Table]) -> None:
+    """Print tables."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table as Grid
+
+    screen = console()
+    for table in tables:
+        grid = Grid(title=escape(table.title) or None, box=box.SIMPLE_HEAD, title_justify="left")
+        for place, column in enumerate(table.columns):
+            grid.add_column(escape(column), justify="right" if place else "left", overflow="fold")
+        for row in table.rows:
+            grid.add_row(*map(escape, row))
+        screen.print(grid)
+        if table.note:
+            screen.print(table.note, highlight=False, markup=False)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """``-`` for what was not measured; thousands are separated."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """Median and range of some trials: ``12.3 (11.9-12.8)``; one trial has no range."""
+    if not values:
+        return "-"
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    if len(ordered) == 1:
+        return number(median, digits)
+    return f"{number(median, digits)} ({number(ordered[0], digits)}-{number(ordered[-1], digits)})"
+
+
+def mean_std(values: Sequence[float], digits: int = 2) -> str:
+    """Mean and sample standard deviation of some trials: ``12.3 ± 0.4``."""
+    if not values:
+        return "-"
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return number(mean, digits)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return f"{number(mean, digits)} ± {number(variance**0.5, digits)}"

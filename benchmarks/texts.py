@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where texts come from, and the field's protocols for streaming them through a cache.
+
+A source is a text file (one document), a folder of ``.txt`` files (a document each), a ``.jsonl``
+file, or a dataset on the Hugging Face Hub: ``hf:NAME``, with options after commas, as in
+``hf:Salesforce/wikitext,config=wikitext-2-raw-v1,split=test,column=text``.
+
+A protocol turns texts into streams:
+
+``books``
+    Every document is a stream of its own, with a fresh cache (PG19).
+``joined``
+    All texts, joined by blank lines, are one stream (WikiText as most papers score it).
+``lines``
+    Every non-empty line is a sample. All go through one cache that is never reset, each with the
+    tokenizer's own beginning, and no sample's first token is scored (StreamingLLM, DGC).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DATASETS = {
+    "pg19": ("hf:emozilla/pg19-test,split=test,column=text", "books"),
+    "wikitext2": (
+        "hf:Salesforce/wikitext,config=wikitext-2-raw-v1,split=test,column=text",
+        "joined",
+    ),
+    "wikitext103": (
+        "hf:Salesforce/wikitext,config=wikitext-103-raw-v1,split=test,column=text",
+        "joined",
+    ),
+    "bookcorpus": ("hf:bookcorpus/bookcorpus,split=train,column=text", "lines"),
+}
+"""Short names: a source and its protocol."""
+PROTOCOLS = ("books", "joined", "lines")
+Tokenize = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tokens that go through one cache.
+
+    Attributes:
+        token_ids: the tokens.
+        scored: bool ``[len(token_ids) - 1]``: whether tokens 1, 2, ... count.
+    """
+
+    name: str
+    token_ids: list[int]
+    scored: np.ndarray
+
+    def cut(self, num_tokens: int | None) -> "Stream":
+        """The first ``num_tokens`` tokens; None: all."""
+        if num_tokens is None or num_tokens >= len(self.token_ids):
+            return self
+        return Stream(self.name, self.token_ids[:num_tokens], self.scored[: num_tokens - 1])
+
+
+def read(source: str, limit: int | None = None) -> dict[str, str]:
+    """Documents by name; ``limit`` stops after so many.
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: a kind of file that is none of the above, or nothing in it.
+    """
+    if source.startswith("hf:"):
+        found = _read_hub(source.removeprefix("hf:"), limit)
+    else:
+        found = _read_files(Path(source))
+    texts = {name: text for name, text in list(found.items())[:limit] if text.strip()}
+    if not texts:
+        raise ValueError(f"{source}: no text in it")
+    return texts
+
+
+def _read_files(path: Path) -> dict[str, str]:
+    if path.is_dir():
+        return {file.stem: file.read_text(encoding="utf-8") for file in sorted(path.glob("*.txt"))}
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".jsonl":
+        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        return {f"{path.stem}-{index}": row["text"] for index, row in enumerate(rows)}
+    return {path.stem: text}
+
+
+def _read_hub(spec: str, limit: int | None) -> dict[str, str]:
+    name, *options = spec.split(",")
+    chosen = dict(option.split("=", 1) for option in options)
+    unknown = set(chosen) - {"config", "split", "column"}
+    if unknown:
+        raise ValueError(f"hf:{spec}: unknown option {', '.join(sorted(unknown))}")
+    rows = load_dataset(name, chosen.get("config"), chosen.get("split", "test"), limit)
+    column = chosen.get("column", "text")
+    return {f"{name}-{index}": row[column] for index, row in enumerate(rows)}
+
+
+def load_dataset(
+    name: str, config: str | None, split: str, limit: int | None = None
+) -> list[dict[str, Any]]:
+    """Rows of a dataset on the Hub, streamed, so that a few rows need no whole download.
+
+    Raises:
+        RuntimeError: the package is not installed, or the Hub cannot be reached.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise RuntimeError('datasets by name need the extra: pip install -e ".[bench]"') from error
+    try:
+        rows = datasets.load_dataset(name, config, split=split, streaming=True)
+        return list(rows if limit is None else rows.take(limit))
+    except (OSError, ConnectionError) as error:
+        raise RuntimeError(
+            f"the dataset {name} cannot be loaded ({type(error).__name__}): with a network, unset "
+            "HF_HUB_OFFLINE; without, pass a local file or folder"
+        ) from error
+
+
+def streams(
+    texts: dict[str, str],
+    tokenize: Tokenize,
+    protocol: str,
+    *,
+    num_tokens: int | None = None,
+    ranks: slice | None = None,
+) -> list[Stream]:
+    """Streams of some texts under a protocol.
+
+    Args:
+        num_tokens: cut every stream here.
+        ranks: keep only these documents of ``books``, by length, shortest first. The cascade
+            paper scores ranks 19 to 43 of PG19's test books.
+
+    Raises:
+        ValueError: an unknown protocol, or ``ranks`` for another one than ``books``.
+    """
+    if protocol not in PROTOCOLS:
+        raise ValueError(f"unknown protocol {protocol!r}: choose from {', '.join(PROTOCOLS)}")
+    if ranks is not None and protocol != "books":
+        raise ValueError("length ranks are for the protocol `books`")
+    if protocol == "books":
+        made = [_whole(name, list(tokenize(text))) for name, text in texts.items()]
+        if ranks is not None:
+            made = sorted(made, key=lambda stream: len(stream.token_ids))[ranks]
+    elif protocol == "joined":
+        made = [_whole("joined", list(tokenize("\n\n".join(texts.values()))))]
+    else:
+        made = [_lines(texts, tokenize)]
+    return [s for stream in made if len((s := stream.cut(num_tokens)).token_ids) > 1]
+
+
+def _whole(name: str, token_ids: list[int]) -> Stream:
+    return Stream(name, token_ids, np.ones(max(len(token_ids) - 1, 0), dtype=bool))
+
+
+def _lines(texts: dict[str, str], tokenize: Tokenize) -> Stream:
+    token_ids: list[int] = []
+    first: list[int] = []
+    for text in texts.values():
+        for line in text.splitlines():
+            sample = list(tokenize(line)) if line.strip() else []
+            if sample:
+                first.append(len(token_ids))
+                token_ids += sample
+    scored = np.ones(len(token_ids), dtype=bool)
+    scored[first] = False
+    return Stream("lines", token_ids, scored[1:])

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy beside stock vLLM, at the same KV bytes: ``python -m benchmarks.throughput``.
+
+Starts one ``vllm serve`` per arm (stock with default features, stock without prefix caching, and
+the policies), all with the same ``--kv-cache-memory-bytes``, and sends each the same load with
+``vllm bench serve``; or, with ``--harness throughput``, runs ``vllm bench throughput``. Trials of
+the arms alternate (A B C, C B A, ...), after a warm-up of each; the table shows medians and ranges.
+
+The sweep is context length x concurrency x pool. A pool of ``2x`` holds two requests of the
+longest context in stock vLLM. ``--preset goals`` is the setting in which the project states its
+goals, ``--preset quick`` takes minutes.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from benchmarks import results, speed_report
+from benchmarks.engines import MODEL, native_positions
+from benchmarks.environment import ROOT
+from benchmarks.serving import Load, Server, ServerError, bench_serve, bench_throughput
+
+STOCK = "full"
+STOCK_WITHOUT_PREFIX = "full-no-prefix"
+SHAPES = {
+    f"llama-{size}": ROOT / f"benchmarks/configs/llama-{size}" for size in ("125m", "1b", "8b")
+}
+WARM_UP_SEED = 10_000
+WARM_UP_CONTEXT = 512
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "model": "books-5m",
+        "policies": ["sink", "cascade"],
+        "budget": 256,
+        "contexts": [128, 2048],
+        "concurrency": [4],
+        "pools": ["1x", "4x"],
+        "output_len": 32,
+        "prompts": 4,
+        "trials": 1,
+    },
+    "goals": {
+        "model": "books-5m",
+        "policies": ["sink", "cascade"],
+        "budget": 1024,
+        "contexts": [512, 4096, 8192, 16384, 32768],
+        "concurrency": [1, 4],
+        "pools": ["1x"],
+        "output_len": 128,
+        "prompts": 4,
+        "trials": 3,
+        "stock_longest": 16384,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the sweep.
+
+    Attributes:
+        pool: bytes of KV cache, the same for every arm.
+    """
+
+    context: int
+    output_len: int
+    concurrency: int
+    num_prompts: int
+    pool: int
+
+    def load(self, seed: int, prefix_len: int = 0) -> Load:
+        return Load(
+            input_len=self.context,
+            output_len=self.output_len,
+            concurrency=self.concurrency,
+            num_prompts=self.num_prompts,
+            seed=seed,
+            prefix_len=prefix_len,
+        )
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options; a preset's values are defaults that any flag replaces."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--preset", choices=PRESETS, default="quick")
+    parser.add_argument("--model", help=f"books-5m, {', '.join(SHAPES)}, or a model's path or name")
+    parser.add_argument("--tokenizer", help="default: the model's, or the shipped one for a shape")
+    parser.add_argument("--policies", nargs="+", help="policy names of the arms beside stock")
+    parser.add_argument("--policy-config", type=json.loads, default={}, help="their settings, JSON")
+    parser.add_argument("--budget", type=int)
+    parser.add_argument("--contexts", type=int, nargs="+", help="prompt tokens of a request")
+    parser.add_argument("--output-len", type=int, help="tokens generated for a request")
+    parser.add_argument("--concurrency", type=int, nargs="+", help="requests in flight")
+    parser.add_argument("--prompts", type=int, help="requests in a trial (at least --concurrency)")
+    parser.add_argument("--pools", nargs="+", help="2x: requests of the longest context; or 64M")
+    parser.add_argument("--block-size", type=int, default=128, help="of every arm; 16 on a GPU")
+    parser.add_argument("--shared-prefix", type=int, default=0, help="tokens all prompts share")
+    parser.add_argument("--trials", type=int)
+    parser.add_argument("--harness", choices=("serve", "throughput"), default="serve")
+    parser.add_argument(
+        "--stock-longest", type=int, help="no stock arm above this context, where it takes too long"
+    )
+    parser.add_argument("--no-stock", action="store_true", help="policies only")
+    parser.add_argument(
+        "--one-at-a-time",
+        action="store_true",
+        help="one server at a time, for large models; trials then do not alternate",
+    )
+    parser.add_argument(
+        "--server-args",
+        default="",
+        help='more arguments for every arm, for example "--enforce-eager"',
+    )
+    results.add_arguments(parser, "throughput")
+    args = parser.parse_args(argv)
+    for key, value in PRESETS[args.preset].items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+    if min(args.trials, args.prompts, *args.contexts, *args.concurrency) < 1:
+        parser.error("--trials, --prompts, --contexts and --concurrency must be at least 1")
+    if args.shared_prefix >= min(args.contexts):
+        parser.error("--shared-prefix must be shorter than every context")
+    return args
+
+
+def model_arguments(args: argparse.Namespace) -> tuple[str, str, list[str]]:
+    """The model's path, its tokenizer's, and the flags that both need."""
+    model, tokenizer, flags = args.model, args.tokenizer, []
+    if model == "books-5m":
+        model = str(MODEL)
+    elif model in SHAPES:
+        model, tokenizer = str(SHAPES[model]), tokenizer or str(MODEL)
+        flags += ["--load-format", "dummy", "--tokenizer", tokenizer]
+    longest = max(args.contexts) + args.output_len
+    if longest > native_positions(model):
+        # What is generated is not looked at, so the stock arm may run past trained positions.
+        flags += ["--hf-overrides", json.dumps({"max_position_embeddings": longest})]
+    return model, tokenizer or model, flags
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """Bytes of keys and values that stock vLLM stores for a token, all layers."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head * dtype.itemsize
+
+
+def pool_bytes(spec: str, request_bytes: int) -> int:
+    """``1.5x`` (requests of the longest context), ``64M``, ``2G`` or plain bytes.
+
+    Raises:
+        ValueError: none of these.
+    """
+    units = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "x": request_bytes}
+    unit = units.get(spec[-1:].lower())
+    return int(float(spec[:-1]) * unit) if unit else int(spec)
+
+
+def cells(args: argparse.Namespace, per_token: int, block_size: int) -> list[Cell]:
+    """The sweep, pool by pool."""
+    longest = max(args.contexts) + args.output_len
+    pages = -(-longest // block_size) + 2  # vLLM's null block, and the page of the next token
+    sizes = [pool_bytes(spec, pages * block_size * per_token) for spec in args.pools]
+    return [
+        Cell(context, args.output_len, at_once, max(args.prompts, at_once), pool)
+        for pool, at_once, context in itertools.product(sizes, args.concurrency, args.contexts)
+    ]
+
+
+def arms(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Flags of every arm."""
+    stock = {STOCK: [], STOCK_WITHOUT_PREFIX: ["--no-enable-prefix-caching"]}
+    config = {"budget": args.budget, **args.policy_config}
+    policies = {
+        name: ["--additional-config", json.dumps({"kv_policy": {"name": name, **config}})]
+        for name in args.policies
+    }
+    return {**({} if args.no_stock else stock), **policies}
+
+
+def alternating(names: Sequence[str], trials: int) -> Iterator[tuple[int, str]]:
+    """(trial, arm), every other trial in reverse, so that drift hits all arms alike."""
+    for trial in range(trials):
+        yield from ((trial, name) for name in (names if trial % 2 == 0 else reversed(names)))
+
+
+def runs(args: argparse.Namespace, arm: str, cell: Cell) -> bool:
+    """Whether an arm takes part in a cell."""
+    longest = args.stock_longest
+    return longest is None or cell.context <= longest or not arm.startswith(STOCK)
+
+
+def measure_pool(
+    args: argparse.Namespace, sweep: list[Cell], flags: dict[str, list[str]], model: str, token: str
+) -> Iterator[dict[str, Any]]:
+    """Every trial of every cell of one pool, as records."""
+    groups = [[name] for name in flags] if args.one_at_a_time else [list(flags)]
+    for group in groups:
+        with ExitStack() as stack:
+            servers, refused = {}, {}
+            for name in group:
+                servers[name] = Server(model, flags[name])
+                stack.callback(servers[name].stop)
+                servers[name].start()
+            for name in group:
+                try:
+                    servers[name].wait()
+                except ServerError as error:
+                    refused[name] = str(error)
+            for cell in sweep:
+                yield from ({**asdict(cell), "arm": n, "refused": e} for n, e in refused.items())
+                up = [name for name in group if name not in refused and runs(args, name, cell)]
+                for name in up:  # batches of this size, and a part of the context
+                    short = min(cell.context, WARM_UP_CONTEXT)
+                    warm = replace(cell, context=short, num_prompts=cell.concurrency)
+                    bench_serve(servers[name], warm.load(seed=WARM_UP_SEED), token)
+                for trial, name in alternating(up, args.trials):
+                    load = cell.load(trial, args.shared_prefix)
+                    record = bench_serve(servers[name], load, token)
+                    yield {**asdict(cell), "arm": name, "trial": trial, **record}
+
+
+def measure_offline(
+    args: argparse.Namespace, sweep: list[Cell], flags: dict[str, list[str]], model: str, token: str
+) -> Iterator[dict[str, Any]]:
+    """The same with ``vllm bench throughput``, an engine a trial."""
+    for cell in sweep:
+        names = [name for name in flags if runs(args, name, cell)]
+        for trial, name in alternating(names, args.trials):
+            load = cell.load(trial, args.shared_prefix)
+            try:
+                record = bench_throughput(model, flags[name], load, token)
+            except ServerError as error:
+                record = {"refused": str(error)}
+            yield {**asdict(cell), "arm": name, "trial": trial, **record}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the sweep."""
+    args = parse_args(argv)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers must not outlive this
+    model, tokenizer, flags = model_arguments(args)
+    shared = [*flags, "--max-model-len", str(max(args.contexts) + args.output_len)]
+    shared += ["--block-size", str(args.block_size), *args.server_args.split()]
+    sweep = cells(args, kv_bytes_per_token(model), args.block_size)
+    measure = measure_pool if args.harness == "serve" else measure_offline
+    records = []
+    for pool, part in itertools.groupby(sweep, key=lambda cell: cell.pool):
+        of_pool = {
+            name: [*shared, "--kv-cache-memory-bytes", str(pool), *extra]
+            for name, extra in arms(args).items()
+        }
+        for record in measure(args, list(part), of_pool, model, tokenizer):
+            print(speed_report.line(record), file=sys.stderr, flush=True)
+            records.append(record)
+    tables = [*speed_report.tables(records), *speed_report.goals(records, args.budget)]
+    results.save(args.out, tables, {"trials": records}, vars(args), argv)
+    speed_report.picture(records, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command that the documents and ``make bench`` name is one that its script takes."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+
+from benchmarks import quick
+from benchmarks.environment import ROOT
+
+DOCUMENTS = ("README.md", "docs/RESULTS.md", "benchmarks/lm_eval.md", "benchmarks/train_lm.py")
+
+
+def documented() -> list[str]:
+    """Full command lines in code spans and blocks; a backslash goes on with the next line."""
+    found = []
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8").replace("\\|", "|")
+        text = re.sub(r"\\+\n\s*", " ", text)
+        found += re.findall(r"python -m benchmarks\.\w+[^`\n\"]*", text)
+    return list(dict.fromkeys(line.strip() for line in found))
+
+
+def parse(module: str, words: list[str]) -> None:
+    parse_args = getattr(importlib.import_module(module), "parse_args", None)
+    if parse_args is not None:
+        parse_args(words)
+
+
+@pytest.mark.parametrize("line", documented())
+def test_documented_commands_parse(line: str) -> None:
+    _, _, module, *words = shlex.split(line)
+    if {"NAME", "QUESTION", "TABLE", "TEXT..."} & set(words) or module.endswith(
+        ("quick", "results")
+    ):
+        importlib.import_module(module)
+        return
+    parse(module, words)
+
+
+@pytest.mark.parametrize("name", quick.PLAN)
+def test_make_bench_commands_parse(name: str) -> None:
+    _, _, module, *words = quick.command(name, ROOT / "results")
+    parse(module, words)
+
+
+def test_documents_name_every_benchmark() -> None:
+    named = {line.split()[2] for line in documented()}
+    for module in ("throughput", "perplexity", "recall", "generation", "ablations", "harness"):
+        assert f"benchmarks.{module}" in named
+    assert {f"benchmarks.{options[0]}" for options in quick.PLAN.values()} <= named

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmark-only policies: the random control is random, the ablated variants do what they say."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import controls
+from benchmarks.controls import BeehiveIntervals, BeehiveSwapped, CascadeWithoutSelection, Random
+from benchmarks.perplexity import eviction_batches, parse_args, policies
+from benchmarks.scoring import cached, equal_policy
+from vllm_cascade import KVPolicyError
+from vllm_cascade.policies import POLICIES, Policy, resolve
+from vllm_cascade.simulate import simulate
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    """The controls, for one test: other tests go through the product's registry."""
+    before = dict(POLICIES)
+    controls.register()
+    yield
+    POLICIES.clear()
+    POLICIES.update(before)
+
+
+def streamed(policy: Policy, num_tokens: int, stride: int, num_sets: int = 1) -> torch.Tensor:
+    """Token indices kept after a stream, ``[num_sets, count]``."""
+    kept = torch.zeros(num_sets, 0, dtype=torch.int64)
+    for begin in range(0, num_tokens, stride):
+        size = min(stride, num_tokens - begin)
+        line = torch.cat([kept, torch.arange(begin, begin + size).expand(num_sets, -1)], dim=1)
+        mask = policy.keep(torch.zeros(line.shape), policy.plan(begin, size))
+        kept = line[mask].view(num_sets, -1)
+    return kept
+
+
+@pytest.mark.parametrize("stride", [1, 7, 64])
+def test_random_evicts_at_random(stride: int) -> None:
+    torch.manual_seed(0)
+    policy = Random(budget=20, num_sinks=2, prefill_stride=stride)
+    kept = streamed(policy, 200, stride, num_sets=600)
+    assert kept.shape == (600, policy.count(200)) and policy.count(200) == 22
+    assert (kept[:, :2] == torch.arange(2)).all(), "sinks stay"
+    assert len({tuple(row.tolist()) for row in kept}) == 600, "every head set draws for itself"
+    # Token t survives the 200 - t drops that follow its insertion (each takes one of 21).
+    ages = 199 - kept[:, 2:]
+    expected = np.cumsum([(20 / 21) ** (age + 1) for age in range(198)])
+    for age in (0, 10, 30, 80):
+        found = float((ages <= age).sum()) / 600
+        assert found == pytest.approx(expected[age], rel=0.06)
+
+
+def test_random_in_the_token_path_of_a_stream() -> None:
+    torch.manual_seed(0)
+    *_, last = simulate(Random(budget=8, num_sinks=1, prefill_stride=1), 60)
+    assert len(last.kept) == 9 and last.kept[0] == 0
+    assert last.kept[1:] != list(range(52, 60)), "that would be a window"
+    assert last.region == ["sink"] + ["random"] * 8
+
+
+def test_cascade_without_selection_ignores_scores() -> None:
+    shared = {"budget": 12, "num_sinks": 1, "num_subcaches": 3, "eager_fill": False}
+    plain = CascadeWithoutSelection(**shared, prefill_stride=1)
+    probs = np.random.default_rng(0).random((60, 60))
+    *_, last = simulate(plain, 41, probs)
+    # The keep-resident vector of an independent simulation (p = 40, S = 1, W = 4, N = 3).
+    assert last.kept == [0, 13, 17, 21, 25, 29, 31, 33, 35, 37, 38, 39, 40]
+    strided = CascadeWithoutSelection(**shared, prefill_stride=8)
+    assert streamed(strided, 41, 8).tolist() == [last.kept]
+    *_, other = simulate(POLICIES["cascade"](**shared, prefill_stride=1), 41, probs)
+    assert other.kept != last.kept, "scores decide in the product's policy"
+
+
+def test_beehive_variants() -> None:
+    shared = {"budget": 12, "num_sinks": 1, "window": 3, "threshold": 9, "stride": 3}
+    scores = torch.arange(14.0).unsqueeze(0)
+
+    # 14 tokens: the sink, ten new ones in the middle, the window of three.
+    def after(cls: type[Policy]) -> list[int]:
+        policy = cls(**shared, prefill_stride=14)
+        return policy.keep(scores, policy.plan(0, 14))[0].nonzero().flatten().tolist()
+
+    assert after(POLICIES["beehive"]) == [0, 3, 6, 9, 10, 11, 12, 13]
+    assert after(BeehiveIntervals) == [0, 1, 4, 7, 10, 11, 12, 13]
+    assert after(BeehiveSwapped) == [0, 2, 4, 6, 8, 10, 11, 12, 13]
+    swapped = BeehiveSwapped(**shared, prefill_stride=1)
+    assert max(swapped.counts(np.arange(400))) <= swapped.capacity
+    assert len(eviction_batches(swapped, 400)) > 20
+
+
+@pytest.mark.parametrize("capacity", [100, 260, 516])
+def test_equal_capacity_for_every_policy(capacity: int) -> None:
+    peaks = {}
+    for name in POLICIES:
+        policy = resolve(equal_policy(name, capacity, num_sinks=4, prefill_stride=8))
+        peaks[name] = int(policy.counts(np.arange(5000)).max())
+        least, mean, most = cached(policy, 5000)
+        assert least <= mean <= most == peaks[name] <= capacity
+    step = POLICIES["cascade"].budget_step({})
+    for name, peak in peaks.items():
+        assert peak > capacity - (step if "cascade" in name else 1), name
+
+
+def test_equal_policy_refuses_what_cannot_be() -> None:
+    with pytest.raises(KVPolicyError, match="no budget of cascade fits 20"):
+        equal_policy("cascade", 20, num_sinks=4)
+    with pytest.raises(KVPolicyError, match="unknown key"):
+        resolve(equal_policy("sink", 100, num_subcaches=2))
+
+
+def test_arms_are_the_registry_and_the_control() -> None:
+    arms = policies(parse_args(["--capacity", "260"]), 64)
+    assert set(arms) == (set(POLICIES) - set(controls.CONTROLS)) | {"random"}
+    chosen = policies(parse_args(["--policies", "cascade", "--base", "window"]), 64)
+    assert list(chosen) == ["cascade", "window"]

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Servers and what they count, without an engine: a stand-in speaks HTTP."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from benchmarks import serving
+from benchmarks.serving import Load, Server, ServerError, Watch
+
+METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} %d
+vllm:num_requests_running{engine="1"} 1
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0"} %f
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{engine="0"} %d
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{block_size="32",num_gpu_blocks="101"} 1
+"""
+
+
+@pytest.fixture
+def fake() -> Iterator[tuple[Server, dict]]:
+    """A server object whose HTTP side is ours; the numbers can be set."""
+    state = {"running": 0, "usage": 0.0, "preempted": 3}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write((METRICS % tuple(state.values())).encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = Server("model", [])
+    http = HTTPServer(("127.0.0.1", server.port), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield server, state
+    http.shutdown()
+    http.server_close()
+
+
+def test_peaks_and_preemptions(fake: tuple[Server, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    server, state = fake
+    monkeypatch.setattr(serving, "VLLM", [sys.executable, "-c", "import time; time.sleep(60)"])
+    server._command = [*serving.VLLM]
+    with server:
+        assert server.num_pages == 100, "the pool less vLLM's null block"
+        assert server.metrics()["vllm:num_requests_running"] == 1, "summed over its labels"
+        with Watch(server, every=0.01) as watch:
+            for running, usage, preempted in ((4, 0.5, 3), (2, 0.9, 8), (0, 0.0, 8)):
+                state.update(running=running, usage=usage, preempted=preempted)
+                time.sleep(0.2)
+        process = server._process
+    assert (watch.peak_running, watch.peak_pages, watch.preemptions) == (5, 90, 5)
+    assert process is not None and process.poll() is not None, "it ends with the block"
+
+
+def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "print('starting'); raise SystemExit('ValueError: too little KV cache')"
+    monkeypatch.setattr(serving, "VLLM", [sys.executable, "-c", script])
+    with pytest.raises(ServerError, match="too little KV cache"), Server("model", []):
+        pass
+
+
+def test_load_is_vllms_random_dataset() -> None:
+    load = Load(100, 20, 4, 8, seed=3, prefix_len=30)
+    words = load.dataset_arguments()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given == {
+        "--dataset-name": "random",
+        "--seed": "3",
+        "--random-input-len": "70",
+        "--random-prefix-len": "30",
+        "--random-output-len": "20",
+        "--num-prompts": "8",
+    }
+
+
+def test_children_run_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    made = serving.environment()
+    assert made["PYTHONPATH"].split(":") == [str(serving.ROOT), "/somewhere"]
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in made, "a server has its usual processes"

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts into streams, and differences with their intervals."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import stats, texts
+from benchmarks.scoring import windows
+
+
+def words(text: str) -> list[int]:
+    """A tokenizer for tests: a beginning (0), then a token a word."""
+    return [0, *(len(word) for word in text.split())]
+
+
+def test_books_are_streams_of_their_own() -> None:
+    first, second = texts.streams({"a": "aa b ccc", "b": "dddd"}, words, "books")
+    assert (first.name, first.token_ids) == ("a", [0, 2, 1, 3]) and first.scored.all()
+    assert (second.name, second.token_ids) == ("b", [0, 4])
+    (cut,) = texts.streams({"a": "aa b ccc"}, words, "books", num_tokens=3)
+    assert cut.token_ids == [0, 2, 1] and len(cut.scored) == 2
+
+
+def test_length_ranks_are_by_tokens() -> None:
+    made = {"long": "a b c d", "short": "a", "middle": "a b"}
+    kept = texts.streams(made, words, "books", ranks=slice(1, 3))
+    assert [stream.name for stream in kept] == ["middle", "long"]
+    with pytest.raises(ValueError, match="length ranks"):
+        texts.streams(made, words, "joined", ranks=slice(1, 3))
+
+
+def test_joined_is_one_stream() -> None:
+    (stream,) = texts.streams({"a": "aa", "b": "b"}, words, "joined")
+    assert stream.token_ids == [0, 2, 1] and stream.scored.tolist() == [True, True]
+
+
+def test_lines_never_score_a_samples_first_token() -> None:
+    (stream,) = texts.streams({"a": "aa b\n\n  \nccc", "b": "dddd ee"}, words, "lines")
+    assert stream.token_ids == [0, 2, 1, 0, 3, 0, 4, 2]
+    # Entry i is token i + 1; tokens 0, 3 and 5 begin samples.
+    assert stream.scored.tolist() == [True, True, False, True, False, True, True]
+
+
+def test_read_files_and_folders(tmp_path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "row"}) + "\n\n")
+    assert texts.read(str(tmp_path)) == {"a": "first", "b": "second"}
+    assert texts.read(str(tmp_path), 1) == {"a": "first"}
+    assert texts.read(str(tmp_path / "rows.jsonl")) == {"rows-0": "row"}
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        texts.read(str(tmp_path / "nowhere"))
+    (tmp_path / "empty.txt").write_text("  \n")
+    with pytest.raises(ValueError, match="no text"):
+        texts.read(str(tmp_path / "empty.txt"))
+
+
+def test_hub_options_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def fake(name, config, split, limit):
+        asked.append((name, config, split, limit))
+        return [{"body": "x"}, {"body": "y"}]
+
+    monkeypatch.setattr(texts, "load_dataset", fake)
+    found = texts.read("hf:owner/name,config=c,split=train,column=body", 2)
+    assert asked == [("owner/name", "c", "train", 2)]
+    assert found == {"owner/name-0": "x", "owner/name-1": "y"}
+    with pytest.raises(ValueError, match="unknown option colum"):
+        texts.read("hf:owner/name,colum=body")
+
+
+@pytest.mark.parametrize(("num_tokens", "window", "stride"), [(10, 4, 1), (23, 8, 3), (5, 8, 2)])
+def test_recomputed_windows_score_every_token_once(num_tokens, window, stride) -> None:
+    scored = []
+    for begin, end, first in windows(num_tokens, window, stride):
+        assert end - begin <= window
+        scored += range(first, end)
+        if begin:
+            assert first - begin >= window - stride, "too little context"
+            assert end - first <= stride
+    assert scored == list(range(1, num_tokens))
+    with pytest.raises(ValueError, match="stride"):
+        list(windows(10, 4, 4))
+
+
+def test_paired_difference_against_a_plain_bootstrap() -> None:
+    rng = np.random.default_rng(1)
+    base = [rng.normal(3, 1, 300) for _ in range(20)]
+    ours = [values + rng.normal(0.1, 0.3, 300) for values in base]
+    found = stats.paired_difference(ours, base)
+    means = np.asarray([(a - b).mean() for a, b in zip(ours, base, strict=True)])
+    assert found.units == 20
+    assert found.mean == pytest.approx(means.mean())
+    draws = rng.integers(0, 20, (4000, 20))
+    low, high = np.quantile(means[draws].mean(1), [0.025, 0.975])
+    assert found.low == pytest.approx(low, abs=0.004)
+    assert found.high == pytest.approx(high, abs=0.004)
+    # Unpaired, the spread of the texts themselves would hide the difference.
+    assert found.low > 0.05
+
+
+def test_few_documents_are_cut_into_blocks_and_weighted_by_tokens() -> None:
+    ours = [np.full(1000, 2.0), np.full(200, 1.0)]
+    base = [np.full(1000, 1.0), np.full(200, 1.0)]
+    found = stats.paired_difference(ours, base, block=100)
+    assert found.units == 12
+    assert found.mean == pytest.approx(1000 / 1200)
+    assert found.low < found.mean < found.high
+    one = stats.paired_difference([np.ones(10)], [np.zeros(10)], block=100)
+    assert one.units == 1 and np.isnan(one.low) and str(one) == "+1.0000"
+
+
+def test_difference_needs_the_same_tokens() -> None:
+    with pytest.raises(ValueError, match="lengths differ"):
+        stats.paired_difference([np.ones(3)], [np.ones(4)])
+    with pytest.raises(ValueError, match="no token"):
+        stats.paired_difference([np.ones(0)], [np.ones(0)])
+
+
+def test_two_kinds_of_perplexity() -> None:
+    nll = [np.log([2.0, 2.0, 2.0]), np.log([8.0])]
+    assert stats.perplexity(nll) == pytest.approx(2 ** (6 / 4))
+    assert stats.perplexity_per_document(nll) == pytest.approx(5.0)
+
+
+def test_curve_bins_and_nan() -> None:
+    bins = stats.position_bins(10, first=4)
+    assert bins == [(0, 4), (4, 8), (8, 10)]
+    nll = [np.asarray([1.0, 1.0, np.nan, 2.0, 4.0]), np.asarray([3.0])]
+    # Entry i is token i + 1: tokens 1, 2, 3 (not scored) and the other text's 1; then 4 and 5.
+    assert stats.curve(nll, bins) == [(pytest.approx(5 / 3), 3), (3.0, 2), None]
+
+
+def test_after_events_compares_neighbourhoods() -> None:
+    values = np.zeros(40)
+    values[10:13] = 1.0
+    values[30:33] = 3.0
+    after, before = stats.after_events(values, [1, 10, 12, 30, 39], 3)
+    assert after.tolist() == [1.0, 3.0]  # 1 and 39 are too near an end, 12 is inside 10's part
+    assert before.tolist() == [0.0, 0.0]
