@@ -117,13 +117,10 @@ class _StrideAligned:
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for manager in self._managers:
             manager.set_limit(request.request_id, limit, self._policy(request))
-        return aligned_chunk(
-            request.num_computed_tokens + num_new_local_computed_tokens,
-            num_new_tokens,
-            request.num_prompt_tokens,
-            self._stride,
-            self._stops(request),
-        )
+        start = request.num_computed_tokens + num_new_local_computed_tokens
+        prompt_len = request.num_prompt_tokens
+        stops = self._stops(request) if start < prompt_len else ()
+        return aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
 
     def _policy(self, request: Request) -> Policy:
         """The policy that a request runs under."""
@@ -184,7 +181,7 @@ class _StrideAligned:
 
     def _take_snapshots(self, output: SchedulerOutput) -> None:
         """Before this step's forward pass, pages still hold the state at a chunk's start."""
-        reserved = sum(manager.reserved_pages() for manager in self._managers)
+        (manager,) = self._managers
         for name in list(self._prefilling):
             request = self.requests.get(name)
             if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
@@ -193,11 +190,9 @@ class _StrideAligned:
                 continue
             start = request.num_computed_tokens - output.num_scheduled_tokens[name]
             if start in self._stops(request):
-                manager = self._managers[0]
+                policy, hashes = self._policy(request), request.block_hashes
                 pages = manager.req_to_blocks[name][: manager.num_pages(name, start)]
-                self._snapshots.take(
-                    self._policy(request), request.block_hashes, start, pages, reserved
-                )
+                self._snapshots.take(policy, hashes, start, pages, manager.reserved_pages())
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Snapshots go even where running requests keep vLLM from resetting the pool."""
