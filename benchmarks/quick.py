@@ -32,7 +32,10 @@ PLAN: dict[str, list[str]] = {
         *("perplexity", "--tokens", "16000", "--capacity", "516", "--stride", "128"),
         *("--spike-tokens", "1500", "--engines", AT_A_TIME),
     ],
-    "recall-associative": ["recall", "associative", "--samples", "6", "--engines", AT_A_TIME],
+    "recall-associative": [
+        *("recall", "associative", "--depths", "0.1", "0.9", "--samples", "5"),
+        *("--engines", AT_A_TIME),
+    ],
     "recall-rewind": ["recall", "rewind", "--samples", "8", "--engines", AT_A_TIME],
     "recall-passkey": ["recall", "passkey", "--samples", "2", "--engines", AT_A_TIME],
     "harness": ["harness", "--suite", "book", "--limit", "20", "--engines", AT_A_TIME],

@@ -66,6 +66,9 @@ def test_cascade_without_selection_ignores_scores() -> None:
     *_, last = simulate(plain, 41, probs)
     # The keep-resident vector of an independent simulation (p = 40, S = 1, W = 4, N = 3).
     assert last.kept == [0, 13, 17, 21, 25, 29, 31, 33, 35, 37, 38, 39, 40]
+    # Without scores the engine deletes the rank `lo`: it must be the incoming token's.
+    with_scores, without = POLICIES["cascade"](**shared).tables(), plain.tables()
+    assert (without.hi - without.lo).max() == 1 and (without.hi == with_scores.hi).all()
     strided = CascadeWithoutSelection(**shared, prefill_stride=8)
     assert streamed(strided, 41, 8).tolist() == [last.kept]
     *_, other = simulate(POLICIES["cascade"](**shared, prefill_stride=1), 41, probs)

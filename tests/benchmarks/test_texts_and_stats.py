@@ -88,26 +88,28 @@ def test_recomputed_windows_score_every_token_once(num_tokens, window, stride) -
 
 def test_paired_difference_against_a_plain_bootstrap() -> None:
     rng = np.random.default_rng(1)
-    base = [rng.normal(3, 1, 300) for _ in range(20)]
-    ours = [values + rng.normal(0.1, 0.3, 300) for values in base]
+    sizes = rng.integers(50, 600, 20)
+    base = [rng.normal(3, 1, size) for size in sizes]
+    ours = [values + rng.normal(0.1, 0.3, len(values)) for values in base]
     found = stats.paired_difference(ours, base)
-    means = np.asarray([(a - b).mean() for a, b in zip(ours, base, strict=True)])
+    sums = np.asarray([(a - b).sum() for a, b in zip(ours, base, strict=True)])
     assert found.units == 20
-    assert found.mean == pytest.approx(means.mean())
-    draws = rng.integers(0, 20, (4000, 20))
-    low, high = np.quantile(means[draws].mean(1), [0.025, 0.975])
-    assert found.low == pytest.approx(low, abs=0.004)
-    assert found.high == pytest.approx(high, abs=0.004)
+    assert found.mean == pytest.approx(sums.sum() / sizes.sum())
+    # A text's sum and its length are drawn together.
+    draws = rng.integers(0, 20, (8000, 20))
+    low, high = np.quantile(sums[draws].sum(1) / sizes[draws].sum(1), [0.025, 0.975])
+    assert found.low == pytest.approx(low, abs=0.002)
+    assert found.high == pytest.approx(high, abs=0.002)
     # Unpaired, the spread of the texts themselves would hide the difference.
     assert found.low > 0.05
 
 
 def test_few_documents_are_cut_into_blocks_and_weighted_by_tokens() -> None:
-    ours = [np.full(1000, 2.0), np.full(200, 1.0)]
-    base = [np.full(1000, 1.0), np.full(200, 1.0)]
+    ours = [np.full(1000, 2.0), np.full(250, 1.0)]
+    base = [np.full(1000, 1.0), np.full(250, 1.0)]
     found = stats.paired_difference(ours, base, block=100)
-    assert found.units == 12
-    assert found.mean == pytest.approx(1000 / 1200)
+    assert found.units == 13
+    assert found.mean == pytest.approx(1000 / 1250)
     assert found.low < found.mean < found.high
     one = stats.paired_difference([np.ones(10)], [np.zeros(10)], block=100)
     assert one.units == 1 and np.isnan(one.low) and str(one) == "+1.0000"
