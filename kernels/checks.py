@@ -9,6 +9,7 @@ byte by byte.
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -118,12 +119,25 @@ class Cache:
         blocks = self.table[row].long()
         return getattr(self, which)[blocks].transpose(0, 1).flatten(1)
 
+    def put_all(self, which: str, row: int, values: torch.Tensor) -> None:
+        """Write one word of a request, ``[S, N]`` by slot."""
+        blocks = self.table[row].long()
+        paged = values.unflatten(1, (-1, self.case.block_size)).transpose(0, 1)
+        getattr(self, which)[blocks] = paged.to(getattr(self, which).dtype)
+
     def put(self, which: str, row: int, head_set: int, slot: int, value: float) -> None:
         block = int(self.table[row, slot // self.case.block_size])
         getattr(self, which)[block, head_set, slot % self.case.block_size] = value
 
 
 def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
+    """``_make_cache``, made once for the checks of one case."""
+    cache, steps = _make_cache(case)
+    return cache.to("cpu"), steps.clone()
+
+
+@lru_cache(maxsize=1)
+def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     """A pool on the CPU and the step rows of a batch (columns for both kinds filled by callers).
 
     Slots in use are a random subset in random order; the others, and slots that never held a
@@ -157,11 +171,12 @@ def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
         steps[row, OLD_SLOTS.value] = slots[row]
         steps[row, NEW_SLOTS.value] = slots[row]
     # Beyond a request's slots ranks look valid, as stale memory may.
+    every = torch.arange(pages * case.block_size, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
         if length is not None:
-            for head_set in range(case.num_sets):
-                for slot in range(slots[row], pages * case.block_size):
-                    cache.put("rank", row, head_set, slot, slot % 3)
+            ranks = cache.words("rank", row)
+            ranks[:, slots[row] :] = every[slots[row] :] % 3
+            cache.put_all("rank", row, ranks)
     return cache, steps
 
 
@@ -376,12 +391,12 @@ def _apply_one(
     cached = step[CACHED.value]
     slots = _chronological(cache, row, step)[0][head_set].tolist()
     used = {slots[r] for r in kept if r < cached}
-    for slot in range(step[NEW_SLOTS.value]):
-        if slot not in used:
-            cache.put("rank", row, head_set, slot, -1)
+    ranks = cache.words("rank", row)
+    ranks[head_set, : step[NEW_SLOTS.value]] = -1
     for index, r in enumerate(kept):
         if r < cached:
-            cache.put("rank", row, head_set, slots[r], index)
+            ranks[head_set, slots[r]] = index
+    cache.put_all("rank", row, ranks)
     if cached not in kept:
         return
     last = len(kept) - 1
@@ -551,13 +566,16 @@ def _apply_stride(
     slots = _chronological(cache, row, step)[0][head_set].tolist()
     used = {slots[r] for r in kept if r < n}
     final = after.words("rank", row)[head_set, : step[NEW_SLOTS.value]]
-    for slot in range(step[NEW_SLOTS.value]):
-        if slot not in used:
-            cache.put("rank", row, head_set, slot, -1)
+    ranks, old_scores = cache.words("rank", row), cache.words("score", row)
+    ranks[head_set, : step[NEW_SLOTS.value]] = -1
     for index, r in enumerate(kept):
         if r < n:
-            cache.put("rank", row, head_set, slots[r], index)
-            cache.put("score", row, head_set, slots[r], scores[row, head_set, r].item())
+            ranks[head_set, slots[r]] = index
+            old_scores[head_set, slots[r]] = scores[row, head_set, r]
+    cache.put_all("rank", row, ranks)
+    cache.put_all("score", row, old_scores)
+    for index, r in enumerate(kept):
+        if r < n:
             continue
         (found,) = (final == index).nonzero(as_tuple=True)
         assert len(found) == 1 and int(found) not in used, "a survivor needs one free slot"
