@@ -3,7 +3,7 @@
 #include "layer.h"
 #include "tile.h"
 
-constexpr int64_t CACHE = 2 << 20;  // bytes of a step's rows beyond which prefetching them pays
+constexpr int64_t CACHE = 4 << 20;  // bytes of a step's rows beyond which prefetching them pays
 
 // One-token strides of `count` requests over `num_pages` pages each; arrays are [count].
 struct Tokens {
