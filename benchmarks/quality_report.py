@@ -31,7 +31,6 @@ def overall(
                 more,
                 f"{least:,} / {mean:,.0f} / {most:,}" if policy else "-",
                 f"{run.counters['evicted_tokens']:,}" if run.counters else "-",
-                number(_read(run) / run.seconds, 0) if label != REFERENCE else "-",
             )
         )
     columns = (
@@ -42,24 +41,18 @@ def overall(
         f"nats a token more than {base} (95 % interval)",
         "cached: min / mean / max",
         "evicted",
-        "tok/s",
     )
     note = (
         f"At most {capacity:,} tokens cached between strides, sinks included. `perplexity` weighs "
         "texts by tokens. Intervals: paired bootstrap over "
         f"{'texts' if _by_document(scored) else f'blocks of {stats.BLOCK} tokens'}. "
-        f"`{REFERENCE}` predicts from a fresh pass over a window of that length. Tokens/s is "
-        "prompt reading, and not comparable where several engines share the machine."
+        f"`{REFERENCE}` predicts from a fresh pass over a window of that length."
     )
     return Table("Streaming perplexity at equal size", columns, tuple(rows), note)
 
 
 def _longest(run: Scored) -> int:
     return max(len(values) for values in run.nll) + 1
-
-
-def _read(run: Scored) -> int:
-    return sum(len(values) + 1 for values in run.nll)
 
 
 def _by_document(scored: Mapping[str, Scored]) -> bool:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "checkpoint.pt"
 EVALUATION_STEP = 1 << 40
-"""Far from any training step: the held-out batches."""
+"""Far from any training step."""
 LARGEST_MODEL = 40 * 10**6
 
 
@@ -121,19 +121,27 @@ def rate_at(step: int, args: argparse.Namespace, done: float | None = None) -> f
 class Trainer:
     """Model, optimizer and data of a run, and where it is."""
 
-    def __init__(self, args: argparse.Namespace, data: Sequences, vocab_size: int) -> None:
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        data: Sequences,
+        vocab_size: int,
+        held_out: Sequences | None = None,
+    ) -> None:
         import torch
 
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
         self.args, self.data, self.step, self.seconds = args, data, 0, 0.0
+        self.held_out = held_out or data
         self.log: list[dict[str, float]] = []
         self.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.model = model_of(args, vocab_size).to(self.device)
         decay = [p for p in self.model.parameters() if p.dim() > 1]
         plain = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(groups, lr=args.rate, betas=(0.9, 0.95))
+        fused = self.device == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, lr=args.rate, betas=(0.9, 0.95), fused=fused)
         forward = self._token_losses
         self.token_losses = forward if args.no_compile else torch.compile(forward)
 
@@ -147,11 +155,11 @@ class Trainer:
         )
         return losses.view(tokens.shape[0], -1)
 
-    def _run(self, step: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+    def _run(self, data: Sequences, step: int) -> tuple["torch.Tensor", "torch.Tensor"]:
         """Token losses of a step's batch, and which of them are distant."""
         import torch
 
-        batch = self.data.batch(step, self.args.batch)
+        batch = data.batch(step, self.args.batch)
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         with torch.autocast(self.device, torch.bfloat16):
             losses = self.token_losses(tokens)
@@ -164,7 +172,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.step, self.args, done)
         self.model.train()
-        losses, _ = self._run(self.step)
+        losses, _ = self._run(self.data, self.step)
         loss = losses.mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -174,12 +182,13 @@ class Trainer:
         return float(loss.detach())
 
     def evaluate(self, batches: int = 4) -> Losses:
-        """Losses of batches that are the same every time."""
+        """Losses of batches that are the same every time, of held-out texts if there are any."""
         import torch
 
         self.model.eval()
         with torch.no_grad():
-            runs = [self._run(EVALUATION_STEP + index) for index in range(batches)]
+            steps = range(EVALUATION_STEP, EVALUATION_STEP + batches)
+            runs = [self._run(self.held_out, step) for step in steps]
         losses = torch.cat([run[0].flatten() for run in runs]).float()
         distant = torch.cat([run[1].flatten() for run in runs])
         return Losses(
@@ -219,8 +228,8 @@ def tokens_of(texts: Sequence[str], tokenizer: Any) -> np.ndarray:
     return np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
 
 
-def prepare(args: argparse.Namespace) -> tuple[Sequences, Any]:
-    """The tokenizer (made once, then loaded), and the sequences to train on."""
+def prepare(args: argparse.Namespace) -> tuple[Sequences, Sequences | None, Any]:
+    """Sequences to train on and to be judged by, and the tokenizer (made once, then loaded)."""
     from transformers import AutoTokenizer
 
     texts: dict[str, str] = {}
@@ -236,10 +245,13 @@ def prepare(args: argparse.Namespace) -> tuple[Sequences, Any]:
         tokenizer = train_tokenizer(kept, args.vocab, args.out)
     tokenizer.model_max_length = 1 << 60
     shares = (args.repeat_share, args.passkey_share)
-    data = Sequences(
-        tokens_of(kept, tokenizer), tokenizer, args.length, shares=shares, seed=args.seed
-    )
-    return data, tokenizer
+
+    def sequences(some: Sequence[str]) -> Sequences:
+        tokens = tokens_of(some, tokenizer)
+        return Sequences(tokens, tokenizer, args.length, shares=shares, seed=args.seed)
+
+    unseen = [texts[name] for name in args.held_out]
+    return sequences(kept), sequences(unseen) if unseen else None, tokenizer
 
 
 def export(trainer: Trainer, tokenizer: Any) -> None:
@@ -285,8 +297,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train, or go on training."""
     args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    data, tokenizer = prepare(args)
-    trainer = Trainer(args, data, len(tokenizer))
+    data, held_out, tokenizer = prepare(args)
+    trainer = Trainer(args, data, len(tokenizer), held_out)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     print(f"{parameters / 1e6:,.1f} M parameters, {len(data.tokens):,} tokens, {trainer.device}")
     checkpoint = args.out / CHECKPOINT

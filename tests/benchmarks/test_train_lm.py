@@ -73,6 +73,20 @@ def test_the_model_loads_and_predicts_what_it_was_trained_on(text: str, tmp_path
     assert loss < 5.0, "log(300) is 5.7"
 
 
+def test_held_out_texts_judge_and_are_not_trained_on(text: str, tmp_path: Path) -> None:
+    digits = tmp_path / "digits.txt"
+    digits.write_text("0123456789 " * 3000)
+    both = str(tmp_path / "both")
+    Path(both).mkdir()
+    for source in (text, str(digits)):
+        (Path(both) / Path(source).name).write_text(Path(source).read_text())
+    options = ("--steps", "30", "--every", "30", "--repeat-share", "0", "--passkey-share", "0")
+    unseen = run(both, tmp_path / "a", *options, "--held-out", "digits")
+    seen = run(both, tmp_path / "b", *options, "--held-out", "part")
+    assert unseen["log"][-1]["everything"] > 5.0, "digits were never seen"
+    assert seen["log"][-1]["everything"] > 5.0, "letters were never seen"
+
+
 def test_minutes_end_a_run(text: str, tmp_path: Path) -> None:
     made = run(text, tmp_path / "none", "--steps", "1000", "--minutes", "0")
     assert made["log"] == []
