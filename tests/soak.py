@@ -105,7 +105,8 @@ async def observe(server: Server, book: list[int], soak: Soak, end: float) -> No
     truth = await asyncio.to_thread(server.complete, prompt, 20)
     line = 0
     while soak.now < end:
-        soak.memory.append((soak.now, sum(process.memory_info().rss for process in family)))
+        sizes = [process.memory_info().rss for process in family]
+        soak.memory.append((soak.now, sum(sizes)))
         soak.wrong += await asyncio.to_thread(server.complete, prompt, 20) != truth
         if soak.now >= line * 60:
             line += 1
@@ -113,7 +114,8 @@ async def observe(server: Server, book: list[int], soak: Soak, end: float) -> No
             usage = await asyncio.to_thread(server.metric, "vllm:kv_cache_usage_perc")
             print(
                 f"{soak.now / 60:5.1f} min  {soak.finished} finished, {soak.aborted} aborted, "
-                f"{waiting:.0f} waiting, pool {usage:.0%}, {soak.memory[-1][1] / 2**20:,.1f} MiB",
+                f"{waiting:.0f} waiting, pool {usage:.0%}, resident MiB "
+                + " + ".join(f"{size / 2**20:,.0f}" for size in sizes),
                 flush=True,
             )
         await asyncio.sleep(2)
@@ -169,10 +171,10 @@ def run(minutes: float) -> list[str]:
                 wrong.append("requests were preempted")
             if not server.metric("vllm:kv_policy_evicted_tokens_total"):
                 wrong.append("nothing was evicted")
+            if "Traceback" in server.log.read_text():
+                wrong.append("there is a traceback in the server's log")
         finally:
             server.stop()
-        if "Traceback" in server.log.read_text():
-            wrong.append("there is a traceback in the server's log")
         return wrong
 
 

@@ -7,6 +7,7 @@ The 400 of a live server: ``tests/engine/test_faults.py``.
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,14 +30,14 @@ POLICY = {"name": "sink", "budget": 64, "prefill_stride": 16}
 @given(name=st.sampled_from(sorted(POLICIES)), slots=st.integers(0, 90), limit=st.integers(0, 200))
 def test_longest_stream(name: str, slots: int, limit: int) -> None:
     policy = resolve({"name": name, "budget": 64, "prefill_stride": 16})
-    fitting = [t for t in range(limit + 1) if max(map(policy.count, range(t + 1))) <= slots]
-    assert longest_stream(policy, slots, limit) == fitting[-1]
+    needed = np.maximum.accumulate([policy.count(t) for t in range(limit + 1)])
+    assert longest_stream(policy, slots, limit) == np.flatnonzero(needed <= slots)[-1]
 
 
 def config(policy: dict[str, Any] | None = POLICY, **kwargs: Any) -> Any:
-    settings = {"max_model_len": 1000, "block_size": 16, **kwargs}
+    sizes = {"max_model_len": 1000, "block_size": 16, **kwargs}
     additional = {} if policy is None else {"kv_policy": policy}
-    made = EngineArgs(model=str(MODEL), additional_config=additional, **settings)
+    made = EngineArgs(model=str(MODEL), additional_config=additional, **sizes)
     return made.create_engine_config()
 
 

@@ -6,7 +6,6 @@ table look-ups a step for all requests together, and nothing waits for the devic
 travel to the front-end with vLLM's statistics of each step (``patches/stat_loggers.py``).
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -78,7 +77,7 @@ class Meter:
 
     def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
         """Count a step, given its requests as they were before it and their tokens in it."""
-        for policy, rows in self._by_policy(scheduled).items():
+        for policy, rows in self._by_policy(scheduled):
             table = np.asarray(
                 [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows], dtype=np.int64
             )
@@ -116,18 +115,19 @@ class Meter:
             saved = full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes
             stats.pages += pages
             stats.saved_bytes += saved * copies
-        for policy, rows in self._by_policy(held).items():
+        for policy, rows in self._by_policy(held):
             num = np.asarray([request.num_computed_tokens for request, _ in rows], dtype=np.int64)
             stats.cached_tokens += int(policy.counts(num).sum())
         return stats
 
     def _by_policy(
         self, rows: Iterable[tuple[Request, int]]
-    ) -> dict[Policy, list[tuple[Request, int]]]:
-        groups: dict[Policy, list[tuple[Request, int]]] = defaultdict(list)
+    ) -> list[tuple[Policy, list[tuple[Request, int]]]]:
+        groups: dict[int, tuple[Policy, list[tuple[Request, int]]]] = {}
         for row in rows:
-            groups[self._policy_of_request(row[0])].append(row)
-        return groups
+            policy = self._policy_of_request(row[0])
+            groups.setdefault(id(policy), (policy, []))[1].append(row)  # hashing one is slow
+        return list(groups.values())
 
 
 GAUGES = {

@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
@@ -27,12 +28,15 @@ def asks(book_tokens: list[int]) -> list[Ask]:
     """Prompts and answer lengths: one token, a stride and its neighbours, far beyond 1,024."""
     rng = random.Random(5)
     special = [1, 2, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, 3000, 5000]
-    lengths = special + [int(2 ** rng.uniform(3, 10)) for _ in range(CLIENTS - len(special))]
-    rng.shuffle(lengths)
-    starts = [rng.randrange(len(book_tokens) - length) for length in lengths]
+    sizes = [(length, rng.randint(4, 12)) for length in special]
+    sizes += [(rng.randint(8, 31), 40) for _ in range(30)]  # they come to need more pages
+    while len(sizes) < CLIENTS:
+        sizes.append((int(2 ** rng.uniform(3, 10)), rng.randint(4, 12)))
+    rng.shuffle(sizes)
+    starts = [rng.randrange(len(book_tokens) - length) for length, _ in sizes]
     return [
-        (book_tokens[start : start + length], rng.randint(8, 24))
-        for start, length in zip(starts, lengths, strict=True)
+        (book_tokens[start : start + length], max_tokens)
+        for start, (length, max_tokens) in zip(starts, sizes, strict=True)
     ]
 
 
@@ -44,19 +48,26 @@ def shared(book_tokens: list[int]) -> list[Ask]:
 
 @pytest.fixture(scope="module")
 def alone(engine_pool: EnginePool, asks: list[Ask], shared: list[Ask]) -> list[list[int]]:
-    """Each request's answer from an engine that has nothing else to do."""
+    """Each request's answer from an engine that has nothing else to do; up to a tie of two tokens
+    that rounding would decide."""
     llm = engine_pool.get(POLICY, max_model_len=8192)
     answers = []
     for prompt, max_tokens in asks + shared:
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=2)
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         answer = output.outputs[0]
-        for entry in answer.logprobs:
-            best, second = sorted((e.logprob for e in entry.values()), reverse=True)[:2]
-            assert best - second > 1e-4, "a tie that rounding decides: choose another seed"
-        answers.append(list(answer.token_ids))
+        gaps = [np.ptp(sorted(e.logprob for e in entry.values())[-2:]) for entry in answer.logprobs]
+        ties = [i for i, gap in enumerate(gaps) if gap < 1e-4]
+        answers.append(list(answer.token_ids)[: min(ties, default=max_tokens)])
+    assert sum(map(len, answers)) > 0.97 * sum(max_tokens for _, max_tokens in asks + shared)
     engine_pool.close()
     return answers
+
+
+def compare(answers: list[list[int]], alone: list[list[int]]) -> None:
+    pairs = enumerate(zip(answers, alone, strict=True))
+    wrong = [i for i, (answer, truth) in pairs if answer[: len(truth)] != truth]
+    assert not wrong, f"{len(wrong)} answers differ, first {wrong[0]}"
 
 
 def pages(asks: list[Ask]) -> list[int]:
@@ -93,8 +104,7 @@ def test_answers_do_not_depend_on_the_other_99(
         while not answers.done():
             waiting.append(server.metric("vllm:num_requests_waiting"))
             held.append(server.metric("vllm:kv_policy_pages"))
-    wrong = [i for i, answer in enumerate(answers.result()) if answer != alone[i]]
-    assert not wrong, f"{len(wrong)} answers differ, first {wrong[0]}"
+    compare(answers.result(), alone[:CLIENTS])
     # They did queue for pages, and nobody was preempted for one.
     assert max(waiting) > CLIENTS / 3 and 0 < max(held) <= sum(pages(asks)) // 3
     assert server.metric("vllm:num_preemptions_total") == 0.0
@@ -118,4 +128,4 @@ def test_a_shared_prefix_is_not_shared_memory(
 ) -> None:
     """Pages change in place, so a page in two requests would be two requests' ruin."""
     answers = server.complete_all(shared * 3, 3 * len(shared))
-    assert answers == alone[CLIENTS:] * 3
+    compare(answers, alone[CLIENTS:] * 3)

@@ -258,7 +258,7 @@ def _peak_table(policy: Policy) -> np.ndarray:
     return np.maximum.accumulate(step_tables(policy).count)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # a plan of the default cascade takes 53 KB
 def stride_plan(policy: Policy, t: int, num_tokens: int) -> Any:
     """``policy.plan``, cached: batches of equal strides and all layers share it."""
     return policy.plan(t, num_tokens)
