@@ -159,11 +159,13 @@ def test_wheel(tmp_path: Path) -> None:
     tops = {name.split("/")[0] for name in files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_cascade"}
     assert any(name.endswith("licenses/LICENSE") for name in files)
-    # every module that git would ship is in the wheel, sub-packages included
+    # every module and C++ source that git would ship is in the wheel, sub-packages included
     for folder in ("vllm_cascade", "kernels", "patches"):
         prefix = "" if folder == "vllm_cascade" else "vllm_cascade/"
-        for file in (source / folder).rglob("*.py"):
-            assert prefix + file.relative_to(source).as_posix() in files
+        for file in (source / folder).rglob("*"):
+            if file.suffix in (".py", ".cpp", ".h"):
+                assert prefix + file.relative_to(source).as_posix() in files
+    assert "vllm_cascade/kernels/native/tokens.cpp" in files
 
 
 def test_the_vllm_command_works(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 
 #include "layer.h"
 
-constexpr int64_t TILE = 64;                   // tokens
+constexpr int64_t TILE = 32;                   // tokens
 constexpr int64_t KEY_STRIDE = (TILE + 1) * W;  // one more token, so that rows spread over L1's sets
 
 // The stored rows of slots [from, from + n) of a head.
@@ -38,33 +38,51 @@ static inline void prefetch_row(const T* row, int64_t head_size) {
     __builtin_prefetch(at + byte);
 }
 
+// One key turned in fp32, to blocks of W channels. `Parts`: half / W where known, else 0.
+template <int Parts, class T>
+static inline void turn_key(const T* from, const float* rotation, int64_t half, float* to) {
+  const int64_t parts = Parts ? Parts : half / W;
+#pragma GCC unroll 4
+  for (int64_t p = 0; p < parts; p++) {
+    vf x = load(from + p * W), y = load(from + half + p * W);
+    vf cos = load(rotation + p * W), sin = load(rotation + half + p * W);
+    store(to + p * KEY_STRIDE, x * cos - y * sin);
+    store(to + (parts + p) * KEY_STRIDE, y * cos + x * sin);
+  }
+}
+
 // Keys as fp32 at their present positions, in blocks of W channels: [width / W, TILE + 1, W].
 // `next` are the rows of the tile that follows, or null.
+template <int Parts, class T>
+static inline void turned_keys(const Layer& layer, const T* const* row, const T* const* next,
+                               const int32_t* distance, int64_t n, float* keys) {
+  const int64_t half = Parts ? Parts * W : layer.half;
+  for (int64_t i = 0; i < n; i++) {
+    if (next) prefetch_row(next[i], 2 * half);
+    turn_key<Parts>(row[i], layer.rotation + (int64_t)distance[i] * 2 * half, half, keys + i * W);
+  }
+}
 template <class T>
 static inline void tile_keys(const Layer& layer, const T* const* row, const T* const* next,
                              const int32_t* distance, int64_t n, int64_t width, float* keys) {
-  const int64_t size = layer.head_size, half = layer.half;
-  const bool whole = layer.is_neox && half % W == 0 && 2 * half == size;
   static thread_local Scratch scratch;
+  const int64_t size = layer.head_size, half = layer.half;
+  if (distance && layer.is_neox && half % W == 0 && 2 * half == size) {
+    if (half == 2 * W) return turned_keys<2>(layer, row, next, distance, n, keys);
+    if (half == 4 * W) return turned_keys<4>(layer, row, next, distance, n, keys);
+    return turned_keys<0>(layer, row, next, distance, n, keys);
+  }
   float* plain = scratch.take(width);
   for (int64_t i = 0; i < n; i++) {
-    const T* from = row[i];
     float* to = keys + i * W;
     if (next) prefetch_row(next[i], size);
-    if (distance && whole) {
-      const float* cos = layer.rotation + (int64_t)distance[i] * 2 * half;
-      float* high = to + half / W * KEY_STRIDE;
-      for (int64_t c = 0; c < half; c += W, to += KEY_STRIDE, high += KEY_STRIDE) {
-        vf x = load(from + c), y = load(from + half + c);
-        vf cs = load(cos + c), sn = load(cos + half + c);
-        store(to, x * cs - y * sn);
-        store(high, y * cs + x * sn);
-      }
-    } else {
-      widen_row(plain, from, size);
-      if (distance) rotate(layer, plain, distance[i]);
-      for (int64_t c = 0; c < width; c += W, to += KEY_STRIDE) store(to, load(plain + c));
+    if (!distance && size == width) {
+      for (int64_t c = 0; c < width; c += W, to += KEY_STRIDE) store(to, load(row[i] + c));
+      continue;
     }
+    widen_row(plain, row[i], size);
+    if (distance) rotate(layer, plain, distance[i]);
+    for (int64_t c = 0; c < width; c += W, to += KEY_STRIDE) store(to, load(plain + c));
   }
 }
 

@@ -3,6 +3,8 @@
 #include "layer.h"
 #include "tile.h"
 
+constexpr int64_t CACHE = 4 << 20;  // bytes of a step's rows beyond which prefetching them pays
+
 // One-token strides of `count` requests over `num_pages` pages each; arrays are [count].
 struct Tokens {
   int64_t count, num_pages;
@@ -27,6 +29,7 @@ struct Mass {
 
 struct Shape {
   int64_t queries, width, slots, padded, tiles;
+  bool prefetch;
   int64_t mass_floats() const { return round_up(queries * (padded + tiles + 3), 16); }
   Mass mass(float* at) const {
     float* maxes = at + queries * padded;
@@ -62,12 +65,15 @@ struct Request {
 // The state of the online softmax of one request's heads, between tiles.
 struct Online {
   int64_t first, num, width;  // query heads, and channels rounded up to W
-  float *query, *acc, *sum, *own;
+  float *query, *acc;  // [num, width]
+  float *sums, *own;   // [num, W], to be added up; [num]
 
-  static int64_t floats(int64_t num, int64_t width) { return round_up(2 * num * (width + 1), 16); }
+  static int64_t floats(int64_t num, int64_t width) {
+    return round_up(num * (2 * width + W + 1), 16);
+  }
   Online(float* at, int64_t first, int64_t num, int64_t width)
       : first(first), num(num), width(width), query(at), acc(at + num * width),
-        sum(acc + num * width), own(sum + num) {}
+        sums(acc + num * width), own(sums + num * W) {}
 };
 
 // The new token itself opens the sums.
@@ -89,7 +95,8 @@ void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, floa
       store(query + c, x);
     }
     on.own[q] = layer.soft_cap(sum(dot));
-    on.sum[q] = 1;
+    store(on.sums + q * W, vf{});
+    on.sums[q * W] = 1;
     mass.row_max[on.first + q] = on.own[q];
   }
 }
@@ -118,21 +125,22 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
     }
   }
   for (int k = 0; k < Queries; k++, exps += mass.padded) {
+    float* sums = on.sums + (q + k) * W;
     const float before = mass.row_max[full + k], now = std::max(before, largest(top[k]));
     mass.row_max[full + k] = mass.tile_max[(full + k) * mass.tiles + tile] = now;
     if (now > before) {
       const float shrink = std::exp(before - now);
       float* acc = on.acc + (q + k) * on.width;
-      on.sum[q + k] *= shrink;
+      store(sums, load(sums) * shrink);
       for (int64_t c = 0; c < on.width; c += W) store(acc + c, load(acc + c) * shrink);
     }
-    vf total{};
+    vf total = load(sums);
     for (int64_t i = 0; i < n; i += W) {
       vf e = vexp(load(exps + i) - now);
       store(exps + i, e);
       total += e;
     }
-    on.sum[q + k] += sum(total);
+    store(sums, total);
   }
 }
 
@@ -161,7 +169,7 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   float* keys = memory + online;
   int32_t* rank = (int32_t*)(keys + buffer);
   int32_t* distance = rank + num_sets * TILE;
-  const bool turn = batch.moved && layer.rotation;
+  const bool turn = batch.moved && layer.rotation, ahead = request.shape.prefetch;
   Online on(memory, begin * group, num, width);
   begin_softmax(request, mass, on, keys);
 
@@ -178,7 +186,7 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
       const bool last = head + 1 == end;
       const int64_t n_next = last ? std::min(TILE, after) : n;
       tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next, next);
-      tile_keys(layer, row, n_next >= n ? next : nullptr, turn ? distance + s * TILE : nullptr, n,
+      tile_keys(layer, row, ahead && n_next >= n ? next : nullptr, turn ? distance + s * TILE : nullptr, n,
                 width, keys);
       for (int64_t i = 0; i < n; i++) value[i] = row[i] + size;
       for (int64_t g = 0; g < group;) {
@@ -197,7 +205,7 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   }
   for (int64_t q = 0; q < num; q++) {
     const int64_t full = on.first + q;
-    const float inverse = 1.0f / on.sum[q];
+    const float inverse = 1.0f / sum(load(on.sums + q * W));
     mass.row_scale[full] = inverse;
     mass.own[full] = std::exp(on.own[q] - mass.row_max[full]) * inverse;
     T* to = request.output(full);
@@ -303,9 +311,13 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
 template <class T>
 void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   static thread_local Scratch scratch;
-  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0};
-  for (int64_t b = 0; b < batch.count; b++)
+  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, false};
+  int64_t bytes = 0;
+  for (int64_t b = 0; b < batch.count; b++) {
     shape.slots = std::max(shape.slots, batch.old_slots[b]);
+    bytes += batch.old_slots[b] * layer.num_heads * 2 * layer.head_size * (int64_t)sizeof(T);
+  }
+  shape.prefetch = bytes > CACHE;
   shape.padded = round_up(shape.slots, TILE);
   shape.tiles = shape.padded / TILE;
   const int threads = omp_get_max_threads();

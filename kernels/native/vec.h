@@ -9,6 +9,10 @@
 #include <utility>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__)
 constexpr int W = 16;
 #elif defined(__AVX__)
 constexpr int W = 8;
@@ -42,7 +46,11 @@ static inline vf splat(float x) { return x - vf{}; }
 static inline vi splat_int(int32_t x) { return x - vi{}; }
 static inline vf load(const float* from) { return load_as<vf>(from); }
 static inline vf load(const bf16* from) {
+#if defined(__AVX512F__)  // GCC makes two halves and a shuffle of a convertvector here
+  return (vf)((vu)_mm512_maskz_cvtepu16_epi32(0xFFFF, load_as<__m256i>(from)) << 16);
+#else
   return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16);
+#endif
 }
 #ifdef HAS_FP16
 static inline vf load(const fp16* from) {
@@ -147,13 +155,22 @@ static inline void fold_across(vf* a) {
   }
 }
 
-static inline float sum(vf v) {
-  float total = 0;
-  for (int i = 0; i < W; i++) total += v[i];
-  return total;
+// Each lane with the one `Half` away, in log2(W) rounds.
+template <int Half, int... Lane>
+static inline vf swapped(vf x, std::integer_sequence<int, Lane...>) {
+  return shuffle<(Lane ^ Half)...>(x, x);
 }
-static inline float largest(vf v) {
-  float best = v[0];
-  for (int i = 1; i < W; i++) best = v[i] > best ? v[i] : best;
-  return best;
+template <int Half = W / 2>
+static inline float sum(vf x) {
+  if constexpr (Half == 0)
+    return x[0];
+  else
+    return sum<Half / 2>(x + swapped<Half>(x, std::make_integer_sequence<int, W>()));
+}
+template <int Half = W / 2>
+static inline float largest(vf x) {
+  if constexpr (Half == 0)
+    return x[0];
+  else
+    return largest<Half / 2>(vmax(x, swapped<Half>(x, std::make_integer_sequence<int, W>())));
 }

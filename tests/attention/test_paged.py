@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The paged attention paths and their metadata against the literal fp64 cache."""
+"""The paged attention paths (PyTorch, C++) and their metadata against the literal fp64 cache."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,6 +15,9 @@ from tests.attention.reference import LiteralCache
 from tests.oracle.settings import logit_scale, make_sim, score_rule
 from vllm_cascade.attention.cpu import CPUKVPolicyImpl
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+from vllm_cascade.attention.native import NativePath
+from vllm_cascade.attention.paths import CHOICES, SWITCH, PyTorchPath
+from vllm_cascade.kernels.native.library import load
 from vllm_cascade.paging import KVPolicySpec, page_views
 from vllm_cascade.policies import resolve
 from vllm_cascade.positions import Rotary
@@ -34,6 +37,13 @@ class Shape:
     softcap: float = 0.0
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+
+
+@pytest.fixture(params=CHOICES)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The implementation that layers built in this test get."""
+    monkeypatch.setenv(SWITCH, request.param)
+    return request.param
 
 
 class PagedLayer:
@@ -196,15 +206,30 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mixed_requests(name: str) -> None:
-    """Prompts of odd lengths in chunks, decode beside prefill, rows that change places."""
+def test_mixed_requests(name: str, path: str) -> None:
     shape, settings = CASES[name]
-    rng = np.random.default_rng(len(name))
-    torch.manual_seed(len(name))
-    prompts = [1, 5, 23, 32, 48]
-    totals = [40, 5, 30, 32, 60]
+    run_mixed_requests(path, shape, settings, [1, 5, 23, 32, 48], [40, 5, 30, 32, 60], len(name))
+
+
+def run_mixed_requests(
+    path: str,
+    shape: Shape,
+    settings: dict[str, Any],
+    prompts: list[int],
+    totals: list[int],
+    seed: int,
+    tolerance: float = 2e-5,
+) -> None:
+    """Prompts of odd lengths in chunks, decode beside prefill, rows that change places.
+
+    Request ``i`` has ``totals[i]`` tokens, of which the first ``prompts[i]`` are its prompt.
+    """
+    rng = np.random.default_rng(seed)
+    torch.manual_seed(seed)
     pages_each = -(-(settings["budget"] + 4 + settings.get("overflow", 1)) // shape.block_size)
     layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
+    assert type(layer.impl.path) is {"native": NativePath, "pytorch": PyTorchPath}[path]
+    calls, steps = sum(load().calls.values()), 0
     stride = settings["prefill_stride"]
     literal = [oracle_for(settings, shape, layer) for _ in prompts]
     tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
@@ -233,13 +258,18 @@ def test_mixed_requests(name: str) -> None:
             run_literal(literal[r], query[r], key[r], value[r], part, prompts[r], stride)
             for r, part in zip(rows, parts, strict=True)
         ]
-        torch.testing.assert_close(output.double(), torch.cat(expected), atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(
+            output.double(), torch.cat(expected), atol=tolerance, rtol=tolerance
+        )
+        steps += 1
         for r, n in zip(rows, lengths, strict=True):
             done[r] += n
             slots = layer.policy.peak(done[r])
             kept = kept_tokens(layer.pages, tables[r].long(), slots)
             assert kept == [sim.tokens() for sim in literal[r].sims]
     assert torch.equal(layer.pool[0], null_page), "the null block was written"
+    ran = sum(load().calls.values()) - calls
+    assert ran >= steps if path == "native" else ran == 0
     assert layer.builder.counters.tokens == sum(totals)
     assert layer.builder.counters.evicted_tokens == sum(
         total - layer.policy.count(total) for total in totals
@@ -271,16 +301,25 @@ def run_literal(
     return torch.cat(outputs)
 
 
-def test_bfloat16_stays_close() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_stays_close(path: str, dtype: torch.dtype) -> None:
     """Keys and values round once, when they are written; scores and softmax stay fp32."""
-    shape = Shape(dtype=torch.bfloat16)
+    if path == "native" and dtype not in load().dtypes:
+        pytest.skip("this compiler has no fp16")
+    shape = Shape(dtype=dtype)
     settings = {"name": "sink", "budget": 12, "num_sinks": 2, "prefill_stride": 8}
     layer = PagedLayer(shape, settings, 4)
     literal = oracle_for(settings, shape, layer)
     torch.manual_seed(0)
-    query = torch.randn(80, 4, 16).bfloat16()
-    key, value = torch.randn(2, 80, 2, 16).bfloat16().unbind(0)
+    query = torch.randn(80, 4, 16).to(dtype)
+    key, value = torch.randn(2, 80, 2, 16).to(dtype).unbind(0)
     table = torch.tensor([[2]], dtype=torch.int32)
-    output = layer.step([80], [0], [True], table, query, key, value, literal.rotate)
-    expected = run_literal(literal, query, key, value, slice(0, 80), 80, 8)
+    output = torch.cat(
+        [
+            layer.step([n], [at], [at == 0], table, query[at:][:n], key[at:][:n], value[at:][:n],
+                       literal.rotate)
+            for at, n in [(0, 64), *((at, 1) for at in range(64, 80))]
+        ]
+    )  # fmt: skip
+    expected = run_literal(literal, query, key, value, slice(0, 80), 64, 8)
     torch.testing.assert_close(output.double(), expected, atol=3e-2, rtol=3e-2)

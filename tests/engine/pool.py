@@ -7,8 +7,10 @@ its own takes to start; ``test_processes.py`` covers those.
 
 import gc
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.conftest import MODEL
 
@@ -20,8 +22,14 @@ class EnginePool:
         self._key: str | None = None
         self._llm: Any = None
 
-    def get(self, policy: dict[str, Any] | None, model: Path = MODEL, **kwargs: Any) -> Any:
-        """An ``LLM`` in fp32 with this policy (None: stock vLLM)."""
+    def get(
+        self,
+        policy: dict[str, Any] | None,
+        model: Path = MODEL,
+        env: dict[str, str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """An ``LLM`` in fp32 with this policy (None: stock vLLM), started in this environment."""
         from vllm import LLM
 
         settings = {
@@ -37,10 +45,11 @@ class EnginePool:
             "distributed_executor_backend": "uni",
             **kwargs,
         }
-        key = json.dumps(settings, sort_keys=True, default=repr)
+        key = json.dumps([settings, env or {}], sort_keys=True, default=repr)
         if key != self._key:
             self.close()
-            self._llm = LLM(**settings)
+            with patch.dict(os.environ, env or {}):
+                self._llm = LLM(**settings)
             self._key = key
         return self._llm
 

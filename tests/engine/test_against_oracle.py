@@ -21,6 +21,8 @@ from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.oracle.model import OracleResult, load_model, stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings
+from vllm_cascade.attention.paths import SWITCH
+from vllm_cascade.kernels.native.library import load
 
 NUM_TOKENS = 3000
 MAX_ERROR, MEAN_ERROR = 2e-4, 1e-5
@@ -28,13 +30,15 @@ MAX_ERROR, MEAN_ERROR = 2e-4, 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    """Policy settings as a user writes them, and the step size vLLM is given."""
+    """Policy settings as a user writes them, the step size vLLM is given, the environment."""
 
     policy: dict[str, Any]
     token_budget: int
     engine: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
 
 
+PYTORCH = {SWITCH: "pytorch"}.items()
 CASCADE = {"name": "cascade", "budget": 128, "num_subcaches": 4}
 CASES = {
     "window": Case({"name": "window", "budget": 100, "prefill_stride": 64}, 100),
@@ -69,6 +73,10 @@ CASES = {
             "prefill_stride": 64,
         },
         200,
+    ),
+    "cascade-eager-64-pytorch": Case({**CASCADE, "prefill_stride": 64}, 100, env=dict(PYTORCH)),
+    "cascade-heads-1-pytorch": Case(
+        {**CASCADE, "prefill_stride": 1, "head_policy": "per_kv_head"}, 512, env=dict(PYTORCH)
     ),
     "cascade-compiled": Case({**CASCADE, "prefill_stride": 64}, 100, {"enforce_eager": False}),
 }
@@ -132,11 +140,16 @@ def run_case(case: Case, engine_pool: EnginePool, book_tokens: list[int]) -> Non
         {**case.policy, "trace": True},
         max_model_len=4096,
         max_num_batched_tokens=case.token_budget,
+        env=case.env,
         **case.engine,
     )
     (before,) = llm.collective_rpc("kv_policy_counters")
+    calls = sum(load().calls.values())
     compare(llm, case.policy, book_tokens[:NUM_TOKENS])
     (after,) = llm.collective_rpc("kv_policy_counters")
+    num_layers = llm.llm_engine.model_config.hf_config.num_hidden_layers
+    strides = 0 if PYTORCH & case.env.items() else after["strides"] - before["strides"]
+    assert sum(load().calls.values()) - calls == strides * num_layers
     kept = case.policy["budget"] + 4 + case.policy.get("overflow", 32)
     assert after["tokens"] - before["tokens"] == NUM_TOKENS
     assert after["evicted_tokens"] - before["evicted_tokens"] >= NUM_TOKENS - kept

@@ -118,7 +118,9 @@ def choose(layer: LayerConfig, pages: Pages, num_heads: int) -> Path:
 def _library() -> tuple[Library | None, str]:
     """The library, or why there is none; tried once in a process."""
     try:
-        return load(), ""
+        library = load()
+        logger.info("CPU attention runs in C++ (%s)", library.path)
+        return library, ""
     except BuildError as error:
         return None, str(error)
 

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The C++ path: odd shapes against the fp64 cache, which layers get it, how it is built."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, run_mixed_requests
+from tests.conftest import ROOT
+from vllm_cascade.attention import native, paths
+from vllm_cascade.config import KVPolicyError
+from vllm_cascade.kernels.native import build
+from vllm_cascade.kernels.native.library import load
+
+POLICIES = [
+    {"name": "sink", "budget": 19},
+    {"name": "lazy", "budget": 15, "overflow": 4, "slack": 2, "max_drop": 3},
+    {"name": "beehive", "budget": 20, "window": 6, "stride": 3, "threshold": 14},
+    {**H2O, "budget": 18},
+    {**H2O, "budget": 18, "normalise": True},
+    {**CASCADE, "budget": 24, "num_subcaches": 3},
+    {**CASCADE, "budget": 24, "num_subcaches": 3, "eager_fill": False, "overflow": 3},
+]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    """Shapes of real models and a few of none."""
+    num_kv_heads, group = draw(st.sampled_from([(1, 1), (4, 1), (1, 4), (2, 8), (4, 3), (3, 5)]))
+    head_size = draw(st.sampled_from([64, 80, 96, 128, 20]))
+    return Shape(
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_size=head_size,
+        rotary_dim=draw(st.sampled_from([head_size, head_size // 2 // 2 * 2, 8])),
+        is_neox=draw(st.booleans()),
+        alibi=draw(st.integers(0, 3)) == 0,
+        softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        block_size=draw(st.sampled_from([16, 32, 128, 7])),
+    )
+
+
+@given(
+    shape=shapes(),
+    policy=st.sampled_from(POLICIES),
+    head_policy=st.sampled_from(["homogeneous", "per_kv_head"]),
+    reduction=st.sampled_from(["mean", "max", "median"]),
+    tie=st.sampled_from(["incoming", "resident"]),
+    stride=st.sampled_from([1, 6, 16, 40]),
+    prompts=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    decoded=st.integers(0, 12),
+)
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_any_shape(
+    shape: Shape,
+    policy: dict[str, Any],
+    head_policy: str,
+    reduction: str,
+    tie: str,
+    stride: int,
+    prompts: list[int],
+    decoded: int,
+) -> None:
+    """Outputs and kept tokens of mixed steps, a poisoned pool, an untouched null block."""
+    chosen = {**policy, "head_policy": head_policy, "head_reduction": reduction}
+    chosen |= {"tie": tie, "prefill_stride": stride}
+    totals = [prompt + decoded for prompt in prompts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(paths.SWITCH, "native")
+        run_mixed_requests("native", shape, chosen, prompts, totals, stride, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_threads_do_not_change_anything(num_threads: int) -> None:
+    """More requests than threads, and fewer: the work is split in two ways."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for prompts in ([7, 30, 44], [9]):
+            totals = [prompt + 6 for prompt in prompts]
+            chosen = {**CASCADE, "prefill_stride": 8, "head_policy": "per_kv_head"}
+            run_mixed_requests("native", Shape(), chosen, prompts, totals, 3)
+            chosen["head_policy"] = "homogeneous"
+            run_mixed_requests("native", Shape(), chosen, prompts, totals, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_long_caches_cross_tiles() -> None:
+    """Hundreds of cached tokens: several tiles of keys, several tiles of queries."""
+    chosen = {**CASCADE, "budget": 256, "prefill_stride": 64, "head_reduction": "max"}
+    shape = Shape(num_kv_heads=2, group=3, head_size=32, rotary_dim=32, block_size=48)
+    run_mixed_requests("native", shape, chosen, [300, 130], [310, 140], 0, tolerance=1e-4)
+
+
+def layer_and_pages(**settings: Any) -> tuple[Any, Any]:
+    layer = PagedLayer(Shape(), {"name": "sink", "budget": 12, **settings}, 3)
+    return layer.impl.path._config, layer.pages
+
+
+def test_what_the_library_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, pages = layer_and_pages()
+    assert native.refusal(config, pages, 4, load()) is None
+    gathering = replace(config, gather_heads=lambda mass: mass)
+    assert "tensor-parallel" in native.refusal(gathering, pages, 4, load())
+    assert "more than 256" in native.refusal(config, pages, 512, load())
+    no_fp32 = SimpleNamespace(dtypes=set())
+    assert "torch.float32" in native.refusal(config, pages, 4, no_fp32)
+
+    class Odd(type(config.policy)):
+        def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
+            return -scores
+
+    odd = replace(config, policy=Odd.model_construct(**dict(config.policy)))
+    assert "compares" in native.refusal(odd, pages, 4, load())
+    assert type(paths.choose(gathering, pages, 4)) is paths.PyTorchPath
+    monkeypatch.setenv(paths.SWITCH, "native")
+    with pytest.raises(KVPolicyError, match="VLLM_CASCADE_CPU=native cannot be: tensor-parallel"):
+        paths.choose(gathering, pages, 4)
+
+
+def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, pages = layer_and_pages()
+    assert type(paths.choose(config, pages, 4)) is native.NativePath
+    monkeypatch.setenv(paths.SWITCH, "pytorch")
+    assert type(paths.choose(config, pages, 4)) is paths.PyTorchPath
+    monkeypatch.setenv(paths.SWITCH, "numba")
+    with pytest.raises(KVPolicyError, match="numba: set it to native or pytorch"):
+        paths.choose(config, pages, 4)
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch runs, and the log says so once."""
+    config, pages = layer_and_pages()
+    warnings: list[str] = []
+    monkeypatch.setattr(paths.logger, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(paths, "load", load.__wrapped__)
+    caches = paths._library, paths._say_once
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        for _ in range(2):
+            assert type(paths.choose(config, pages, 4)) is paths.PyTorchPath
+        assert len(warnings) == 1 and "no C++ compiler (no-such-compiler)" in warnings[0]
+        monkeypatch.setenv(paths.SWITCH, "native")
+        with pytest.raises(KVPolicyError, match="no C\\+\\+ compiler"):
+            paths.choose(config, pages, 4)
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in that notes every compile and takes half a second."""
+    script = tmp_path / "cxx"
+    script.write_text(
+        textwrap.dedent(f"""\
+            #!/bin/sh
+            [ "$1" = --version ] && echo 1.0 && exit
+            echo compiled >> {tmp_path}/log
+            sleep 0.5
+            while [ "$1" != -o ]; do shift; done
+            echo library > "$2"
+        """)
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return script
+
+
+def test_compiled_once(compiler: Path, tmp_path: Path) -> None:
+    """By any number of processes at the same time; another compiler makes another library."""
+    folder = tmp_path / "cache"
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT / "kernels" / "native")!r})
+from pathlib import Path; import build
+print(build.build(Path({str(folder)!r})))
+"""
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    built = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert len(built) == 1 and all(process.returncode == 0 for process in processes)
+    assert build.build(folder) == Path(built.pop())
+    assert (tmp_path / "log").read_text() == "compiled\n"
+    assert sorted(re.sub("-.*", "", file.name) for file in folder.iterdir()) == [
+        "attention",
+        "lock",
+    ]
+    compiler.write_text(compiler.read_text().replace("echo 1.0", "echo 2.0"))
+    build.build(folder)
+    assert (tmp_path / "log").read_text() == "compiled\n" * 2
+
+
+def test_compile_error(compiler: Path, tmp_path: Path) -> None:
+    script = compiler.read_text().replace("sleep 0.5", "echo 'x.cpp:1: error: odd' >&2; exit 1")
+    compiler.write_text(script)
+    with pytest.raises(build.BuildError, match=r"failed: x\.cpp:1: error: odd"):
+        build.build(tmp_path / "cache")
+    assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
+
+
+def test_folder_that_cannot_be_written(compiler: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    built = build.build(tmp_path / "file" / "cache")
+    assert built.read_text() == "library\n" and tmp_path not in built.parents
+    os.remove(built)
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "/a")
+    assert build.cache_folder() == Path("/a/vllm_cascade")
+    monkeypatch.delenv("VLLM_CACHE_ROOT")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert build.cache_folder() == Path("/b/vllm/vllm_cascade")
