@@ -233,7 +233,8 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
 
     def _count(self, rows: list[_Row]) -> None:
         self.counters.steps += 1
-        for policy, same in _by(rows, lambda row: row.policy):
+        for same in _by(rows, lambda row: id(row.policy)):
+            policy = same[0].policy
             ends = np.asarray([(row.bounds[0], row.bounds[-1]) for row in same])
             evicted = ends - policy.counts(ends)
             self.counters.tokens += int((ends[:, 1] - ends[:, 0]).sum())
@@ -250,8 +251,10 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
                 singles.append((row, begin))
             else:
                 strides.append(self._stride(row, begin, end, table))
-        groups = _by(singles, lambda single: arithmetic(single[0].policy))
-        return Wave([self._token_batch(same, table) for _, same in groups], strides)
+        groups: dict[Any, list[tuple[_Row, int]]] = {}
+        for same in _by(singles, lambda single: id(single[0].policy)):
+            groups.setdefault(arithmetic(same[0][0].policy), []).extend(same)
+        return Wave([self._token_batch(same, table) for same in groups.values()], strides)
 
     def _stride(self, row: _Row, begin: int, end: int, table: torch.Tensor) -> Stride:
         cached = row.policy.count(begin)
@@ -339,8 +342,8 @@ class _Schedule:
 def _schedule(policies: list[Policy], stream: np.ndarray) -> _Schedule:
     """One look-up a table for all rows of a policy."""
     result = _Schedule(*(np.empty_like(stream) for _ in range(6)))
-    for policy, rows in _by(range(len(policies)), policies.__getitem__):
-        t = stream[rows]
+    for rows in _by(range(len(policies)), lambda row: id(policies[row])):
+        policy, t = policies[rows[0]], stream[rows]
         result.cached[rows] = policy.counts(t)
         result.old_slots[rows] = policy.peaks(t)
         result.new_slots[rows] = policy.peaks(t + 1)
@@ -366,9 +369,13 @@ def _logit_scale(policy: Policy, stream: np.ndarray, cached: np.ndarray) -> torc
     return None if scale is None else torch.from_numpy(scale).float().unsqueeze(1)
 
 
-def _by(items: Iterable[Any], key: Callable[[Any], Any]) -> list[tuple[Any, list[Any]]]:
-    """Items grouped by a hashable key; groups in the order in which they first occur."""
-    groups: dict[Any, list[Any]] = {}
+def _by(items: Iterable[Any], key: Callable[[Any], int]) -> list[list[Any]]:
+    """Items grouped by a key; groups in the order in which they first occur.
+
+    Policies are told apart by identity: comparing their settings takes longer than the work, and
+    ``request_policy`` returns the same object for the same request arguments.
+    """
+    groups: dict[int, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
-    return list(groups.items())
+    return list(groups.values())
