@@ -36,7 +36,10 @@ POISON = 0xFF
 
 @dataclass(frozen=True)
 class Case:
-    """A layer's shape, a batch's cache lengths (None: a row that only pads), and options."""
+    """A layer's shape, a batch's cache lengths (None: a row that only pads), and options.
+
+    ``holes``: empty slots among each request's; 0: a few, at random.
+    """
 
     lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
     num_heads: int = 2
@@ -55,6 +58,7 @@ class Case:
     per_query: bool = False
     splits: int | None = 3
     strides: tuple[int, ...] = (1, 7, 33, 16, 5)
+    holes: int = 0
     max_distance: int = 300
     seed: int = 0
 
@@ -146,7 +150,7 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     rng = random.Random(case.seed)
     generator = torch.Generator().manual_seed(case.seed)
     room = max(case.strides)
-    per_row = max(n or 0 for n in case.lengths) + 2 * room + 2 * case.block_size
+    per_row = max(n or 0 for n in case.lengths) + case.holes + 2 * room + 2 * case.block_size
     pages = -(-per_row // case.block_size)
     num_blocks = 1 + pages * len(case.lengths)
     kv_bytes = case.num_heads * case.block_size * 2 * case.head_size * case.dtype.itemsize
@@ -154,7 +158,10 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     pool = torch.full((num_blocks, page_bytes), POISON, dtype=torch.uint8)
     order = torch.randperm(num_blocks - 1, generator=generator).int() + 1
     table = order.view(len(case.lengths), pages)
-    slots = [0 if n is None else n + rng.choice([0, 0, 1, 5]) * (n > 0) for n in case.lengths]
+    slots = [
+        0 if n is None else n + (case.holes or rng.choice([0, 0, 1, 5])) * (n > 0)
+        for n in case.lengths
+    ]
     cache = Cache(case, pool, table, slots)
     cache.rank[0] = 3  # the null block may hold anything, also what looks like tokens
     steps = torch.zeros(len(case.lengths), 7, dtype=torch.int32)

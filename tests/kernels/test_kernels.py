@@ -25,6 +25,7 @@ ATTENTION: dict[str, Case] = {
     "heads-32": Case(**SMALL, per_head=True, block_size=32, lengths=(33, 0, 96), splits=4),
     "one-split": Case(**SMALL, splits=1, lengths=(1, 130)),
     "more-splits-than-tiles": Case(**SMALL, splits=16, lengths=(40, 3)),
+    "whole-tiles-of-holes": Case(**SMALL, holes=90, lengths=(3, 1), splits=4),
     "all-padding": Case(**SMALL, lengths=(None, None)),
     # head sizes, some not powers of two
     "size-64": Case(head_size=64, num_heads=1, group=4, lengths=(40,)),
