@@ -191,7 +191,7 @@ class PagedLayer:
         from vllm_cascade.attention import token
 
         (wave,) = self.metadata(step).waves
-        batch, config = wave.tokens, self.impl._layer
+        (batch,), config = wave.tokens, self.impl._layer
         rank = token._gather_words(self.pages.rank, batch)
         rank = rank.masked_fill(rank.new_tensor(range(rank.shape[-1])) >= batch.old_slots, -1)
         probs = self.new.new_full(
