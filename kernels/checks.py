@@ -200,7 +200,9 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
         cache.rank[block, head_set, offset] = rank
         cache.born[block, head_set, offset] = rank + moved.int()
         score = torch.rand(length, generator=generator)
-        cache.score[block, head_set, offset] = (score * 8).round() / 8  # many ties
+        cache.score[block, head_set, offset] = (
+            score * 8
+        ).round() / 8 - 0.5  # many ties, also below 0
         tokens = torch.randperm(max(stream, 1), generator=generator)[:length].sort().values
         cache.token[block, head_set, offset] = tokens.int()
         for head in heads:
@@ -349,7 +351,8 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
     num_rows = len(case.lengths)
     _, key, value = _tokens(case, num_rows)
     generator = torch.Generator().manual_seed(case.seed + 2)
-    new_score = (torch.rand(num_rows, case.num_sets, generator=generator) * 8).round() / 8
+    new_score = torch.rand(num_rows, case.num_sets, generator=generator)
+    new_score = (new_score * 8).round() / 8 - 0.5
     ours = cache.to(device)
     dsteps, dk, dv, dscore = _on(device, steps, key, value, new_score)
     insert(
