@@ -168,7 +168,9 @@ def test_padded_rows_beside_real_ones() -> None:
 def test_mixed_requests(name: str) -> None:
     """The PyTorch path's own test of mixed batches, on the kernels."""
     assert name in CASES
-    test_paged.test_mixed_requests(name)
+    shape, settings = CASES[name]
+    prompts, totals = [1, 5, 23, 32, 48], [40, 5, 30, 32, 60]
+    test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
 def test_vllm_finds_and_accepts_the_backend() -> None:
