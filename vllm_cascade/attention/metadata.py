@@ -292,6 +292,10 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         most = int(num_pages.max())
         pages = table[[row.index for row, _ in singles], :most].long()
         exists = np.arange(most) < num_pages[:, None]
+        used = None
+        if not exists.all():
+            used = torch.from_numpy(np.argwhere(exists))
+            pages = pages.masked_fill(~torch.from_numpy(exists), 0)
         moved = cached < stream
         self.counters.moved_reads += int(moved.sum())
         host_scores = [
@@ -308,8 +312,8 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             policy=singles[0][0].policy,
             index=torch.from_numpy(place),
             stream=torch.from_numpy(stream),
-            pages=pages.masked_fill(~torch.from_numpy(exists), 0),
-            used=None if exists.all() else torch.from_numpy(np.argwhere(exists)),
+            pages=pages,
+            used=used,
             cached=column(cached),
             old_slots=column(schedule.old_slots),
             new_slots=column(new_slots),
