@@ -8,7 +8,6 @@ have the same log-probabilities, byte for byte.
 """
 
 import argparse
-import json
 import statistics
 import time
 import warnings
@@ -17,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import results
 from benchmarks.demo import BLOCK_SIZE, BOOK, MODEL, quiet
-from benchmarks.environment import ROOT, fingerprint
-
-OUT = ROOT / "benchmarks/out/chat.json"
+from benchmarks.tables import Table
 
 
 @dataclass
@@ -131,41 +129,29 @@ def numbers(cold: list[list[Turn]], warm: list[list[Turn]]) -> list[dict[str, An
     return rows
 
 
-def show(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from benchmarks.report import console
-
-    grid = Table(box=box.SIMPLE_HEAD)
-    for column in (
-        "turn",
-        "prompt tokens",
-        "of them cached",
-        "TTFT without",
-        "TTFT with",
-        "speed-up",
-        "log-probabilities",
-    ):
-        grid.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        grid.add_row(
-            str(row["turn"]),
-            f"{row['prompt_tokens']:,}",
-            f"{row['cached_tokens']:,}",
-            f"{row['ttft_ms_without']:.0f} ms",
-            f"{row['ttft_ms_with']:.0f} ms",
-            f"{row['ttft_ms_without'] / row['ttft_ms_with']:.1f}x",
-            "byte-equal" if row["same_logprobs"] else "DIFFERENT",
-        )
-    screen = console()
-    screen.print(
-        f"{args.policy}, budget {args.budget}, stride {args.stride}: {args.turns} turns of "
-        f"{args.question_tokens} new and {args.answer_tokens} generated tokens, median of "
-        f"{args.repeats} chats",
-        highlight=False,
+def table(rows: list[dict[str, Any]], args: argparse.Namespace) -> Table:
+    """The turns as people read them."""
+    return Table(
+        f"A chat under {args.policy}, budget {args.budget}, stride {args.stride}",
+        (
+            *("turn", "prompt tokens", "of them cached", "TTFT without", "TTFT with"),
+            *("speed-up", "log-probabilities"),
+        ),
+        tuple(
+            (
+                str(row["turn"]),
+                f"{row['prompt_tokens']:,}",
+                f"{row['cached_tokens']:,}",
+                f"{row['ttft_ms_without']:.0f} ms",
+                f"{row['ttft_ms_with']:.0f} ms",
+                f"{row['ttft_ms_without'] / row['ttft_ms_with']:.1f}x",
+                "byte-equal" if row["same_logprobs"] else "DIFFERENT",
+            )
+            for row in rows
+        ),
+        f"{args.question_tokens} new and {args.answer_tokens} generated tokens a turn; median of "
+        f"{args.repeats} chats.",
     )
-    screen.print(grid)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -179,7 +165,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--question-tokens", type=int, default=500)
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=OUT)
+    results.add_arguments(parser, "chat")
     return parser.parse_args(argv)
 
 
@@ -191,12 +177,7 @@ def main(argv: list[str] | None = None) -> None:
 
     token_ids = AutoTokenizer.from_pretrained(args.model)(Path(BOOK).read_text())["input_ids"]
     rows = numbers(measure(args, token_ids, False), measure(args, token_ids, True))
-    show(rows, args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
-    settings["model"] = Path(args.model).name
-    document = {"environment": fingerprint(), "settings": settings, "turns": rows}
-    args.out.write_text(json.dumps(document, indent=1))
+    results.save(args.out, [table(rows, args)], {"turns": rows}, vars(args), argv)
     if not all(row["same_tokens"] and row["same_logprobs"] for row in rows):
         raise SystemExit("the answers with prefix caching are not those without")
 

@@ -12,19 +12,18 @@ A trial times both in turn; the table has medians over the trials, and the media
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.environment import ROOT, fingerprint
+from benchmarks import results
+from benchmarks.tables import Table
 
 NUM_HEADS, NUM_KV_HEADS = 12, 4
 BLOCK_SIZE = 128  # vLLM's default on the CPU
@@ -250,24 +249,25 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", default=str(ROOT / "results/cpu_attention.json"))
+    results.add_arguments(parser, "cpu-attention")
     return parser.parse_args(argv)
 
 
-def show(rows: list[Row], threads: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"One layer, {NUM_HEADS} query / {NUM_KV_HEADS} KV heads, threads: {threads}"
-    table = Table(title=title)
-    for name in ("", "dtype", "head", "batch", "cached", "path"):
-        table.add_column(name)
-    for name in ("ours ms", "stock ms", "stock's write ms", "ours / stock"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        values = asdict(row).values()
-        table.add_row(*(f"{x:.3f}" if isinstance(x, float) else str(x) for x in values))
-    Console(width=None).print(table)
+def table(rows: list[Row], threads: int) -> Table:
+    """The rows as people read them."""
+    return Table(
+        f"One layer, {NUM_HEADS} query / {NUM_KV_HEADS} KV heads, threads: {threads}",
+        (
+            *("", "dtype", "head size", "batch", "cached", "path"),
+            *("ours ms", "stock ms", "stock's write ms", "ours / stock"),
+        ),
+        tuple(
+            tuple(f"{x:.3f}" if isinstance(x, float) else str(x) for x in asdict(row).values())
+            for row in rows
+        ),
+        "Ours: attention with every key rotated to its position, score update, victim, insertion. "
+        "Stock: attention alone. Medians of paired trials.",
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -281,15 +281,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     ]
     rows = [measure(*shape, args.trials, args.seconds) for shape in tqdm(shapes, leave=False)]
-    out = Path(args.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    numbers = {
-        "threads": args.threads,
-        "environment": fingerprint(),
-        "rows": [asdict(row) for row in rows],
-    }
-    out.write_text(json.dumps(numbers, indent=1) + "\n")
-    show(rows, args.threads)
+    data = {"rows": [asdict(row) for row in rows]}
+    results.save(args.out, [table(rows, args.threads)], data, vars(args), argv)
 
 
 if __name__ == "__main__":

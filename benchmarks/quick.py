@@ -28,6 +28,8 @@ def tables(paper: str) -> list[str]:
 
 PLAN: dict[str, list[str]] = {
     "throughput": ["throughput", "--preset", "quick", "--server-args=--enforce-eager"],
+    "chat": ["chat"],
+    "cpu-attention": ["cpu_attention", "--seconds", "0.7"],
     "perplexity": [
         *("perplexity", "--tokens", "16000", "--capacity", "516", "--stride", "128"),
         *("--spike-tokens", "1500", "--engines", AT_A_TIME),

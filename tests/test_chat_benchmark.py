@@ -37,4 +37,4 @@ def test_answers_that_differ_are_an_error(
         with pytest.raises(SystemExit, match="not those without"):
             chat.main(["--out", str(out)])
     assert ("DIFFERENT" in capsys.readouterr().out) == (other != -1.0)
-    assert json.loads(out.read_text())["turns"][1]["cached_tokens"] == 64
+    assert json.loads(out.read_text())["data"]["turns"][1]["cached_tokens"] == 64
