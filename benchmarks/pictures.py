@@ -17,6 +17,7 @@ COLOURS = {
     "cascade per KV head": "#cc79a7",
     "beehive": "#e69f00",
     "lazy": "#56b4e9",
+    "dgc": "#8c6d31",
     "h2o": "#7b5aa6",
     "full": "#222222",
 }

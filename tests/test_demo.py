@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import demo, pictures, report
 from benchmarks.stream import StreamResult
+from vllm_cascade.policies import POLICIES
 
 NATIVE_LEN = 1024
 
@@ -32,11 +33,18 @@ def fake_result(num_tokens: int, kept: dict[str, list[list[int]]]) -> StreamResu
 @pytest.fixture
 def results() -> dict[str, StreamResult]:
     kept = {"layer.0": [[0, 1, 2, 3, 9000, 9999]], "layer.1": [[0, 1, 2, 3, 9500, 9999]]}
-    bounded = ("window", "sink", "cascade", "cascade per KV head")
+    _, args = demo.parse_args([])
+    *bounded, full = [job.label for job in demo.jobs(args, list(range(5000)), NATIVE_LEN)]
     return {
         **{label: fake_result(10_000, kept) for label in bounded},
-        "full": fake_result(1022, {}),
+        full: fake_result(1022, {}),
     }
+
+
+def test_every_policy_has_a_row() -> None:
+    _, args = demo.parse_args([])
+    plan = demo.jobs(args, list(range(5000)), NATIVE_LEN)
+    assert {job.policy["name"] for job in plan if job.policy} == set(POLICIES)
 
 
 def test_result_arithmetic() -> None:
