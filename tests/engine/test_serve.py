@@ -3,72 +3,29 @@
 
 import os
 import re
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
 from tests.conftest import MODEL
+from tests.engine.server import VLLM, Server
 from tests.engine.test_against_oracle import run_oracle
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64, "num_subcaches": 2}
-COMMAND = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL)]
-
-
-class Server:
-    def __init__(self, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.log = log
-        environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        flags = ["--kv-policy", "cascade", "--kv-budget", "128"]
-        flags += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']
-        flags += ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(32 << 20)]
-        flags += ["--dtype", "float32", "--max-num-batched-tokens", "300", "--max-num-seqs", "8"]
-        flags += ["--host", "127.0.0.1", "--port", str(self.port), "--block-size", "32"]
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*COMMAND, *flags], stdout=out, stderr=subprocess.STDOUT, env=environment
-            )
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none")
-
-    def wait(self, seconds: int = 400) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()[-3000:]
-            try:
-                self.get("/health")
-                return
-            except OSError:
-                time.sleep(1)
-        raise TimeoutError(self.log.read_text()[-3000:])
-
-    def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
-            return answer.read().decode()
-
-    def metric(self, name: str) -> float:
-        (value,) = re.findall(rf"^{name}{{.*}} (\S+)$", self.get("/metrics"), re.MULTILINE)
-        return float(value)
-
-    def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(60)
+FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128"]
+FLAGS += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']
+FLAGS += ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(32 << 20)]
+FLAGS += ["--max-num-batched-tokens", "300", "--max-num-seqs", "8", "--block-size", "32"]
+COMMAND = [*VLLM, "serve", str(MODEL)]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("serve") / "log")
-    server.wait()
-    yield server
+    server = Server(tmp_path_factory.mktemp("serve") / "log", FLAGS)
+    yield server.wait()
     server.stop()
 
 
@@ -91,11 +48,15 @@ def test_a_stream_longer_than_the_positions(server: Server, book_tokens: list[in
         model=str(MODEL), prompt=tokens, max_tokens=8, temperature=0, stream=True, logprobs=1
     ) as stream:
         pieces = [chunk.choices[0] for chunk in stream if chunk.choices]
-    assert len(pieces) >= 8
+    # A piece is what was ready when the server wrote: on a busy machine, several tokens.
+    logprobs = [
+        value for piece in pieces if piece.logprobs for value in piece.logprobs.token_logprobs
+    ]
+    assert len(logprobs) == 8
     truth = run_oracle(POLICY, tokens)
     best = truth.logits_last.log_softmax(-1).max().item()
-    assert pieces[0].logprobs.token_logprobs[0] == pytest.approx(best, abs=2e-4)
-    assert server.metric("vllm:kv_cache_usage_perc") == 0.0
+    assert logprobs[0] == pytest.approx(best, abs=2e-4)
+    server.wait_until("vllm:kv_cache_usage_perc", 0.0)
     assert server.metric("vllm:num_preemptions_total") == 0.0
 
 
@@ -130,8 +91,6 @@ def test_what_a_request_may_not_ask_for_is_a_400(asked: dict, message: str, serv
 
 
 def test_many_clients_and_one_that_leaves(server: Server, book_tokens: list[int]) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     def ask(index: int) -> str:
         prompt = book_tokens[index * 500 : index * 500 + 30 + 100 * index]
         answer = server.client.completions.create(
@@ -148,10 +107,7 @@ def test_many_clients_and_one_that_leaves(server: Server, book_tokens: list[int]
         together = list(pool.map(ask, [index % 4 for index in range(12)]))
     stream.close()  # a client that goes away in the middle
     assert together == [alone[index % 4] for index in range(12)]
-    deadline = time.monotonic() + 20
-    while server.metric("vllm:kv_cache_usage_perc") > 0 and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert server.metric("vllm:kv_cache_usage_perc") == 0.0
+    server.wait_until("vllm:kv_cache_usage_perc", 0.0)
 
 
 def test_without_the_plugin_the_flag_is_unknown() -> None:
