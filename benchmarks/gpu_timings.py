@@ -17,7 +17,8 @@ import torch
 from benchmarks.kernels_alone import load
 
 attend_ops, combine_ops, insert_ops = load("attend"), load("combine"), load("insert")
-prefill_ops, rotate_ops, configs = load("prefill"), load("rotate"), load("configs")
+prefill_ops, mass_ops = load("prefill"), load("column_sums")
+rotate_ops, configs = load("rotate"), load("configs")
 stride_ops, schedule_ops, xformers_ops = (
     load("insert_stride"),
     load("schedule"),
@@ -408,11 +409,11 @@ class _Prompt:
             *(self.query, self.key, self.value, keys, values, layer.steps, None, None, output),
             *(self.scale, 0.0, self.stride),
         )
-        sums = prefill_ops.column_sums(
+        sums = mass_ops.column_sums(
             *(self.query, self.key, keys, lse, self.decays, layer.steps, None, None),
             *(self.scale, 0.0, self.stride),
         )
-        scores = prefill_ops.stride_scores(sums, old, self.fades, layer.steps, "mean")
+        scores = mass_ops.stride_scores(sums, old, self.fades, layer.steps, "mean")
         stride_ops.insert_strides(
             *(self.key, self.value, self.keep, scores, layer.kv, layer.rank, layer.born),
             *(layer.score, None, layer.table, layer.steps, self.stride),

@@ -23,10 +23,11 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from .attend import attend
+from .column_sums import column_sums, stride_scores
 from .combine import merge, update
 from .insert import insert
 from .insert_stride import insert_strides
-from .prefill import attend_strides, column_sums, stride_scores
+from .prefill import attend_strides
 from .rotate import gather
 from .schedule import Schedule, schedule
 

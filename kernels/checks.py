@@ -14,17 +14,12 @@ from functools import lru_cache
 import torch
 
 from .attend import attend, attend_reference
+from .column_sums import column_sums, column_sums_reference, stride_scores
 from .combine import merge, update, update_reference
 from .configs import attend_splits
 from .insert import insert, survivors_reference
 from .insert_stride import insert_strides
-from .prefill import (
-    attend_strides,
-    attend_strides_reference,
-    column_sums,
-    column_sums_reference,
-    stride_scores,
-)
+from .prefill import attend_strides, attend_strides_reference
 from .rotate import gather, gather_reference, rotate_reference, rotation_table
 from .schedule import Schedule, schedule, schedule_reference
 from .tiles import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STREAM

@@ -24,7 +24,7 @@ from .tiles import (
     block_of,
     check_pages,
     check_steps,
-    load_rows,
+    copy_rows,
     victim_key,
     victim_rank,
 )
@@ -129,14 +129,10 @@ def _insert(
         tl.store(token + word, stream)
     head = head_set * HEADS + tl.arange(0, HEADS_PAD)
     real = tl.arange(0, HEADS_PAD) < HEADS
-    keys = load_rows(key + row * key_stride + head * HEAD, real, 0, HEAD, HEAD_PAD)
-    values = load_rows(value + row * value_stride + head * HEAD, real, 0, HEAD, HEAD_PAD)
-    channel = tl.arange(0, HEAD_PAD)
-    place = kv + block * page_stride + (head * PAGE + target % PAGE) * (2 * HEAD)
-    where = place[:, None] + channel[None, :]
-    write = real[:, None] & (channel < HEAD)[None, :]
-    tl.store(where, keys, mask=write)
-    tl.store(where + HEAD, values, mask=write)
+    keys = key + row * key_stride + head * HEAD
+    values = value + row * value_stride + head * HEAD
+    slots = kv + block * page_stride + (head * PAGE + target % PAGE) * (2 * HEAD)
+    copy_rows(keys, values, slots, real, HEAD, HEAD_PAD)
 
 
 @torch.library.custom_op(

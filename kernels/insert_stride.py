@@ -20,7 +20,7 @@ from .tiles import (
     block_of,
     check_pages,
     check_steps,
-    load_rows,
+    copy_rows,
 )
 
 
@@ -157,15 +157,10 @@ def _write(
     kept = tl.load(keep + mine * columns_stride + cached + index, mask=inside, other=0) != 0
     slot = tl.load(targets + mine * tokens_stride + index, mask=kept, other=0)
     block = block_of(table + row * table_stride, slot, kept, PAGE)
-    target = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
-    keys = load_rows(key + (start + index) * key_stride + head * HEAD, kept, 0, HEAD, HEAD_PAD)
-    rows = value + (start + index) * value_stride + head * HEAD
-    values = load_rows(rows, kept, 0, HEAD, HEAD_PAD)
-    channel = tl.arange(0, HEAD_PAD)
-    where = target[:, None] + channel[None, :]
-    write = kept[:, None] & (channel < HEAD)[None, :]
-    tl.store(where, keys, mask=write)
-    tl.store(where + HEAD, values, mask=write)
+    keys = key + (start + index) * key_stride + head * HEAD
+    values = value + (start + index) * value_stride + head * HEAD
+    slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
+    copy_rows(keys, values, slots, kept, HEAD, HEAD_PAD)
 
 
 @torch.library.custom_op(

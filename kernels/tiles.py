@@ -83,6 +83,18 @@ def load_rows(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr, PAD: tl.co
 
 
 @triton.jit
+def copy_rows(keys, values, slots, row_inside, HEAD: tl.constexpr, PAD: tl.constexpr):
+    """Rows of keys and of values to their slots, where a key is followed by its value."""
+    key_rows = load_rows(keys, row_inside, 0, HEAD, PAD)
+    value_rows = load_rows(values, row_inside, 0, HEAD, PAD)
+    channel = tl.arange(0, PAD)
+    where = slots[:, None] + channel[None, :]
+    write = row_inside[:, None] & (channel < HEAD)[None, :]
+    tl.store(where, key_rows, mask=write)
+    tl.store(where + HEAD, value_rows, mask=write)
+
+
+@triton.jit
 def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr, PAD: tl.constexpr):
     """Rotate fp32 pairs back by ``distance`` positions (``rotate.rotation_table``)."""
     index = tl.arange(0, PAD)

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_cascade.kernels import attend, combine, insert, insert_stride, prefill, rotate
+from vllm_cascade.kernels import (
+    attend,
+    column_sums,
+    combine,
+    insert,
+    insert_stride,
+    prefill,
+    rotate,
+)
 from vllm_cascade.kernels.checks import Case, make_cache
 
 CASE = Case(head_size=16, lengths=(9, 17), strides=(5,))
@@ -47,11 +55,11 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
             (query, key, key, old, old, strides, None, None, torch.empty_like(query), 0.25, 0.0, 5),
         ),
         "column_sums": (
-            prefill.column_sums,
+            column_sums.column_sums,
             (query, key, old, lse, torch.rand(8), strides, None, None, 0.25, 0.0, 5),
         ),
         "stride_scores": (
-            prefill.stride_scores,
+            column_sums.stride_scores,
             (sums, torch.rand(2, 1, 17), torch.rand(2), strides, "mean"),
         ),
         "insert_strides": (

@@ -20,11 +20,12 @@ from vllm_cascade.attention.cuda_metadata import (
     TritonMetadataBuilder,
 )
 from vllm_cascade.kernels.attend import attend
+from vllm_cascade.kernels.column_sums import column_sums, stride_scores
 from vllm_cascade.kernels.combine import merge, update
 from vllm_cascade.kernels.configs import attend_splits
 from vllm_cascade.kernels.insert import insert
 from vllm_cascade.kernels.insert_stride import insert_strides
-from vllm_cascade.kernels.prefill import attend_strides, column_sums, stride_scores
+from vllm_cascade.kernels.prefill import attend_strides
 from vllm_cascade.kernels.rotate import gather, rotation_table
 from vllm_cascade.kernels.xformers_prefill import attend_with_xformers, use_xformers
 from vllm_cascade.paging import KVPolicySpec, Pages, page_views
