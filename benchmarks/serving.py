@@ -131,10 +131,21 @@ class Server:
     ) -> None:
         self.stop()
 
+    def pause(self) -> None:
+        """Stop its processes where they are: vLLM's workers spin for a second after a request."""
+        assert self._process is not None, "start() first"
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None, "start() first"
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def stop(self) -> None:
         """End it and its engine."""
         if self._process is None:
             return
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()  # a paused process would not hear what follows
         for end in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, end)
@@ -174,7 +185,7 @@ class Watch:
     """Peaks of a server's gauges while a block runs, and preemptions during it."""
 
     server: Server
-    every: float = 0.1
+    every: float = 0.2
     peak_running: int = 0
     peak_pages: int = 0
     preemptions: int = 0

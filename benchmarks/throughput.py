@@ -2,9 +2,10 @@
 """A policy beside stock vLLM, at the same KV bytes: ``python -m benchmarks.throughput``.
 
 Starts one ``vllm serve`` per arm (stock with default features, stock without prefix caching, and
-the policies), all with the same ``--kv-cache-memory-bytes``, and sends each the same load with
-``vllm bench serve``; or, with ``--harness throughput``, runs ``vllm bench throughput``. Trials of
-the arms alternate (A B C, C B A, ...), after a warm-up of each; the table shows medians and ranges.
+the policies), all with the same ``--kv-cache-memory-bytes``, and sends each in turn the same load
+with ``vllm bench serve`` while the others are paused; or, with ``--harness throughput``, runs
+``vllm bench throughput``. Trials of the arms alternate (A B C, C B A, ...), after a warm-up of
+each; the table shows medians and ranges.
 
 The sweep is context length x concurrency x pool. A pool of ``2x`` holds two requests of the
 longest context in stock vLLM. ``--preset goals`` is the setting in which the project states its
@@ -44,7 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "pools": ["1x", "4x"],
         "output_len": 32,
         "prompts": 4,
-        "trials": 1,
+        "trials": 3,
     },
     "goals": {
         "model": "books-5m",
@@ -205,6 +206,15 @@ def runs(args: argparse.Namespace, arm: str, cell: Cell) -> bool:
     return longest is None or cell.context <= longest or not arm.startswith(STOCK)
 
 
+def alone(server: Server, load: Load, tokenizer: str) -> dict[str, Any]:
+    """A load on a server that is paused otherwise, so that the arms do not disturb each other."""
+    server.resume()
+    try:
+        return bench_serve(server, load, tokenizer)
+    finally:
+        server.pause()
+
+
 def measure_pool(
     args: argparse.Namespace, sweep: list[Cell], flags: dict[str, list[str]], model: str, token: str
 ) -> Iterator[dict[str, Any]]:
@@ -222,16 +232,18 @@ def measure_pool(
                     servers[name].wait()
                 except ServerError as error:
                     refused[name] = str(error)
+            up = [name for name in group if name not in refused]
+            for name in up:
+                servers[name].pause()
             for cell in sweep:
                 yield from ({**asdict(cell), "arm": n, "refused": e} for n, e in refused.items())
-                up = [name for name in group if name not in refused and runs(args, name, cell)]
-                for name in up:  # batches of this size, and a part of the context
-                    short = min(cell.context, WARM_UP_CONTEXT)
-                    warm = replace(cell, context=short, num_prompts=cell.concurrency)
-                    bench_serve(servers[name], warm.load(seed=WARM_UP_SEED), token)
-                for trial, name in alternating(up, args.trials):
-                    load = cell.load(trial, args.shared_prefix)
-                    record = bench_serve(servers[name], load, token)
+                names = [name for name in up if runs(args, name, cell)]
+                short = min(cell.context, WARM_UP_CONTEXT)
+                warm = replace(cell, context=short, num_prompts=cell.concurrency)
+                for name in names:  # batches of this size, and a part of the context
+                    alone(servers[name], warm.load(seed=WARM_UP_SEED), token)
+                for trial, name in alternating(names, args.trials):
+                    record = alone(servers[name], cell.load(trial, args.shared_prefix), token)
                     yield {**asdict(cell), "arm": name, "trial": trial, **record}
 
 

@@ -23,6 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 import vllm_cascade.scheduler
+import vllm_cascade.snapshots
 from tests.test_scheduler import make_scheduler
 from vllm_cascade.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
 from vllm_cascade.snapshots import SnapshotStore
@@ -283,6 +284,18 @@ def test_a_shared_beginning_is_found_by_the_second_and_used_by_the_third() -> No
     prompts = [[*system, *[1000 + i] * 150] for i in range(4)]
     started = serve(worker(), *(request(f"r{i}", p) for i, p in enumerate(prompts)))
     assert started == {"r0": 0, "r1": 0, "r2": 96, "r3": 96}
+
+
+def test_only_the_latest_prefixes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is bounded: an old beginning, shared again, has to be seen twice again."""
+    monkeypatch.setattr(vllm_cascade.snapshots, "MAX_SEEN", 20)
+    system = list(range(1, 101))
+    others = [request(f"o{i}", [5000 + i] * 200) for i in range(4)]
+    first, *rest = (request(f"r{i}", [*system, *[1000 + i] * 150]) for i in range(4))
+    w = worker()
+    started = serve(w, first, *others, *rest)
+    assert [started[f"r{i}"] for i in range(4)] == [0, 0, 0, 96]
+    assert len(w.scheduler._snapshots._seen) == 20
 
 
 def test_other_adapters_and_salts_do_not_match() -> None:

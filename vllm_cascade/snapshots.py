@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCop
 
 from vllm_cascade.policies import Policy
 
-MAX_SEEN = 1 << 16
+MAX_SEEN = 1 << 14
 """Prefixes remembered without a snapshot, to find where prompts part."""
 
 Key = tuple[int, BlockHash]
@@ -74,7 +74,7 @@ class SnapshotStore:
         self._policies: dict[Policy, int] = {}
         self._by_key: dict[Key, Snapshot] = {}
         self._by_block: dict[int, Snapshot] = {}
-        self._seen: OrderedDict[Key, None] = OrderedDict()
+        self._seen: OrderedDict[int, None] = OrderedDict()  # keys' 64-bit hashes
         self._pinned: list[KVCacheBlock] = []
         self._copies: list[KVCacheBlockCopy] = []
 
@@ -134,15 +134,15 @@ class SnapshotStore:
         for num_tokens, key in self._prefixes(policy, hashes, max_tokens):
             if num_tokens <= known:
                 break
-            if key in self._seen:
+            if hash(key) in self._seen:  # one that collides costs a useless snapshot
                 return num_tokens
         return 0
 
     def remember(self, policy: Policy, hashes: Sequence[BlockHash], max_tokens: int) -> None:
         """Note the prefixes of an admitted prompt, for ``junction``."""
         for _, key in self._prefixes(policy, hashes, max_tokens):
-            self._seen[key] = None
-            self._seen.move_to_end(key)
+            self._seen[hash(key)] = None
+            self._seen.move_to_end(hash(key))
         while len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
 

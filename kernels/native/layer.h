@@ -47,6 +47,10 @@ struct Layer {
   T* row(int64_t page, int64_t head, int64_t offset) {
     return (T*)(kv + page * page_bytes) + (head * block_size + offset) * 2 * head_size;
   }
+  // Whether a whole key turns, in halves of whole registers.
+  bool turns_by_registers() const {
+    return rotation && is_neox && half % W == 0 && 2 * half == head_size;
+  }
   float soft_cap(float x) const { return softcap ? softcap * std::tanh(x / softcap) : x; }
   vf soft_cap(vf x) const {
     for (int i = 0; i < W; i++) x[i] = soft_cap(x[i]);

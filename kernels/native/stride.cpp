@@ -165,7 +165,7 @@ void attend(const Work<T>& work, const Packed& packed, const float* weights, int
              width, acc, width, std::min(DEPTH, end - j), j > 0);
   for (int64_t r = 0; r < n; r++) {
     T* to = work.output(begin + r, head);
-    for (int64_t c = 0; c < size; c++) to[c] = narrow<T>(acc[r * width + c] * inverse[r]);
+    narrow_row(to, acc + r * width, inverse[r], size);
   }
 }
 

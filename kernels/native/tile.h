@@ -30,6 +30,14 @@ static inline void tile_words(const Layer& layer, const int64_t* pages, int64_t 
   for (int64_t i = 0; i < n; i++) distance[i] = rank[i] < 0 ? 0 : distance[i] - rank[i];
 }
 
+// The cos and sin of a tile's rows; pads both arrays to whole registers with what may be read.
+template <class T>
+static inline void tile_rotation(const Layer& layer, const int32_t* distance, int64_t n,
+                                 const T** row, const float** rotation) {
+  for (int64_t i = 0; i < n; i++) rotation[i] = layer.rotation + (int64_t)distance[i] * 2 * layer.half;
+  for (int64_t i = n; i < round_up(n, W); i++) row[i] = row[0], rotation[i] = layer.rotation;
+}
+
 // Into L1 before they are needed: a row is K and V, so both passes profit.
 template <class T>
 static inline void prefetch_row(const T* row, int64_t head_size) {
@@ -44,8 +52,8 @@ static inline void turn_key(const T* from, const float* rotation, int64_t half, 
   const int64_t parts = Parts ? Parts : half / W;
 #pragma GCC unroll 4
   for (int64_t p = 0; p < parts; p++) {
-    vf x = load(from + p * W), y = load(from + half + p * W);
-    vf cos = load(rotation + p * W), sin = load(rotation + half + p * W);
+    vf x = held(load(from + p * W)), y = held(load(from + half + p * W));
+    vf cos = held(load(rotation + p * W)), sin = held(load(rotation + half + p * W));
     store(to + p * KEY_STRIDE, x * cos - y * sin);
     store(to + (parts + p) * KEY_STRIDE, y * cos + x * sin);
   }
@@ -67,7 +75,7 @@ static inline void tile_keys(const Layer& layer, const T* const* row, const T* c
                              const int32_t* distance, int64_t n, int64_t width, float* keys) {
   static thread_local Scratch scratch;
   const int64_t size = layer.head_size, half = layer.half;
-  if (distance && layer.is_neox && half % W == 0 && 2 * half == size) {
+  if (distance && layer.turns_by_registers()) {
     if (half == 2 * W) return turned_keys<2>(layer, row, next, distance, n, keys);
     if (half == 4 * W) return turned_keys<4>(layer, row, next, distance, n, keys);
     return turned_keys<0>(layer, row, next, distance, n, keys);
@@ -104,11 +112,61 @@ static inline void dots(const float* query, int64_t width, const float* keys, vf
       for (int q = 0; q < Queries; q++) x[q] = load(query + q * width + c);
 #pragma GCC unroll 16
       for (int i = 0; i < Keys; i++) {
-        vf key = load(block + i * W);
+        vf key = held(load(block + i * W));
 #pragma GCC unroll 4
         for (int q = 0; q < Queries; q++) sum[q][i] += x[q] * key;
       }
     }
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; q++) {
+      fold_within<Keys>(sum[q]);
+      part[q][k] = sum[q][0];
+    }
+  }
+#pragma GCC unroll 4
+  for (int q = 0; q < Queries; q++) {
+    fold_across<Keys>(part[q]);
+    result[q] = part[q][0];
+  }
+}
+
+// The same with keys as they are stored, each turned back by its distance on the way: neither
+// written to memory nor read again. For rotations of whole heads in halves of `half` channels, a
+// multiple of W. `next`: rows to prefetch, or null.
+template <int Queries, int Keys, class T>
+static __attribute__((noinline)) void turned_dots(const float* query, int64_t width, const T* const* row,
+                               const T* const* next, const float* const* rotation, int64_t half,
+                               vf* result) {
+  vf part[Queries][W / Keys];
+#pragma GCC unroll 16
+  for (int k = 0; k < W / Keys; k++) {
+    vf sum[Queries][Keys];
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; q++)
+#pragma GCC unroll 16
+      for (int i = 0; i < Keys; i++) sum[q][i] = vf{};
+    for (int64_t c = 0; c < half; c += W) {
+      vf low[Keys], high[Keys];
+#pragma GCC unroll 16
+      for (int i = 0; i < Keys; i++) {
+        const float* turn = rotation[k * Keys + i] + c;
+        vf x = held(load(row[k * Keys + i] + c)), y = held(load(row[k * Keys + i] + half + c));
+        vf cos = held(load(turn)), sin = held(load(turn + half));
+        low[i] = x * cos - y * sin;
+        high[i] = y * cos + x * sin;
+      }
+#pragma GCC unroll 4
+      for (int q = 0; q < Queries; q++) {
+        vf a = held(load(query + q * width + c)), b = held(load(query + q * width + half + c));
+#pragma GCC unroll 16
+        for (int i = 0; i < Keys; i++) sum[q][i] += a * low[i];
+#pragma GCC unroll 16
+        for (int i = 0; i < Keys; i++) sum[q][i] += b * high[i];
+      }
+    }
+    if (next)
+#pragma GCC unroll 16
+      for (int i = 0; i < Keys; i++) prefetch_row(next[k * Keys + i], 2 * half);
 #pragma GCC unroll 4
     for (int q = 0; q < Queries; q++) {
       fold_within<Keys>(sum[q]);

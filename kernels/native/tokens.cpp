@@ -21,7 +21,7 @@ namespace {
 // of each tile, and what turns them into probabilities.
 struct Mass {
   float* exps;       // [H * G, padded]
-  float* tile_max;   // [H * G, tiles]
+  float* tile_max;   // [H * G, tiles], then the factors that make the exponentials probabilities
   float* row_max;    // [H * G]
   float* row_scale;  // [H * G], 1 / sum
   float* own;        // [H * G], the new token's own probability
@@ -102,18 +102,37 @@ void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, floa
   }
 }
 
+// A tile's keys: turned beforehand into `keys`, or as stored, to be turned on the way.
+template <class T>
+struct TileKeys {
+  const float* keys;             // see tile_keys; null: turn them on the way
+  const T* const* row;           // stored rows, some row for all up to a whole register
+  const T* const* next;          // rows to prefetch, or null
+  const float* const* rotation;  // each row's cos and sin
+
+  template <int Queries>
+  void products(const Layer& layer, const float* query, int64_t width, int64_t i, vf* x) const {
+    constexpr int STORED = Queries == 1 ? W : Queries == 4 ? W / 4 : W / 2;
+    constexpr int TURNED = W == 16 ? 4 : 2;
+    if (keys)
+      dots<Queries, STORED>(query, width, keys + i * W, x);
+    else
+      turned_dots<Queries, TURNED>(query, width, row + i, next ? next + i : nullptr, rotation + i,
+                                   layer.half, x);
+  }
+};
+
 // Logits of `Queries` queries over a tile, exponentials relative to the largest so far.
-template <int Queries>
+template <int Queries, class T>
 void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
-                  const float* keys, const int32_t* rank, int64_t n, int64_t cached) {
-  constexpr int KEYS = Queries == 1 ? W : Queries == 4 ? W / 4 : W / 2;
+                  const TileKeys<T>& keys, const int32_t* rank, int64_t n, int64_t cached) {
   const int64_t full = on.first + q;
   float* exps = mass.exps + full * mass.padded + tile * TILE;
   vf top[Queries];
   for (vf& most : top) most = splat(-INFINITY);
   for (int64_t i = 0; i < n; i += W) {
     vf x[Queries];
-    dots<Queries, KEYS>(on.query + q * on.width, on.width, keys + i * W, x);
+    keys.template products<Queries>(layer, on.query + q * on.width, on.width, i, x);
     const vi held = load_as<vi>(rank + i);
 #pragma GCC unroll 4
     for (int k = 0; k < Queries; k++) {
@@ -147,7 +166,7 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
 
 template <int Queries, class T>
 void attend_tile(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
-                 const float* keys, const T* const* value, const int32_t* rank, int64_t n,
+                 const TileKeys<T>& keys, const T* const* value, const int32_t* rank, int64_t n,
                  int64_t cached) {
   tile_softmax<Queries>(layer, mass, on, q, tile, keys, rank, n, cached);
   add_tile<Queries>(layer, on.acc + q * on.width, on.width,
@@ -171,10 +190,14 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   int32_t* rank = (int32_t*)(keys + buffer);
   int32_t* distance = rank + num_sets * TILE;
   const bool turn = batch.moved && layer.rotation, ahead = request.shape.prefetch;
+  // Not where a key is used twice; and 16-bit rows are faster in two passes (measured on Zen 5).
+  const bool on_the_way =
+      turn && layer.turns_by_registers() && group <= 4 && sizeof(T) == 4;
   Online on(memory, begin * group, num, width);
   begin_softmax(request, mass, on, keys);
 
   const T *rows[2][TILE], *value[TILE];
+  const float* rotation[TILE];
   const T **row = rows[0], **next = rows[1];
   tile_rows(layer, request.pages(), begin, 0, std::min(TILE, slots), row);
   for (int64_t tile = 0; tile * TILE < slots; tile++) {
@@ -187,18 +210,22 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
       const bool last = head + 1 == end;
       const int64_t n_next = last ? std::min(TILE, after) : n;
       tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next, next);
-      tile_keys(layer, row, ahead && n_next >= n ? next : nullptr, turn ? distance + s * TILE : nullptr, n,
-                width, keys);
+      const T* const* to_come = ahead && n_next == TILE ? next : nullptr;
+      TileKeys<T> tile_of{on_the_way ? nullptr : keys, row, to_come, rotation};
+      if (on_the_way)
+        tile_rotation(layer, distance + s * TILE, n, row, rotation);
+      else
+        tile_keys(layer, row, to_come, turn ? distance + s * TILE : nullptr, n, width, keys);
       for (int64_t i = 0; i < n; i++) value[i] = row[i] + size;
       for (int64_t g = 0; g < group;) {
         const int64_t q = (head - begin) * group + g, left = group - g;
         const int32_t* ranks = rank + s * TILE;
         const int64_t cached = batch.cached[b];
         switch (left > 4 ? left == 5 ? 3 : 4 : left) {
-          case 4: attend_tile<4>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 4; break;
-          case 3: attend_tile<3>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 3; break;
-          case 2: attend_tile<2>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 2; break;
-          case 1: attend_tile<1>(layer, mass, on, q, tile, keys, value, ranks, n, cached); g += 1; break;
+          case 4: attend_tile<4>(layer, mass, on, q, tile, tile_of, value, ranks, n, cached); g += 4; break;
+          case 3: attend_tile<3>(layer, mass, on, q, tile, tile_of, value, ranks, n, cached); g += 3; break;
+          case 2: attend_tile<2>(layer, mass, on, q, tile, tile_of, value, ranks, n, cached); g += 2; break;
+          case 1: attend_tile<1>(layer, mass, on, q, tile, tile_of, value, ranks, n, cached); g += 1; break;
         }
       }
       std::swap(row, next);
@@ -209,34 +236,43 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
     const float inverse = 1.0f / sum(load(on.sums + q * W));
     mass.row_scale[full] = inverse;
     mass.own[full] = std::exp(on.own[q] - mass.row_max[full]) * inverse;
-    T* to = request.output(full);
-    for (int64_t c = 0; c < size; c++) to[c] = narrow<T>(on.acc[q * width + c] * inverse);
+    narrow_row(request.output(full), on.acc + q * width, inverse, size);
   }
 }
 
 // scores = decay * scores + weight * probability, reduced over the heads of a set; the new token's.
 float update_scores(const Layer& layer, const Mass& mass, int64_t set, int64_t slots,
                     float* scores) {
-  static thread_local std::vector<float> factors;
   const int64_t heads = layer.num_queries() / layer.num_sets, first = set * heads;
   vf column[256];
-  factors.resize(heads);
-  for (int64_t tile = 0; tile * TILE < slots; tile++) {
-    const int64_t s0 = tile * TILE, n = std::min(TILE, slots - s0);
-    for (int64_t q = 0; q < heads; q++) {
-      int64_t full = first + q;
-      factors[q] = mass.row_scale[full] *
-                   std::exp(mass.tile_max[full * mass.tiles + tile] - mass.row_max[full]);
-    }
-    for (int64_t i = 0; i < n; i += W) {
-      const float* exps = mass.exps + first * mass.padded + s0 + i;
-      for (int64_t q = 0; q < heads; q++) column[q] = load(exps + q * mass.padded) * factors[q];
-      vf reduced = reduce_heads(layer.reduction, column, heads);
-      store(scores + s0 + i, load(scores + s0 + i) * layer.decay + reduced * layer.weight);
-    }
+  for (int64_t q = first; q < first + heads; q++) {  // what turns a tile's exps into probabilities
+    float* factor = mass.tile_max + q * mass.tiles;
+    for (int64_t tile = 0; tile * TILE < slots; tile += W)
+      store(factor + tile, vexp(load(factor + tile) - mass.row_max[q]) * mass.row_scale[q]);
+  }
+  for (int64_t i = 0; i < slots; i += W) {
+    const float* exps = mass.exps + first * mass.padded + i;
+    const float* factor = mass.tile_max + first * mass.tiles + i / TILE;
+    for (int64_t q = 0; q < heads; q++)
+      column[q] = load(exps + q * mass.padded) * factor[q * mass.tiles];
+    vf reduced = reduce_heads(layer.reduction, column, heads);
+    store(scores + i, load(scores + i) * layer.decay + reduced * layer.weight);
   }
   for (int64_t q = 0; q < heads; q++) column[q] = splat(mass.own[first + q]);
   return reduce_heads(layer.reduction, column, heads)[0] * layer.weight;
+}
+
+// The slots, in order, whose ranks lie in [lo, hi): few, so whole blocks without one are passed over.
+template <class Each>
+void each_between(const int32_t* rank, int64_t n, int32_t lo, int32_t hi, Each each) {
+  constexpr int64_t BLOCK = 64;
+  for (int64_t from = 0; from < n; from += BLOCK) {
+    const int64_t to = std::min(from + BLOCK, n);
+    int32_t any = 0;
+    for (int64_t i = from; i < to; i++) any |= (rank[i] >= lo) & (rank[i] < hi);
+    for (int64_t i = from; any && i < to; i++)
+      if (rank[i] >= lo && rank[i] < hi) each(i);
+  }
 }
 
 // Delete the victim of one head set, close the gap in the ranks, put the new token in a free slot.
@@ -274,24 +310,19 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
           (value == lowest && (layer.newest_stays ? place < victim : place > victim)))
         lowest = value, victim = place;
     };
-    for (int64_t i = 0; i < old_slots; i++) {
-      if (rank[i] < lo || rank[i] >= hi) continue;
+    each_between(rank, old_slots, (int32_t)lo, (int32_t)hi, [&](int64_t i) {
       float age = by_age ? std::max<int64_t>(batch.stream[b] + 1 - token[i], 1) : 1.0f;
       offer(by_age ? score[i] / age : score[i], rank[i]);
-    }
+    });
     if (cached < hi) offer(own, cached);
   }
 
   int64_t target = -1;
-  if (victim < cached) {
-    for (int64_t i = 0; i < slots; i++) {
-      target = rank[i] == victim ? i : target;
-      rank[i] -= rank[i] > victim;
-    }
-  } else if (victim > cached) {
-    for (int64_t i = 0; i < slots && target < 0; i++)
-      if (rank[i] < 0) target = i;
-  }
+  const int32_t gone = victim < cached ? (int32_t)victim : -1;  // or any free slot
+  if (victim != cached)  // else the new token itself is the victim
+    each_between(rank, slots, gone, gone + 1, [&](int64_t i) { target = target < 0 ? i : target; });
+  if (gone >= 0)
+    for (int64_t i = 0; i < slots; i++) rank[i] -= rank[i] > gone;
   if (target >= 0) {
     rank[target] = (int32_t)(cached - (victim < cached));
     score[target] = own;
@@ -322,7 +353,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   }
   shape.prefetch = bytes > CACHE;
   shape.padded = round_up(shape.slots, TILE);
-  shape.tiles = shape.padded / TILE;
+  shape.tiles = round_up(shape.padded / TILE, W);
   const int threads = omp_get_max_threads();
   const int64_t floats = shape.mass_floats();
   if (batch.count >= threads) {  // a request is one thread's work from end to end

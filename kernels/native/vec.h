@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #if defined(__AVX512F__)
@@ -58,6 +59,17 @@ static inline vf load(const fp16* from) {
   return __builtin_convertvector(load_as<v16>(from), vf);
 }
 #endif
+// Keeps a loaded register for all its uses: GCC would rather load it again for each.
+static inline vf held(vf v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__SSE2__)
+  asm("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
+#endif
+  return v;
+}
 static inline void store(float* to, vf v) { std::memcpy(to, &v, sizeof(v)); }
 
 static inline float widen(float x) { return x; }
@@ -81,6 +93,22 @@ inline bf16 narrow<bf16>(float x) {  // to nearest, ties to even; NaN stays NaN
 #ifdef HAS_FP16
 static inline float widen(fp16 x) { return (float)x; }
 #endif
+
+// fp32 numbers times a factor as stored ones, to nearest, ties to even; NaN stays NaN.
+template <class T>
+static inline void narrow_row(T* to, const float* from, float factor, int64_t n) {
+  int64_t i = 0;
+  if constexpr (std::is_same_v<T, bf16>) {
+    for (; i + W <= n; i += W) {
+      vf x = load(from + i) * factor;
+      vu bits = (vu)x;
+      bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+      vh half = __builtin_convertvector(x != x ? (vu)splat_int(0x7FC0) : bits, vh);
+      std::memcpy(to + i, &half, sizeof(half));
+    }
+  }
+  for (; i < n; i++) to[i] = narrow<T>(from[i] * factor);
+}
 
 // `n` stored numbers as fp32, zeros after them up to a whole register.
 template <class T>

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import psutil
 import pytest
 
 from benchmarks import serving
@@ -61,6 +62,27 @@ def test_peaks_and_preemptions(fake: tuple[Server, dict], monkeypatch: pytest.Mo
         process = server._process
     assert (watch.peak_running, watch.peak_pages, watch.preemptions) == (5, 90, 5)
     assert process is not None and process.poll() is not None, "it ends with the block"
+
+
+def test_a_paused_server_takes_no_time_and_still_ends(
+    fake: tuple[Server, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, _ = fake
+    monkeypatch.setattr(serving, "VLLM", [sys.executable, "-c", "while True: pass"])
+    server._command = [*serving.VLLM]
+    with server:
+        process = psutil.Process(server._process.pid)
+        server.pause()
+        assert process.status() == psutil.STATUS_STOPPED
+        before = process.cpu_times().user
+        time.sleep(0.3)
+        assert process.cpu_times().user == before
+        server.resume()
+        time.sleep(0.3)
+        assert process.cpu_times().user > before
+        server.pause()
+        begin = time.monotonic()
+    assert not process.is_running() and time.monotonic() - begin < 10, "it heard SIGTERM"
 
 
 def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,16 +174,11 @@ def _rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
 ) -> native.Rows:
     """``[num_tokens, heads, head_size]`` each; slices of a fused projection will do."""
-    for rows in (query, key, value, output):
-        size = rows.shape[2]
-        assert rows.stride(2) == 1 and rows.stride(1) == size and rows.dtype == query.dtype
+    size, strides = query.shape[2], []
+    for rows in (query, key, value, output):  # called for every layer and step: microseconds count
+        step, head, channel = rows.stride()
+        assert channel == 1 and head == size and rows.dtype == query.dtype, (rows.stride(), size)
+        strides.append(step)
     return native.Rows(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        output.data_ptr(),
-        query.stride(0),
-        key.stride(0),
-        value.stride(0),
-        output.stride(0),
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), *strides
     )
