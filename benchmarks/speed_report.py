@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trials of ``benchmarks.throughput`` say: tables, the goals, and a picture."""
+"""What the trials of ``benchmarks.throughput`` say: tables and a picture."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +9,6 @@ from typing import Any
 from benchmarks.tables import Table, number, spread
 
 Record = dict[str, Any]
-STOCK = "full"
 Metric = tuple[str, int]
 COLUMNS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("output tok/s", (("output_throughput", 1),)),
@@ -22,12 +21,7 @@ COLUMNS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
     ("pages: peak / pool", (("peak_pages", 0), ("num_pages", 0))),
 )
 NOTE_OFFLINE = "Medians of the trials; of tokens/s also their range, where there are several."
-NOTE = f"{NOTE_OFFLINE} The last three columns are the server's own, sampled ten times a second."
-FLAT_FROM = 4096
-FLAT_WITHIN = 0.05
-LONG_CONTEXT = 16384
-LONG_GAIN = 3.0
-SHORT_SHARE = 0.9
+NOTE = f"{NOTE_OFFLINE} The last three columns are the server's own, sampled five times a second."
 
 
 def line(record: Record) -> str:
@@ -99,95 +93,6 @@ def _row(
             pairs = zip(found, metrics, strict=True)
             cells.append(" / ".join(number(median(v) if v else None, m[1]) for v, m in pairs))
     return (name, *cells)
-
-
-def goals(records: Sequence[Record], budget: int) -> list[Table]:
-    """The project's three speed goals, as far as the trials reach; none where they don't."""
-    policies = [arm for arm in dict.fromkeys(r["arm"] for r in records) if not _is_stock(arm)]
-    rows = []
-    for arm in policies:
-        rows += _flat(records, arm) + _gain(records, arm) + _short(records, arm, budget)
-    if not rows:
-        return []
-    columns = ("goal", "setting", "measured", "holds")
-    return [Table("Goals", columns, tuple(rows), "Ratios of medians over the trials.")]
-
-
-def _is_stock(arm: str) -> bool:
-    return arm.startswith(STOCK)
-
-
-def _verdict(holds: bool) -> str:
-    return "yes" if holds else "no"
-
-
-def _where(pool: int, at_once: int) -> str:
-    return f"{at_once} at once, {pool / 2**20:,.0f} MiB"
-
-
-def _flat(records: Sequence[Record], arm: str) -> list[tuple[str, ...]]:
-    rows = []
-    # With several at once, a token's time has parts of the others' prompts in it.
-    fewest = min(record["concurrency"] for record in records)
-    for pool, at_once in dict.fromkeys(_key(record)[:2] for record in records):
-        if at_once != fewest:
-            continue
-        here = {"arm": arm, "pool": pool, "concurrency": at_once}
-        contexts = sorted({r["context"] for r in records if r["context"] >= FLAT_FROM})
-        tpot = {c: values(records, "mean_tpot_ms", context=c, **here) for c in contexts}
-        middle = {context: median(found) for context, found in tpot.items() if found}
-        if len(middle) < 2:
-            continue
-        low, high = min(middle.values()), max(middle.values())
-        ends = f"{min(middle):,} to {max(middle):,} tokens, {_where(pool, at_once)}"
-        rows.append(
-            (
-                f"{arm}: TPOT flat within {FLAT_WITHIN:.0%}",
-                ends,
-                f"{number(low, 2)} to {number(high, 2)} ms ({high / low - 1:+.1%})",
-                _verdict(high <= low * (1 + FLAT_WITHIN)),
-            )
-        )
-    return rows
-
-
-def _ratio(records: Sequence[Record], arm: str, point: tuple[int, int, int]) -> float | None:
-    """Output throughput of an arm over the faster stock arm's; None where either is missing."""
-    pool, at_once, context = point
-    here = {"pool": pool, "concurrency": at_once, "context": context}
-    ours = values(records, "output_throughput", arm=arm, **here)
-    arms = {r["arm"] for r in records if _is_stock(r["arm"])}
-    stock = [values(records, "output_throughput", arm=name, **here) for name in arms]
-    stock = [median(found) for found in stock if found]
-    return median(ours) / max(stock) if ours and stock else None
-
-
-def _gain(records: Sequence[Record], arm: str) -> list[tuple[str, ...]]:
-    points = [point for point in _points(records) if point[2] == LONG_CONTEXT]
-    return [
-        (
-            f"{arm}: at least {LONG_GAIN:g}x stock's throughput at {LONG_CONTEXT:,}",
-            _where(*point[:2]),
-            f"{ratio:.2f}x",
-            _verdict(ratio >= LONG_GAIN),
-        )
-        for point in points
-        if (ratio := _ratio(records, arm, point)) is not None
-    ]
-
-
-def _short(records: Sequence[Record], arm: str, budget: int) -> list[tuple[str, ...]]:
-    below = {_key(r) for r in records if r["context"] + r["output_len"] <= budget}
-    return [
-        (
-            f"{arm}: at least {SHORT_SHARE:g}x stock where nothing is evicted",
-            f"{point[2]:,} tokens, {_where(*point[:2])}",
-            f"{ratio:.2f}x",
-            _verdict(ratio >= SHORT_SHARE),
-        )
-        for point in sorted(below)
-        if (ratio := _ratio(records, arm, point)) is not None
-    ]
 
 
 def picture(records: Sequence[Record], path: Path) -> None:

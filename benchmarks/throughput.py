@@ -8,8 +8,8 @@ with ``vllm bench serve`` while the others are paused; or, with ``--harness thro
 each; the table shows medians and ranges.
 
 The sweep is context length x concurrency x pool. A pool of ``2x`` holds two requests of the
-longest context in stock vLLM. ``--preset goals`` is the setting in which the project states its
-goals, ``--preset quick`` takes minutes.
+longest context in stock vLLM. ``--preset goals`` and ``--preset many`` are the settings in which
+the project states its goals, ``--preset quick`` takes minutes.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from typing import Any
 from benchmarks import results, speed_report
 from benchmarks.engines import MODEL, native_positions
 from benchmarks.environment import ROOT
+from benchmarks.goals import STOCK, goals
 from benchmarks.serving import Load, Server, ServerError, bench_serve, bench_throughput
 
-STOCK = "full"
-STOCK_WITHOUT_PREFIX = "full-no-prefix"
+STOCK_ARMS = {STOCK: [], f"{STOCK}-no-prefix": ["--no-enable-prefix-caching"]}
 SHAPES = {
     f"llama-{size}": ROOT / f"benchmarks/configs/llama-{size}" for size in ("125m", "1b", "8b")
 }
@@ -48,16 +48,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "trials": 3,
     },
     "goals": {
-        "model": "books-5m",
-        "policies": ["sink", "cascade"],
+        "model": "llama-125m",
+        "policies": ["cascade"],
         "budget": 1024,
-        "contexts": [512, 4096, 8192, 16384, 32768],
-        "concurrency": [1, 4],
+        "contexts": [512, 2048, 4096, 16384, 32768],
+        "concurrency": [1],
         "pools": ["1x"],
-        "output_len": 128,
-        "prompts": 4,
+        "output_len": 64,
+        "prompts": 1,
         "trials": 3,
         "stock_longest": 16384,
+    },
+    "many": {
+        "model": "llama-125m",
+        "policies": ["cascade"],
+        "budget": 1024,
+        "contexts": [6144],
+        "concurrency": [16],
+        "pools": ["1x"],
+        "output_len": 2048,
+        "prompts": 16,
+        "trials": 1,
     },
 }
 
@@ -112,7 +123,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--stock-longest", type=int, help="no stock arm above this context, where it takes too long"
     )
-    parser.add_argument("--no-stock", action="store_true", help="policies only")
+    parser.add_argument(
+        "--stock",
+        nargs="*",
+        choices=list(STOCK_ARMS),
+        default=list(STOCK_ARMS),
+        help="stock arms, default and without prefix caching; nothing after it: none",
+    )
     parser.add_argument(
         "--one-at-a-time",
         action="store_true",
@@ -185,13 +202,13 @@ def cells(args: argparse.Namespace, per_token: int, block_size: int) -> list[Cel
 
 def arms(args: argparse.Namespace) -> dict[str, list[str]]:
     """Flags of every arm."""
-    stock = {STOCK: [], STOCK_WITHOUT_PREFIX: ["--no-enable-prefix-caching"]}
+    stock = {name: STOCK_ARMS[name] for name in args.stock}
     config = {"budget": args.budget, **args.policy_config}
     policies = {
         name: ["--additional-config", json.dumps({"kv_policy": {"name": name, **config}})]
         for name in args.policies
     }
-    return {**({} if args.no_stock else stock), **policies}
+    return {**stock, **policies}
 
 
 def alternating(names: Sequence[str], trials: int) -> Iterator[tuple[int, str]]:
@@ -281,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for record in measure(args, list(part), of_pool, model, tokenizer):
             print(speed_report.line(record), file=sys.stderr, flush=True)
             records.append(record)
-    tables = [*speed_report.tables(records), *speed_report.goals(records, args.budget)]
+    tables = [*speed_report.tables(records), *goals(records, args.budget)]
     results.save(args.out, tables, {"trials": records}, vars(args), argv)
     speed_report.picture(records, args.out.with_suffix(".png"))
 

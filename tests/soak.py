@@ -31,8 +31,8 @@ FLAGS += ['{"prefill_stride": 64}', "--max-model-len", "16384", "--block-size", 
 FLAGS += ["--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(32 << 20)]
 FLAGS += ["--num-gpu-blocks-override", str(CLIENTS * 5 // 3 + 1)]  # pages for a third of them
 FLAGS += ["--enforce-eager"]
-# oneDNN keeps up to 1,024 compiled shapes, and every batch size is another: 200 MB in stock vLLM as
-# with a policy, still growing after half an hour. Bounded, what grows is a leak.
+# oneDNN keeps up to 1,024 compiled shapes, and every batch size is another: 200 MB, in stock vLLM
+# as with a policy, which take twenty minutes to fill. With fewer of them, what grows is a leak.
 ENVIRONMENT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
 WARM_UP = 60.0
 MAX_MEMORY_GROWTH, MAX_LATENCY_GROWTH = 0.01, 0.10

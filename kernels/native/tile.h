@@ -94,10 +94,30 @@ static inline void tile_keys(const Layer& layer, const T* const* row, const T* c
   }
 }
 
-// Dot products of `Queries` queries with W keys, `Keys` keys at a time.
+// Sums of products, one register a query and key, to one lane a key: `Keys` keys at a time.
+template <int Queries, int Keys>
+struct Folded {
+  vf part[Queries][W / Keys];
+  void take(int k, vf (*sum)[Keys]) {
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; q++) {
+      fold_within<Keys>(sum[q]);
+      part[q][k] = sum[q][0];
+    }
+  }
+  void give(vf* result) {
+#pragma GCC unroll 4
+    for (int q = 0; q < Queries; q++) {
+      fold_across<Keys>(part[q]);
+      result[q] = part[q][0];
+    }
+  }
+};
+
+// Dot products of `Queries` queries with W keys.
 template <int Queries, int Keys>
 static inline void dots(const float* query, int64_t width, const float* keys, vf* result) {
-  vf part[Queries][W / Keys];
+  Folded<Queries, Keys> folded;
 #pragma GCC unroll 16
   for (int k = 0; k < W / Keys; k++) {
     vf sum[Queries][Keys];
@@ -117,17 +137,9 @@ static inline void dots(const float* query, int64_t width, const float* keys, vf
         for (int q = 0; q < Queries; q++) sum[q][i] += x[q] * key;
       }
     }
-#pragma GCC unroll 4
-    for (int q = 0; q < Queries; q++) {
-      fold_within<Keys>(sum[q]);
-      part[q][k] = sum[q][0];
-    }
+    folded.take(k, sum);
   }
-#pragma GCC unroll 4
-  for (int q = 0; q < Queries; q++) {
-    fold_across<Keys>(part[q]);
-    result[q] = part[q][0];
-  }
+  folded.give(result);
 }
 
 // The same with keys as they are stored, each turned back by its distance on the way: neither
@@ -137,7 +149,7 @@ template <int Queries, int Keys, class T>
 static __attribute__((noinline)) void turned_dots(const float* query, int64_t width, const T* const* row,
                                const T* const* next, const float* const* rotation, int64_t half,
                                vf* result) {
-  vf part[Queries][W / Keys];
+  Folded<Queries, Keys> folded;
 #pragma GCC unroll 16
   for (int k = 0; k < W / Keys; k++) {
     vf sum[Queries][Keys];
@@ -167,17 +179,9 @@ static __attribute__((noinline)) void turned_dots(const float* query, int64_t wi
     if (next)
 #pragma GCC unroll 16
       for (int i = 0; i < Keys; i++) prefetch_row(next[k * Keys + i], 2 * half);
-#pragma GCC unroll 4
-    for (int q = 0; q < Queries; q++) {
-      fold_within<Keys>(sum[q]);
-      part[q][k] = sum[q][0];
-    }
+    folded.take(k, sum);
   }
-#pragma GCC unroll 4
-  for (int q = 0; q < Queries; q++) {
-    fold_across<Keys>(part[q]);
-    result[q] = part[q][0];
-  }
+  folded.give(result);
 }
 
 // acc[q, c ..] += sum over a tile's slots of exps[q, slot] * V[slot, c ..].

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The project's speed goals, as far as the trials of ``benchmarks.throughput`` reach them.
+
+A goal compares medians over the trials: of an arm with the better of the stock arms, or of an arm
+with itself over contexts. Latencies are taken where the fewest requests are in flight, because with
+several at once a token's time has parts of the others' prompts in it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from benchmarks.tables import Table, number
+
+Record = dict[str, Any]
+Point = tuple[int, int, int]
+"""Pool in bytes, requests in flight, context."""
+STOCK = "full"
+THROUGHPUT, TPOT, TTFT = "output_throughput", "mean_tpot_ms", "median_ttft_ms"
+LONG = 16384
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ours over stock's, or the other way round for a time, where ``applies``.
+
+    Attributes:
+        bound: at least this; at most, where ``below``.
+    """
+
+    title: str
+    metric: str
+    bound: float
+    applies: Callable[[Record, int], bool]
+    inverse: bool = False
+    below: bool = False
+    fewest: bool = False
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A time that does not grow with the context; of a prompt, its time a token."""
+
+    title: str
+    metric: str
+    within: float
+    begin: int
+    per_token: bool = False
+
+
+def _long(record: Record, budget: int) -> bool:
+    return record["context"] == LONG
+
+
+def _short(record: Record, budget: int) -> bool:
+    return record["context"] + record["output_len"] <= budget
+
+
+GOALS: tuple[Ratio | Flat, ...] = (
+    Flat("TPOT flat within 5% from 2k", TPOT, 0.05, 2048),
+    Flat("prompt time a token flat within 10% from 4k", TTFT, 0.10, 4096, per_token=True),
+    Ratio(f"at least 3x stock's throughput at {LONG:,}", THROUGHPUT, 3.0, _long),
+    Ratio(f"TPOT at least 3.5x faster at {LONG:,}", TPOT, 3.5, _long, inverse=True, fewest=True),
+    Ratio(f"prompt at least 2.5x faster at {LONG:,}", TTFT, 2.5, _long, inverse=True, fewest=True),
+    Ratio("at least 0.9x stock's throughput where nothing is evicted", THROUGHPUT, 0.9, _short),
+    Ratio(
+        "TPOT at most 1.1x stock's where nothing is evicted",
+        *(TPOT, 1.1, _short),
+        below=True,
+        fewest=True,
+    ),
+)
+
+
+def goals(records: Sequence[Record], budget: int) -> list[Table]:
+    """One table, a row a goal and setting that the trials reach; none where they reach none."""
+    done = [record for record in records if "refused" not in record]
+    arms = [arm for arm in dict.fromkeys(r["arm"] for r in done) if not arm.startswith(STOCK)]
+    rows = []
+    for arm in arms:
+        for goal in GOALS:
+            judge = _flat if isinstance(goal, Flat) else _ratios
+            rows += [(f"{arm}: {goal.title}", *row) for row in judge(done, arm, goal, budget)]
+    if not rows:
+        return []
+    columns = ("goal", "setting", "measured", "holds")
+    return [Table("Goals", columns, tuple(rows), "Ratios of medians over the trials.")]
+
+
+def _middle(records: Iterable[Record], metric: str, arm: str, point: Point) -> float | None:
+    pool, at_once, context = point
+    wanted = (arm, pool, at_once, context)
+    found = [
+        r[metric]
+        for r in records
+        if metric in r and (r["arm"], r["pool"], r["concurrency"], r["context"]) == wanted
+    ]
+    return median(found) if found else None
+
+
+def _row(where: str, text: str, holds: bool) -> tuple[str, str, str]:
+    return where, text, "yes" if holds else "no"
+
+
+def _where(pool: int, at_once: int) -> str:
+    return f"{at_once} at once, {pool / 2**20:,.0f} MiB"
+
+
+def _flat(
+    records: Sequence[Record], arm: str, goal: Flat, budget: int
+) -> list[tuple[str, str, str]]:
+    fewest = min(record["concurrency"] for record in records)
+    contexts = sorted({r["context"] for r in records if r["context"] >= goal.begin})
+    rows = []
+    for pool in dict.fromkeys(record["pool"] for record in records):
+        found = {c: _middle(records, goal.metric, arm, (pool, fewest, c)) for c in contexts}
+        times = {c: t / c if goal.per_token else t for c, t in found.items() if t is not None}
+        if len(times) < 2:
+            continue
+        low, high = min(times.values()), max(times.values())
+        ends = f"{min(times):,} to {max(times):,} tokens, {_where(pool, fewest)}"
+        digits = 3 if goal.per_token else 2
+        text = f"{number(low, digits)} to {number(high, digits)} ms ({high / low - 1:+.1%})"
+        rows.append(_row(ends, text, high <= low * (1 + goal.within)))
+    return rows
+
+
+def _ratios(
+    records: Sequence[Record], arm: str, goal: Ratio, budget: int
+) -> list[tuple[str, str, str]]:
+    fewest = min(record["concurrency"] for record in records)
+    stock_arms = {r["arm"] for r in records if r["arm"].startswith(STOCK)}
+    best = max if goal.metric == THROUGHPUT else min
+    points = {
+        (r["pool"], r["concurrency"], r["context"])
+        for r in records
+        if goal.applies(r, budget) and (r["concurrency"] == fewest or not goal.fewest)
+    }
+    rows = []
+    for point in sorted(points):
+        ours = _middle(records, goal.metric, arm, point)
+        stock = [_middle(records, goal.metric, name, point) for name in stock_arms]
+        stock = [value for value in stock if value is not None]
+        if ours is None or not stock:
+            continue
+        ratio = best(stock) / ours if goal.inverse else ours / best(stock)
+        holds = ratio <= goal.bound if goal.below else ratio >= goal.bound
+        where = f"{point[2]:,} tokens, {_where(*point[:2])}"
+        rows.append(_row(where, f"{ratio:.2f}x", holds))
+    return rows
