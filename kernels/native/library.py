@@ -86,6 +86,7 @@ class Library:
             size = getattr(native, f"{name}_size")
             size.restype = c_int64
             assert size() == ctypes.sizeof(kind), f"layer.h and library.py differ in {name}"
+        self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
         native.has_fp16.restype = c_int64
         self.dtypes = {d for d in DTYPES if d != torch.float16 or native.has_fp16()}
         self._tokens = native.attend_and_insert_tokens

@@ -5,7 +5,9 @@
 
 // Bytes of a step's rows beyond which they come from memory, not from the last-level cache: there
 // prefetching pays, and reading every key once more does not (measured on Zen 5 with 32 MiB).
-constexpr int64_t CACHE = 12 << 20;
+extern "C" {
+int64_t from_memory = 12 << 20;
+}
 
 // One-token strides of `count` requests over `num_pages` pages each; arrays are [count].
 struct Tokens {
@@ -353,7 +355,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
     shape.slots = std::max(shape.slots, batch.old_slots[b]);
     bytes += batch.old_slots[b] * layer.num_heads * 2 * layer.head_size * (int64_t)sizeof(T);
   }
-  shape.prefetch = bytes > CACHE;
+  shape.prefetch = bytes > from_memory;
   shape.padded = round_up(shape.slots, TILE);
   shape.tiles = round_up(shape.padded / TILE, W);
   const int threads = omp_get_max_threads();

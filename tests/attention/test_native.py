@@ -62,9 +62,10 @@ def shapes(draw: st.DrawFn) -> Shape:
     stride=st.sampled_from([1, 6, 16, 40]),
     prompts=st.lists(st.integers(1, 50), min_size=1, max_size=3),
     decoded=st.integers(0, 12),
+    from_memory=st.booleans(),
 )
 @settings(
-    max_examples=25,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
@@ -78,6 +79,7 @@ def test_any_shape(
     stride: int,
     prompts: list[int],
     decoded: int,
+    from_memory: bool,
 ) -> None:
     """Outputs and kept tokens of mixed steps, a poisoned pool, an untouched null block."""
     chosen = {**policy, "head_policy": head_policy, "head_reduction": reduction}
@@ -85,6 +87,7 @@ def test_any_shape(
     totals = [prompt + decoded for prompt in prompts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(paths.SWITCH, "native")
+        patch.setattr(load().from_memory, "value", 0 if from_memory else 1 << 40)
         run_mixed_requests("native", shape, chosen, prompts, totals, stride, tolerance=1e-4)
 
 
