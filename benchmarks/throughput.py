@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,7 @@ STOCK_ARMS = {STOCK: [], f"{STOCK}-no-prefix": ["--no-enable-prefix-caching"]}
 SHAPES = {
     f"llama-{size}": ROOT / f"benchmarks/configs/llama-{size}" for size in ("125m", "1b", "8b")
 }
-WARM_UP_SEED = 10_000
+WARM_UP = -1  # its number among the trials
 WARM_UP_CONTEXT = 512
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
@@ -87,7 +88,10 @@ class Cell:
     num_prompts: int
     pool: int
 
-    def load(self, seed: int, prefix_len: int = 0) -> Load:
+    def load(self, trial: int, prefix_len: int = 0) -> Load:
+        # vLLM's random prompts of one seed begin alike, whatever their length: with the same seed
+        # in every cell, a prefix cache would know the next cell's prompts.
+        seed = zlib.crc32(repr((trial, self.context, self.concurrency)).encode())
         return Load(
             input_len=self.context,
             output_len=self.output_len,
@@ -258,7 +262,7 @@ def measure_pool(
                 short = min(cell.context, WARM_UP_CONTEXT)
                 warm = replace(cell, context=short, num_prompts=cell.concurrency)
                 for name in names:  # batches of this size, and a part of the context
-                    alone(servers[name], warm.load(seed=WARM_UP_SEED), token)
+                    alone(servers[name], warm.load(WARM_UP), token)
                 for trial, name in alternating(names, args.trials):
                     record = alone(servers[name], cell.load(trial, args.shared_prefix), token)
                     yield {**asdict(cell), "arm": name, "trial": trial, **record}

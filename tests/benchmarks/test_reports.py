@@ -2,6 +2,7 @@
 """Tables, results and the document: nothing is shown that no run printed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from benchmarks import results, speed_report
 from benchmarks.environment import ROOT
 from benchmarks.goals import goals
 from benchmarks.tables import Table, mean_std, number, spread
-from benchmarks.throughput import alternating, arms, cells, parse_args, pool_bytes, runs
+from benchmarks.throughput import WARM_UP, alternating, arms, cells, parse_args, pool_bytes, runs
 
 
 def table() -> Table:
@@ -165,6 +166,14 @@ def test_sweep_and_arms() -> None:
     assert flag == "--additional-config"
     assert json.loads(settings) == {"kv_policy": {"name": "cascade", "budget": args.budget}}
     assert list(arms(parse_args([*options, "--stock"]))) == ["sink", "cascade"]
+
+
+def test_no_two_loads_share_prompts() -> None:
+    """A prefix cache must not know a cell's prompts from another's, or from the warm-up."""
+    args = parse_args(["--contexts", "100", "300", "--concurrency", "1", "8"])
+    sweep = [replace(cell, pool=0) for cell in cells(args, 10, 16)]
+    seeds = [cell.load(trial).seed for cell in dict.fromkeys(sweep) for trial in (WARM_UP, 0, 1)]
+    assert len(set(seeds)) == len(seeds) == 12
 
 
 def test_stock_may_end_earlier() -> None:
