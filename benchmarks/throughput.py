@@ -35,7 +35,7 @@ SHAPES = {
     f"llama-{size}": ROOT / f"benchmarks/configs/llama-{size}" for size in ("125m", "1b", "8b")
 }
 WARM_UP = -1  # its number among the trials
-WARM_UP_CONTEXT = 512
+WARM_UP_CONTEXT, WARM_UP_OUTPUT = 512, 32
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {
         "model": "books-5m",
@@ -260,7 +260,8 @@ def measure_pool(
                 yield from ({**asdict(cell), "arm": n, "refused": e} for n, e in refused.items())
                 names = [name for name in up if runs(args, name, cell)]
                 short = min(cell.context, WARM_UP_CONTEXT)
-                warm = replace(cell, context=short, num_prompts=cell.concurrency)
+                length = min(cell.output_len, WARM_UP_OUTPUT)
+                warm = replace(cell, context=short, output_len=length, num_prompts=cell.concurrency)
                 for name in names:  # batches of this size, and a part of the context
                     alone(servers[name], warm.load(WARM_UP), token)
                 for trial, name in alternating(names, args.trials):
