@@ -383,3 +383,28 @@ def test_half_precision_stays_close(path: str, dtype: torch.dtype) -> None:
     )  # fmt: skip
     expected = run_literal(literal, query, key, value, slice(0, 80), 64, 8)
     torch.testing.assert_close(output.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("prompt", [1, 8], ids=["decode", "stride"])
+def test_outputs_round_to_nearest(path: str, dtype: torch.dtype, prompt: int) -> None:
+    """A query of zeros sees all keys alike: the output is the mean of the values, rounded once."""
+    if path == "native" and dtype not in load().dtypes:
+        pytest.skip("this compiler has no fp16")
+    shape = Shape(dtype=dtype)
+    layer = PagedLayer(shape, {"name": "sink", "budget": 12, "prefill_stride": 8}, 4)
+    torch.manual_seed(0)
+    query = torch.zeros(8, 4, shape.head_size, dtype=dtype)
+    key, value = torch.randn(2, 8, 2, shape.head_size).to(dtype).unbind(0)
+    table = torch.tensor([[2]], dtype=torch.int32)
+    steps = [(0, prompt), *((at, 1) for at in range(prompt, 8))]
+    output = torch.cat(
+        [
+            layer.step([n], [at], [at == 0], table, query[at:][:n], key[at:][:n], value[at:][:n],
+                       lambda row, position: row)
+            for at, n in steps
+        ]
+    )  # fmt: skip
+    for count in (1, 2, 4, 8):  # powers of two, so that the mean is exact before it is rounded
+        mean = value[:count].double().mean(0).to(dtype).repeat_interleave(2, 0)
+        assert torch.equal(output[count - 1], mean), count
