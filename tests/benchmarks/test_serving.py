@@ -68,7 +68,9 @@ def test_a_paused_server_takes_no_time_and_still_ends(
     fake: tuple[Server, dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, _ = fake
-    monkeypatch.setattr(serving, "VLLM", [sys.executable, "-c", "while True: pass"])
+    script = "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+    script += "while True: pass"  # like vLLM, it ends in its own way
+    monkeypatch.setattr(serving, "VLLM", [sys.executable, "-c", script])
     server._command = [*serving.VLLM]
     with server:
         process = psutil.Process(server._process.pid)
