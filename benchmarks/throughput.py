@@ -4,8 +4,9 @@
 Starts one ``vllm serve`` per arm (stock with default features, stock without prefix caching, and
 the policies), all with the same ``--kv-cache-memory-bytes``, and sends each in turn the same load
 with ``vllm bench serve`` while the others are paused; or, with ``--harness throughput``, runs
-``vllm bench throughput``. Trials of the arms alternate (A B C, C B A, ...), after a warm-up of
-each; the table shows medians and ranges.
+``vllm bench throughput``. A trial goes through all contexts and arms, the next one the other way
+round, after a warm-up of each; the table shows medians and ranges. Ratios of single tokens' times
+are steadier in ``benchmarks.token_time``.
 
 The sweep is context length x concurrency x pool. A pool of ``2x`` holds two requests of the
 longest context in stock vLLM. ``--preset goals`` and ``--preset many`` are the settings in which
@@ -215,10 +216,27 @@ def arms(args: argparse.Namespace) -> dict[str, list[str]]:
     return {**stock, **policies}
 
 
-def alternating(names: Sequence[str], trials: int) -> Iterator[tuple[int, str]]:
-    """(trial, arm), every other trial in reverse, so that drift hits all arms alike."""
-    for trial in range(trials):
-        yield from ((trial, name) for name in (names if trial % 2 == 0 else reversed(names)))
+def rounds(
+    args: argparse.Namespace, sweep: Sequence[Cell], names: Sequence[str]
+) -> Iterator[tuple[int, Cell, str]]:
+    """(trial, cell, arm): a trial goes through all cells, and every other one the other way round.
+
+    So drift of the machine hits all arms and contexts alike.
+    """
+    for trial in range(args.trials):
+        way = 1 if trial % 2 == 0 else -1
+        for cell in sweep[::way]:
+            yield from ((trial, cell, name) for name in names[::way] if runs(args, name, cell))
+
+
+def warm_up(cell: Cell) -> Cell:
+    """A batch of a cell's size, with a part of its context."""
+    return replace(
+        cell,
+        context=min(cell.context, WARM_UP_CONTEXT),
+        output_len=min(cell.output_len, WARM_UP_OUTPUT),
+        num_prompts=cell.concurrency,
+    )
 
 
 def runs(args: argparse.Namespace, arm: str, cell: Cell) -> bool:
@@ -258,30 +276,25 @@ def measure_pool(
                 servers[name].pause()
             for cell in sweep:
                 yield from ({**asdict(cell), "arm": n, "refused": e} for n, e in refused.items())
-                names = [name for name in up if runs(args, name, cell)]
-                short = min(cell.context, WARM_UP_CONTEXT)
-                length = min(cell.output_len, WARM_UP_OUTPUT)
-                warm = replace(cell, context=short, output_len=length, num_prompts=cell.concurrency)
-                for name in names:  # batches of this size, and a part of the context
-                    alone(servers[name], warm.load(WARM_UP), token)
-                for trial, name in alternating(names, args.trials):
-                    record = alone(servers[name], cell.load(trial, args.shared_prefix), token)
-                    yield {**asdict(cell), "arm": name, "trial": trial, **record}
+                for name in up:
+                    if runs(args, name, cell):
+                        alone(servers[name], warm_up(cell).load(WARM_UP), token)
+            for trial, cell, name in rounds(args, sweep, up):
+                record = alone(servers[name], cell.load(trial, args.shared_prefix), token)
+                yield {**asdict(cell), "arm": name, "trial": trial, **record}
 
 
 def measure_offline(
     args: argparse.Namespace, sweep: list[Cell], flags: dict[str, list[str]], model: str, token: str
 ) -> Iterator[dict[str, Any]]:
     """The same with ``vllm bench throughput``, an engine a trial."""
-    for cell in sweep:
-        names = [name for name in flags if runs(args, name, cell)]
-        for trial, name in alternating(names, args.trials):
+    for trial, cell, name in rounds(args, sweep, list(flags)):
+        try:
             load = cell.load(trial, args.shared_prefix)
-            try:
-                record = bench_throughput(model, flags[name], load, token)
-            except ServerError as error:
-                record = {"refused": str(error)}
-            yield {**asdict(cell), "arm": name, "trial": trial, **record}
+            record = bench_throughput(model, flags[name], load, token)
+        except ServerError as error:
+            record = {"refused": str(error)}
+        yield {**asdict(cell), "arm": name, "trial": trial, **record}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,6 +6,9 @@ This script makes one that can: text files in, a tokenizer and a model out, in t
 loads. A share of its sequences repeats passages or hides a pass key (``training_data``); the loss
 of those tokens is reported apart. It resumes from its last checkpoint by itself.
 
+A model finds out that looking back pays much sooner in short sequences: ``--grow-from 256`` begins
+with sequences of 256 tokens and doubles them in equal parts of the run, tokens a step unchanged.
+
 On one GPU, about 20 minutes (--minutes ends it, whatever is left of --steps)::
 
     python -m benchmarks.train_lm shared/data/books benchmarks/books --out results/lm \\
@@ -55,7 +58,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048, help="positions")
-    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--grow-from", type=int, help="tokens of the first sequences")
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step, of --length")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--minutes", type=float, help="end earlier, with the model of that moment")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
@@ -69,6 +73,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.hidden % args.heads or args.heads % args.kv_heads:
         parser.error("--hidden must be a multiple of --heads, and that of --kv-heads")
+    args.grow_from = args.grow_from or args.length
+    doublings = args.length // args.grow_from
+    if args.length % args.grow_from or doublings & (doublings - 1):
+        parser.error("--length must be --grow-from times a power of two")
     return args
 
 
@@ -105,17 +113,22 @@ def model_of(args: argparse.Namespace, vocab_size: int) -> Any:
     return LlamaForCausalLM(config)
 
 
-def rate_at(step: int, args: argparse.Namespace, done: float | None = None) -> float:
+def rate_at(step: int, args: argparse.Namespace, done: float) -> float:
     """Linear warm-up, then a cosine to a tenth of the peak.
 
     Args:
-        done: share of the run that is over; by default counted in steps.
+        done: share of the run that is over.
     """
     if step < args.warm_up:
         return args.rate * (step + 1) / args.warm_up
-    if done is None:
-        done = (step - args.warm_up) / max(args.steps - args.warm_up, 1)
     return args.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+def length_at(done: float, args: argparse.Namespace) -> int:
+    """Tokens of a sequence when a share ``done`` of the run is over."""
+    doublings = (args.length // args.grow_from).bit_length() - 1
+    stage = int(min(max(done, 0.0), 1.0) * (doublings + 1))
+    return args.grow_from << min(stage, doublings)
 
 
 class Trainer:
@@ -143,7 +156,9 @@ class Trainer:
         fused = self.device == "cuda"
         self.optimizer = torch.optim.AdamW(groups, lr=args.rate, betas=(0.9, 0.95), fused=fused)
         forward = self._token_losses
-        self.token_losses = forward if args.no_compile else torch.compile(forward)
+        # Static shapes: sequences grow a few times at most, and fixed sizes run faster.
+        compiled = not args.no_compile
+        self.token_losses = torch.compile(forward, dynamic=False) if compiled else forward
 
     def _token_losses(self, tokens: "torch.Tensor") -> "torch.Tensor":
         """Loss of every token but the first, fp32 ``[batch, length - 1]``."""
@@ -155,24 +170,26 @@ class Trainer:
         )
         return losses.view(tokens.shape[0], -1)
 
-    def _run(self, data: Sequences, step: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+    def _run(
+        self, data: Sequences, step: int, length: int
+    ) -> tuple["torch.Tensor", "torch.Tensor"]:
         """Token losses of a step's batch, and which of them are distant."""
         import torch
 
-        batch = data.batch(step, self.args.batch)
+        batch = data.batch(step, self.args.batch * self.args.length // length, length)
         tokens = torch.from_numpy(batch.tokens).to(self.device)
         with torch.autocast(self.device, torch.bfloat16):
             losses = self.token_losses(tokens)
         return losses, torch.from_numpy(batch.distant[:, 1:]).to(self.device)
 
-    def train_step(self, done: float | None) -> float:
-        """One step; returns its loss."""
+    def train_step(self, done: float) -> float:
+        """One step, when a share ``done`` of the run is over; returns its loss."""
         import torch
 
         for group in self.optimizer.param_groups:
             group["lr"] = rate_at(self.step, self.args, done)
         self.model.train()
-        losses, _ = self._run(self.data, self.step)
+        losses, _ = self._run(self.data, self.step, length_at(done, self.args))
         loss = losses.mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -188,7 +205,7 @@ class Trainer:
         self.model.eval()
         with torch.no_grad():
             steps = range(EVALUATION_STEP, EVALUATION_STEP + batches)
-            runs = [self._run(self.held_out, step) for step in steps]
+            runs = [self._run(self.held_out, step, self.args.length) for step in steps]
         losses = torch.cat([run[0].flatten() for run in runs]).float()
         distant = torch.cat([run[1].flatten() for run in runs])
         return Losses(

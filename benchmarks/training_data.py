@@ -93,10 +93,14 @@ class Sequences:
         self._chances = (1 - sum(shares), *shares)
         self._passage, self._distance = passage, distance
 
-    def batch(self, step: int, size: int) -> Batch:
-        """The batch of a step: always the same, so that a resumed run goes on where it was."""
+    def batch(self, step: int, size: int, length: int | None = None) -> Batch:
+        """The batch of a step: always the same, so that a resumed run goes on where it was.
+
+        Args:
+            length: of its sequences, at most the usual one, which is the default.
+        """
         rng = np.random.default_rng((self.seed, step))
-        rows = [self._sequence(rng) for _ in range(size)]
+        rows = [self._sequence(rng, length or self.length) for _ in range(size)]
         return Batch(np.stack([tokens for tokens, _ in rows]), np.stack([mark for _, mark in rows]))
 
     def batches(self, first: int, size: int) -> Iterator[Batch]:
@@ -106,11 +110,11 @@ class Sequences:
             yield self.batch(step, size)
             step += 1
 
-    def _sequence(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def _sequence(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         kind = rng.choice(KINDS, p=self._chances)
-        begin = int(rng.integers(len(self.tokens) - self.length))
-        text = np.array(self.tokens[begin : begin + self.length], dtype=np.int64)
-        mark = np.zeros(self.length, dtype=bool)
+        begin = int(rng.integers(len(self.tokens) - length))
+        text = np.array(self.tokens[begin : begin + length], dtype=np.int64)
+        mark = np.zeros(length, dtype=bool)
         if kind == "repeat":
             return self._repeat(rng, text, mark)
         return self._passkey(rng, text, mark) if kind == "passkey" else (text, mark)
@@ -119,13 +123,14 @@ class Sequences:
         self, rng: np.random.Generator, text: np.ndarray, mark: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Put early passages a second time, in place of later text."""
-        apart = int(self._distance * self.length)
-        most = min(self._passage[1], self.length - apart)
+        length = len(text)
+        apart = int(self._distance * length)
+        most = min(self._passage[1], length - apart)
         used = np.zeros_like(mark)  # a copy must not overwrite another one's source
         for _ in range(3):
             size = int(rng.integers(min(self._passage[0], most), most + 1))
-            source = int(rng.integers(0, self.length - apart - size + 1))
-            place = int(rng.integers(source + apart, self.length - size + 1))
+            source = int(rng.integers(0, length - apart - size + 1))
+            place = int(rng.integers(source + apart, length - size + 1))
             if used[source : source + size].any() or used[place : place + size].any():
                 continue
             used[source : source + size] = used[place : place + size] = True
@@ -139,13 +144,14 @@ class Sequences:
         """Tell a number in the first part, ask for it at the end."""
         key = "".join(str(digit) for digit in rng.integers(0, 10, DIGITS))
         told, asked = (self._ids(part.format(key=key)) for part in (NEEDLE, QUESTION))
-        if len(told) + len(asked) > self.length:
+        length = len(text)
+        if len(told) + len(asked) > length:
             return text, mark
-        place = int(rng.integers(0, max((self.length - len(told) - len(asked)) // 2, 1)))
+        place = int(rng.integers(0, max((length - len(told) - len(asked)) // 2, 1)))
         text[place : place + len(told)] = told
-        text[self.length - len(asked) :] = asked
+        text[length - len(asked) :] = asked
         digits = {self._tokenizer.convert_tokens_to_ids(str(digit)) for digit in range(10)}
-        tail = range(self.length - len(asked), self.length)
+        tail = range(length - len(asked), length)
         mark[[index for index in tail if int(text[index]) in digits]] = True
         return text, mark
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import engines, perplexity, results
+from benchmarks import engines, perplexity, results, token_time
 from benchmarks.scoring import REFERENCE
 
 
@@ -45,3 +45,20 @@ def test_children_keep_the_order() -> None:
     assert list(engines.in_children(abs, [-3, 2, -1], 2)) == [3, 2, 1]
     with pytest.raises(ValueError, match="at least 1"):
         list(engines.in_children(abs, [1], 0))
+
+
+def test_token_times_end_to_end(tmp_path: Path) -> None:
+    """Three engines of one process, stock among them, take their steps in turn."""
+    out = tmp_path / "times.json"
+    options = ["--contexts", "40", "300", "--anchor", "80", "--stock-longest", "40"]
+    options += ["--model", "books-5m", "--budget", "64", "--output-len", "5", "--chunk", "128"]
+    token_time.main([*options, "--block-size", "32", "--out", str(out)])
+    kept = results.load("times", tmp_path)
+    short, long = kept["data"]["points"]
+    assert list(short["step_ms"]) == ["stock", "policy", "anchor"]
+    assert list(long["step_ms"]) == ["policy", "anchor"], "stock ends at 40"
+    for point in (short, long):
+        assert {len(times) for times in point["step_ms"].values()} == {4}
+        for name, times in point["step_ms"].items():
+            assert 0 < point["attention_ms"][name] < np.median(times), "the clock is in the layers"
+    assert [table["title"] for table in kept["tables"]][-1] == "Goals"

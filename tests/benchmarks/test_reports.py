@@ -7,11 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results, speed_report
+from benchmarks import results, speed_report, token_time
 from benchmarks.environment import ROOT
 from benchmarks.goals import goals
 from benchmarks.tables import Table, mean_std, number, spread
-from benchmarks.throughput import WARM_UP, alternating, arms, cells, parse_args, pool_bytes, runs
+from benchmarks.throughput import (
+    WARM_UP,
+    arms,
+    cells,
+    parse_args,
+    pool_bytes,
+    rounds,
+    runs,
+    warm_up,
+)
 
 
 def table() -> Table:
@@ -190,9 +199,26 @@ def test_stock_may_end_earlier() -> None:
     assert all(runs(parse_args([]), "full", cell) for cell in (short, long))
 
 
-def test_trials_alternate() -> None:
-    order = [name for _, name in alternating(["a", "b", "c"], 3)]
-    assert "".join(order) == "abccbaabc"
+def test_trials_go_through_all_contexts_and_back() -> None:
+    options = ["--contexts", "100", "300", "--trials", "3", "--stock-longest", "200"]
+    args = parse_args([*options, "--pools", "1x"])
+    order = [
+        (trial, cell.context, name)
+        for trial, cell, name in rounds(args, cells(args, 10, 16), ["full", "sink"])
+    ]
+    there = [(100, "full"), (100, "sink"), (300, "sink")]
+    assert order == [
+        *((0, *run) for run in there),
+        *((1, *run) for run in there[::-1]),
+        *((2, *run) for run in there),
+    ]
+
+
+def test_a_warm_up_is_as_many_but_shorter() -> None:
+    args = parse_args(["--contexts", "100", "9000", "--concurrency", "8", "--pools", "1x"])
+    short, long = (warm_up(replace(cell, output_len=64)) for cell in cells(args, 10, 16))
+    assert (short.context, long.context) == (100, 512)
+    assert {(c.output_len, c.num_prompts, c.concurrency) for c in (short, long)} == {(32, 8, 8)}
 
 
 @pytest.mark.parametrize("option", [["--trials", "0"], ["--shared-prefix", "128"]])
@@ -200,3 +226,60 @@ def test_refused_before_a_server_starts(option: list[str], capsys) -> None:
     with pytest.raises(SystemExit):
         parse_args(option)
     assert "must be" in capsys.readouterr().err
+
+
+def steps(*times: tuple[float, float]) -> list[token_time.Step]:
+    return [token_time.Step(total, attention) for total, attention in times]
+
+
+def test_token_times_are_compared_pair_by_pair() -> None:
+    """A machine that slows down between pairs must not show in their ratio."""
+    point = token_time.Point(
+        16384,
+        {"stock": 4000.0, "policy": 1000.0, "anchor": 100.0},
+        {
+            "stock": steps((40, 30), (400, 300), (80, 60)),
+            "policy": steps((10, 1), (100, 10), (20, 2)),
+            "anchor": steps((10, 1), (80, 8), (20, 2)),
+        },
+    )
+    assert point.token("stock") == 80 and point.paired("stock", "policy") == 4.0
+    assert point.without_attention("stock") == 20
+    assert point.paired("policy", "anchor") == 1.0
+    alone = token_time.Point(65536, {"policy": 1.0}, {"policy": steps((7, 1), (9, 1), (8, 1))})
+    assert alone.token("stock") is None and alone.paired("policy", "stock") is None
+
+    args = token_time.parse_args(["--output-len", "4"])
+    (row, last) = token_time.token_table([point, alone], args).rows
+    assert row == ("16,384", "80.00", "20.00", "4.00x", "20.00", "4.00x", "+0.0%")
+    assert last == ("65,536", "-", "8.00", "-", "-", "-", "-")
+    assert token_time.prompt_table([point, alone], args).rows[0][1:] == ("0.244", "0.061", "4.00x")
+
+
+def test_token_time_goals() -> None:
+    def point(context: int, stock: float, ours: float, anchor: float) -> token_time.Point:
+        times = {"stock": stock, "policy": ours, "anchor": anchor}
+        made = {name: steps((time, 1.0), (time, 1.0)) for name, time in times.items()}
+        return token_time.Point(context, {n: t * context for n, t in times.items()}, made)
+
+    args = token_time.parse_args(["--output-len", "3"])
+    short, middle, long = point(512, 10, 11, 11), point(4096, 10, 11, 11), point(16384, 30, 12, 11)
+    rows = token_time.goal_table([short, middle, long], args).rows
+    assert [row[1:] for row in rows] == [
+        ("1.10x", "yes"),  # where nothing is evicted
+        ("2.50x", "no"),  # a token, of 3.5
+        ("2.50x", "yes"),  # a prompt, of 2.5
+        ("1.091x at most", "no"),  # over the anchor, of 1.05
+        ("1.091x at most", "yes"),  # a prompt token, of 1.1
+    ]
+    assert token_time.goal_table([point(2048, 1, 1, 1)], args).rows == ()
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--output-len", "2"], ["--contexts", "0"], ["--contexts", "99", "--stock-longest=9"]],
+)
+def test_token_time_refuses_what_says_nothing(option: list[str], capsys) -> None:
+    with pytest.raises(SystemExit):
+        token_time.parse_args(option)
+    assert "--" in capsys.readouterr().err.splitlines()[-1]

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import ablations, caching, controls, generation, harness, recall, training_data
 from benchmarks.papers import NOT_OURS, RECOMPUTED, TABLES
 from benchmarks.tables import Table
+from benchmarks.train_lm import length_at, rate_at
 from benchmarks.train_lm import parse_args as train_args
-from benchmarks.train_lm import rate_at
 from tests.conftest import MODEL
 from vllm_cascade.policies import POLICIES, resolve
 
@@ -215,6 +215,8 @@ def test_repeats_are_distant_and_marked(small) -> None:
             assert row[place - 1] == row[source - 1], "the token before is the same too"
     assert (data.batch(3, 16).tokens == batch.tokens).all(), "a resumed run sees the same"
     assert (data.batch(4, 16).tokens != batch.tokens).any()
+    short = data.batch(3, 16, 128)
+    assert short.tokens.shape == (16, 128) and short.distant.any(axis=1).all()
     plain = training_data.Sequences(tokens, tokenizer, 512, shares=(0.0, 0.0))
     assert not plain.batch(0, 8).distant.any()
 
@@ -241,8 +243,20 @@ def test_sequences_refuse_what_cannot_be(small) -> None:
 
 def test_rate_schedule(tmp_path: Path) -> None:
     args = train_args(["t", "--out", str(tmp_path), "--steps", "300", "--warm-up", "100"])
-    rates = [rate_at(step, args) for step in range(300)]
+    rates = [rate_at(step, args, max(step - 100, 0) / 200) for step in range(300)]
     assert rates[0] == pytest.approx(args.rate / 100) and max(rates) == pytest.approx(args.rate)
     assert rates[99:] == sorted(rates[99:], reverse=True)
     assert rates[-1] == pytest.approx(args.rate / 10, rel=0.01)
-    assert rate_at(150, args, done=1.0) == pytest.approx(args.rate / 10)
+    assert rate_at(150, args, 1.0) == pytest.approx(args.rate / 10)
+
+
+def test_sequences_grow_in_equal_parts(tmp_path: Path) -> None:
+    options = ["t", "--out", str(tmp_path), "--length", "1024"]
+    args = train_args([*options, "--grow-from", "256"])
+    shares = [0.0, 0.33, 0.34, 0.66, 0.67, 1.0, 1.2, -0.1]
+    assert [length_at(s, args) for s in shares] == [256, 256, 512, 512, 1024, 1024, 1024, 256]
+    assert length_at(0.0, train_args(options)) == 1024, "by default they do not grow"
+    with pytest.raises(SystemExit):
+        train_args([*options, "--grow-from", "300"])
+    with pytest.raises(SystemExit):
+        train_args([*options[:3], "--length", "768", "--grow-from", "256"])

@@ -87,6 +87,21 @@ def test_held_out_texts_judge_and_are_not_trained_on(text: str, tmp_path: Path) 
     assert seen["log"][-1]["everything"] > 5.0, "letters were never seen"
 
 
+def test_sequences_grow_with_the_tokens_of_a_step_unchanged(text: str, tmp_path: Path) -> None:
+    shapes = []
+    with pytest.MonkeyPatch.context() as patch:
+        forward = train_lm.Trainer._token_losses
+
+        def seen(trainer, tokens):
+            if trainer.model.training:
+                shapes.append(tuple(tokens.shape))
+            return forward(trainer, tokens)
+
+        patch.setattr(train_lm.Trainer, "_token_losses", seen)
+        run(text, tmp_path, "--steps", "9", "--every", "9", "--warm-up", "0", "--grow-from", "32")
+    assert shapes == [(16, 32)] * 3 + [(8, 64)] * 3 + [(4, 128)] * 3
+
+
 def test_minutes_end_a_run(text: str, tmp_path: Path) -> None:
     made = run(text, tmp_path / "none", "--steps", "1000", "--minutes", "0")
     assert made["log"] == []

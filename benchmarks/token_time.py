@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time per output token beside stock vLLM, step by step: ``python -m benchmarks.token_time``.
+
+Several engines live in one process and take their steps in turn: stock vLLM, the policy, and the
+policy once more at a short context. Whatever else the machine does hits all of them within the same
+few milliseconds, so the ratios hold where ``benchmarks.throughput``, whose trials lie seconds
+apart, has nothing but noise. A step is all that an engine does for a token: scheduling, model,
+sampling. Not in it: HTTP, which costs every arm the same.
+
+For each context the engines read a prompt of that length (their chunks also in turn), then generate
+``--output-len`` tokens. The table has medians over those steps, the median of the paired ratios,
+and what stock would take with an attention that costs nothing: no cache can be faster than that.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks import engines, results
+from benchmarks.tables import Table, number
+from benchmarks.throughput import kv_bytes_per_token, model_arguments
+
+STOCK, POLICY, ANCHOR = "stock", "policy", "anchor"
+ATTENTION = ("forward", "do_kv_cache_update")
+"""What an attention layer's implementation does in a step."""
+
+LARGEST_STRIDE = 1024
+"""Tokens that a policy may need above its budget while it reads a prompt."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one engine; milliseconds.
+
+    Attributes:
+        attention: the part of it inside the attention implementations of all layers.
+    """
+
+    total: float
+    attention: float
+
+
+class Arm:
+    """An engine in this process, with a clock around its steps and its attention."""
+
+    def __init__(self, settings: engines.EngineSettings) -> None:
+        self.engine = settings.start().llm_engine
+        self._attention = 0.0
+        self._requests = itertools.count()
+        self._generated = 0
+        worker = self.engine.model_executor.driver_worker.worker
+        for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+            for name in ATTENTION:
+                if hasattr(layer.impl, name):
+                    setattr(layer.impl, name, self._clocked(getattr(layer.impl, name)))
+
+    def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            result = call(*args, **kwargs)
+            self._attention += time.perf_counter() - begin
+            return result
+
+        return clocked
+
+    def add(self, prompt: list[int], output_len: int) -> None:
+        """A request that generates ``output_len`` tokens, whatever they are."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=output_len, ignore_eos=True, temperature=0, seed=0)
+        self._generated = 0
+        name = f"{id(self)}-{next(self._requests)}"
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    @property
+    def reading(self) -> bool:
+        """Whether the request has no output yet."""
+        return self._generated == 0
+
+    def step(self) -> Step:
+        self._attention, begin = 0.0, time.perf_counter()
+        outputs = self.engine.step()
+        total = time.perf_counter() - begin
+        for output in outputs:
+            self._generated = len(output.outputs[0].token_ids)
+        return Step(total * 1e3, self._attention * 1e3)
+
+    def finish(self) -> None:
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One context, of the arms that took part.
+
+    Attributes:
+        prompt: ms of the whole prompt, by arm.
+        steps: of each generated token after the first, by arm.
+    """
+
+    context: int
+    prompt: dict[str, float]
+    steps: dict[str, list[Step]]
+
+    def token(self, arm: str) -> float | None:
+        """Median ms a token."""
+        found = self.steps.get(arm)
+        return median(step.total for step in found) if found else None
+
+    def paired(self, over: str, under: str) -> float | None:
+        """Median over the steps of one arm's time over another's."""
+        if over not in self.steps or under not in self.steps:
+            return None
+        pairs = zip(self.steps[over], self.steps[under], strict=True)
+        return median(a.total / b.total for a, b in pairs)
+
+    def without_attention(self, arm: str) -> float | None:
+        """Median ms a token less its attention."""
+        found = self.steps.get(arm)
+        return median(step.total - step.attention for step in found) if found else None
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.token_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="llama-125m", help="as of benchmarks.throughput")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--policy", default="cascade")
+    parser.add_argument("--policy-config", type=json.loads, default={}, help="its settings, JSON")
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[512, 2048, 4096, 8192, 16384, 32768, 65536]
+    )
+    parser.add_argument("--anchor", type=int, default=2048, help="context of the policy beside it")
+    parser.add_argument("--stock-longest", type=int, default=16384, help="stock's longest context")
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens a step, all arms")
+    parser.add_argument("--block-size", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="vLLM's default; else eager")
+    results.add_arguments(parser, "token-time")
+    args = parser.parse_args(argv)
+    if min(args.contexts) < 1 or args.output_len < 3:
+        parser.error("--contexts must be at least 1, --output-len at least 3")
+    if max(args.contexts) > args.stock_longest < min(args.contexts):
+        parser.error("--stock-longest is below every context: nothing would be compared")
+    return args
+
+
+def settings(args: argparse.Namespace, arm: str) -> engines.EngineSettings:
+    """An arm's engine; all have the same pool, which holds stock's longest context."""
+    model, tokenizer, _ = model_arguments(args)
+    longest = max(args.contexts)
+    stock_longest = max(c for c in args.contexts if c <= args.stock_longest)
+    held = max(stock_longest, args.anchor, args.budget + LARGEST_STRIDE) + args.output_len
+    pages = -(-held // args.block_size) + 2
+    arguments: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "enforce_eager": not args.compile,
+        "enable_prefix_caching": False,
+        "hf_overrides": {"max_position_embeddings": max(args.contexts) + args.output_len},
+    }
+    if model != args.model and args.model != "books-5m":
+        arguments["load_format"] = "dummy"
+    policy = {"name": args.policy, "budget": args.budget, **args.policy_config}
+    return engines.EngineSettings(
+        model=model,
+        policy=None if arm == STOCK else policy,
+        dtype="auto",
+        max_model_len=max(args.anchor, stock_longest if arm == STOCK else longest)
+        + args.output_len,
+        max_num_batched_tokens=args.chunk,
+        block_size=args.block_size,
+        memory_bytes=pages * args.block_size * kv_bytes_per_token(model),
+        arguments=arguments,
+    )
+
+
+def in_turn(names: Sequence[str], turn: int) -> Sequence[str]:
+    """Every other turn the other way round."""
+    return names if turn % 2 == 0 else names[::-1]
+
+
+def measure(arms: dict[str, Arm], context: int, args: argparse.Namespace) -> Point:
+    """A prompt of ``context`` tokens, then ``output_len`` tokens, all arms step by step."""
+    rng = np.random.default_rng(context)
+    for name, arm in arms.items():
+        length = args.anchor if name == ANCHOR else context
+        arm.add(rng.integers(5, 4000, length).tolist(), args.output_len)
+    spent = dict.fromkeys(arms, 0.0)
+    turn = 0
+    while any(arm.reading for arm in arms.values()):
+        for name in in_turn(list(arms), turn):
+            if arms[name].reading:
+                spent[name] += arms[name].step().total
+        turn += 1
+    steps: dict[str, list[Step]] = {name: [] for name in arms}
+    for turn in range(args.output_len - 1):
+        for name in in_turn(list(arms), turn):
+            steps[name].append(arms[name].step())
+    for arm in arms.values():
+        arm.finish()
+    return Point(context, spent, steps)
+
+
+def token_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
+    """Time a generated token, by context."""
+    rows = []
+    for point in points:
+        ours, stock = point.token(POLICY), point.token(STOCK)
+        floor = point.without_attention(STOCK)
+        speed_up = point.paired(STOCK, POLICY)
+        rows.append(
+            (
+                f"{point.context:,}",
+                number(stock, 2),
+                number(ours, 2),
+                _times(speed_up),
+                number(floor, 2),
+                _times(stock / floor if stock and floor else None),
+                _percent(point.paired(POLICY, ANCHOR)),
+            )
+        )
+    return Table(
+        f"ms a token, {args.policy} with budget {args.budget:,} beside stock vLLM",
+        (
+            *("context", "stock", args.policy, "faster"),
+            *("stock, attention free", "faster at best", f"over {args.anchor:,} tokens"),
+        ),
+        tuple(rows),
+        f"Medians of {args.output_len - 1} steps taken in turn, and of their paired ratios. "
+        "Attention free: stock's steps less the time in its attention.",
+    )
+
+
+def prompt_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
+    """Time to read a prompt, by context."""
+    rows = tuple(
+        (
+            f"{point.context:,}",
+            *(
+                number(point.prompt[arm] / point.context, 3) if arm in point.prompt else "-"
+                for arm in (STOCK, POLICY)
+            ),
+            _times(_prompt_ratio(point)),
+        )
+        for point in points
+    )
+    title = f"ms a prompt token, in chunks of {args.chunk:,}"
+    return Table(title, ("context", "stock", args.policy, "faster"), rows, "One prompt each.")
+
+
+def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
+    """The project's goals, as far as the contexts reach them."""
+    rows: list[tuple[str, str, str]] = []
+
+    def judge(goal: str, value: float | None, holds: Callable[[float], bool], text: str) -> None:
+        if value is not None:
+            rows.append((goal, text.format(value), "yes" if holds(value) else "no"))
+
+    by_context = {point.context: point for point in points}
+    for context, point in by_context.items():
+        if context + args.output_len <= args.budget:
+            goal = f"at most 1.1x stock's time a token where nothing is evicted ({context:,})"
+            judge(goal, point.paired(POLICY, STOCK), lambda x: x <= 1.1, "{:.2f}x")
+    long = by_context.get(16384)
+    if long is not None:
+        speed_up = long.paired(STOCK, POLICY)
+        judge("a token at least 3.5x faster at 16,384", speed_up, lambda x: x >= 3.5, "{:.2f}x")
+        goal = "a prompt at least 2.5x faster at 16,384"
+        judge(goal, _prompt_ratio(long), lambda x: x >= 2.5, "{:.2f}x")
+    over = [x for p in points if p.context > args.anchor and (x := p.paired(POLICY, ANCHOR))]
+    worst = max(over, key=lambda x: abs(x - 1), default=None)
+    goal = f"time a token flat within 5% from {args.anchor:,} to {max(by_context):,}"
+    judge(goal, worst, lambda x: abs(x - 1) <= 0.05, "{:.3f}x at most")
+    each = [p.prompt[POLICY] / c for c, p in by_context.items() if c >= 4096]
+    goal = f"time a prompt token flat within 10% from 4,096 to {max(by_context):,}"
+    spread = max(each) / min(each) if len(each) > 1 else None
+    judge(goal, spread, lambda x: x <= 1.1, "{:.3f}x at most")
+    return Table("Goals", ("goal", "measured", "holds"), tuple(rows))
+
+
+def _prompt_ratio(point: Point) -> float | None:
+    return point.prompt[STOCK] / point.prompt[POLICY] if STOCK in point.prompt else None
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value - 1:+.1%}"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, context by context."""
+    args = parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    engines.quiet()
+    names = [STOCK, POLICY, ANCHOR]
+    arms = {name: Arm(settings(args, name)) for name in names}
+    import torch
+
+    measure(arms, min(256, *args.contexts), args)  # warm-up
+    points = []
+    for context in args.contexts:
+        some = {n: a for n, a in arms.items() if n != STOCK or context <= args.stock_longest}
+        points.append(measure(some, context, args))
+        times = ", ".join(f"{name} {number(points[-1].token(name))} ms" for name in some)
+        print(f"{context:,}: {times}", flush=True)
+    tables = [token_table(points, args), prompt_table(points, args), goal_table(points, args)]
+    data = {
+        "threads": torch.get_num_threads(),
+        "points": [
+            {
+                "context": point.context,
+                "prompt_ms": point.prompt,
+                "step_ms": {n: [round(s.total, 3) for s in of] for n, of in point.steps.items()},
+                "attention_ms": {
+                    name: round(median(step.attention for step in of), 3)
+                    for name, of in point.steps.items()
+                },
+            }
+            for point in points
+        ],
+    }
+    results.save(args.out, tables, data, vars(args), argv)
+
+
+if __name__ == "__main__":
+    main()
