@@ -210,8 +210,26 @@ class Watch:
                 self.peak_pages = max(self.peak_pages, round(now[USAGE] * self.server.num_pages))
 
 
-def bench_serve(server: Server, load: Load, tokenizer: str) -> dict[str, Any]:
+def plain_words(tokenizer: str) -> list[int]:
+    """Tokens that are text whatever comes before them.
+
+    A model of random weights answers with parts of characters, or with tokens that its tokenizer
+    does not have. For each of those vLLM reads the request again from the prompt's first token, in
+    search of text, and a token would take longer the longer the prompt is.
+    """
+    from transformers import AutoTokenizer
+
+    made = AutoTokenizer.from_pretrained(tokenizer)
+    return sorted({made.encode(text, add_special_tokens=False)[0] for text in (" the", " of")})
+
+
+def bench_serve(
+    server: Server, load: Load, tokenizer: str, allowed: Sequence[int] = ()
+) -> dict[str, Any]:
     """One ``vllm bench serve`` run: its own result, and the server's peaks.
+
+    Args:
+        allowed: the only tokens to answer with; none: all.
 
     Raises:
         ServerError: a request failed.
@@ -219,6 +237,7 @@ def bench_serve(server: Server, load: Load, tokenizer: str) -> dict[str, Any]:
     from vllm.benchmarks import serve
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    body = ["--extra-body", json.dumps({"allowed_token_ids": list(allowed)})] if allowed else []
     parser = FlexibleArgumentParser()
     serve.add_cli_args(parser)
     args = parser.parse_args(
@@ -228,6 +247,7 @@ def bench_serve(server: Server, load: Load, tokenizer: str) -> dict[str, Any]:
             *("--max-concurrency", str(load.concurrency), "--percentile-metrics", "ttft,tpot,itl"),
             *("--metric-percentiles", "50,99", "--ready-check-timeout-sec", "0"),
             *load.dataset_arguments(),
+            *body,
         ]
     )
     with Watch(server) as watch, contextlib.redirect_stdout(None):

@@ -29,7 +29,14 @@ from benchmarks import results, speed_report
 from benchmarks.engines import MODEL, native_positions
 from benchmarks.environment import ROOT
 from benchmarks.goals import STOCK, goals
-from benchmarks.serving import Load, Server, ServerError, bench_serve, bench_throughput
+from benchmarks.serving import (
+    Load,
+    Server,
+    ServerError,
+    bench_serve,
+    bench_throughput,
+    plain_words,
+)
 
 STOCK_ARMS = {STOCK: [], f"{STOCK}-no-prefix": ["--no-enable-prefix-caching"]}
 SHAPES = {
@@ -245,11 +252,13 @@ def runs(args: argparse.Namespace, arm: str, cell: Cell) -> bool:
     return longest is None or cell.context <= longest or not arm.startswith(STOCK)
 
 
-def alone(server: Server, load: Load, tokenizer: str) -> dict[str, Any]:
+def alone(
+    server: Server, load: Load, tokenizer: str, allowed: Sequence[int] = ()
+) -> dict[str, Any]:
     """A load on a server that is paused otherwise, so that the arms do not disturb each other."""
     server.resume()
     try:
-        return bench_serve(server, load, tokenizer)
+        return bench_serve(server, load, tokenizer, allowed)
     finally:
         server.pause()
 
@@ -259,6 +268,7 @@ def measure_pool(
 ) -> Iterator[dict[str, Any]]:
     """Every trial of every cell of one pool, as records."""
     groups = [[name] for name in flags] if args.one_at_a_time else [list(flags)]
+    allowed = plain_words(token) if args.model in SHAPES else ()
     for group in groups:
         with ExitStack() as stack:
             servers, refused = {}, {}
@@ -278,9 +288,10 @@ def measure_pool(
                 yield from ({**asdict(cell), "arm": n, "refused": e} for n, e in refused.items())
                 for name in up:
                     if runs(args, name, cell):
-                        alone(servers[name], warm_up(cell).load(WARM_UP), token)
+                        alone(servers[name], warm_up(cell).load(WARM_UP), token, allowed)
             for trial, cell, name in rounds(args, sweep, up):
-                record = alone(servers[name], cell.load(trial, args.shared_prefix), token)
+                load = cell.load(trial, args.shared_prefix)
+                record = alone(servers[name], load, token, allowed)
                 yield {**asdict(cell), "arm": name, "trial": trial, **record}
 
 

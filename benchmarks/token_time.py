@@ -5,11 +5,13 @@ Several engines live in one process and take their steps in turn: stock vLLM, th
 policy once more at a short context. Whatever else the machine does hits all of them within the same
 few milliseconds, so the ratios hold where ``benchmarks.throughput``, whose trials lie seconds
 apart, has nothing but noise. A step is all that an engine does for a token: scheduling, model,
-sampling. Not in it: HTTP, which costs every arm the same.
+sampling. Not in it: HTTP and text, which cost every arm the same.
 
 For each context the engines read a prompt of that length (their chunks also in turn), then generate
-``--output-len`` tokens. The table has medians over those steps, the median of the paired ratios,
-and what stock would take with an attention that costs nothing: no cache can be faster than that.
+``--output-len`` tokens. This is done twice, the policy's two engines in exchanged roles, because
+two engines of one kind differ by some percent, by where their weights lie in memory. The table has
+medians over those steps, the median of the paired ratios, and what stock would take with an
+attention that costs nothing: no cache can be faster than that.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import geometric_mean, mean, median
 from typing import Any
 
 import numpy as np
@@ -75,7 +77,9 @@ class Arm:
         """A request that generates ``output_len`` tokens, whatever they are."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=output_len, ignore_eos=True, temperature=0, seed=0)
+        params = SamplingParams(
+            max_tokens=output_len, ignore_eos=True, temperature=0, detokenize=False
+        )
         self._generated = 0
         name = f"{id(self)}-{next(self._requests)}"
         self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
@@ -103,12 +107,12 @@ class Point:
     """One context, of the arms that took part.
 
     Attributes:
-        prompt: ms of the whole prompt, by arm.
+        prompt: ms of the whole prompt, each time it was read, by arm.
         steps: of each generated token after the first, by arm.
     """
 
     context: int
-    prompt: dict[str, float]
+    prompt: dict[str, list[float]]
     steps: dict[str, list[Step]]
 
     def token(self, arm: str) -> float | None:
@@ -117,11 +121,17 @@ class Point:
         return median(step.total for step in found) if found else None
 
     def paired(self, over: str, under: str) -> float | None:
-        """Median over the steps of one arm's time over another's."""
+        """One arm's time over another's: medians of each half's steps, and their mean."""
         if over not in self.steps or under not in self.steps:
             return None
         pairs = zip(self.steps[over], self.steps[under], strict=True)
-        return median(a.total / b.total for a, b in pairs)
+        ratios = [a.total / b.total for a, b in pairs]
+        half = len(ratios) // 2
+        return geometric_mean([median(ratios[:half]), median(ratios[half:])])
+
+    def prompt_token(self, arm: str) -> float | None:
+        """Mean ms a prompt token."""
+        return mean(self.prompt[arm]) / self.context if arm in self.prompt else None
 
     def without_attention(self, arm: str) -> float | None:
         """Median ms a token less its attention."""
@@ -200,12 +210,12 @@ def measure(arms: dict[str, Arm], context: int, args: argparse.Namespace) -> Poi
     for name, arm in arms.items():
         length = args.anchor if name == ANCHOR else context
         arm.add(rng.integers(5, 4000, length).tolist(), args.output_len)
-    spent = dict.fromkeys(arms, 0.0)
+    prompt = dict.fromkeys(arms, 0.0)
     turn = 0
     while any(arm.reading for arm in arms.values()):
         for name in in_turn(list(arms), turn):
             if arms[name].reading:
-                spent[name] += arms[name].step().total
+                prompt[name] += arms[name].step().total
         turn += 1
     steps: dict[str, list[Step]] = {name: [] for name in arms}
     for turn in range(args.output_len - 1):
@@ -213,7 +223,18 @@ def measure(arms: dict[str, Arm], context: int, args: argparse.Namespace) -> Poi
             steps[name].append(arms[name].step())
     for arm in arms.values():
         arm.finish()
-    return Point(context, spent, steps)
+    return Point(context, {name: [time] for name, time in prompt.items()}, steps)
+
+
+def measure_twice(arms: dict[str, Arm], context: int, args: argparse.Namespace) -> Point:
+    """The same with the policy's engines in exchanged roles, as one point."""
+    first = measure(arms, context, args)
+    second = measure(arms | {POLICY: arms[ANCHOR], ANCHOR: arms[POLICY]}, context, args)
+    return Point(
+        context,
+        {name: first.prompt[name] + second.prompt[name] for name in arms},
+        {name: first.steps[name] + second.steps[name] for name in arms},
+    )
 
 
 def token_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
@@ -241,7 +262,7 @@ def token_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
             *("stock, attention free", "faster at best", f"over {args.anchor:,} tokens"),
         ),
         tuple(rows),
-        f"Medians of {args.output_len - 1} steps taken in turn, and of their paired ratios. "
+        f"Medians of 2 x {args.output_len - 1} steps taken in turn, and of their paired ratios. "
         "Attention free: stock's steps less the time in its attention.",
     )
 
@@ -251,16 +272,13 @@ def prompt_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
     rows = tuple(
         (
             f"{point.context:,}",
-            *(
-                number(point.prompt[arm] / point.context, 3) if arm in point.prompt else "-"
-                for arm in (STOCK, POLICY)
-            ),
+            *(number(point.prompt_token(arm), 3) for arm in (STOCK, POLICY)),
             _times(_prompt_ratio(point)),
         )
         for point in points
     )
     title = f"ms a prompt token, in chunks of {args.chunk:,}"
-    return Table(title, ("context", "stock", args.policy, "faster"), rows, "One prompt each.")
+    return Table(title, ("context", "stock", args.policy, "faster"), rows, "Means of two prompts.")
 
 
 def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
@@ -286,7 +304,7 @@ def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
     worst = max(over, key=lambda x: abs(x - 1), default=None)
     goal = f"time a token flat within 5% from {args.anchor:,} to {max(by_context):,}"
     judge(goal, worst, lambda x: abs(x - 1) <= 0.05, "{:.3f}x at most")
-    each = [p.prompt[POLICY] / c for c, p in by_context.items() if c >= 4096]
+    each = [p.prompt_token(POLICY) for c, p in by_context.items() if c >= 4096]
     goal = f"time a prompt token flat within 10% from 4,096 to {max(by_context):,}"
     spread = max(each) / min(each) if len(each) > 1 else None
     judge(goal, spread, lambda x: x <= 1.1, "{:.3f}x at most")
@@ -294,7 +312,8 @@ def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
 
 
 def _prompt_ratio(point: Point) -> float | None:
-    return point.prompt[STOCK] / point.prompt[POLICY] if STOCK in point.prompt else None
+    stock, ours = point.prompt_token(STOCK), point.prompt_token(POLICY)
+    return stock / ours if stock and ours else None
 
 
 def _times(value: float | None) -> str:
@@ -314,11 +333,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arms = {name: Arm(settings(args, name)) for name in names}
     import torch
 
-    measure(arms, min(256, *args.contexts), args)  # warm-up
+    measure_twice(arms, min(256, *args.contexts), args)  # warm-up
     points = []
     for context in args.contexts:
         some = {n: a for n, a in arms.items() if n != STOCK or context <= args.stock_longest}
-        points.append(measure(some, context, args))
+        points.append(measure_twice(some, context, args))
         times = ", ".join(f"{name} {number(points[-1].token(name))} ms" for name in some)
         print(f"{context:,}: {times}", flush=True)
     tables = [token_table(points, args), prompt_table(points, args), goal_table(points, args)]

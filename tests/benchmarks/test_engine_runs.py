@@ -58,7 +58,7 @@ def test_token_times_end_to_end(tmp_path: Path) -> None:
     assert list(short["step_ms"]) == ["stock", "policy", "anchor"]
     assert list(long["step_ms"]) == ["policy", "anchor"], "stock ends at 40"
     for point in (short, long):
-        assert {len(times) for times in point["step_ms"].values()} == {4}
+        assert {len(times) for times in point["step_ms"].values()} == {2 * 4}
         for name, times in point["step_ms"].items():
             assert 0 < point["attention_ms"][name] < np.median(times), "the clock is in the layers"
     assert [table["title"] for table in kept["tables"]][-1] == "Goals"

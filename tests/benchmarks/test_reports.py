@@ -236,31 +236,32 @@ def test_token_times_are_compared_pair_by_pair() -> None:
     """A machine that slows down between pairs must not show in their ratio."""
     point = token_time.Point(
         16384,
-        {"stock": 4000.0, "policy": 1000.0, "anchor": 100.0},
+        {"stock": [4000.0, 4096.0], "policy": [1000.0, 1024.0], "anchor": [100.0, 100.0]},
         {
-            "stock": steps((40, 30), (400, 300), (80, 60)),
-            "policy": steps((10, 1), (100, 10), (20, 2)),
-            "anchor": steps((10, 1), (80, 8), (20, 2)),
+            "stock": steps((40, 30), (400, 300), (80, 60), (80, 60)),
+            "policy": steps((10, 1), (100, 10), (20, 2), (20, 2)),
+            "anchor": steps((5, 1), (50, 8), (40, 2), (40, 2)),
         },
     )
-    assert point.token("stock") == 80 and point.paired("stock", "policy") == 4.0
+    assert point.token("stock") == 80 and point.paired("stock", "policy") == pytest.approx(4.0)
     assert point.without_attention("stock") == 20
-    assert point.paired("policy", "anchor") == 1.0
-    alone = token_time.Point(65536, {"policy": 1.0}, {"policy": steps((7, 1), (9, 1), (8, 1))})
+    # The engines change roles after half of the steps: twice as fast, then half as fast.
+    assert point.paired("policy", "anchor") == pytest.approx(1.0)
+    alone = token_time.Point(65536, {"policy": [1.0]}, {"policy": steps((7, 1), (9, 1), (8, 1))})
     assert alone.token("stock") is None and alone.paired("policy", "stock") is None
 
     args = token_time.parse_args(["--output-len", "4"])
     (row, last) = token_time.token_table([point, alone], args).rows
     assert row == ("16,384", "80.00", "20.00", "4.00x", "20.00", "4.00x", "+0.0%")
     assert last == ("65,536", "-", "8.00", "-", "-", "-", "-")
-    assert token_time.prompt_table([point, alone], args).rows[0][1:] == ("0.244", "0.061", "4.00x")
+    assert token_time.prompt_table([point, alone], args).rows[0][1:] == ("0.247", "0.062", "4.00x")
 
 
 def test_token_time_goals() -> None:
     def point(context: int, stock: float, ours: float, anchor: float) -> token_time.Point:
         times = {"stock": stock, "policy": ours, "anchor": anchor}
         made = {name: steps((time, 1.0), (time, 1.0)) for name, time in times.items()}
-        return token_time.Point(context, {n: t * context for n, t in times.items()}, made)
+        return token_time.Point(context, {n: [t * context] for n, t in times.items()}, made)
 
     args = token_time.parse_args(["--output-len", "3"])
     short, middle, long = point(512, 10, 11, 11), point(4096, 10, 11, 11), point(16384, 30, 12, 11)
