@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.engines import load_tokenizer
 from benchmarks.environment import ROOT
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -217,10 +218,8 @@ def plain_words(tokenizer: str) -> list[int]:
     does not have. For each of those vLLM reads the request again from the prompt's first token, in
     search of text, and a token would take longer the longer the prompt is.
     """
-    from transformers import AutoTokenizer
-
-    made = AutoTokenizer.from_pretrained(tokenizer)
-    return sorted({made.encode(text, add_special_tokens=False)[0] for text in (" the", " of")})
+    made = load_tokenizer(tokenizer)
+    return [made.encode(text, add_special_tokens=False)[-1] for text in (" the", " of")]
 
 
 def bench_serve(

@@ -311,6 +311,29 @@ def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
     return Table("Goals", ("goal", "measured", "holds"), tuple(rows))
 
 
+def summary(point: Point) -> dict[str, Any]:
+    """What is kept of a context's steps."""
+
+    def spread(times: list[float]) -> list[float]:
+        return [round(float(x), 3) for x in np.percentile(times, (10, 50, 90))]
+
+    return {
+        "context": point.context,
+        "prompt_ms": point.prompt,
+        "num_steps": {name: len(steps) for name, steps in point.steps.items()},
+        "step_ms_p10_p50_p90": {
+            name: spread([step.total for step in steps]) for name, steps in point.steps.items()
+        },
+        "attention_ms_p10_p50_p90": {
+            name: spread([step.attention for step in steps]) for name, steps in point.steps.items()
+        },
+        "ratio": {
+            f"{over} / {under}": point.paired(over, under)
+            for over, under in ((STOCK, POLICY), (POLICY, ANCHOR))
+        },
+    }
+
+
 def _prompt_ratio(point: Point) -> float | None:
     stock, ours = point.prompt_token(STOCK), point.prompt_token(POLICY)
     return stock / ours if stock and ours else None
@@ -341,21 +364,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         times = ", ".join(f"{name} {number(points[-1].token(name))} ms" for name in some)
         print(f"{context:,}: {times}", flush=True)
     tables = [token_table(points, args), prompt_table(points, args), goal_table(points, args)]
-    data = {
-        "threads": torch.get_num_threads(),
-        "points": [
-            {
-                "context": point.context,
-                "prompt_ms": point.prompt,
-                "step_ms": {n: [round(s.total, 3) for s in of] for n, of in point.steps.items()},
-                "attention_ms": {
-                    name: round(median(step.attention for step in of), 3)
-                    for name, of in point.steps.items()
-                },
-            }
-            for point in points
-        ],
-    }
+    data = {"threads": torch.get_num_threads(), "points": [summary(point) for point in points]}
     results.save(args.out, tables, data, vars(args), argv)
 
 

@@ -55,10 +55,12 @@ def test_token_times_end_to_end(tmp_path: Path) -> None:
     token_time.main([*options, "--block-size", "32", "--out", str(out)])
     kept = results.load("times", tmp_path)
     short, long = kept["data"]["points"]
-    assert list(short["step_ms"]) == ["stock", "policy", "anchor"]
-    assert list(long["step_ms"]) == ["policy", "anchor"], "stock ends at 40"
+    assert short["num_steps"] == {"stock": 8, "policy": 8, "anchor": 8}, "4 in each role"
+    assert long["num_steps"] == {"policy": 8, "anchor": 8}, "stock ends at 40"
+    assert long["ratio"]["stock / policy"] is None and short["ratio"]["stock / policy"] > 0
     for point in (short, long):
-        assert {len(times) for times in point["step_ms"].values()} == {2 * 4}
-        for name, times in point["step_ms"].items():
-            assert 0 < point["attention_ms"][name] < np.median(times), "the clock is in the layers"
+        for name, (_, attention, _) in point["attention_ms_p10_p50_p90"].items():
+            low, step, high = point["step_ms_p10_p50_p90"][name]
+            assert low <= step <= high
+            assert 0 < attention < step, "the clock is in the layers"
     assert [table["title"] for table in kept["tables"]][-1] == "Goals"

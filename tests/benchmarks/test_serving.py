@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from benchmarks import serving
-from benchmarks.serving import Load, Server, ServerError, Watch
+from benchmarks.engines import load_tokenizer
+from benchmarks.serving import Load, Server, ServerError, Watch, plain_words
+from tests.conftest import MODEL
 
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
@@ -108,6 +110,22 @@ def test_load_is_vllms_random_dataset() -> None:
         "--random-output-len": "20",
         "--num-prompts": "8",
     }
+
+
+def test_random_weights_answer_with_words(
+    fake: tuple[Server, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.benchmarks import serve
+
+    words = plain_words(str(MODEL))
+    tokenizer = load_tokenizer(str(MODEL))
+    assert [tokenizer.decode([word]).strip() for word in words] == ["the", "of"]
+    sent = []
+    monkeypatch.setattr(serve, "main", lambda args: sent.append(args) or {"completed": 1})
+    load = Load(input_len=8, output_len=2, concurrency=1, num_prompts=1, seed=0)
+    serving.bench_serve(fake[0], load, str(MODEL), words)
+    serving.bench_serve(fake[0], load, str(MODEL))
+    assert [args.extra_body for args in sent] == [{"allowed_token_ids": words}, None]
 
 
 def test_children_run_this_checkout(monkeypatch: pytest.MonkeyPatch) -> None:

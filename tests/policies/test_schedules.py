@@ -117,6 +117,10 @@ def test_counts_for_ten_thousand_tokens(name: str, data: st.DataObject) -> None:
     t = np.arange(1, 10_001)
     assert policy.counts(t).tolist() == counts
     assert policy.peaks(t).tolist() == np.maximum.accumulate(counts).tolist()
+    assert [policy.peak(n) for n in (0, *range(1, 10_001, 17))] == [
+        0,
+        *np.maximum.accumulate(counts)[::17].tolist(),
+    ]
     assert policy.peak(10**9) == max(counts) <= policy.capacity
     dropped = 1 - np.diff(counts)
     assert (policy.batches(t[:-1]) | (dropped <= 1)).all()

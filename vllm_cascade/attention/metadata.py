@@ -221,15 +221,17 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
 
     def _publish_positions(self, rows: list[_Row]) -> None:
         """A stride's tokens follow the tokens cached at its start."""
-        parts = []
-        for row in rows:
-            bounds = np.asarray(row.bounds)
-            tokens = np.arange(bounds[0], bounds[-1])
-            starts = np.repeat(bounds[:-1], np.diff(bounds))
-            counts = np.repeat(row.policy.counts(bounds[:-1]), np.diff(bounds))
-            parts.append(counts + tokens - starts)
-        if parts:
-            self.positions.fill(torch.from_numpy(np.concatenate(parts)))
+        if not rows:
+            return
+        begins = np.asarray([begin for row in rows for begin in row.bounds[:-1]])
+        lengths = np.asarray([end for row in rows for end in row.bounds[1:]]) - begins
+        policies = [row.policy for row in rows for _ in row.bounds[1:]]
+        counts = np.empty_like(begins)
+        for same in _by(range(len(policies)), lambda stride: id(policies[stride])):
+            counts[same] = policies[same[0]].counts(begins[same])
+        places = np.cumsum(lengths) - lengths
+        positions = np.arange(lengths.sum()) + np.repeat(counts - places, lengths)
+        self.positions.fill(torch.from_numpy(positions))
 
     def _count(self, rows: list[_Row]) -> None:
         self.counters.steps += 1
@@ -247,13 +249,19 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             if depth + 1 >= len(row.bounds):
                 continue
             begin, end = row.bounds[depth], row.bounds[depth + 1]
-            if end - begin == 1 and not row.policy.batches(np.asarray(begin)):
+            if end - begin == 1:
                 singles.append((row, begin))
             else:
                 strides.append(self._stride(row, begin, end, table))
         groups: dict[Any, list[tuple[_Row, int]]] = {}
         for same in _by(singles, lambda single: id(single[0].policy)):
-            groups.setdefault(arithmetic(same[0][0].policy), []).extend(same)
+            policy = same[0][0].policy
+            batches = policy.batches(np.asarray([begin for _, begin in same])).tolist()
+            for (row, begin), several in zip(same, batches, strict=True):
+                if several:
+                    strides.append(self._stride(row, begin, begin + 1, table))
+                else:
+                    groups.setdefault(arithmetic(policy), []).append((row, begin))
         return Wave([self._token_batch(same, table) for same in groups.values()], strides)
 
     def _stride(self, row: _Row, begin: int, end: int, table: torch.Tensor) -> Stride:

@@ -261,7 +261,9 @@ class Policy(KVPolicyConfig):
         return np.where(t > 0, table[np.clip(t - 1, 0, len(table) - 1)], 0)
 
     def peak(self, t: int) -> int:
-        return int(self.peaks(np.asarray(t)))
+        """``peaks`` of one number, which the scheduler asks for every request in every step."""
+        table = _peak_table(self)
+        return int(table[min(t, len(table)) - 1]) if t > 0 else 0
 
     def victims(self, t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rank ranges ``[lo, hi)`` from which inserting tokens ``t`` deletes one."""
