@@ -6,8 +6,8 @@ This script makes one that can: text files in, a tokenizer and a model out, in t
 loads. A share of its sequences repeats passages or hides a pass key (``training_data``); the loss
 of those tokens is reported apart. It resumes from its last checkpoint by itself.
 
-A model finds out that looking back pays much sooner in short sequences: ``--grow-from 256`` begins
-with sequences of 256 tokens and doubles them in equal parts of the run, tokens a step unchanged.
+``--grow-from 256`` begins with sequences of 256 tokens, in which attention costs little, and
+doubles them in equal parts of the run; the tokens of a step stay as many.
 
 On one GPU, about 20 minutes (--minutes ends it, whatever is left of --steps)::
 
