@@ -284,3 +284,29 @@ def test_token_time_refuses_what_says_nothing(option: list[str], capsys) -> None
     with pytest.raises(SystemExit):
         token_time.parse_args(option)
     assert "--" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_policys_engines_exchange_roles() -> None:
+    class Fake:
+        def __init__(self, ms: float) -> None:
+            self.ms, self.prompts, self.reading = ms, [], False
+
+        def add(self, prompt: list[int], output_len: int) -> None:
+            self.prompts.append(len(prompt))
+            self.reading = True
+
+        def step(self) -> token_time.Step:
+            self.reading = False
+            return token_time.Step(self.ms, 0.5)
+
+        def finish(self) -> None:
+            pass
+
+    arms = {"stock": Fake(30), "policy": Fake(10), "anchor": Fake(11)}
+    args = token_time.parse_args(["--anchor", "50", "--output-len", "4"])
+    point = token_time.measure_twice(arms, 100, args)
+    asked = {name: arm.prompts for name, arm in arms.items()}
+    assert asked == {"stock": [100, 100], "policy": [100, 50], "anchor": [50, 100]}
+    assert [step.total for step in point.steps["policy"]] == [10] * 3 + [11] * 3
+    assert point.prompt == {"stock": [30, 30], "policy": [10, 11], "anchor": [11, 10]}
+    assert point.paired("policy", "anchor") == pytest.approx(1.0), "the engines' difference cancels"
