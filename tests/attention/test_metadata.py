@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.attention.steps import step_of
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder, cut_strides
 from vllm_cascade.paging import KVPolicySpec
 from vllm_cascade.policies import Policy, resolve
@@ -36,23 +36,12 @@ def builder() -> KVPolicyMetadataBuilder:
 def test_a_step_of_many_requests(rows: list[tuple[Policy, int, int, bool]]) -> None:
     """(policy, tokens before, tokens now, in its prompt) for each request."""
     lengths = [length for _, _, length, _ in rows]
-    offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ends = torch.tensor([first + length for _, first, length, _ in rows])
+    table = torch.arange(len(rows) * 32, dtype=torch.int32).view(len(rows), 32)
+    firsts, prefilling = [row[1] for row in rows], [row[3] for row in rows]
+    common = step_of(firsts, lengths, prefilling, table)
+    offsets = common.query_start_loc
     made = builder()
     made.row_policies = lambda: [policy for policy, *_ in rows]
-    common = CommonAttentionMetadata(
-        query_start_loc=offsets,
-        query_start_loc_cpu=offsets,
-        seq_lens=ends,
-        seq_lens_cpu_upper_bound=ends,
-        num_reqs=len(rows),
-        num_actual_tokens=sum(lengths),
-        max_query_len=max(lengths),
-        max_seq_len=int(ends.max()),
-        block_table_tensor=torch.arange(len(rows) * 32, dtype=torch.int32).view(len(rows), 32),
-        slot_mapping=torch.zeros(0, dtype=torch.int64),
-        is_prefilling=torch.tensor([prefilling for *_, prefilling in rows]),
-    )
     metadata = made.build(0, common)
 
     positions, planned = [], set()

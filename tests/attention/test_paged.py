@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention.reference import LiteralCache
+from tests.attention.steps import step_of
 from tests.oracle.settings import logit_scale, make_sim, score_rule
 from vllm_cascade.attention.cpu import CPUKVPolicyImpl
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
@@ -108,22 +108,7 @@ class PagedLayer:
         rotate: Any,
     ) -> torch.Tensor:
         """One scheduling step of unrotated tensors ``[num_tokens, heads, head_size]``."""
-        offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-        ends = torch.tensor([f + n for f, n in zip(firsts, lengths, strict=True)])
-        common = CommonAttentionMetadata(
-            query_start_loc=offsets,
-            query_start_loc_cpu=offsets,
-            seq_lens=ends,
-            seq_lens_cpu_upper_bound=ends,
-            num_reqs=len(lengths),
-            num_actual_tokens=sum(lengths),
-            max_query_len=max(lengths),
-            max_seq_len=int(ends.max()),
-            block_table_tensor=table,
-            slot_mapping=torch.zeros(0),
-            is_prefilling=torch.tensor(prefilling),
-        )
-        metadata = self.builder.build(0, common)
+        metadata = self.builder.build(0, step_of(firsts, lengths, prefilling, table))
         positions = self.builder.positions.buffer[: sum(lengths)].tolist()
         query = torch.stack([rotate(q, p) for q, p in zip(query, positions, strict=True)])
         key = torch.stack([rotate(k, p) for k, p in zip(key, positions, strict=True)])
