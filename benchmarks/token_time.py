@@ -356,9 +356,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value - 1:+.1%}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, context by context."""
-    args = parse_args(argv)
+def run(args: argparse.Namespace) -> tuple[list[Point], int]:
+    """Measure, context by context: the points, and the threads that they were measured with."""
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     engines.quiet()
     names = [STOCK, POLICY, ANCHOR]
@@ -372,8 +371,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         points.append(measure_twice(some, context, args))
         times = ", ".join(f"{name} {number(points[-1].token(name))} ms" for name in some)
         print(f"{context:,}: {times}", flush=True)
+    return points, torch.get_num_threads()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure in a process that ends with its engines."""
+    args = parse_args(argv)
+    ((points, threads),) = engines.in_children(run, [args])
     tables = [token_table(points, args), prompt_table(points, args), goal_table(points, args)]
-    data = {"threads": torch.get_num_threads(), "points": [summary(point) for point in points]}
+    data = {"threads": threads, "points": [summary(point) for point in points]}
     results.save(args.out, tables, data, vars(args), argv)
 
 

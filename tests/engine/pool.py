@@ -31,6 +31,7 @@ class EnginePool:
     ) -> Any:
         """An ``LLM`` in fp32 with this policy (None: stock vLLM), started in this environment."""
         from vllm import LLM
+        from vllm.envs import disable_envs_cache
 
         settings = {
             "model": str(model),
@@ -48,6 +49,8 @@ class EnginePool:
         key = json.dumps([settings, env or {}], sort_keys=True, default=repr)
         if key != self._key:
             self.close()
+            # An engine that somebody else left in this process has frozen vLLM's view of it.
+            disable_envs_cache()
             with patch.dict(os.environ, env or {}):
                 self._llm = LLM(**settings)
             self._key = key

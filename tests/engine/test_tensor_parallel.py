@@ -21,13 +21,13 @@ def test_two_ranks(
     policy: dict,
     engine_pool: EnginePool,
     book_tokens: list[int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # vLLM wants a NUMA node for each rank, or to be told which cores are whose.
     first, *others = sorted(os.sched_getaffinity(0))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{others[0] if others else first}")
+    cores = f"{first}|{others[0] if others else first}"
     llm = engine_pool.get(
         {**policy, "trace": True},
+        env={"VLLM_CPU_OMP_THREADS_BIND": cores},
         max_model_len=4096,
         max_num_batched_tokens=300,
         tensor_parallel_size=2,
