@@ -23,7 +23,7 @@ FLAGS = (
 )
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT = 300.0
-"""Seconds; a compile takes about five."""
+"""Seconds; a compile takes about fifteen."""
 
 
 class BuildError(RuntimeError):

@@ -30,11 +30,13 @@ static inline void tile_words(const Layer& layer, const int64_t* pages, int64_t 
   for (int64_t i = 0; i < n; i++) distance[i] = rank[i] < 0 ? 0 : distance[i] - rank[i];
 }
 
-// The cos and sin of a tile's rows; pads both arrays to whole registers with what may be read.
+// The cos and sin of a tile's rows, to be turned by `distance` or, where that is null, not at all;
+// pads both arrays to whole registers with what may be read.
 template <class T>
 static inline void tile_rotation(const Layer& layer, const int32_t* distance, int64_t n,
                                  const T** row, const float** rotation) {
-  for (int64_t i = 0; i < n; i++) rotation[i] = layer.rotation + (int64_t)distance[i] * 2 * layer.half;
+  const int64_t step = 2 * layer.half;
+  for (int64_t i = 0; i < n && distance; i++) rotation[i] = layer.rotation + distance[i] * step;
   for (int64_t i = n; i < round_up(n, W); i++) row[i] = row[0], rotation[i] = layer.rotation;
 }
 
@@ -129,7 +131,7 @@ static inline void dots(const float* query, int64_t width, const float* keys, vf
     for (int64_t c = 0; c < width; c += W, block += KEY_STRIDE) {
       vf x[Queries];
 #pragma GCC unroll 4
-      for (int q = 0; q < Queries; q++) x[q] = load(query + q * width + c);
+      for (int q = 0; q < Queries; q++) x[q] = held(load(query + q * width + c));
 #pragma GCC unroll 16
       for (int i = 0; i < Keys; i++) {
         vf key = held(load(block + i * W));
@@ -142,13 +144,16 @@ static inline void dots(const float* query, int64_t width, const float* keys, vf
   folded.give(result);
 }
 
-// The same with keys as they are stored, each turned back by its distance on the way: neither
-// written to memory nor read again. For rotations of whole heads in halves of `half` channels, a
-// multiple of W. `next`: rows to prefetch, or null.
-template <int Queries, int Keys, class T>
-static __attribute__((noinline)) void turned_dots(const float* query, int64_t width, const T* const* row,
-                               const T* const* next, const float* const* rotation, int64_t half,
-                               vf* result) {
+// The same with keys as they are stored, and each turned by its distance on the way where `Turn`:
+// neither written to memory nor read again. For heads that are two halves of whole registers;
+// `Width` is their size where that is known here (0: not), so that the loop over it is unrolled.
+// `next`: rows to prefetch, or null.
+template <int Queries, int Keys, int Width, bool Turn, class T>
+static __attribute__((noinline)) void row_dots(const float* query, int64_t width,
+                                               const T* const* row, const T* const* next,
+                                               const float* const* rotation, vf* result) {
+  if (Width) width = Width;
+  const int64_t half = width / 2;
   Folded<Queries, Keys> folded;
 #pragma GCC unroll 16
   for (int k = 0; k < W / Keys; k++) {
@@ -161,11 +166,14 @@ static __attribute__((noinline)) void turned_dots(const float* query, int64_t wi
       vf low[Keys], high[Keys];
 #pragma GCC unroll 16
       for (int i = 0; i < Keys; i++) {
-        const float* turn = rotation[k * Keys + i] + c;
-        vf x = held(load(row[k * Keys + i] + c)), y = held(load(row[k * Keys + i] + half + c));
-        vf cos = held(load(turn)), sin = held(load(turn + half));
-        low[i] = x * cos - y * sin;
-        high[i] = y * cos + x * sin;
+        low[i] = held(load(row[k * Keys + i] + c));
+        high[i] = held(load(row[k * Keys + i] + half + c));
+        if constexpr (Turn) {
+          const float* turn = rotation[k * Keys + i] + c;
+          vf x = low[i], y = high[i], cos = held(load(turn)), sin = held(load(turn + half));
+          low[i] = x * cos - y * sin;
+          high[i] = y * cos + x * sin;
+        }
       }
 #pragma GCC unroll 4
       for (int q = 0; q < Queries; q++) {

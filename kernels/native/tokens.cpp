@@ -106,23 +106,35 @@ void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, floa
   }
 }
 
-// A tile's keys: turned beforehand into `keys`, or as stored, to be turned on the way.
+// A tile's keys: as they are stored, or at their present positions in `keys`.
 template <class T>
 struct TileKeys {
-  const float* keys;             // see tile_keys; null: turn them on the way
+  const float* keys;             // see tile_keys; null: take the rows
   const T* const* row;           // stored rows, some row for all up to a whole register
   const T* const* next;          // rows to prefetch, or null
   const float* const* rotation;  // each row's cos and sin
+  bool turn;                     // whether rows are to be turned
 
   template <int Queries>
-  void products(const Layer& layer, const float* query, int64_t width, int64_t i, vf* x) const {
-    constexpr int STORED = Queries == 1 ? W : Queries == 4 ? W / 4 : W / 2;
-    constexpr int TURNED = W == 16 ? 4 : 2;
+  void products(const float* query, int64_t width, int64_t i, vf* x) const {
+    constexpr int STORED = Queries == 1 ? W : Queries == 2 ? W / 2 : W / 4;
     if (keys)
       dots<Queries, STORED>(query, width, keys + i * W, x);
+    else if (turn)
+      of_rows<Queries, true>(query, width, i, x);
     else
-      turned_dots<Queries, TURNED>(query, width, row + i, next ? next + i : nullptr, rotation + i,
-                                   layer.half, x);
+      of_rows<Queries, false>(query, width, i, x);
+  }
+  template <int Queries, bool Turn>
+  void of_rows(const float* query, int64_t width, int64_t i, vf* x) const {
+    constexpr int ROWS = W == 16 ? 4 : 2;
+    const T* const* to_come = next ? next + i : nullptr;
+    if (width == 64)
+      row_dots<Queries, ROWS, 64, Turn>(query, width, row + i, to_come, rotation + i, x);
+    else if (width == 128)
+      row_dots<Queries, ROWS, 128, Turn>(query, width, row + i, to_come, rotation + i, x);
+    else
+      row_dots<Queries, ROWS, 0, Turn>(query, width, row + i, to_come, rotation + i, x);
   }
 };
 
@@ -136,7 +148,7 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
   for (vf& most : top) most = splat(-INFINITY);
   for (int64_t i = 0; i < n; i += W) {
     vf x[Queries];
-    keys.template products<Queries>(layer, on.query + q * on.width, on.width, i, x);
+    keys.template products<Queries>(on.query + q * on.width, on.width, i, x);
     const vi held = load_as<vi>(rank + i);
 #pragma GCC unroll 4
     for (int k = 0; k < Queries; k++) {
@@ -194,9 +206,8 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   int32_t* rank = (int32_t*)(keys + buffer);
   int32_t* distance = rank + num_sets * TILE;
   const bool turn = batch.moved && layer.rotation, ahead = request.shape.prefetch;
-  // Short rows from the cache are faster in two passes, and so are keys that are needed twice.
-  const bool on_the_way = turn && layer.turns_by_registers() && group <= 4 &&
-                          (ahead || size * (int64_t)sizeof(T) >= 512);
+  // Keys that are needed twice are better read and turned once.
+  const bool by_row = group <= 4 && (turn ? layer.turns_by_registers() : size % (2 * W) == 0);
   Online on(memory, begin * group, num, width);
   begin_softmax(request, mass, on, keys);
 
@@ -215,9 +226,9 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
       const int64_t n_next = last ? std::min(TILE, after) : n;
       tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next, next);
       const T* const* to_come = ahead && n_next == TILE ? next : nullptr;
-      TileKeys<T> tile_of{on_the_way ? nullptr : keys, row, to_come, rotation};
-      if (on_the_way)
-        tile_rotation(layer, distance + s * TILE, n, row, rotation);
+      TileKeys<T> tile_of{by_row ? nullptr : keys, row, to_come, rotation, turn};
+      if (by_row)
+        tile_rotation(layer, turn ? distance + s * TILE : nullptr, n, row, rotation);
       else
         tile_keys(layer, row, to_come, turn ? distance + s * TILE : nullptr, n, width, keys);
       for (int64_t i = 0; i < n; i++) value[i] = row[i] + size;
