@@ -2,6 +2,7 @@
 """Tables, results and the document: nothing is shown that no run printed."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -237,6 +238,7 @@ def test_token_times_are_compared_pair_by_pair() -> None:
     point = token_time.Point(
         16384,
         {"stock": [4000.0, 4096.0], "policy": [1000.0, 1024.0], "anchor": [100.0, 100.0]},
+        [1000.0 / 16384, 512.0 / 16384],
         {
             "stock": steps((40, 30), (400, 300), (80, 60), (80, 60)),
             "policy": steps((10, 1), (100, 10), (20, 2), (20, 2)),
@@ -247,21 +249,28 @@ def test_token_times_are_compared_pair_by_pair() -> None:
     assert point.without_attention("stock") == 20
     # The engines change roles after half of the steps: twice as fast, then half as fast.
     assert point.paired("policy", "anchor") == pytest.approx(1.0)
-    alone = token_time.Point(65536, {"policy": [1.0]}, {"policy": steps((7, 1), (9, 1), (8, 1))})
+    # So a prompt is once as fast as the short ones beside it, once half as fast.
+    assert point.prompt_over_short == pytest.approx(2**0.5)
+    alone = token_time.Point(
+        65536, {"policy": [1.0]}, [1e-5], {"policy": steps((7, 1), (9, 1), (8, 1))}
+    )
     assert alone.token("stock") is None and alone.paired("policy", "stock") is None
 
     args = token_time.parse_args(["--output-len", "4"])
     (row, last) = token_time.token_table([point, alone], args).rows
     assert row == ("16,384", "80.00", "20.00", "4.00x", "20.00", "4.00x", "+0.0%")
     assert last == ("65,536", "-", "8.00", "-", "-", "-", "-")
-    assert token_time.prompt_table([point, alone], args).rows[0][1:] == ("0.247", "0.062", "4.00x")
+    assert token_time.prompt_table([point, alone], args).rows[0][1:] == (
+        *("0.247", "0.062", "4.00x", "+41.4%"),
+    )
 
 
 def test_token_time_goals() -> None:
     def point(context: int, stock: float, ours: float, anchor: float) -> token_time.Point:
         times = {"stock": stock, "policy": ours, "anchor": anchor}
         made = {name: steps((time, 1.0), (time, 1.0)) for name, time in times.items()}
-        return token_time.Point(context, {n: [t * context] for n, t in times.items()}, made)
+        prompts = {n: [t * context] for n, t in times.items()}
+        return token_time.Point(context, prompts, [anchor], made)
 
     args = token_time.parse_args(["--output-len", "3"])
     short, middle, long = point(512, 10, 11, 11), point(4096, 10, 11, 11), point(16384, 30, 12, 11)
@@ -289,11 +298,15 @@ def test_token_time_refuses_what_says_nothing(option: list[str], capsys) -> None
 def test_the_policys_engines_exchange_roles() -> None:
     class Fake:
         def __init__(self, ms: float) -> None:
-            self.ms, self.prompts, self.reading = ms, [], False
+            self.ms, self.prompts, self.reading, self.short = ms, [], False, 0
 
         def add(self, prompt: list[int], output_len: int) -> None:
             self.prompts.append(len(prompt))
             self.reading = True
+
+        def read(self, prompt: list[int]) -> Iterator[float]:
+            self.short += 1
+            yield self.step().total
 
         def step(self) -> token_time.Step:
             self.reading = False
@@ -309,4 +322,6 @@ def test_the_policys_engines_exchange_roles() -> None:
     assert asked == {"stock": [100, 100], "policy": [100, 50], "anchor": [50, 100]}
     assert [step.total for step in point.steps["policy"]] == [10] * 3 + [11] * 3
     assert point.prompt == {"stock": [30, 30], "policy": [10, 11], "anchor": [11, 10]}
+    assert [arm.short for arm in arms.values()] == [0, 1, 1]
+    assert point.prompt_over_short == pytest.approx(4096 / 100), "both took a step for theirs"
     assert point.paired("policy", "anchor") == pytest.approx(1.0), "the engines' difference cancels"
