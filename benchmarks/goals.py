@@ -2,8 +2,8 @@
 """The project's speed goals, as far as the trials of ``benchmarks.throughput`` reach them.
 
 A goal compares medians over the trials: of an arm with the better of the stock arms, or of an arm
-with itself over contexts. Latencies are taken where the fewest requests are in flight, because with
-several at once a token's time has parts of the others' prompts in it.
+with itself over contexts. Latencies are judged where one request is in flight, because with several
+at once a token's time has parts of the others' prompts in it, and a prompt's time its wait.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +30,7 @@ class Ratio:
 
     Attributes:
         bound: at least this; at most, where ``below``.
+        alone: only where one request is in flight.
     """
 
     title: str
@@ -38,7 +39,7 @@ class Ratio:
     applies: Callable[[Record, int], bool]
     inverse: bool = False
     below: bool = False
-    fewest: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,20 @@ GOALS: tuple[Ratio | Flat, ...] = (
         f"TPOT at least {TOKEN_FASTER}x faster at {LONG:,}",
         *(TPOT, TOKEN_FASTER, _long),
         inverse=True,
-        fewest=True,
+        alone=True,
     ),
     Ratio(
         f"prompt at least {PROMPT_FASTER}x faster at {LONG:,}",
         *(TTFT, PROMPT_FASTER, _long),
         inverse=True,
-        fewest=True,
+        alone=True,
     ),
     Ratio("at least 0.9x stock's throughput where nothing is evicted", THROUGHPUT, 0.9, _short),
     Ratio(
         f"TPOT at most {TOKEN_COST}x stock's where nothing is evicted",
         *(TPOT, TOKEN_COST, _short),
         below=True,
-        fewest=True,
+        alone=True,
     ),
 )
 
@@ -127,16 +128,15 @@ def _where(pool: int, at_once: int) -> str:
 def _flat(
     records: Sequence[Record], arm: str, goal: Flat, budget: int
 ) -> list[tuple[str, str, str]]:
-    fewest = min(record["concurrency"] for record in records)
     contexts = sorted({r["context"] for r in records if r["context"] >= goal.begin})
     rows = []
     for pool in dict.fromkeys(record["pool"] for record in records):
-        found = {c: _middle(records, goal.metric, arm, (pool, fewest, c)) for c in contexts}
+        found = {c: _middle(records, goal.metric, arm, (pool, 1, c)) for c in contexts}
         times = {c: t / c if goal.per_token else t for c, t in found.items() if t is not None}
         if len(times) < 2:
             continue
         low, high = min(times.values()), max(times.values())
-        ends = f"{min(times):,} to {max(times):,} tokens, {_where(pool, fewest)}"
+        ends = f"{min(times):,} to {max(times):,} tokens, {_where(pool, 1)}"
         digits = 3 if goal.per_token else 2
         text = f"{number(low, digits)} to {number(high, digits)} ms ({high / low - 1:+.1%})"
         rows.append(_row(ends, text, high <= low * (1 + goal.within)))
@@ -146,13 +146,12 @@ def _flat(
 def _ratios(
     records: Sequence[Record], arm: str, goal: Ratio, budget: int
 ) -> list[tuple[str, str, str]]:
-    fewest = min(record["concurrency"] for record in records)
     stock_arms = {r["arm"] for r in records if r["arm"].startswith(STOCK)}
     best = max if goal.metric == THROUGHPUT else min
     points = {
         (r["pool"], r["concurrency"], r["context"])
         for r in records
-        if goal.applies(r, budget) and (r["concurrency"] == fewest or not goal.fewest)
+        if goal.applies(r, budget) and (r["concurrency"] == 1 or not goal.alone)
     }
     rows = []
     for point in sorted(points):

@@ -9,7 +9,7 @@ round, after a warm-up of each; the table shows medians and ranges. Ratios of si
 are steadier in ``benchmarks.token_time``.
 
 The sweep is context length x concurrency x pool. A pool of ``2x`` holds two requests of the
-longest context in stock vLLM. ``--preset goals`` and ``--preset many`` are the settings in which
+longest context in stock vLLM. ``--preset goals``, ``long`` and ``many`` are the settings in which
 the project states its goals, ``--preset quick`` takes minutes.
 """
 
@@ -67,6 +67,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "prompts": 1,
         "trials": 3,
         "stock_longest": 16384,
+    },
+    "long": {
+        "model": "llama-125m",
+        "policies": ["cascade"],
+        "budget": 1024,
+        "contexts": [16384],
+        "concurrency": [4],
+        "pools": ["1x"],
+        "output_len": 512,
+        "prompts": 4,
+        "trials": 1,
     },
     "many": {
         "model": "llama-125m",
