@@ -59,6 +59,8 @@ def test_token_times_end_to_end(tmp_path: Path) -> None:
     assert long["num_steps"] == {"policy": 8, "anchor": 8}, "stock ends at 40"
     assert long["ratio"]["stock / policy"] is None and short["ratio"]["stock / policy"] > 0
     for point in (short, long):
+        once, again = point["short_prompts_ms_a_token"]
+        assert min(once, again) > 0, "300 tokens were read beside each, once in each role"
         for name, (_, attention, _) in point["attention_ms_p10_p50_p90"].items():
             low, step, high = point["step_ms_p10_p50_p90"][name]
             assert low <= step <= high
