@@ -165,6 +165,7 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
                 f"insert {name}, rule {variant}",
                 lambda c=case, v=variant: checks.check_insert(c, device, v),
             )
+        check(f"assign {name}", lambda c=case: checks.check_assign(c, device))
         check(f"insert strides {name}", lambda c=case: checks.check_insert_strides(c, device))
     check("schedule", lambda: checks.check_schedule(device))
     check("rotation table", lambda: checks.check_rotation_table(device))
@@ -173,24 +174,47 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
     return rows
 
 
+def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
+    """Tables of a full cascade, and of one that deletes four tokens in cells every fourth step.
+
+    Returns:
+        The schedule, and the second policy's further rules, int32 ``[1, 4]``.
+    """
+    import torch
+
+    from benchmarks.gpu_timings import cascade_schedule
+    from benchmarks.kernels_alone import load
+
+    one = cascade_schedule(device, 4, 64, 4)
+    grow = [[0, 0, 0, 0, 0, 0, cached + j, cached + 3] for j in (1, 2, 3)]
+    comb = [100, 103, 2, 3, 0, 1, cached, cached + 3]
+    other = torch.tensor([*grow, comb], dtype=torch.int32, device=device)
+    head = one.heads.clone()
+    head[0, :3] = torch.tensor([len(one.table), 0, 4])
+    tables = torch.cat([one.table, other]), torch.cat([one.heads, head])
+    rules = torch.tensor([[50, 54, 2, -2]], dtype=torch.int32, device=device)
+    return load("schedule").Schedule(*tables), rules
+
+
 def graph_equals_eager(device: Any) -> float:
     """40 replays of a captured decode step leave the same bytes and outputs as 40 eager steps."""
     import torch
 
-    from benchmarks.gpu_timings import Layer, cascade_schedule
+    from benchmarks.gpu_timings import Layer
     from benchmarks.kernels_alone import load
 
     ops = {name: load(name) for name in ("combine", "insert", "schedule")}
     torch.manual_seed(0)
     batch, heads, cached = 5, 8, 4 + 4 * 64
-    tables = cascade_schedule(device, 4, 64, 4)
+    tables, rules = two_policies(device, cached)
+    policy_of = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int32, device=device)
     twins = [Layer.make(device, batch, heads, 128, cached, torch.float16, spare=0)]
     first = twins[0]
     copies = {name: getattr(first, name).clone() for name in ("kv", "rank", "born", "score")}
     twins.append(
         Layer(**copies, table=first.table, steps=first.steps.clone(), rotation=first.rotation)
     )
-    lengths = [torch.full((batch,), cached + 1, dtype=torch.int32, device=device) for _ in twins]
+    lengths = [torch.full((batch,), cached + 4, dtype=torch.int32, device=device) for _ in twins]
     for seq_lens in lengths:
         seq_lens[3] = 0  # a padded row
     positions = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -201,7 +225,9 @@ def graph_equals_eager(device: Any) -> float:
     def step(i: int) -> None:
         layer = twins[i]
         lengths[i].add_((lengths[i] > 0).int())
-        ops["schedule"].schedule(lengths[i], layer.table, tables, layer.steps, positions)
+        ops["schedule"].schedule(
+            *(lengths[i], layer.table, tables, policy_of, layer.steps, positions)
+        )
         attend = load("attend").attend
         parts, parts_lse, logits, own = attend(
             *(query, key, key, layer.kv, layer.rank, layer.born, layer.table, layer.steps),
@@ -209,12 +235,11 @@ def graph_equals_eager(device: Any) -> float:
         )
         lse = ops["combine"].merge(parts, parts_lse, layer.steps, outputs[i])
         new = ops["combine"].update(
-            *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps),
-            *(0.99, 0.01, "mean"),
+            *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps, "mean")
         )
         ops["insert"].insert(
             *(key, key, new, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, True, False),
+            *(layer.table, layer.steps, rules, True),
         )
 
     step(0)  # compiles; the twin makes the same first step eagerly

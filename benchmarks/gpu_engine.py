@@ -4,8 +4,9 @@
     VLLM_CASCADE_CUDA=1 python -m benchmarks.gpu_engine --out results/
 
 First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
-given to the oracle (``tests/oracle``), which must find the same log-probabilities and, at every
-step, the same most likely token. Then Llama 1B and 8B configurations with dummy weights decode at
+given to the oracle (``tests/oracle``), which must find the same log-probabilities: of three
+requests, of one beside them that runs under another policy, and of one that starts from another's
+snapshot. Then Llama 1B and 8B configurations with dummy weights decode at
 2k, 8k and 32k of context, beside stock vLLM with the same bytes of KV cache. Each engine has a
 process of its own. ``--tiny`` runs the same code with toy sizes, also on a CPU.
 """
@@ -28,6 +29,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "beehive": {"name": "beehive"},
     "lazy": {"name": "lazy"},
     "h2o": {"name": "h2o"},
+    "h2o in batches": {"name": "h2o", "overflow": 8},
+    "dgc": {"name": "dgc"},
+    "dgc in clusters": {"name": "dgc", "importance": "cluster"},
 }
 LLAMAS: dict[str, dict[str, int]] = {
     "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv": 8, "inner": 8192, "vocab": 128256},
@@ -111,7 +115,8 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> dict[str, Any]:
 
     from tests.oracle.model import load_model, stream
     from tests.oracle.random_models import write_llama
-    from tests.oracle.settings import oracle_settings
+    from tests.oracle.settings import oracle_settings, token_scores
+    from vllm_cascade.idf import sentence_ends
 
     # The smallest settings that wrap the cache often.
     policy = {**policy, "budget": 64, "prefill_stride": 16}
@@ -132,29 +137,68 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> dict[str, Any]:
             max_num_seqs=8,
             enforce_eager=tiny,
         )
+        ends = sentence_ends(llm.get_tokenizer()).tolist()
+        oracle, errors = load_model(path, bloom_gelu="none"), []
         tokens = np.random.default_rng(0).integers(1, 500, 400).tolist()
-        prompts = [tokens[:5], tokens[5:120], tokens[120:337]]
+        prompts = [tokens[:5], tokens[5:120], tokens[120:337], tokens[200:290]]
         length = 24 if tiny else 300
-        params = SamplingParams(max_tokens=length, temperature=0.0, logprobs=0, ignore_eos=True)
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = llm.generate(inputs, params, use_tqdm=False)
-        oracle, error = load_model(path, bloom_gelu="none"), 0.0
-        for prompt, output in zip(prompts, outputs, strict=True):
-            (choice,) = output.outputs
-            found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
-            truth = stream(
-                oracle,
-                prompt + list(choice.token_ids),
-                prompt_len=len(prompt),
-                **oracle_settings(policy),
-            )
-            expected = np.asarray(truth.logprobs[len(prompt) - 1 :])
-            error = max(error, float(np.abs(np.asarray(found) - expected).max()))
+
+        def ask(numbers: list[int]) -> int:
+            """Generate, and compare with the oracle; prompt tokens that were in a snapshot."""
+            params = [
+                SamplingParams(
+                    max_tokens=length,
+                    temperature=0.0,
+                    logprobs=0,
+                    ignore_eos=True,
+                    extra_args=OTHER if number == 3 else None,
+                )
+                for number in numbers
+            ]
+            inputs = [{"prompt_token_ids": prompts[number]} for number in numbers]
+            outputs = llm.generate(inputs, params, use_tqdm=False)
+            for number, output in zip(numbers, outputs, strict=True):
+                (choice,) = output.outputs
+                found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
+                text = prompts[number] + list(choice.token_ids)
+                settings = other_settings(policy) if number == 3 else policy
+                truth = stream(
+                    *(oracle, text),
+                    prompt_len=len(prompts[number]),
+                    token_scores=token_scores(settings, text, ends.__getitem__),
+                    **oracle_settings(settings),
+                )
+                expected = np.asarray(truth.logprobs[len(prompts[number]) - 1 :])
+                errors.append(float(np.abs(np.asarray(found) - expected).max()))
+            return sum(output.num_cached_tokens or 0 for output in outputs)
+
+        first, reused = ask([0, 1, 2, 3]), ask([2])
         (counters,) = llm.collective_rpc("kv_policy_counters")
+        config = llm.llm_engine.vllm_config
+    right = max(errors) < MAX_ERROR and counters["evicted_tokens"] > 0
     return {
-        "equal": error < MAX_ERROR and counters["evicted_tokens"] > 0,
-        "max_error": error,
+        "equal": right and first == 0 and reused > 0,
+        "max_error": max(errors),
         "evicted": counters["evicted_tokens"],
+        "reused": reused,
+        "runner": "V2" if config.use_v2_model_runner else "V1",
+        "async": bool(config.scheduler_config.async_scheduling),
+    }
+
+
+OTHER = {"kv_policy": "sink", "kv_budget": 32}
+"""What the fourth request of the comparison asks for."""
+
+
+def other_settings(policy: dict[str, Any]) -> dict[str, Any]:
+    """What ``OTHER`` means on a server that runs ``policy``, to the oracle."""
+    per_head = "per_kv_head" if policy["name"] == "beehive" else "homogeneous"
+    return {
+        "name": "sink",
+        "budget": 32,
+        "prefill_stride": policy["prefill_stride"],
+        "head_policy": policy.get("head_policy", per_head),
+        "overflow": 1 if policy["name"] == "lazy" else policy.get("overflow", 1),
     }
 
 
@@ -174,6 +218,8 @@ def speed(
         (Path(folder) / "config.json").write_text(json.dumps(llama_config(size)))
         if policy is not None:
             policy = {"budget": 64 if tiny else 2048, **policy}
+            if policy == {"name": "dgc", "budget": policy["budget"]}:
+                policy["idf"] = write_idf(Path(folder) / "idf.safetensors", size["vocab"])
             if tiny:
                 policy["prefill_stride"] = 16
         llm = LLM(
@@ -209,6 +255,17 @@ def speed(
     }
 
 
+def write_idf(path: Path, vocab: int) -> str:
+    """A table of document frequencies for a model without a tokenizer."""
+    import numpy as np
+
+    from vllm_cascade.importance import IdfTable
+
+    counts = np.arange(vocab) % 97 + 1
+    IdfTable(1000, counts, counts, np.arange(vocab) % 20 == 0, "none").save(path)
+    return str(path)
+
+
 def llama_config(size: dict[str, int]) -> dict[str, Any]:
     """config.json of a Llama with these sizes."""
     return {
@@ -239,7 +296,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         elif row["what"] == "identity":
             verdict = "equal" if row["equal"] else "DIFFERS"
             lines.append(
-                f"{head} {verdict}, max error {row['max_error']:.1e}, {row['evicted']} evicted"
+                f"{head} {verdict}, max error {row['max_error']:.1e}, {row['evicted']} evicted, "
+                f"{row['reused']} tokens from a snapshot"
             )
         else:
             lines.append(

@@ -25,8 +25,12 @@ stride_ops, schedule_ops, xformers_ops = (
     load("xformers_prefill"),
 )
 
+tile_ops = load("tiles")
+
 Row = dict[str, Any]
 GIB = 1 << 30
+AVERAGE = (0.991, 0.009)
+"""Decay and weight of the scores' average."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,9 @@ class Layer:
         rank = torch.full((blocks, 1, page), -1, dtype=torch.int32, device=device)
         rank[table.long(), 0] = one.view(pages, page)
         born = rank + torch.randint_like(rank, 0, cached)
-        steps = torch.tensor([10 * cached, cached, cached, cached, 4, 5, 1], dtype=torch.int32)
+        average = [tile_ops.float_bits(value) for value in AVERAGE]
+        first = [10 * cached, cached, cached, cached, 4, 5, 1, 0, 0, 0, 0, 1, *average]
+        steps = torch.tensor(first, dtype=torch.int32)
         exponent = torch.arange(0, head_size, 2) / head_size
         return cls(
             kv=kv,
@@ -161,8 +167,7 @@ class Layer:
         lse = combine_ops.merge(parts, parts_lse, self.steps, output)
         if featured:
             combine_ops.update(
-                *(logits, own, lse, self.rank, self.score, self.table, self.steps),
-                *(0.991, 0.009, "mean"),
+                *(logits, own, lse, self.rank, self.score, self.table, self.steps, "mean")
             )
         return output
 
@@ -252,9 +257,13 @@ def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int)
         newest = sinks + (levels - level) * window - 1
         contest = level < levels
         lo, hi = (newest, newest + 2) if contest else (sinks, sinks + 1)
-        rows.append([lo, hi, 1, total, total])
-    table = torch.tensor(rows, dtype=torch.int32, device=device)
-    return schedule_ops.Schedule(table, 0)
+        rows.append([lo, hi, 1, 0, 0, 0, total, total])
+    average = [tile_ops.float_bits(value) for value in AVERAGE]
+    table, heads = (
+        torch.tensor(lines, dtype=torch.int32, device=device)
+        for lines in (rows, [[0, 0, len(rows), 0, 1, *average]])
+    )
+    return schedule_ops.Schedule(table, heads)
 
 
 def caching_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
@@ -302,19 +311,20 @@ def _our_caching(bench: Bench, sizes: Sizes, dtype: torch.dtype, levels: int) ->
     logits = torch.randn(batch, heads, slots, device=device)
     own, lse = torch.randn(batch, heads, device=device), torch.full((batch, heads), 8.0).to(device)
     fixed = torch.zeros(batch, 1, device=device)
+    policy_of = torch.zeros(batch, dtype=torch.int32, device=device)
+    no_rules = torch.zeros(1, 4, dtype=torch.int32, device=device)
 
     def step() -> None:
         seq_lens.add_(1)
-        schedule_ops.schedule(seq_lens, layer.table, tables, layer.steps, positions)
+        schedule_ops.schedule(seq_lens, layer.table, tables, policy_of, layer.steps, positions)
         new = fixed
         if levels > 1:
             new = combine_ops.update(
-                *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps),
-                *(0.991, 0.009, "mean"),
+                *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps, "mean")
             )
         insert_ops.insert(
             *(key, value, new, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, True, False),
+            *(layer.table, layer.steps, no_rules, False),
         )
 
     if not bench.on_gpu:
@@ -385,7 +395,8 @@ class _Prompt:
             10000.0 ** -(torch.arange(0, size, 2) / size), budget + stride, device
         )
         self.stride, self.budget = stride, budget
-        steps = [[10 * budget, budget, budget, budget, 0, stride, 0]]
+        unused = [0] * (tile_ops.STEP_COLUMNS - 6)
+        steps = [[10 * budget, budget, budget, budget, 0, stride, *unused]]
         self.layer.steps = torch.tensor(steps, dtype=torch.int32, device=device)
         self.query = torch.randn(stride, queries, size, device=device).to(dtype)
         self.key, self.value = torch.randn(2, stride, heads, size, device=device).to(dtype)

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from .assign import assign
 from .attend import attend
 from .column_sums import column_sums, stride_scores
 from .combine import merge, update
@@ -29,7 +30,8 @@ from .insert import insert
 from .insert_stride import insert_strides
 from .prefill import attend_strides
 from .rotate import gather
-from .schedule import Schedule, schedule
+from .schedule import HEAD_COLUMNS, TABLE_COLUMNS, Schedule, schedule
+from .tiles import STEP_COLUMNS
 
 CAPABILITIES = (80, 90, 100)
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -75,6 +77,7 @@ class Shape:
         words += [name for name in flags if getattr(self, name)]
         words += ["soft cap"] if self.softcap else []
         words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
+        words += [f"{self.pages} pages"] if self.block_size * self.pages < 2000 else []
         words += [self.reduction] if self.reduction != "mean" else []
         words += [] if self.rotary or self.alibi else ["no rotation"]
         words += [] if self.keep_logits else ["no scores"]
@@ -103,12 +106,15 @@ class Resources:
     spilled: int
 
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
 @contextmanager
 def _recording(launches: list[Launch]) -> Iterator[None]:
     original = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages") if key in kwargs}
+        options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
         arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
         assert set(arguments) == set(self.arg_names), set(self.arg_names) ^ set(arguments)
         launches.append(Launch(self, arguments, options))
@@ -188,7 +194,7 @@ class _Layer:
         self.born, self.token = torch.empty_like(self.rank), torch.empty_like(self.rank)
         self.score = _meta(blocks, sets, page, dtype=f32)
         self.table = _meta(shape.batch, shape.pages, dtype=i32)
-        self.steps = _meta(shape.batch, 7, dtype=i32)
+        self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
         half = size // 2 if shape.rotary and not shape.alibi else 0
         self.rotation = _meta(4096, 2, half, dtype=f32) if half else None
         queries = heads * shape.group
@@ -208,13 +214,13 @@ class _Layer:
         )
 
     def decode(self) -> None:
-        """Schedule, attend, merge, update and insert."""
+        """Schedule, attend, merge, update, assign and insert."""
         shape, f32 = self.shape, torch.float32
-        tables = Schedule(_meta(2100, 5, dtype=torch.int32), 2068)
-        schedule(
-            *(_meta(shape.batch, dtype=torch.int32), self.table, tables, self.steps),
-            _meta(shape.batch, dtype=torch.int64),
-        )
+        i32 = torch.int32
+        tables = Schedule(_meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32))
+        lengths = _meta(shape.batch, dtype=i32)
+        positions = _meta(shape.batch, dtype=torch.int64)
+        schedule(lengths, self.table, tables, lengths, self.steps, positions)
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
             *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
@@ -224,12 +230,14 @@ class _Layer:
         lse = merge._init_fn(parts, parts_lse, self.steps, torch.empty_like(self.query))
         if shape.keep_logits:
             update._init_fn(
-                *(logits, own, lse, self.rank, self.score, self.table, self.steps, 0.99, 0.01),
+                *(logits, own, lse, self.rank, self.score, self.table, self.steps),
                 shape.reduction,
             )
+        given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
+        assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps)
         insert._init_fn(
             *(self.key, self.key, _meta(shape.batch, self.sets, dtype=f32), *self.words),
-            *(self.table, self.steps, True, shape.token),
+            *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits),
         )
 
     def prefill(self) -> None:
@@ -286,4 +294,5 @@ OTHER_SHAPES = (
     Shape(rotary=False, keep_logits=False),
     Shape(keep_logits=False),
     Shape(block_size=32, pages=65),
+    Shape(pages=30),
 )

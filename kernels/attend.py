@@ -89,8 +89,6 @@ def _attend(
     row64 = row.to(tl.int64)
     if HAS_LOGIT_SCALE:
         scale = scale * tl.load(logit_scale + row)
-    if HAS_SLOPES:
-        slope = tl.load(slopes + query_head, mask=real, other=0.0)
 
     # The new token: split 0 starts from it, the others from nothing.
     queries = query + row64 * query_stride + query_head * HEAD
@@ -143,6 +141,8 @@ def _attend(
             products += dot_keys(q3, rest)
         products = soft_cap(products * scale, cap, HAS_CAP)
         if HAS_SLOPES:
+            # Not before the loop: one value more through it, and registers spill on sm_100.
+            slope = tl.load(slopes + query_head, mask=real, other=0.0)
             products += slope[:, None] * (place - cached).to(tl.float32)[None, :]
         products = tl.where(valid[None, :], products, float("-inf"))
         if KEEP_LOGITS:
@@ -193,7 +193,7 @@ def attend(
         key, value: ``[B, H, D]`` of the new token, rotated likewise.
         kv, rank, born: ``Pages`` views.
         table: int32 ``[>= B, P]`` block numbers.
-        steps: int32 ``[B, 7]`` step rows (``tiles``).
+        steps: int32 ``[B, 14]`` step rows (``tiles``).
         rotation: ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys stay as they are.
         slopes: fp32 ``[H * G]`` of ALiBi, or None.
         logit_scale: fp32 ``[B]``, factors on the logits, or None.

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import torch
 
+from .assign import assign, assign_reference
 from .attend import attend, attend_reference
 from .column_sums import column_sums, column_sums_reference, stride_scores
 from .combine import merge, update, update_reference
@@ -21,8 +22,25 @@ from .insert import insert, survivors_reference
 from .insert_stride import insert_strides
 from .prefill import attend_strides, attend_strides_reference
 from .rotate import gather, gather_reference, rotate_reference, rotation_table
-from .schedule import Schedule, schedule, schedule_reference
-from .tiles import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STREAM
+from .schedule import HEAD_COLUMNS, TABLE_COLUMNS, Schedule, schedule, schedule_reference
+from .tiles import (
+    CACHED,
+    CELL,
+    DECAY,
+    KEEP_LATER,
+    LENGTH,
+    LO,
+    MORE,
+    NEW_SLOTS,
+    NUM_MORE,
+    OLD_SLOTS,
+    PER_QUERY,
+    START,
+    STEP_COLUMNS,
+    STREAM,
+    WEIGHT,
+    float_bits,
+)
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POISON = 0xFF
@@ -159,7 +177,7 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     ]
     cache = Cache(case, pool, table, slots)
     cache.rank[0] = 3  # the null block may hold anything, also what looks like tokens
-    steps = torch.zeros(len(case.lengths), 7, dtype=torch.int32)
+    steps = torch.zeros(len(case.lengths), STEP_COLUMNS, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
         if length is None:
             steps[row] = 50  # warm-up brings numbers without pages
@@ -255,6 +273,10 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     """``attend``, ``merge`` and ``update`` of one token a request."""
     cache, steps = make_cache(case)
     num_rows = len(case.lengths)
+    averages = [(0.9 - 0.1 * (row % 3), 0.1 + 0.2 * (row % 2)) for row in range(num_rows)]
+    for row in _real(case):
+        bits = [float_bits(value) for value in averages[row]]
+        steps[row, DECAY.value], steps[row, WEIGHT.value] = bits[0], bits[1]
     query, key, value = _tokens(case, num_rows)
     factors = torch.rand(num_rows) + 0.5 if case.logit_scale else None
     scale = case.head_size**-0.5
@@ -276,10 +298,8 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     output = torch.full_like(dq, torch.nan)
     lse = merge(parts, parts_lse, dsteps, output)
     _same("attend writes no page", ours.pool, before.cpu())
-    decay, weight = 0.9, 0.1
     new_score = update(
-        *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, decay, weight),
-        case.reduction,
+        *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction)
     )
     tolerance = TOLERANCE[case.dtype]
     errors = {"output": 0.0, "lse": 0.0, "score": 0.0}
@@ -300,7 +320,7 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         _, _, old, slots = gather_reference(
             *(cache.kv, cache.rank, cache.born, cache.score, blocks, step, None, False)
         )
-        scores = update_reference(raw, old, decay, weight, case.reduction)
+        scores = update_reference(raw, old, *averages[row], case.reduction)
         actual = ours.to("cpu").words("score", row).gather(1, slots)
         errors["score"] = max(
             errors["score"],
@@ -315,51 +335,95 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     return errors
 
 
-def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> None:
-    """Give every row a victim rule that its length allows; ``variant`` rotates through them."""
+def _cells(lo: int, hi: int, size: int) -> tuple[int, int, int, int]:
+    """A rule of cells, or none where the range is too short."""
+    evicts = hi - lo - -(-(hi - lo) // abs(size)) if hi > lo else 0
+    return (lo, hi, evicts, size) if evicts else (0, 0, 0, 0)
+
+
+def _lists_of_rules(n: int) -> list[list[tuple[int, int, int, int]]]:
+    """Every family of rules on a line of ``n`` cached tokens and the incoming one."""
+    lo = min(2, n)
+    middle = max(lo + (n - lo) // 3, lo)
+    several = [(min(lo, n - i), n + 1 - i, 1, 0) for i in range(min(3, n + 1))]
+    return [
+        [(0, 0, 0, 0)],  # grow
+        [(lo, lo + 1, 1, 0)],  # the oldest after the sinks
+        [(max(n - 1, 0), n + 1, 1, 0)],  # the newest or the incoming
+        [(n // 2, min(n // 2 + 2, n + 1), 1, 0)],  # two neighbours
+        [(lo, n + 1, 1, 0)],  # any but the sinks
+        [(min(1, n), max(n - 2, min(1, n) + 1), 1, 0)],  # between sinks and window
+        [(lo, max(n - 3, lo + 1), max(n - 3, lo + 1) - lo, 0)],  # all of a range
+        [(n, n + 1, 1, 0)],  # the incoming itself
+        [_cells(lo, n, 3)],  # the best of every three
+        [_cells(middle, n, 5), _cells(lo, middle, -2)],  # a comb
+        several,  # the lowest, three times: a batch
+        [(n, n + 1, 1, 0), (0, min(n, 1), min(n, 1), 0), _cells(0, n - 1, 2)],
+    ]
+
+
+NUM_RULES = 12
+
+
+def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch.Tensor:
+    """Give every row a list of rules; ``variant`` rotates through them. Returns further ones."""
+    more = [[99, 99, 99, 99]]  # belongs to nobody
     for row in _real(case):
         n = int(steps[row, CACHED.value])
-        lo = min(2, n)
-        rules = [
-            (0, 0, 0),  # grow
-            (lo, lo + 1, 1),  # the oldest after the sinks
-            (max(n - 1, 0), n + 1, 1),  # the newest or the incoming
-            (n // 2, min(n // 2 + 2, n + 1), 1),  # two neighbours
-            (lo, n + 1, 1),  # any but the sinks
-            (min(1, n), max(n - 2, min(1, n) + 1), 1),  # between sinks and window
-            (lo, max(n - 3, lo + 1), max(n - 3, lo + 1) - lo),  # all of a range
-            (n, n + 1, 1),  # the incoming itself
-        ]
-        lo, hi, evicts = rules[(row + variant) % len(rules)]
-        steps[row, 4:7] = torch.tensor([lo, hi, evicts])
-        if evicts == 0:
+        first, *others = _lists_of_rules(n)[(row + variant) % NUM_RULES]
+        steps[row, LO.value : CELL.value + 1] = torch.tensor(first)
+        steps[row, MORE.value], steps[row, NUM_MORE.value] = len(more), len(others)
+        more += others
+        if first[2] == 0:
             steps[row, NEW_SLOTS.value] = max(cache.slots[row], n + 1)
-
-
-NUM_RULES = 8
+    steps[:, PER_QUERY.value] = int(case.per_query)
+    steps[:, KEEP_LATER.value] = int(case.keep_later)
+    return torch.tensor(more, dtype=torch.int32)
 
 
 def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> float:
     """``insert``: the whole pool, byte by byte, up to which free slot a token takes."""
     cache, steps = make_cache(case)
-    _rules(case, steps, cache, variant)
+    more = _rules(case, steps, cache, variant)
     num_rows = len(case.lengths)
     _, key, value = _tokens(case, num_rows)
     generator = torch.Generator().manual_seed(case.seed + 2)
     new_score = torch.rand(num_rows, case.num_sets, generator=generator)
     new_score = (new_score * 8).round() / 8 - 0.5
     ours = cache.to(device)
-    dsteps, dk, dv, dscore = _on(device, steps, key, value, new_score)
+    dsteps, dk, dv, dscore, dmore = _on(device, steps, key, value, new_score, more)
     insert(
         *(dk, dv, dscore, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, case.keep_later, case.per_query),
+        *(ours.table, dsteps, dmore, True),
     )
     after = ours.to("cpu")
     for row in _real(case):
         step = steps[row].tolist()
-        for head_set, kept in enumerate(_expected_ranks(case, cache, row, step, new_score)):
+        first, last = step[MORE.value], step[MORE.value] + step[NUM_MORE.value]
+        rules = [step[LO.value : CELL.value + 1], *more[first:last].tolist()]
+        for head_set, kept in enumerate(_expected_ranks(case, cache, row, step, rules, new_score)):
             _apply_one(case, cache, after, row, head_set, step, kept, (key, value, new_score))
     _same("pool", after.pool, cache.pool)
+    return 0.0
+
+
+def check_assign(case: Case, device: torch.device | str) -> float:
+    """``assign``: one score a request changes in every head set, and nothing else."""
+    cache, steps = make_cache(case)
+    num_rows = len(case.lengths)
+    generator = torch.Generator().manual_seed(case.seed + 4)
+    given = torch.rand(num_rows, generator=generator)
+    ranks = torch.tensor([(n or 0) - 1 - row % 3 for row, n in enumerate(case.lengths)]).int()
+    ours = cache.to(device)
+    dgiven, dranks, dsteps = _on(device, given, ranks, steps)
+    assign(dgiven, dranks, ours.rank, ours.score, ours.table, dsteps)
+    for row in _real(case):
+        valid = cache.words("rank", row)
+        valid[:, cache.slots[row] :] = -1  # stale: must not be taken for the token
+        old = cache.words("score", row)
+        value = assign_reference(float(given[row]), int(ranks[row]), valid, old)
+        cache.put_all("score", row, value)
+    _same("pool", ours.pool, cache.pool)
     return 0.0
 
 
@@ -371,7 +435,12 @@ def _chronological(cache: Cache, row: int, step: list[int]) -> tuple[torch.Tenso
 
 
 def _expected_ranks(
-    case: Case, cache: Cache, row: int, step: list[int], new_score: torch.Tensor
+    case: Case,
+    cache: Cache,
+    row: int,
+    step: list[int],
+    rules: list[list[int]],
+    new_score: torch.Tensor,
 ) -> list[list[int]]:
     _, scores, tokens = _chronological(cache, row, step)
     compared = torch.cat([scores, new_score[row][:, None]], dim=1)
@@ -379,7 +448,7 @@ def _expected_ranks(
         now = step[STREAM.value] + 1
         age = torch.cat([now - tokens, torch.ones(len(tokens), 1)], dim=1)
         compared = compared / age.float()
-    return survivors_reference(step, compared, case.keep_later)
+    return survivors_reference(step[CACHED.value], rules, compared, case.keep_later)
 
 
 def _apply_one(
@@ -594,19 +663,27 @@ def _apply_stride(
 
 
 def check_schedule(device: torch.device | str, seed: int = 0) -> float:
-    """``schedule`` on a random table, with rows of length 0."""
+    """``schedule`` on random tables of three policies, with rows of length 0."""
     rng = random.Random(seed)
-    transient, period = rng.randrange(0, 40), rng.randrange(1, 9)
-    rows = [tuple(rng.randrange(0, 999) for _ in range(5)) for _ in range(transient + period)]
-    lengths = [rng.choice([0, 1, 2, transient, transient + 1, 777, 10**6]) for _ in range(300)]
-    tables = Schedule(torch.tensor(rows, dtype=torch.int32, device=device), transient)
-    steps = torch.full((310, 7), -99, dtype=torch.int32, device=device)
+    rows: list[list[int]] = []
+    heads = []
+    for _ in range(3):
+        transient, period = rng.randrange(0, 40), rng.randrange(1, 9)
+        scores = [rng.randrange(10**9) for _ in range(HEAD_COLUMNS - 3)]
+        heads.append([len(rows), transient, period, *scores])
+        for _ in range(transient + period):
+            rows.append([rng.randrange(0, 999) for _ in range(TABLE_COLUMNS)])
+    lengths = [rng.choice([0, 1, 2, 39, 40, 41, 777, 10**6]) for _ in range(300)]
+    policy_of = [rng.randrange(3) for _ in lengths]
+    int32 = {"dtype": torch.int32, "device": device}
+    tables = Schedule(torch.tensor(rows, **int32), torch.tensor(heads, **int32))
+    steps = torch.full((310, STEP_COLUMNS), -99, **int32)
     positions = torch.full((310,), -99, dtype=torch.int64, device=device)
     blocks = [rng.choice([0, 7, 8, 9]) for _ in lengths]
-    block_table = torch.tensor([[block, 5] for block in blocks], dtype=torch.int32, device=device)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    schedule(seq_lens, block_table, tables, steps, positions)
-    expected = schedule_reference(lengths, blocks, rows, transient)
+    block_table = torch.tensor([[block, 5] for block in blocks], **int32)
+    seq_lens, of = torch.tensor(lengths, **int32), torch.tensor(policy_of, **int32)
+    schedule(seq_lens, block_table, tables, of, steps, positions)
+    expected = schedule_reference(lengths, blocks, rows, heads, policy_of)
     _same("steps", steps[:300], torch.tensor(expected, dtype=torch.int32))
     _same("positions", positions[:300], torch.tensor([row[1] for row in expected]))
     assert (steps[300:] == -99).all() and (positions[300:] == -99).all(), "wrote past the batch"

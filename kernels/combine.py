@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import OLD_SLOTS, STREAM, block_of, check_steps, reduce_heads
+from .tiles import DECAY, OLD_SLOTS, STREAM, WEIGHT, block_of, check_steps, reduce_heads
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def merge(
     Args:
         partial: fp32 ``[B, Hq, splits, D]``; splits are a power of two.
         partial_lse: fp32 ``[B, Hq, splits]``.
-        steps: int32 ``[B, 7]``.
+        steps: int32 ``[B, 14]``.
         output: ``[B, Hq, D]``, written; zeros in rows that are padding.
 
     Returns:
@@ -102,8 +102,6 @@ def _update(
     table,
     steps,
     new_score,
-    decay,
-    weight,
     word_stride,
     table_stride,
     logits_stride,
@@ -121,6 +119,8 @@ def _update(
     if tl.load(steps + row * STEP + STREAM) < 0:
         return
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    decay = tl.load(steps + row * STEP + DECAY).to(tl.float32, bitcast=True)
+    weight = tl.load(steps + row * STEP + WEIGHT).to(tl.float32, bitcast=True)
     member = tl.arange(0, HEADS_PAD)
     real = member < HEADS
     head = row * NUM_QUERIES + head_set * HEADS + member
@@ -155,11 +155,11 @@ def update(
     score: torch.Tensor,
     table: torch.Tensor,
     steps: torch.Tensor,
-    decay: float,
-    weight: float,
     reduction: str,
 ) -> torch.Tensor:
     """Scores after one query: ``decay * score + weight * reduced probability``.
+
+    Decay and weight are each request's own, in its step row.
 
     Args:
         logits: fp32 ``[B, Hq, N]`` by slot, from ``attend``. Under tensor parallelism and one
@@ -184,7 +184,7 @@ def update(
     heads = num_queries // num_sets
     tile = 64 if heads > 8 else 128
     _update[(num_rows, num_sets, triton.cdiv(num_slots, tile))](
-        *(logits, own, lse, rank, score, table, steps, new_score, decay, weight),
+        *(logits, own, lse, rank, score, table, steps, new_score),
         *(rank.stride(0), table.stride(0), num_slots),
         NUM_QUERIES=num_queries,
         HEADS=heads,
@@ -199,7 +199,7 @@ def update(
 
 
 @update.register_fake
-def _(logits, own, lse, rank, score, table, steps, decay, weight, reduction):
+def _(logits, own, lse, rank, score, table, steps, reduction):
     return lse.new_empty(lse.shape[0], rank.shape[1])
 
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put one new token a request into its pages: find the victim, close the gap, write the row.
+"""Put one new token a request into its pages: find victims, close the gaps, write the row.
 
-Every policy is one rule here: of the ranks ``[lo, hi)``, the new token's being the highest, delete
-none (the cache grows), all, or the one with the lowest score. A fixed victim is a range of one, a
-contest of two neighbours a range of two, heavy hitters the range between sinks and window.
+A policy's step is a short list of rules, each on the ranks that the last one left, the new token's
+being the highest. Of the ranks ``[lo, hi)`` a rule deletes none (the cache grows), all, the one
+with the lowest score, or all but one of every cell of so many ranks. A fixed victim is a range of
+one, a contest of two neighbours a range of two, heavy hitters the range between sinks and window,
+a beehive's comb two rules of cells, a batch of tokens that waited the rules of each of them.
 The new token takes a freed or fresh slot and the highest rank; nothing else moves.
-Source: Algorithm 1 of Cascading KV Cache (https://arxiv.org/abs/2406.17808) on slots with ranks.
+Source: Algorithm 1 of Cascading KV Cache (https://arxiv.org/abs/2406.17808) on slots with ranks;
+cells: BUZZ (https://arxiv.org/abs/2410.23079).
 """
 
 import torch
@@ -14,12 +17,17 @@ import triton.language as tl
 
 from .tiles import (
     CACHED,
+    CELL,
     EVICTS,
     HI,
+    KEEP_LATER,
     LO,
+    MORE,
     NEVER,
     NEW_SLOTS,
+    NUM_MORE,
     OLD_SLOTS,
+    PER_QUERY,
     STREAM,
     block_of,
     check_pages,
@@ -29,13 +37,85 @@ from .tiles import (
     victim_rank,
 )
 
+RULE_COLUMNS = 4
+
 
 @triton.jit
-def _compared(score, token, now, HAS_AGE: tl.constexpr):
-    """What is compared: the score, or the score per query that saw the token."""
-    if HAS_AGE:
-        score = score / tl.maximum(now - token, 1).to(tl.float32)
-    return score
+def _compared(score, token, word, candidate, now, per_query, HAS_TOKEN: tl.constexpr):
+    """Scores of candidates as they are compared: as they are, or per query that saw the token."""
+    value = tl.load(score + word, mask=candidate, other=0.0)
+    if HAS_TOKEN:
+        if per_query != 0:
+            born_at = tl.load(token + word, mask=candidate, other=0)
+            value = value / tl.maximum(now - born_at, 1).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _best_of_cells(place, inside, values, lo, hi, cell, keep_later):
+    """New ranks of ranks ``place`` in ``[lo, hi)``, -1 for all that do not stay.
+
+    ``values`` holds what is compared, by rank. Successive contests of neighbours end with the
+    highest ``victim_key`` of a cell, so a cell is one maximum.
+    """
+    size = tl.abs(cell)
+    index = (place - lo) // size
+    first = lo + index * size
+    stays = first
+    if cell > 0:
+        top = tl.full(place.shape, -0x8000000000000000, tl.int64)
+        for i in range(size):
+            real = inside & (first + i < hi)
+            value = tl.load(values + first + i, mask=real, other=0.0)
+            key = victim_key(value, first + i, keep_later)
+            top = tl.maximum(top, tl.where(real, key, -0x8000000000000000))
+        stays = victim_rank(top, keep_later)
+    return tl.where(place == stays, lo + index, -1)
+
+
+@triton.jit
+def _thin_cells(
+    rank,
+    score,
+    token,
+    values,
+    table,
+    slots,
+    head_set,
+    word_stride,
+    lo,
+    hi,
+    cell,
+    now,
+    per_query,
+    keep_later,
+    HAS_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Delete all but one token of every cell of ``[lo, hi)``; higher ranks stay as they are.
+
+    In tiles of its own: a comb comes once in many steps, and must not take registers from all.
+    """
+    if cell > 0:
+        for first in range(0, slots, TILE):
+            slot = first + tl.arange(0, TILE)
+            inside = slot < slots
+            word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
+            place = tl.load(rank + word, mask=inside, other=-1)
+            candidate = (place >= lo) & (place < hi)
+            theirs = _compared(score, token, word, candidate, now, per_query, HAS_TOKEN)
+            tl.store(values + place, theirs, mask=candidate)
+        tl.debug_barrier()  # every slot looks at all of its cell
+    for first in range(0, slots, TILE):
+        slot = first + tl.arange(0, TILE)
+        inside = slot < slots
+        word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
+        place = tl.load(rank + word, mask=inside, other=-1)
+        candidate = (place >= lo) & (place < hi)
+        left = _best_of_cells(place, candidate, values, lo, hi, cell, keep_later)
+        tl.store(rank + word, left, mask=candidate)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -50,89 +130,111 @@ def _insert(
     token,
     table,
     steps,
+    rules,
+    values,
     key_stride,
     value_stride,
     page_stride,
     word_stride,
     table_stride,
+    values_stride,
     NUM_SETS: tl.constexpr,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    KEEP_LATER: tl.constexpr,
     HAS_TOKEN: tl.constexpr,
-    PER_QUERY: tl.constexpr,
+    HAS_CELLS: tl.constexpr,
+    RULE: tl.constexpr,
     STEP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    CELL_TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
-    stream = tl.load(steps + row * STEP + STREAM)
+    step = steps + row * STEP
+    stream = tl.load(step + STREAM)
     if stream < 0:
         return
-    cached = tl.load(steps + row * STEP + CACHED)
-    old_slots = tl.load(steps + row * STEP + OLD_SLOTS)
-    new_slots = tl.load(steps + row * STEP + NEW_SLOTS)
-    lo = tl.load(steps + row * STEP + LO)
-    hi = tl.load(steps + row * STEP + HI)
-    evicts = tl.load(steps + row * STEP + EVICTS)
+    cached = tl.load(step + CACHED)
+    slots = tl.load(step + OLD_SLOTS)  # that hold valid metadata
+    new_slots = tl.load(step + NEW_SLOTS)
+    per_query = tl.load(step + PER_QUERY)
+    keep_later = tl.load(step + KEEP_LATER)
+    more = rules + tl.load(step + MORE) * RULE - RULE
+    num_rules = 1 + tl.load(step + NUM_MORE)
     table += row * table_stride
     mine = tl.load(new_score + row * NUM_SETS + head_set)
-
-    if (evicts > 0) & (evicts < hi - lo):  # one of several: the lowest score
-        best = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-        if cached < hi:
-            own = _compared(mine, stream, stream + 1, PER_QUERY)
-            best = victim_key(own, cached, KEEP_LATER)
-        for first in range(0, old_slots, TILE):
-            slot = first + tl.arange(0, TILE)
-            inside = slot < old_slots
-            word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
-            place = tl.load(rank + word, mask=inside, other=-1)
-            candidate = (place >= lo) & (place < hi)
-            theirs = tl.load(score + word, mask=candidate, other=0.0)
-            if PER_QUERY:
-                born_at = tl.load(token + word, mask=candidate, other=0)
-                theirs = _compared(theirs, born_at, stream + 1, PER_QUERY)
-            keys = victim_key(theirs, place, KEEP_LATER)
-            keys = tl.where(candidate, keys, 0x7FFFFFFFFFFFFFFF)
-            best = tl.minimum(best, tl.min(keys, axis=0))
-        lo = victim_rank(best, KEEP_LATER)
-        hi = lo + 1
-    hi = tl.where(evicts > 0, hi, lo)  # from here on: all ranks in [lo, hi) are deleted
-
-    # Renumber, and find the first slot that is free afterwards.
+    values += (row * NUM_SETS + head_set) * values_stride
+    own = cached  # the new token's rank; -1 once it is deleted itself
     target = tl.full([], NEVER, tl.int32)
-    for first in range(0, new_slots, TILE):
-        slot = first + tl.arange(0, TILE)
-        inside = slot < new_slots
-        word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
-        place = tl.load(rank + word, mask=slot < old_slots, other=-1)
-        gone = (place >= lo) & (place < hi)
-        place = tl.where(gone | (place < 0), -1, tl.where(place >= hi, place - (hi - lo), place))
-        tl.store(rank + word, place, mask=inside)
-        free = tl.where(inside & (place < 0), slot, NEVER)
-        target = tl.minimum(target, tl.min(free, axis=0))
-    if (cached >= lo) & (cached < hi):
-        return  # the new token itself is the victim
-    if target == NEVER:
-        return
-    tl.debug_barrier()  # the rank that the loop wrote there is replaced
+
+    for i in range(num_rules):
+        rule = tl.where(i == 0, step + LO, more + i * RULE)
+        lo = tl.load(rule)
+        hi = tl.load(rule + (HI - LO))
+        evicts = tl.load(rule + (EVICTS - LO))
+        cell = tl.load(rule + (CELL - LO))
+        if (cell == 0) & (evicts > 0) & (evicts < hi - lo):  # one of several: the lowest score
+            best = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+            if (own >= lo) & (own < hi):
+                best = victim_key(mine, own, keep_later)
+            for first in range(0, slots, TILE):
+                slot = first + tl.arange(0, TILE)
+                inside = slot < slots
+                block = block_of(table, slot, inside, PAGE)
+                word = block * word_stride + head_set * PAGE + slot % PAGE
+                place = tl.load(rank + word, mask=inside, other=-1)
+                candidate = (place >= lo) & (place < hi)
+                theirs = _compared(score, token, word, candidate, stream + 1, per_query, HAS_TOKEN)
+                keys = victim_key(theirs, place, keep_later)
+                keys = tl.where(candidate, keys, 0x7FFFFFFFFFFFFFFF)
+                best = tl.minimum(best, tl.min(keys, axis=0))
+            lo = victim_rank(best, keep_later)
+            hi = lo + 1
+        hi = tl.where(evicts > 0, hi, lo)  # from here on: all of [lo, hi) are deleted
+        if HAS_CELLS:
+            if cell != 0:
+                _thin_cells(
+                    *(rank, score, token, values, table, slots, head_set, word_stride),
+                    *(lo, hi, cell, stream + 1, per_query, keep_later),
+                    *(HAS_TOKEN, PAGE, CELL_TILE),
+                )
+                lo = hi - evicts  # what stays has the lowest of these ranks now
+
+        # Renumber, and find the first slot that is free afterwards.
+        target = tl.full([], NEVER, tl.int32)
+        for first in range(0, new_slots, TILE):
+            slot = first + tl.arange(0, TILE)
+            inside = slot < new_slots
+            word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
+            place = tl.load(rank + word, mask=slot < slots, other=-1)
+            gone = (place >= lo) & (place < hi)
+            left = tl.where(place >= hi, place - evicts, place)
+            left = tl.where(gone | (place < 0), -1, left)
+            tl.store(rank + word, left, mask=inside)
+            free = tl.where(inside & (left < 0), slot, NEVER)
+            target = tl.minimum(target, tl.min(free, axis=0))
+        own = tl.where(own >= hi, own - evicts, tl.where(own >= lo, -1, own))
+        slots = new_slots
+        tl.debug_barrier()  # the next rule reads what this one wrote
+
+    if (own < 0) | (target == NEVER):
+        return  # the new token was deleted itself
     block = tl.load(table + target // PAGE).to(tl.int64)
     word = block * word_stride + head_set * PAGE + target % PAGE
-    tl.store(rank + word, cached - (hi - lo))
+    tl.store(rank + word, own)
     tl.store(born + word, cached)
     tl.store(score + word, mine)
     if HAS_TOKEN:
         tl.store(token + word, stream)
     head = head_set * HEADS + tl.arange(0, HEADS_PAD)
     real = tl.arange(0, HEADS_PAD) < HEADS
-    keys = key + row * key_stride + head * HEAD
-    values = value + row * value_stride + head * HEAD
-    slots = kv + block * page_stride + (head * PAGE + target % PAGE) * (2 * HEAD)
-    copy_rows(keys, values, slots, real, HEAD, HEAD_PAD)
+    key_rows = key + row * key_stride + head * HEAD
+    value_rows = value + row * value_stride + head * HEAD
+    rows = kv + block * page_stride + (head * PAGE + target % PAGE) * (2 * HEAD)
+    copy_rows(key_rows, value_rows, rows, real, HEAD, HEAD_PAD)
 
 
 @torch.library.custom_op(
@@ -149,19 +251,20 @@ def insert(
     token: torch.Tensor | None,
     table: torch.Tensor,
     steps: torch.Tensor,
-    keep_later: bool,
-    per_query: bool,
+    rules: torch.Tensor,
+    has_cells: bool,
 ) -> None:
-    """Insert one token a request; ``steps`` says which ranks may be deleted.
+    """Insert one token a request; ``steps`` and ``rules`` say which ranks may be deleted.
 
     Args:
         key, value: ``[B, H, D]``, keys rotated at position ``cached``.
         new_score: fp32 ``[B, S]``, the new tokens' scores.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
         table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, 7]``; rows with ``STREAM`` -1 write nothing.
-        keep_later: of equal scores the later token stays (``tie`` incoming), or the earlier one.
-        per_query: compare ``score / queries that saw the token``; needs ``token``.
+        steps: int32 ``[B, 14]``; rows with ``STREAM`` -1 write nothing. Rows that compare scores
+            per query need ``token``.
+        rules: int32 ``[n, 4]``, what rows have beyond their first rule.
+        has_cells: whether any rule may be one of cells.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     check_pages(kv, *words)
@@ -169,56 +272,69 @@ def insert(
     num_rows, num_heads, head_size = key.shape
     assert key.stride()[1:] == (head_size, 1) and value.stride()[1:] == (head_size, 1)
     assert new_score.is_contiguous() and new_score.shape == (num_rows, rank.shape[1])
-    assert key.dtype == kv.dtype and (token is not None or not per_query)
+    assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
+    assert rules.dtype == torch.int32 and rules.is_contiguous() and rules.shape[1] == RULE_COLUMNS
     if num_rows == 0:
         return
     num_sets, page = rank.shape[1:]
     heads = num_heads // num_sets
     # One program a request and set: latency decides, so all slots are one tile where they can be.
-    tile = min(4096, triton.next_power_of_2(table.shape[1] * page))
+    num_slots = table.shape[1] * page
+    tile = min(4096, triton.next_power_of_2(num_slots))
+    values = score.new_empty((num_rows, num_sets, num_slots) if has_cells else (1,))
     _insert[(num_rows, num_sets)](
         *(key, value, new_score, kv, rank, born, score),
-        *(token if token is not None else rank, table, steps, key.stride(0), value.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0)),
+        *(token if token is not None else rank, table, steps, rules, values),
+        *(key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
+        num_slots,
         NUM_SETS=num_sets,
         HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads),
         HEAD=head_size,
         HEAD_PAD=triton.next_power_of_2(head_size),
-        KEEP_LATER=keep_later,
         HAS_TOKEN=token is not None,
-        PER_QUERY=per_query,
+        HAS_CELLS=has_cells,
+        RULE=RULE_COLUMNS,
         STEP=steps.shape[1],
         PAGE=page,
         TILE=tile,
+        CELL_TILE=min(tile, 512),
         num_warps=8 if tile > 1024 else 4,
+        maxnreg=128,  # two blocks a multiprocessor; left to itself, ptxas may spill for more
     )
 
 
 @insert.register_fake
-def _(
-    key, value, new_score, kv, rank, born, score, token, table, steps, keep_later, per_query
-) -> None:
+def _(key, value, new_score, kv, rank, born, score, token, table, steps, rules, has_cells) -> None:
     return None
 
 
 def survivors_reference(
-    step: list[int], compared: torch.Tensor, keep_later: bool
+    cached: int, rules: list[list[int]], compared: torch.Tensor, keep_later: bool
 ) -> list[list[int]]:
     """Ranks among ``cached + 1`` that stay, per head set, from literal lists.
 
     Args:
+        rules: lo, hi, evicts and cell of each.
         compared: fp64 ``[S, cached + 1]``, what is compared, chronological.
     """
-    lo, hi, evicts = (step[c.value] for c in (LO, HI, EVICTS))
     kept = []
     for row in compared.tolist():
-        candidates = list(range(lo, hi))
-        if evicts == len(candidates):
-            gone = set(candidates)
-        elif evicts:
-            gone = {min(candidates, key=lambda r: (row[r], r if keep_later else -r))}
-        else:
-            gone = set()
-        kept.append([r for r in range(len(row)) if r not in gone])
+        line = list(range(cached + 1))
+
+        def order(r: int, row: list[float] = row) -> tuple[float, int]:
+            return row[r], r if keep_later else -r
+
+        for lo, hi, evicts, cell in rules:
+            middle = line[lo:hi] if evicts else []
+            if cell:
+                cells = [middle[i : i + abs(cell)] for i in range(0, len(middle), abs(cell))]
+                stay = [max(one, key=order) if cell > 0 else one[0] for one in cells]
+            elif evicts == len(middle):
+                stay = []
+            else:
+                victim = min(middle, key=order)
+                stay = [r for r in middle if r != victim]
+            line = line[:lo] + stay + line[lo + len(middle) :]
+        kept.append(line)
     return kept

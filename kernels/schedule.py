@@ -12,35 +12,45 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import CACHED, EVICTS, HI, LO, NEW_SLOTS, OLD_SLOTS, STEP_COLUMNS, STREAM
+from .tiles import (
+    CACHED,
+    LO,
+    NEW_SLOTS,
+    OLD_SLOTS,
+    PER_QUERY,
+    STEP_COLUMNS,
+    STREAM,
+)
+
+COUNT, SLOTS, TABLE_COLUMNS = tl.constexpr(6), tl.constexpr(7), 8
+HEAD_COLUMNS = 7
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A policy's step tables on a device.
+    """The step tables of one or more policies on a device.
 
     Attributes:
-        table: int32 ``[transient + period, 5]``: lo, hi, evicts, and after the insertion the
-            tokens cached and the most slots ever needed; ``i`` is the row of the insertion of
-            token ``i`` (rows past the transient repeat).
-        transient: rows that occur once.
+        table: int32 ``[rows, 8]``, one policy's rows after another's. A row is the insertion of one
+            token: the six numbers of its rules (``tiles.LO .. tiles.NUM_MORE``), and after it the
+            tokens cached and the most slots ever needed.
+        heads: int32 ``[policies, 7]``: a policy's first row, how many of its rows occur once, how
+            many repeat after them, and ``tiles.PER_QUERY .. tiles.WEIGHT``.
     """
 
     table: torch.Tensor
-    transient: int
+    heads: torch.Tensor
 
     def __post_init__(self) -> None:
-        assert self.table.dtype == torch.int32 and self.table.shape[1] == 5, self.table.shape
-        assert self.table.is_contiguous() and 0 <= self.transient < len(self.table)
-
-    @property
-    def period(self) -> int:
-        return len(self.table) - self.transient
+        assert self.table.dtype == self.heads.dtype == torch.int32
+        assert self.table.shape[1] == TABLE_COLUMNS and self.heads.shape[1] == HEAD_COLUMNS
+        assert self.table.is_contiguous() and self.heads.is_contiguous()
 
 
 @triton.jit
-def _table_row(t, transient, period):
-    return tl.where(t < transient, t, transient + (t - transient) % period)
+def _table_row(t, first, transient, period):
+    row = tl.where(t < transient, t, transient + (t - transient) % period)
+    return (first + row).to(tl.int64)
 
 
 @triton.jit
@@ -48,12 +58,14 @@ def _schedule(
     seq_lens,
     blocks,
     table,
+    heads,
+    policy_of,
     steps,
     positions,
     num_rows,
     blocks_stride,
-    transient,
-    period,
+    COLUMNS: tl.constexpr,
+    HEAD: tl.constexpr,
     STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -64,18 +76,24 @@ def _schedule(
     first_block = tl.load(blocks + row.to(tl.int64) * blocks_stride, mask=inside, other=0)
     real = inside & (seen > 0) & (first_block != 0)
     stream = seen - 1
-    now = table + _table_row(tl.maximum(stream, 0), transient, period) * 5
-    before = table + _table_row(tl.maximum(stream - 1, 0), transient, period) * 5
+    head = heads + tl.load(policy_of + row, mask=inside, other=0) * HEAD
+    first = tl.load(head, mask=inside, other=0)
+    transient = tl.load(head + 1, mask=inside, other=0)
+    period = tl.load(head + 2, mask=inside, other=1)
+    now = table + _table_row(tl.maximum(stream, 0), first, transient, period) * COLUMNS
+    before = table + _table_row(tl.maximum(stream - 1, 0), first, transient, period) * COLUMNS
     older = real & (stream > 0)
-    cached = tl.load(before + 3, mask=older, other=0)
+    cached = tl.load(before + COUNT, mask=older, other=0)
     out = steps + row * STEP
     tl.store(out + STREAM, tl.where(real, stream, -1), mask=inside)
     tl.store(out + CACHED, cached, mask=inside)
-    tl.store(out + OLD_SLOTS, tl.load(before + 4, mask=older, other=0), mask=inside)
-    tl.store(out + NEW_SLOTS, tl.load(now + 4, mask=real, other=0), mask=inside)
-    tl.store(out + LO, tl.load(now, mask=real, other=0), mask=inside)
-    tl.store(out + HI, tl.load(now + 1, mask=real, other=0), mask=inside)
-    tl.store(out + EVICTS, tl.load(now + 2, mask=real, other=0), mask=inside)
+    tl.store(out + OLD_SLOTS, tl.load(before + SLOTS, mask=older, other=0), mask=inside)
+    tl.store(out + NEW_SLOTS, tl.load(now + SLOTS, mask=real, other=0), mask=inside)
+    for column in tl.static_range(COUNT):  # the rules
+        tl.store(out + LO + column, tl.load(now + column, mask=real, other=0), mask=inside)
+    for column in tl.static_range(HEAD - 3):  # what scores are
+        value = tl.load(head + 3 + column, mask=real, other=0)
+        tl.store(out + PER_QUERY + column, value, mask=inside)
     tl.store(positions + row, cached.to(tl.int64), mask=inside)
 
 
@@ -83,6 +101,7 @@ def schedule(
     seq_lens: torch.Tensor,
     blocks: torch.Tensor,
     tables: Schedule,
+    policy_of: torch.Tensor,
     steps: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
@@ -91,19 +110,23 @@ def schedule(
     Args:
         seq_lens: int32 or int64 ``[B]``, tokens of each request including the new one; 0: padding.
         blocks: int32 ``[>= B, P]`` block table; a row that starts with the null block 0 is padding.
-        steps: int32 ``[>= B, 7]``, written.
+        policy_of: int32 ``[>= B]``, each request's row of ``tables.heads``.
+        steps: int32 ``[>= B, 14]``, written.
         positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding.
     """
     num_rows = seq_lens.shape[0]
     assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
     assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP_COLUMNS
     assert positions.dtype == torch.int64 and min(len(positions), len(steps)) >= num_rows
+    assert policy_of.dtype == torch.int32 and len(policy_of) >= num_rows, policy_of.shape
     if num_rows == 0:
         return
     tile = min(128, triton.next_power_of_2(num_rows))
     _schedule[(triton.cdiv(num_rows, tile),)](
-        *(seq_lens, blocks, tables.table, steps, positions, num_rows, blocks.stride(0)),
-        *(tables.transient, tables.period),
+        *(seq_lens, blocks, tables.table, tables.heads, policy_of, steps, positions),
+        *(num_rows, blocks.stride(0)),
+        COLUMNS=TABLE_COLUMNS,
+        HEAD=HEAD_COLUMNS,
         STEP=STEP_COLUMNS,
         TILE=tile,
         num_warps=1,
@@ -113,21 +136,24 @@ def schedule(
 def schedule_reference(
     seq_lens: list[int],
     first_blocks: list[int],
-    rows: list[tuple[int, int, int, int, int]],
-    transient: int,
+    rows: list[list[int]],
+    heads: list[list[int]],
+    policy_of: list[int],
 ) -> list[list[int]]:
-    """The same, row by row; ``rows`` are those of ``Schedule.table``."""
-    period = len(rows) - transient
-
-    def at(t: int) -> tuple[int, int, int, int, int]:
-        return rows[t if t < transient else transient + (t - transient) % period]
-
+    """The same, row by row; ``rows`` and ``heads`` are those of ``Schedule``."""
     result = []
-    for length, block in zip(seq_lens, first_blocks, strict=True):
+    for length, block, policy in zip(seq_lens, first_blocks, policy_of, strict=True):
         if length == 0 or block == 0:
-            result.append([-1, 0, 0, 0, 0, 0, 0])
+            result.append([-1] + [0] * (STEP_COLUMNS - 1))
             continue
-        lo, hi, evicts, _, slots = at(length - 1)
-        _, _, _, cached, old_slots = at(length - 2) if length > 1 else (0,) * 5
-        result.append([length - 1, cached, old_slots, slots, lo, hi, evicts])
+        first, transient, period, *scores = heads[policy]
+        own = rows[first : first + transient + period]
+        *rules, _, slots = _at(own, transient, length - 1)
+        *_, cached, old_slots = _at(own, transient, length - 2) if length > 1 else (0, 0)
+        result.append([length - 1, cached, old_slots, slots, *rules, *scores])
     return result
+
+
+def _at(rows: list[list[int]], transient: int, t: int) -> list[int]:
+    period = len(rows) - transient
+    return rows[t if t < transient else transient + (t - transient) % period]

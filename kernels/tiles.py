@@ -14,12 +14,22 @@ STREAM = tl.constexpr(0)  # index of its first new token in its stream; -1: padd
 CACHED = tl.constexpr(1)  # tokens cached before, which is the first new token's position
 OLD_SLOTS = tl.constexpr(2)  # slots that hold valid metadata before
 NEW_SLOTS = tl.constexpr(3)  # slots that do afterwards
-LO = tl.constexpr(4)  # a token: ranks [LO, HI) among which ...
-HI = tl.constexpr(5)
-EVICTS = tl.constexpr(6)  # ... this many are deleted: 0, 1 (the lowest score), or all HI - LO
 START = tl.constexpr(4)  # a stride: its first token's place in the step ...
 LENGTH = tl.constexpr(5)  # ... and its number of tokens
-STEP_COLUMNS = 7
+# A token's first victim rule:
+LO = tl.constexpr(4)  # among ranks [LO, HI) ...
+HI = tl.constexpr(5)
+EVICTS = tl.constexpr(6)  # ... this many are deleted: 0, 1 (the lowest score), all, or as CELL says
+CELL = tl.constexpr(7)  # > 0: the best of every CELL ranks stays; < 0: the first of every -CELL
+MORE = tl.constexpr(
+    8
+)  # further rules, rows of a table [n, 4] like LO .. CELL: where they begin ...
+NUM_MORE = tl.constexpr(9)  # ... and how many they are
+PER_QUERY = tl.constexpr(10)  # whether scores are compared per query that saw the token
+KEEP_LATER = tl.constexpr(11)  # whether of equal scores the later token stays, or the earlier one
+DECAY = tl.constexpr(12)  # fp32's bits: scores are multiplied by this at every query ...
+WEIGHT = tl.constexpr(13)  # ... and its probabilities are added times this
+STEP_COLUMNS = 14
 
 NEVER = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -43,6 +53,11 @@ def check_steps(steps: torch.Tensor, table: torch.Tensor) -> None:
     assert steps.dtype == torch.int32 and steps.shape[1] == STEP_COLUMNS, steps.shape
     assert steps.is_contiguous() and table.dtype == torch.int32 and table.stride(1) == 1
     assert table.shape[0] >= steps.shape[0], (table.shape, steps.shape)
+
+
+def float_bits(value: float) -> int:
+    """The int32 that holds the same bits as an fp32, for a step row."""
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 
 @triton.jit
@@ -178,7 +193,7 @@ def reduce_heads(mass, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
 
 
 @triton.jit
-def victim_key(score, rank, KEEP_LATER: tl.constexpr):
+def victim_key(score, rank, keep_later):
     """An int64 whose minimum is the lowest score; of equal ones the earliest, or the latest.
 
     An fp32's bits order like the number once negative ones are mirrored; ``+ 0.0`` makes -0 equal
@@ -186,18 +201,12 @@ def victim_key(score, rank, KEEP_LATER: tl.constexpr):
     """
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    if KEEP_LATER:
-        tie = rank
-    else:
-        tie = NEVER - rank
+    tie = tl.where(keep_later != 0, rank, NEVER - rank)
     return (ordered.to(tl.int64) << 32) | tie.to(tl.int64)
 
 
 @triton.jit
-def victim_rank(key, KEEP_LATER: tl.constexpr):
+def victim_rank(key, keep_later):
     """The rank inside a ``victim_key``."""
     tie = (key & 0xFFFFFFFF).to(tl.int32)
-    if KEEP_LATER:
-        return tie
-    else:
-        return NEVER - tie
+    return tl.where(keep_later != 0, tie, NEVER - tie)

@@ -54,7 +54,8 @@ def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: object) -> None:
         raise AssertionError("output: error 1e+00 > 3e-05")
 
-    for name in ("check_decode", "check_prefill", "check_insert", "check_insert_strides"):
+    wrong = ("decode", "prefill", "insert", "assign", "insert_strides")
+    for name in (f"check_{kernel}" for kernel in wrong):
         monkeypatch.setattr(checks, name, broken)
     rows = gpu_check.correctness("cpu", interpret=True)
     failed = [row for row in rows if row["error"]]

@@ -15,6 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 import vllm_cascade.refusals as refusals
 from tests.conftest import MODEL
+from vllm_cascade import engine
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.policies import resolve
 
@@ -173,17 +174,14 @@ FAKED: dict[str, tuple[Any, str]] = {
         "text generation only",
     ),
 }
-ON_CUDA: dict[str, tuple[Any, Any, str]] = {
-    # configuration, policy attributes, message; the platform is faked
-    "policy on CUDA": (SimpleNamespace(), SimpleNamespace(token_scores=object()), "scores from"),
+ON_CUDA: dict[str, tuple[Any, str]] = {
+    # configuration, message; the platform is faked
     "attention backend": (
         SimpleNamespace(attention_config=SimpleNamespace(backend="FLASH_ATTN")),
-        None,
         "--attention-backend",
     ),
     "data parallelism on CUDA": (
         SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
-        None,
         "--data-parallel-size",
     ),
     "cache type on CUDA": (
@@ -191,7 +189,6 @@ ON_CUDA: dict[str, tuple[Any, Any, str]] = {
             model_config=SimpleNamespace(dtype="torch.bfloat16"),
             cache_config=SimpleNamespace(cache_dtype="float16"),
         ),
-        None,
         "--kv-cache-dtype",
     ),
 }
@@ -240,9 +237,9 @@ def test_refused_configuration(name: str) -> None:
 
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, policy, message = ON_CUDA[name]
+    config, message = ON_CUDA[name]
     (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
-    policy = policy or resolve({"name": "cascade"})
+    policy = resolve({"name": "cascade"})
     assert not refusal.applies(config, policy)
     monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
     assert refusal.applies(config, policy)
@@ -260,7 +257,18 @@ def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
     config = create(MODEL)
     assert config.parallel_config.worker_cls == refusals.GPU_WORKER
     assert config.attention_config.backend.name == "CUSTOM"
-    assert not config.cache_config.enable_prefix_caching
+    assert config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.parametrize(("importance", "warned"), [("attention", False), ("cluster", True)])
+def test_what_no_kernel_does_is_said(
+    importance: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine.logger, "propagate", True)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(), attention_config=SimpleNamespace())
+    with caplog.at_level("WARNING", logger=engine.logger.name):
+        engine._prepare_gpu(config, resolve({"name": "dgc", "importance": importance}))
+    assert ("attention runs in PyTorch" in caplog.text) == warned
 
 
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:

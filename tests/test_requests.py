@@ -203,11 +203,16 @@ class KeyByPolicy(dict):
         return self.worker.scheduler._policy(self.worker.scheduler.requests[name])
 
 
-def test_a_requests_own_policy_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_with_too_many_rules_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thinning cascade that evicts in batches while it fills: a rule for nearly every token."""
     from vllm_cascade import requests
 
+    settings = {"name": "cascade", "budget": 2048, "eager_fill": False, "overflow": 8}
+    policy = resolve(settings)
+    asked = SamplingParams(extra_args={"kv_budget": 1024})
+    check_arguments(policy, asked)
     monkeypatch.setattr(requests.current_platform, "is_cuda", lambda: True)
-    policy = resolve({"name": "cascade", "budget": 128})
-    check_arguments(policy, SamplingParams())
-    with pytest.raises(VLLMValidationError, match="kv_budget: a request's own policy"):
-        check_arguments(policy, SamplingParams(extra_args={"kv_budget": 64}))
+    with pytest.raises(VLLMValidationError, match=r"kv_budget: cascade with overflow 8 .* rules"):
+        check_arguments(policy, asked)
+    check_arguments(policy, SamplingParams(extra_args={"kv_budget": 128}))
+    check_arguments(resolve({"name": "cascade"}), asked)

@@ -11,6 +11,7 @@ from vllm_cascade import refusals
 from vllm_cascade.config import CONFIG_KEY
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Policy, resolve
+from vllm_cascade.policies.rules import rule_tables
 from vllm_cascade.runtime import token_importance
 
 
@@ -53,9 +54,12 @@ def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:
     config.parallel_config.worker_cls = refusals.GPU_WORKER
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
-    if config.cache_config.enable_prefix_caching:
-        config.cache_config.enable_prefix_caching = False
-        logger.info("Prefix caching is off: snapshots are not taken on CUDA yet.")
+    if rule_tables(policy) is None:
+        logger.warning(
+            "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than the "
+            "kernels, where tokens are merged or put out of order; importance and order say so.",
+            policy.name,
+        )
 
 
 def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:

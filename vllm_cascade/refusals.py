@@ -81,15 +81,6 @@ def _worker(config: VllmConfig, policy: Policy) -> bool:
     return config.parallel_config.worker_cls not in ours
 
 
-def _unknown_to_kernels(config: VllmConfig, policy: Policy) -> bool:
-    """What the PyTorch path has and the Triton kernels do not."""
-    return current_platform.is_cuda() and (
-        getattr(policy, "token_scores", None) is not None
-        or getattr(policy, "merge_into", None) is not None
-        or bool(getattr(policy, "arranges", False))
-    )
-
-
 def _other_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     return current_platform.is_cuda() and config.cache_config.cache_dtype not in ("auto", dtype)
@@ -112,12 +103,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "KV policies run on the CPU backend of vLLM in this version; remove --kv-policy to run "
         f"stock vLLM on this device. The CUDA backend has not run on a GPU yet: set {TRY_CUDA}=1 "
         "to be the first, and compare its output with a CPU's",
-    ),
-    Refusal(
-        "policy on CUDA",
-        _unknown_to_kernels,
-        "the CUDA kernels cannot run this policy's settings (scores from the host, tokens merged "
-        "or arranged out of order) yet; run it on the CPU or choose another policy",
     ),
     Refusal(
         "attention backend",

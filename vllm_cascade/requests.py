@@ -19,10 +19,14 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_cascade.config import KVPolicyConfig, KVPolicyError
 from vllm_cascade.policies import POLICIES, Policy, resolve
+from vllm_cascade.policies.rules import rule_tables
 
 BUDGET, NAME = KEYS = ("kv_budget", "kv_policy")
 VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of ``extra_args`` that begin like ours and mean something to vLLM."""
+
+MAX_OWN_RULES = 1024
+"""On CUDA: victim rules, besides the first of every step, in the tables of a request's policy."""
 
 
 def request_policy(policy: Policy, extra_args: Mapping[str, Any] | None) -> Policy:
@@ -70,6 +74,7 @@ def _derive(policy: Policy, name: str, budget: int | None) -> Policy:
             f"a {BUDGET} of at most {largest}"
         )
     assert own.head_policy == policy.head_policy and own.prefill_stride == policy.prefill_stride
+    assert own.head_reduction == policy.head_reduction
     assert not own.needs_age or policy.needs_age or policy.trace, "pages without token indices"
     return own
 
@@ -157,13 +162,25 @@ def check_arguments(policy: Policy | None, params: SamplingParams | PoolingParam
         raise _refusal(
             asked[0], f"{asked[0]}: this server runs no KV policy; start it with --kv-policy"
         )
-    if current_platform.is_cuda():
-        raise _refusal(asked[0], f"{asked[0]}: a request's own policy needs the CPU backend so far")
     try:
-        request_policy(policy, extra_args)
+        own = request_policy(policy, extra_args)
+        if current_platform.is_cuda():
+            _check_rules(own, asked[0])
     except KVPolicyError as error:
         key = next((key for key in asked if str(error).startswith(key)), asked[0])
         raise _refusal(key, str(error)) from None
+
+
+def _check_rules(own: Policy, key: str) -> None:
+    """Refuse a policy whose batches take more rules than the device's tables have room for."""
+    tables = rule_tables(own)
+    if tables is not None and len(tables.more) > MAX_OWN_RULES:
+        raise KVPolicyError(
+            f"{key}: {own.name} with overflow {own.overflow} and a budget of {own.budget} evicts "
+            f"by {len(tables.more)} rules, more than the {MAX_OWN_RULES} that the server's tables "
+            "hold for one request; ask for a smaller kv_budget, or start the server with a smaller "
+            "overflow"
+        )
 
 
 def _refusal(key: str, message: str) -> VLLMValidationError:

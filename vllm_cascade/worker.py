@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-import numpy as np
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+from vllm_cascade.batch import Batch, RunnerV1Batch, RunnerV2Batch
 from vllm_cascade.config import KVPolicyError
 from vllm_cascade.paging import KVPolicySpec, whole_pages
-from vllm_cascade.policies import Policy
 from vllm_cascade.positions import find_rotaries
-from vllm_cascade.requests import request_policy
 from vllm_cascade.runtime import token_importance
 from vllm_cascade.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.trace import Recorder
@@ -33,6 +31,7 @@ class KVPolicyWorker:
     backend: ClassVar[AttentionBackendEnum]
     """The name under which layers find our backend."""
     backend_path: ClassVar[str]
+    _batch: Batch = Batch()
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
@@ -76,7 +75,17 @@ class KVPolicyWorker:
                 table.slot_mapping_mode = SlotMappingMode.NONE
 
     def _connect(self, builder: KVPolicyMetadataBuilder) -> None:
-        """Give the builder what it needs to know of requests, where a device has that."""
+        """Give the builder what the runner knows of requests, and the runner our whole pages."""
+        runner, policy = self.model_runner, builder.policy
+        importance = token_importance(policy, self.model_config)
+        kind = RunnerV2Batch if self.use_v2_model_runner else RunnerV1Batch
+        self._batch = builder.batch = kind(runner, policy, importance)
+        # What the runner copies where a request starts from a snapshot: also the pages' tails.
+        runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self._batch.note(scheduler_output)
+        return super().execute_model(scheduler_output)
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
@@ -128,36 +137,8 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     backend = AttentionBackendEnum.CPU_ATTN
     backend_path = "vllm_cascade.attention.backend.CPUKVPolicyBackend"
 
-    def _connect(self, builder: KVPolicyMetadataBuilder) -> None:
-        builder.token_scores = self._token_scores(builder.policy)
-        builder.row_policies = self._row_policies
-        # What the runner copies where a request starts from a snapshot: also the pages' tails.
-        caches = self.model_runner.kv_caches
-        caches[:] = [whole_pages(cache) for cache in caches]
-
-    def _token_scores(self, policy: Policy) -> Callable[[int, int, int, int], np.ndarray] | None:
-        """Scores that follow from the token ids, which the runner's batch knows."""
-        importance = token_importance(policy, self.model_config)
-        if importance is None:
-            return None
-        batch = self.model_runner.input_batch
-
-        def token_scores(row: int, first: int, end: int, lag: int) -> np.ndarray:
-            if len(importance) > 2 * batch.max_num_reqs:
-                importance.forget(set(self.model_runner.requests))
-            return importance.advance(batch.req_ids[row], batch.token_ids_cpu[row], first, end, lag)
-
-        return token_scores
-
-    def _row_policies(self) -> list[Policy]:
-        """The policies of the batch's requests, row by row."""
-        runner, policy = self.model_runner, self._builder().policy
-        policies = []
-        for name in runner.input_batch.req_ids:
-            params = runner.requests[name].sampling_params
-            policies.append(request_policy(policy, params.extra_args if params else None))
-        return policies
-
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        if self.use_v2_model_runner:
+            return super().sample_tokens(grammar_output)
         with unfinished_prompts_draw_nothing(self.model_runner):
             return super().sample_tokens(grammar_output)

@@ -16,26 +16,31 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.attention import test_paged
-from tests.attention.test_paged import CASES, PagedLayer, Shape, oracle_for
+from tests.attention.test_paged import CASES, ENGINE, OWN, PagedLayer, Shape, oracle_for
 from vllm_cascade.attention.cuda import CUDAKVPolicyBackend, TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder, device_schedule
+from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+from vllm_cascade.attention.device_tables import SPARE
 from vllm_cascade.gpu_worker import GPUKVPolicyWorker
-from vllm_cascade.policies import resolve
-from vllm_cascade.policies.base import step_tables
+from vllm_cascade.policies import Policy, resolve
+from vllm_cascade.policies.rules import step_rules
+from vllm_cascade.requests import request_policy
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
-ONE_RULE: dict[str, dict[str, Any]] = {
+RULES: dict[str, dict[str, Any]] = {
     "window": {"name": "window", "budget": 9},
     "sink": {"name": "sink", "budget": 9},
     "cascade": CASCADE,
     "h2o": {"name": "h2o", "budget": 14},
     "sink-overflow": {"name": "sink", "budget": 9, "overflow": 4},
     "lazy": {"name": "lazy", "budget": 12, "overflow": 6, "slack": 5, "max_drop": 2},
-}
-BATCHES: dict[str, dict[str, Any]] = {
+    "dgc": {"name": "dgc", "budget": 12},
     "beehive": {"name": "beehive", "budget": 20, "window": 4, "stride": 3, "threshold": 13},
     "cascade-overflow": {**CASCADE, "overflow": 3},
-    "h2o-overflow": {"name": "h2o", "budget": 14, "overflow": 2},
+    "h2o-overflow": {"name": "h2o", "budget": 14, "overflow": 2, "normalise": True},
+}
+NO_RULES: dict[str, dict[str, Any]] = {
+    "clusters": {"name": "dgc", "budget": 12, "importance": "cluster"},
+    "out-of-order": {"name": "dgc", "budget": 12, "order": "importance"},
 }
 
 
@@ -67,46 +72,47 @@ def common(
     )
 
 
-@pytest.mark.parametrize("name", ONE_RULE)
+@pytest.mark.parametrize("name", RULES)
 def test_decode_rows_are_the_policys(name: str) -> None:
     """Every step of a long stream: position, slots and victims, from sequence lengths alone."""
-    layer = PagedLayer(Shape(), {**ONE_RULE[name], "prefill_stride": 4}, 3)
+    layer = PagedLayer(Shape(), {**RULES[name], "prefill_stride": 4}, 3)
     policy, builder = layer.policy, layer.builder
     t = np.arange(200)
     lengths = [int(n) for n in t + 1]
     table = torch.ones(200, 2, dtype=torch.int32)
-    tokens = builder.build(0, common(lengths, table)).waves[0].tokens
-    lo, hi = policy.victims(t)
-    evicts = (hi > lo).astype(int)
-    for i in np.flatnonzero(policy.batches(t)):
-        keep = policy.keep(torch.zeros(1, policy.count(int(i)) + 1), policy.plan(int(i), 1))[0]
-        gone = (~keep).nonzero().flatten().tolist()
-        lo[i], hi[i], evicts[i] = gone[0], gone[-1] + 1, len(gone)
-    columns = [t, policy.counts(t), policy.peaks(t), policy.peaks(t + 1), lo, hi, evicts]
-    assert torch.equal(tokens.steps, torch.from_numpy(np.stack(columns, 1)).int())
+    metadata = builder.build(0, common(lengths, table))
+    steps = metadata.waves[0].tokens.steps
+    columns = np.stack([t, policy.counts(t), policy.peaks(t), policy.peaks(t + 1)], 1)
+    assert torch.equal(steps[:, :4], torch.from_numpy(columns).int())
+    for i in range(200):
+        *first, more, num_more = steps[i, 4:10].tolist()
+        found = [first, *metadata.rules[more : more + num_more].tolist()]
+        rules = [[r.lo, r.hi, r.evicts, r.cell] for r in step_rules(policy, i)]
+        assert found == (rules or [[0, 0, 0, 0]]), i
+    assert (steps[:, 10] == policy.needs_age).all()
+    assert (steps[:, 11] == (policy.tie == "incoming")).all()
+    average = steps[:, 12:].contiguous().view(torch.float32)
+    assert torch.equal(average, torch.tensor([[policy.decay, policy.weight]]).expand(200, 2))
     assert torch.equal(builder.positions.buffer[:200], torch.from_numpy(policy.counts(t)))
     assert builder.counters.tokens == 200
     assert builder.counters.evicted_tokens == sum(policy.counts(t) + 1 - policy.counts(t + 1))
 
 
-@pytest.mark.parametrize("name", [*ONE_RULE, *BATCHES])
-def test_full_graphs_where_every_step_is_one_rule(name: str) -> None:
-    settings = {**ONE_RULE, **BATCHES}[name]
+@pytest.mark.parametrize("name", [*RULES, *NO_RULES])
+def test_full_graphs_wherever_there_are_rules(name: str) -> None:
+    settings = {**RULES, **NO_RULES}[name]
     layer = PagedLayer(Shape(), {**settings, "prefill_stride": 4}, 3)
     support = TritonMetadataBuilder.get_cudagraph_support(None, layer.spec)
-    one_rule = name in ONE_RULE
+    has_rules = name in RULES
     expected = (
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if one_rule else (AttentionCGSupport.NEVER)
+        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if has_rules else AttentionCGSupport.NEVER
     )
     assert support == expected
-    assert (device_schedule(layer.policy, torch.device("cpu")) is not None) == one_rule
-    assert (layer.builder.schedule is not None) == one_rule
-    if not one_rule:
-        assert step_tables(layer.policy).batch.any()
+    assert (layer.builder.tables.schedule is not None) == has_rules
 
 
 def test_buffers_stay_where_a_graph_found_them() -> None:
-    layer = PagedLayer(Shape(), {**ONE_RULE["cascade"], "prefill_stride": 4}, 4)
+    layer = PagedLayer(Shape(), {**RULES["cascade"], "prefill_stride": 4}, 4)
     table = torch.tensor([[1], [2], [0], [0]], dtype=torch.int32)
     captured = layer.builder.build_for_cudagraph_capture(common([1, 1, 1, 1], table))
     tokens = captured.waves[0].tokens
@@ -117,10 +123,10 @@ def test_buffers_stay_where_a_graph_found_them() -> None:
     assert layer.builder.positions.buffer[:4].tolist() == [6, 18, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["cascade", "beehive"])
+@pytest.mark.parametrize("name", ["cascade", "beehive", "dgc", *NO_RULES])
 def test_capture_and_warm_up_write_nothing(name: str) -> None:
     """Block tables of nothing but the null block, decode and prompt: not a byte changes."""
-    layer = PagedLayer(Shape(), {**{**ONE_RULE, **BATCHES}[name], "prefill_stride": 4}, 3)
+    layer = PagedLayer(Shape(), {**{**RULES, **NO_RULES}[name], "prefill_stride": 4}, 3)
     before = layer.pool.clone()
     table = torch.zeros(3, 2, dtype=torch.int32)
     same = lambda x, _: x  # noqa: E731
@@ -164,13 +170,53 @@ def test_padded_rows_beside_real_ones() -> None:
     assert layer.builder.counters.evicted_tokens == 2 * (30 - layer.policy.count(30))
 
 
-@pytest.mark.parametrize("name", ["heads-max", "partial-interleaved", "beehive-log-n", "lazy-1"])
+MIXED = [
+    *("heads-max", "partial-interleaved", "alibi", "soft-cap", "lazy-1", "h2o-normalise-1"),
+    *("beehive", "beehive-log-n", "beehive-overflow", "heads-overflow-1"),
+    *("dgc", "dgc-heads-overflow", "dgc-attention"),
+    *("dgc-by-importance-overflow", "dgc-by-attention", "dgc-cluster-heads"),
+]
+
+
+@pytest.mark.parametrize("name", MIXED)
 def test_mixed_requests(name: str) -> None:
     """The PyTorch path's own test of mixed batches, on the kernels."""
-    assert name in CASES
     shape, settings = CASES[name]
     prompts, totals = [1, 5, 23, 32, 48], [40, 5, 30, 32, 60]
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
+
+
+def test_requests_with_policies_of_their_own() -> None:
+    """All of a batch's policies at once: budgets, victim rules, averages and ties of their own."""
+    asked = [dict(key) for key in OWN]
+    prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]
+    layer = test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=asked)
+    assert len(layer.builder.tables._policies) == len(OWN)
+
+
+def test_policies_come_and_go() -> None:
+    """More policies than the tables remember: those not in the batch make way, rules stay right."""
+    layer = PagedLayer(Shape(), {"name": "h2o", "budget": 150, "overflow": 3}, 3)
+    builder, rules = layer.builder, layer.builder.tables.rules
+    address = rules.data_ptr()
+    table = torch.ones(8, 10, dtype=torch.int32)
+
+    def check(policies: list[Policy], length: int) -> None:
+        builder.batch.policies = lambda _: policies
+        metadata = builder.build(0, common([length] * len(policies), table[: len(policies)]))
+        steps = metadata.waves[0].tokens.steps
+        for policy, step in zip(policies, steps.tolist(), strict=True):
+            *first, more, num_more = step[4:10]
+            found = [first, *metadata.rules[more : more + num_more].tolist()]
+            expected = [[r.lo, r.hi, r.evicts, r.cell] for r in step_rules(policy, length - 1)]
+            assert found == (expected or [[0, 0, 0, 0]])
+
+    for budget in range(10, 10 + 2 * SPARE):
+        own = request_policy(layer.policy, {"kv_budget": budget})
+        for length in (budget + 4, budget + 5, budget + 6, budget + 7):
+            check([layer.policy, own], length)
+    assert 2 < len(builder.tables._policies) <= 8 + SPARE < 2 * SPARE
+    assert builder.tables.rules.data_ptr() == address, "a captured graph has this address"
 
 
 def test_vllm_finds_and_accepts_the_backend() -> None:

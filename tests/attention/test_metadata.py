@@ -41,7 +41,7 @@ def test_a_step_of_many_requests(rows: list[tuple[Policy, int, int, bool]]) -> N
     common = step_of(firsts, lengths, prefilling, table)
     offsets = common.query_start_loc
     made = builder()
-    made.row_policies = lambda: [policy for policy, *_ in rows]
+    made.batch.policies = lambda _: [policy for policy, *_ in rows]
     metadata = made.build(0, common)
 
     positions, planned = [], set()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paged attention paths (PyTorch, C++) and their metadata against the literal fp64 cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from vllm_cascade.kernels.native.library import load
 from vllm_cascade.paging import KVPolicySpec, page_views
 from vllm_cascade.policies import resolve
 from vllm_cascade.positions import Rotary
+from vllm_cascade.requests import request_policy
 from vllm_cascade.trace import kept_tokens
 
 
@@ -93,7 +95,8 @@ class PagedLayer:
         rotary = None if shape.alibi else Rotary(self.inv_freq, shape.is_neox)
         self.impl.prepare(self.spec, view, rotary)
         self.pages = page_views(view, self.spec)
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=4096))
+        scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
+        config = SimpleNamespace(scheduler_config=scheduler)
         self.builder = KVPolicyMetadataBuilder(self.spec, ["layer"], config, torch.device("cpu"))
 
     def step(
@@ -237,6 +240,32 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
+ENGINE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2, "prefill_stride": 8}
+# What a request asks for, and what that means to the oracle (``vllm_cascade/requests.py``).
+OWN: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {
+    (): ENGINE,
+    (("kv_budget", 16),): {**ENGINE, "budget": 16},
+    (("kv_policy", "sink"), ("kv_budget", 9)): {"name": "sink", "budget": 9, "num_sinks": 2},
+    (("kv_policy", "h2o"), ("kv_budget", 20)): {"name": "h2o", "budget": 20, "num_sinks": 2},
+    (("kv_policy", "beehive"), ("kv_budget", 24)): {
+        # By the paper's theorem one in 5.33 tokens is the window.
+        "name": "beehive",
+        "budget": 24,
+        "num_sinks": 2,
+        "window": 4,
+        "stride": 5,
+        "threshold": 20,
+    },
+    (("kv_policy", "window"), ("kv_budget", 5)): {"name": "window", "budget": 5},
+}
+
+
+def test_requests_with_policies_of_their_own(path: str) -> None:
+    asked = [dict(key) for key in OWN]
+    prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]
+    run_mixed_requests(path, Shape(), ENGINE, prompts, totals, 3, asked=asked)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_mixed_requests(name: str, path: str) -> None:
     shape, settings = CASES[name]
@@ -256,11 +285,13 @@ def run_mixed_requests(
     totals: list[int],
     seed: int,
     tolerance: float = 2e-5,
-) -> None:
+    asked: Sequence[dict[str, Any]] | None = None,
+) -> PagedLayer:
     """Prompts of odd lengths in chunks, decode beside prefill, rows that change places.
 
-    Request ``i`` has ``totals[i]`` tokens, of which the first ``prompts[i]`` are its prompt.
-    ``path``: which CPU implementation must run; None: another device's.
+    Request ``i`` has ``totals[i]`` tokens, of which the first ``prompts[i]`` are its prompt, and
+    with ``asked`` a policy of its own. ``path``: which CPU implementation must run; None: another
+    device's.
     """
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -272,7 +303,12 @@ def run_mixed_requests(
     stride = settings["prefill_stride"]
     source = layer.policy.token_scores
     scores = [rng.integers(0, 9, total).astype(float).tolist() for total in totals]
-    literal = [oracle_for(settings, shape, layer, own if source else None) for own in scores]
+    own = [settings] * len(totals) if asked is None else [OWN[tuple(a.items())] for a in asked]
+    policies = [request_policy(layer.policy, a) for a in asked or [None] * len(totals)]
+    literal = [
+        oracle_for(mine, shape, layer, given if source else None)
+        for mine, given in zip(own, scores, strict=True)
+    ]
     tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
     num_q = shape.num_kv_heads * shape.group
     query = [torch.randn(total, num_q, shape.head_size) for total in totals]
@@ -284,8 +320,9 @@ def run_mixed_requests(
         rows = [r for r in rng.permutation(len(prompts)) if done[r] < totals[r]]
         lengths = [chunk(done[r], prompts[r], stride, int(rng.integers(1, 50))) for r in rows]
         parts = [slice(done[r], done[r] + n) for r, n in zip(rows, lengths, strict=True)]
+        layer.builder.batch.policies = lambda _, rows=rows: [policies[r] for r in rows]
         if source is not None:
-            layer.builder.token_scores = lambda row, begin, end, lag, rows=rows: judged(
+            layer.builder.batch.token_scores = lambda _, row, begin, end, lag, rows=rows: judged(
                 scores[rows[row]], lag, begin, end
             )
         output = layer.step(
@@ -309,7 +346,7 @@ def run_mixed_requests(
         steps += 1
         for r, n in zip(rows, lengths, strict=True):
             done[r] += n
-            slots = layer.policy.peak(done[r])
+            slots = policies[r].peak(done[r])
             kept = kept_tokens(layer.pages, tables[r].long(), slots)
             assert kept == [sim.tokens() for sim in literal[r].sims]
     assert torch.equal(layer.pool[0], null_page), "the null block was written"
@@ -317,8 +354,9 @@ def run_mixed_requests(
     assert ran >= steps if path == "native" else ran == 0
     assert layer.builder.counters.tokens == sum(totals)
     assert layer.builder.counters.evicted_tokens == sum(
-        total - layer.policy.count(total) for total in totals
+        total - policy.count(total) for total, policy in zip(totals, policies, strict=True)
     )
+    return layer
 
 
 def chunk(done: int, prompt: int, stride: int, wanted: int) -> int:

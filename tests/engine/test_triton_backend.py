@@ -42,6 +42,9 @@ POLICIES: dict[str, dict[str, Any]] = {
         "name": "beehive", "budget": 24, "window": 6, "stride": 3, "threshold": 14,
         "log_n": True, "prefill_stride": 1,
     },
+    "cascade-overflow-1": {**CASCADE, "overflow": 3, "prefill_stride": 1},
+    "dgc-8": {"name": "dgc", "budget": 20, "prefill_stride": 8},
+    "dgc-cluster-9": {"name": "dgc", "budget": 20, "importance": "cluster", "prefill_stride": 9},
 }  # fmt: skip
 
 
@@ -93,22 +96,60 @@ def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
     engine_pool.close()
 
 
-def test_decode_of_several_requests(engine_pool: EnginePool, models: dict[str, Path]) -> None:
-    """Generated tokens go through the device's own schedule; rows come and go."""
-    policy = {**CASCADE, "prefill_stride": 8}
-    llm = engine(engine_pool, policy, models["llama"])
-    prompts = [TOKENS[:5], TOKENS[5:45], TOKENS[40:57]]
+ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # what a request asks for, and what that means to the oracle
+    ({}, {**CASCADE, "prefill_stride": 8}),
+    ({"kv_budget": 16}, {**CASCADE, "budget": 16, "prefill_stride": 8}),
+    (
+        {"kv_policy": "sink", "kv_budget": 12},
+        {"name": "sink", "budget": 12, "num_sinks": 2, "prefill_stride": 8},
+    ),
+]
+
+
+def ask(
+    llm: Any, prompts: list[list[int]], lengths: list[int]
+) -> list[tuple[list[int], list[float]]]:
+    """Generated tokens and their log-probabilities, every request under what it asks for."""
     params = [
-        SamplingParams(max_tokens=n, temperature=0.0, logprobs=0, ignore_eos=True)
-        for n in (40, 12, 30)
+        SamplingParams(
+            max_tokens=n,
+            temperature=0.0,
+            logprobs=0,
+            ignore_eos=True,
+            extra_args=asked or None,
+        )
+        for n, (asked, _) in zip(lengths, ASKED, strict=False)
     ]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(inputs, params, use_tqdm=False)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        generated = list(output.outputs[0].token_ids)
-        found = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
+    return [
+        (
+            list(output.outputs[0].token_ids),
+            [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs],
+        )
+        for output in outputs
+    ]
+
+
+def test_decode_of_several_requests(engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    """Generated tokens go through the device's own schedule; rows come and go.
+
+    Every request has a policy of its own, and a prompt that comes again starts from a snapshot.
+    """
+    policy = {**CASCADE, "prefill_stride": 8}
+    llm = engine(engine_pool, policy, models["llama"])
+    prompts = [TOKENS[:45], TOKENS[5:45], TOKENS[40:57]]
+    answers = ask(llm, prompts, [30, 12, 36])
+    for prompt, (generated, found), (_, settings) in zip(prompts, answers, ASKED, strict=True):
         model = oracle_model(models["llama"])
-        truth = stream(model, prompt + generated, prompt_len=len(prompt), **oracle_settings(policy))
+        truth = stream(
+            model, prompt + generated, prompt_len=len(prompt), **oracle_settings(settings)
+        )
         expected = truth.logprobs[len(prompt) - 1 :]
         assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 2e-4
+    snapshots = llm.llm_engine.engine_core.engine_core.scheduler.kv_policy_snapshots
+    assert (snapshots.hits, snapshots.stored) == (0, 3)
+    assert ask(llm, prompts[:1], [30]) == answers[:1]
+    assert (snapshots.hits, snapshots.hit_tokens) == (1, 32)
     engine_pool.close()

@@ -30,8 +30,8 @@ for shape in shapes:
 print(json.dumps(rows))
 """
 KERNELS = {
-    "schedule", "attend", "merge", "update", "insert", "gather", "attend_strides", "column_sums",
-    "stride_scores", "number", "place", "write",
+    "schedule", "attend", "merge", "update", "assign", "insert", "gather", "attend_strides",
+    "column_sums", "stride_scores", "number", "place", "write",
 }  # fmt: skip
 
 
@@ -43,29 +43,29 @@ def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(rows: list[dict[str, Any]], max_spilled: int) -> None:
+def check(rows: list[dict[str, Any]]) -> None:
     assert {row["kernel"] for row in rows} == KERNELS
     for row in rows:
-        assert row["spilled"] <= max_spilled, row
+        assert row["spilled"] == 0, row
         assert row["registers"] <= 255 and row["shared"] <= MAX_SHARED[row["capability"]], row
         # a block's registers must fit a multiprocessor at least once
         assert row["registers"] * 32 * row["warps"] <= 65536, row
 
 
 def test_default_configuration_on_every_gpu() -> None:
-    check(compiled("[Shape()]", 80, 90, 100), max_spilled=0)
+    check(compiled("[Shape()]", 80, 90, 100))
 
 
 @pytest.mark.parametrize("size", [64, 80, 96, 256])
 def test_head_sizes(size: int) -> None:
-    check(compiled(f"[Shape(head_size={size}, dtype=torch.bfloat16)]", 90), max_spilled=0)
+    check(compiled(f"[Shape(head_size={size}, dtype=torch.bfloat16)]", 90))
 
 
 @pytest.mark.slow
 def test_every_configuration_on_every_gpu() -> None:
-    check(compiled("DEFAULT_SHAPES", 80, 90, 100), max_spilled=0)
+    check(compiled("DEFAULT_SHAPES", 80, 90, 100))
     other = "[shape for shape in OTHER_SHAPES if shape.keep_logits]"
-    check(compiled(other, 80, 90, 100), max_spilled=16)
+    check(compiled(other, 80, 90, 100))
 
 
 def test_the_table_in_the_docs() -> None:
@@ -74,7 +74,6 @@ def test_the_table_in_the_docs() -> None:
     rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| [a-z_]+ \| \d", line)]
     assert {row[0].removeprefix("| ") for row in rows} == KERNELS
     for row in rows:
-        default = re.fullmatch(r"32/8 x \d+, (float16|bfloat16)", row[1]) is not None
         for cell in row[3:]:
             registers, _, spilled = map(int, cell.rstrip(" |").split(" / "))
-            assert registers <= 255 and spilled <= (0 if default else 16), row
+            assert registers <= 255 and spilled == 0, row

@@ -90,6 +90,11 @@ def test_insert(name: str, variant: int) -> None:
     checks.check_insert(INSERTION[name], "cpu", variant)
 
 
+@pytest.mark.parametrize("name", INSERTION)
+def test_assign(name: str) -> None:
+    checks.check_assign(INSERTION[name], "cpu")
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", INSERTION)
 def test_insert_strides(name: str, seed: int) -> None:

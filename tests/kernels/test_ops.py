@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_cascade.kernels import (
+    assign,
     attend,
     column_sums,
     combine,
@@ -37,17 +38,22 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     sums = torch.rand(2, 4, 22)
     keep, scores = torch.ones(2, 1, 22, dtype=torch.bool), torch.rand(2, 1, 22)
     lse = torch.rand(10, 4)
+    rules = torch.zeros(1, 4, dtype=torch.int32)
     return {
         "attend": (attend.attend, (*decode, 0.0, False, 2, True)),
         "attend without logits": (attend.attend, (*decode, 0.0, False, 4, False)),
         "merge": (combine.merge, (parts, parts_lse, steps, torch.empty(2, 4, 16))),
         "update": (
             combine.update,
-            (logits, own, lse[:2], cache.rank, cache.score, table, steps, 0.9, 0.1, "max"),
+            (logits, own, lse[:2], cache.rank, cache.score, table, steps, "max"),
+        ),
+        "assign": (
+            assign.assign,
+            (torch.rand(2), torch.tensor([3, -1]).int(), cache.rank, cache.score, table, steps),
         ),
         "insert": (
             insert.insert,
-            (key[:2], key[:2], torch.rand(2, 1), *pages, table, steps, True, False),
+            (key[:2], key[:2], torch.rand(2, 1), *pages, table, steps, rules, True),
         ),
         "gather": (rotate.gather, (*pages, table, strides, rotation, False, 17)),
         "attend_strides": (

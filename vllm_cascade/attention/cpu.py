@@ -69,6 +69,32 @@ class KVPolicyImpl(AttentionImpl[KVPolicyMetadata]):
         self._own_paths: dict[Policy, Path] = {}
 
 
+def layer_config(
+    impl: KVPolicyImpl,
+    spec: KVPolicySpec,
+    rotation: torch.Tensor | None,
+    rotary: Rotary | None,
+    num_ranks: int,
+) -> LayerConfig:
+    """What ``impl``'s layer is to the code that computes it, once the page pool exists."""
+    slopes = impl.alibi_slopes
+    if slopes is not None:
+        slopes = slopes.view(impl.num_kv_heads, -1)
+    shared = spec.policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
+    return LayerConfig(
+        policy=spec.policy,
+        num_kv_heads=impl.num_kv_heads,
+        head_size=impl.head_size,
+        scale=impl.scale,
+        num_sets=spec.num_sets,
+        softcap=impl.softcap,
+        slopes=slopes,
+        rotation=rotation,
+        is_neox=rotary is None or rotary.is_neox,
+        gather_heads=_gather_kv_heads if num_ranks > 1 and shared else None,
+    )
+
+
 class CPUKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all one-token strides as a batch, each longer stride on its own."""
 
@@ -84,22 +110,8 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         Args:
             num_ranks: tensor-parallel ranks that the model's heads are spread over.
         """
-        policy, slopes = spec.policy, self.alibi_slopes
-        shared = policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
-        if slopes is not None:
-            slopes = slopes.view(self.num_kv_heads, -1)
-        self._layer = LayerConfig(
-            policy=policy,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
-            scale=self.scale,
-            num_sets=spec.num_sets,
-            softcap=self.softcap,
-            slopes=slopes,
-            rotation=None if rotary is None else rotary.table(policy.max_position),
-            is_neox=rotary is None or rotary.is_neox,
-            gather_heads=_gather_kv_heads if num_ranks > 1 and shared else None,
-        )
+        rotation = None if rotary is None else rotary.table(spec.policy.max_position)
+        self._layer = layer_config(self, spec, rotation, rotary, num_ranks)
         self._pages = page_views(kv_cache, spec)
         self.path = choose(self._layer, self._pages, self.num_heads)
         self._own_paths = {}

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer by the Triton kernels: the backend for CUDA.
 
-The implementation itself knows no device: where Triton interprets kernels it runs on the CPU, and
-so it is tested.
+What the kernels do not know (tokens that are merged, or out of chronological order) runs in
+PyTorch, on the same pages. The implementation itself knows no device: where Triton interprets
+kernels it runs on the CPU, and so it is tested.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionLayer, MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
-from vllm_cascade.attention.cpu import KVPolicyImpl
+from vllm_cascade.attention.cpu import KVPolicyImpl, layer_config
 from vllm_cascade.attention.cuda_metadata import (
     DeviceWave,
     Strides,
@@ -19,6 +21,9 @@ from vllm_cascade.attention.cuda_metadata import (
     TritonMetadata,
     TritonMetadataBuilder,
 )
+from vllm_cascade.attention.metadata import Stride
+from vllm_cascade.attention.stride import attend_and_insert
+from vllm_cascade.kernels.assign import assign
 from vllm_cascade.kernels.attend import attend
 from vllm_cascade.kernels.column_sums import column_sums, stride_scores
 from vllm_cascade.kernels.combine import merge, update
@@ -29,16 +34,11 @@ from vllm_cascade.kernels.prefill import attend_strides
 from vllm_cascade.kernels.rotate import gather, rotation_table
 from vllm_cascade.kernels.xformers_prefill import attend_with_xformers, use_xformers
 from vllm_cascade.paging import KVPolicySpec, Pages, page_views
-from vllm_cascade.policies import Policy
 from vllm_cascade.positions import Rotary
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
-
-    rotation: torch.Tensor | None = None
-    interleaved: bool = False
-    gathers: bool = False
 
     def prepare(
         self,
@@ -52,14 +52,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         Args:
             num_ranks: tensor-parallel ranks that the model's heads are spread over.
         """
-        policy, device = spec.policy, kv_cache.device
-        self._pages = page_views(kv_cache, spec)
-        self.gathers = num_ranks > 1 and policy.head_policy == "homogeneous"
-        if rotary is not None:
-            self.rotation = rotation_table(rotary.inv_freq, policy.max_position, device)
-            self.interleaved = not rotary.is_neox
+        device = kv_cache.device
         if self.alibi_slopes is not None:
             self.alibi_slopes = self.alibi_slopes.to(device)
+        rotation = None
+        if rotary is not None:
+            rotation = rotation_table(rotary.inv_freq, spec.policy.max_position, device)
+        self._layer = layer_config(self, spec, rotation, rotary, num_ranks)
+        self._pages = page_views(kv_cache, spec)
 
     def forward(
         self,
@@ -84,8 +84,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         for wave in attn_metadata.waves:
             if wave.tokens is not None:
                 self._decode(pages, attn_metadata, wave.tokens, query, key, value, output)
-            if wave.strides is not None:
-                self._prefill(pages, attn_metadata, wave.strides, query, key, value, output)
+            for strides in wave.strides:
+                self._prefill(pages, attn_metadata, strides, query, key, value, output)
+            for stride in wave.others:
+                self._in_pytorch(pages, stride, query, key, value, output)
             if self.recorder is not None:
                 self._record(layer.layer_name, pages, wave)
         return output
@@ -108,8 +110,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         splits = attend_splits(query.device, len(query), self.num_kv_heads, num_slots)
         parts, parts_lse, logits, own = attend(
             *(query, key, value, pages.kv, pages.rank, pages.born, table, steps),
-            *(self.rotation, self.alibi_slopes, tokens.logit_scale, self.scale, self.softcap),
-            *(self.interleaved, splits, policy.uses_scores),
+            *(self._rotation, self.alibi_slopes, tokens.logit_scale, self.scale, self.softcap),
+            *(self._interleaved, splits, policy.uses_scores),
         )
         lse = merge(parts, parts_lse, steps, place)
         if tokens.index is not None:
@@ -118,17 +120,27 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if policy.uses_scores:
             logits, own, lse = self._all_ranks(logits, own, lse)
             new_score = update(
-                *(logits, own, lse, pages.rank, pages.score, table, steps),
-                *(policy.decay, policy.weight, policy.head_reduction),
+                *(logits, own, lse, pages.rank, pages.score, table, steps, policy.head_reduction)
             )
+        elif tokens.given is not None:
+            assign(tokens.given, tokens.scored, pages.rank, pages.score, table, steps)
+        # Only policies with scores have rules of cells, and requests may bring their own.
         insert(
             *(key, value, new_score, pages.kv, pages.rank, pages.born, pages.score, pages.token),
-            *(table, steps, policy.tie == "incoming", policy.needs_age),
+            *(table, steps, metadata.rules, policy.uses_scores),
         )
+
+    @property
+    def _rotation(self) -> torch.Tensor | None:
+        return None if self._layer is None else self._layer.rotation
+
+    @property
+    def _interleaved(self) -> bool:
+        return self._layer is not None and not self._layer.is_neox
 
     def _all_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``[rows, heads, ...]`` of all tensor-parallel ranks, where those decide together."""
-        if not self.gathers:
+        if self._layer is None or self._layer.gather_heads is None:
             return list(tensors)
         from vllm.distributed import tensor_model_parallel_all_gather
 
@@ -144,11 +156,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        policy, steps, table = metadata.policy, strides.steps, strides.table
+        policy, steps, table = strides.policy, strides.steps, strides.table
         longest = strides.max_length
         words = (pages.kv, pages.rank, pages.born, pages.score, pages.token)
         keys, values, old_scores, old_tokens = gather(
-            *words, table, steps, self.rotation, self.interleaved, strides.max_cached
+            *words, table, steps, self._rotation, self._interleaved, strides.max_cached
         )
         bias = (self.alibi_slopes, metadata.logit_scale)
         plain = self.alibi_slopes is None and metadata.logit_scale is None
@@ -168,40 +180,40 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             )
         if policy.uses_scores:
             sums = column_sums(
-                *(query, key, keys, lse, metadata.decays, steps, *bias),
+                *(query, key, keys, lse, strides.decays, steps, *bias),
                 *(self.scale, self.softcap, longest),
             )
             (sums,) = self._all_ranks(sums)
             reduction = policy.head_reduction
             scores = stride_scores(sums, old_scores, strides.fades, steps, reduction)
         else:
-            columns = strides.max_cached + longest
-            scores = torch.zeros(*old_scores.shape[:2], columns, device=query.device)
-        keep = self._keep(policy, strides, scores, old_tokens)
+            scores = _given_scores(strides, old_scores)
+        keep = _keep(strides, scores, old_tokens)
         insert_strides(key, value, keep, scores, *words, table, steps, longest)
 
-    @staticmethod
-    def _keep(
-        policy: Policy, strides: Strides, scores: torch.Tensor, old_tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """bool like ``scores``: the policy's choice in every stride that deletes something."""
-        keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-        for row, stride in enumerate(strides.plans):
-            if stride.plan is None:
-                continue
-            total = stride.cached + stride.num_tokens
-            compared = scores[row, :, :total]
-            if policy.needs_age:
-                end = stride.stream + stride.num_tokens
-                new = torch.arange(stride.stream, end, device=scores.device)
-                tokens = [old_tokens[row, :, : stride.cached], new.expand(len(compared), -1)]
-                compared = policy.comparable(compared, end - torch.cat(tokens, dim=1))
-            keep[row, :, :total] = policy.keep(compared, stride.plan)
-        return keep
+    def _in_pytorch(
+        self,
+        pages: Pages,
+        stride: Stride,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        assert self._layer is not None, "warm-up rows are left out"
+        layer = self._layer
+        if stride.policy is not layer.policy:
+            layer = replace(layer, policy=stride.policy)
+        rows = slice(stride.start, stride.start + stride.num_tokens)
+        with torch.device(query.device):  # where the path makes its index tables
+            output[rows] = attend_and_insert(
+                layer, pages, stride, query[rows], key[rows], value[rows]
+            ).to(output.dtype)
 
     def _record(self, layer: str, pages: Pages, wave: DeviceWave) -> None:
         """Note what the wave left in the cache; reads the device, for inspection only."""
-        for part in (wave.tokens, wave.strides):
+        assert self.recorder is not None
+        for part in (wave.tokens, *wave.strides):
             if part is None:
                 continue
             lengths = [1] * len(part.steps) if part is wave.tokens else part.steps[:, 5].tolist()
@@ -210,6 +222,39 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 if stream >= 0:
                     blocks = part.table[row].long()
                     self.recorder.add(layer, pages, blocks, slots, stream + length)
+        for stride in wave.others:
+            end = stride.stream + stride.num_tokens
+            self.recorder.add(layer, pages, stride.pages, stride.new_slots, end)
+
+
+def _given_scores(strides: Strides, old_scores: torch.Tensor) -> torch.Tensor:
+    """Scores fp32 ``[R, S, C]`` that attention has no part in: 0, or from the host."""
+    columns = strides.max_cached + strides.max_length
+    scores = old_scores.new_zeros(*old_scores.shape[:2], columns)
+    for row, plan in enumerate(strides.plans):
+        if plan.given is not None:
+            skip = max(-plan.scored, 0)
+            given, first = plan.given[skip:], plan.scored + skip
+            scores[row, :, : plan.cached] = old_scores[row, :, : plan.cached]
+            scores[row, :, first : first + len(given)] = given
+    return scores
+
+
+def _keep(strides: Strides, scores: torch.Tensor, old_tokens: torch.Tensor) -> torch.Tensor:
+    """bool like ``scores``: the policy's choice in every stride that deletes something."""
+    keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    for row, stride in enumerate(strides.plans):
+        if stride.plan is None:
+            continue
+        policy, total = stride.policy, stride.cached + stride.num_tokens
+        compared = scores[row, :, :total]
+        if policy.needs_age:
+            end = stride.stream + stride.num_tokens
+            new = torch.arange(stride.stream, end, device=scores.device)
+            tokens = [old_tokens[row, :, : stride.cached], new.expand(len(compared), -1)]
+            compared = policy.comparable(compared, end - torch.cat(tokens, dim=1))
+        keep[row, :, :total] = policy.keep(compared, stride.plan)
+    return keep
 
 
 class CUDAKVPolicyBackend(KVPolicyBackend):

@@ -8,7 +8,7 @@ ones are prefill, and so is a single token at which a policy evicts several. Eve
 function of token counts.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from vllm_cascade.batch import Batch
 from vllm_cascade.paging import KVPolicySpec
 from vllm_cascade.policies import Policy, stride_plan
 from vllm_cascade.positions import CachePositions
@@ -180,12 +181,9 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.policy = kv_cache_spec.policy
-        self.row_policies: Callable[[], list[Policy]] = list
-        """The policies of the batch's requests, row by row; rows beyond have the engine's."""
+        self.batch = Batch()
         self.positions = CachePositions(vllm_config.scheduler_config.max_num_batched_tokens, device)
         self.counters = StepCounters()
-        self.token_scores: Callable[[int, int, int, int], np.ndarray] | None = None
-        """Scores by the host, from (row, first token, end, ``TokenScores.lag``): fp32."""
 
     def build(
         self,
@@ -197,14 +195,17 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         offsets = common.query_start_loc_cpu.numpy()
         lengths = np.diff(offsets)
         firsts = common.seq_lens_cpu_upper_bound.numpy()[: len(lengths)] - lengths
-        prefilling = common.is_prefilling.numpy()
-        policies = dict(enumerate(self.row_policies()))
+        prefilling = self.batch.prefilling(common)
+        policies = dict(enumerate(self.batch.policies(common)))
         rows = []
         for row in np.flatnonzero(lengths > 0):
             first, end = int(firsts[row]), int(firsts[row] + lengths[row])
             bounds = cut_strides(first, end, self.policy.prefill_stride, bool(prefilling[row]))
             policy = policies.get(int(row), self.policy)
-            scores = self._host_scores(policy, int(row), first, end)
+            scores = None
+            if policy.token_scores is not None:
+                lag = policy.token_scores.lag
+                scores = self.batch.token_scores(common, int(row), first, end, lag)
             rows.append(_Row(policy, row, int(offsets[row]), first, bounds, scores))
         self._publish_positions(rows)
         self._count(rows)
@@ -212,12 +213,6 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         depth = max((len(row.bounds) - 1 for row in rows), default=0)
         waves = [self._wave(rows, depth_index, table) for depth_index in range(depth)]
         return KVPolicyMetadata(self.policy, self.kv_cache_spec, waves)
-
-    def _host_scores(self, policy: Policy, row: int, first: int, end: int) -> np.ndarray | None:
-        if policy.token_scores is None:
-            return None
-        assert self.token_scores is not None, "the worker gives scores of tokens"
-        return self.token_scores(row, first, end, policy.token_scores.lag)
 
     def _publish_positions(self, rows: list[_Row]) -> None:
         """A stride's tokens follow the tokens cached at its start."""
@@ -227,7 +222,7 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
         lengths = np.asarray([end for row in rows for end in row.bounds[1:]]) - begins
         policies = [row.policy for row in rows for _ in row.bounds[1:]]
         counts = np.empty_like(begins)
-        for same in _by(range(len(policies)), lambda stride: id(policies[stride])):
+        for same in by(range(len(policies)), lambda stride: id(policies[stride])):
             counts[same] = policies[same[0]].counts(begins[same])
         places = np.cumsum(lengths) - lengths
         positions = np.arange(lengths.sum()) + np.repeat(counts - places, lengths)
@@ -235,7 +230,7 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
 
     def _count(self, rows: list[_Row]) -> None:
         self.counters.steps += 1
-        for same in _by(rows, lambda row: id(row.policy)):
+        for same in by(rows, lambda row: id(row.policy)):
             policy = same[0].policy
             ends = np.asarray([(row.bounds[0], row.bounds[-1]) for row in same])
             evicted = ends - policy.counts(ends)
@@ -254,7 +249,7 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             else:
                 strides.append(self._stride(row, begin, end, table))
         groups: dict[Any, list[tuple[_Row, int]]] = {}
-        for same in _by(singles, lambda single: id(single[0].policy)):
+        for same in by(singles, lambda single: id(single[0].policy)):
             policy = same[0][0].policy
             batches = policy.batches(np.asarray([begin for _, begin in same])).tolist()
             for (row, begin), several in zip(same, batches, strict=True):
@@ -287,7 +282,7 @@ class KVPolicyMetadataBuilder(AttentionMetadataBuilder[KVPolicyMetadata]):
             logit_scale=_logit_scale(
                 row.policy, np.arange(begin, end), cached + np.arange(end - begin)
             ),
-            scored=cached - _lag(row.policy),
+            scored=cached - lag_of(row.policy),
             host_scores=scores,
         )
 
@@ -354,14 +349,14 @@ class _Schedule:
 def _schedule(policies: list[Policy], stream: np.ndarray) -> _Schedule:
     """One look-up a table for all rows of a policy."""
     result = _Schedule(*(np.empty_like(stream) for _ in range(6)))
-    for rows in _by(range(len(policies)), lambda row: id(policies[row])):
+    for rows in by(range(len(policies)), lambda row: id(policies[row])):
         policy, t = policies[rows[0]], stream[rows]
         result.cached[rows] = policy.counts(t)
         result.old_slots[rows] = policy.peaks(t)
         result.new_slots[rows] = policy.peaks(t + 1)
         result.lo[rows], result.hi[rows] = policy.victims(t)
-        lag = _lag(policy)
-        result.scored[rows] = np.where(result.cached[rows] < lag, -2, result.cached[rows] - lag)
+        scored = result.cached[rows] - lag_of(policy)
+        result.scored[rows] = np.where(scored < 0, -2, scored)
         scale = _logit_scale(policy, t, result.cached[rows])
         if scale is not None:
             if result.logit_scale is None:
@@ -370,7 +365,7 @@ def _schedule(policies: list[Policy], stream: np.ndarray) -> _Schedule:
     return result
 
 
-def _lag(policy: Policy) -> int:
+def lag_of(policy: Policy) -> int:
     """How many tokens later a token gets its score from the host."""
     return 0 if policy.token_scores is None else policy.token_scores.lag
 
@@ -381,13 +376,13 @@ def _logit_scale(policy: Policy, stream: np.ndarray, cached: np.ndarray) -> torc
     return None if scale is None else torch.from_numpy(scale).float().unsqueeze(1)
 
 
-def _by(items: Iterable[Any], key: Callable[[Any], int]) -> list[list[Any]]:
+def by(items: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[Any]]:
     """Items grouped by a key; groups in the order in which they first occur.
 
     Policies are told apart by identity: comparing their settings takes longer than the work, and
     ``request_policy`` returns the same object for the same request arguments.
     """
-    groups: dict[int, list[Any]] = {}
+    groups: dict[Hashable, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())

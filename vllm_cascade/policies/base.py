@@ -62,6 +62,30 @@ class StepTables:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """What one eviction deletes among the ranks ``[lo, hi)`` of the line as it then is.
+
+    Attributes:
+        lo, hi: the range; the newest token has the highest rank.
+        evicts: how many are deleted.
+        cell: 0: the lowest score (``evicts`` is 1) or the whole range (``hi - lo``). Else the range
+            is cut from ``lo`` into cells of ``abs(cell)`` ranks, the last one possibly shorter, and
+            of every cell one token stays: positive: the one with the highest score; negative: the
+            oldest.
+    """
+
+    lo: int
+    hi: int
+    evicts: int
+    cell: int = 0
+
+    def __post_init__(self) -> None:
+        stay = -(-(self.hi - self.lo) // abs(self.cell)) if self.cell else None
+        allowed = (1, self.hi - self.lo) if stay is None else (self.hi - self.lo - stay,)
+        assert 0 <= self.lo < self.hi and self.evicts in allowed, self
+
+
+@dataclass(frozen=True)
 class TokenScores:
     """Scores that follow from the text alone, which the host works out from token ids.
 
@@ -104,6 +128,10 @@ class Policy(KVPolicyConfig):
     @abstractmethod
     def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
         """Which tokens survive the insertions of a plan; see ``keep``."""
+
+    def batch_rules(self, t: int) -> list[Rule]:
+        """An insertion that ``StepTables.batch`` marks, as rules to be applied one by one."""
+        raise NotImplementedError(f"{self.name} marks no batches")
 
     @abstractmethod
     def base_regions(self, t: int) -> list[str]:
@@ -190,7 +218,7 @@ class Policy(KVPolicyConfig):
 
     def base_count(self, t: int) -> int:
         """``count`` without ``overflow``."""
-        return int(_insertions(self).counts(np.asarray(t)))
+        return int(insertion_tables(self).counts(np.asarray(t)))
 
     def inserted(self, t: np.ndarray) -> np.ndarray:
         """How many of the first ``t`` tokens are inserted; the others wait.
@@ -203,7 +231,7 @@ class Policy(KVPolicyConfig):
 
     def tables(self) -> StepTables:
         """The schedule of single insertions, ``overflow`` included."""
-        base = _insertions(self)
+        base = insertion_tables(self)
         if self.overflow == 1 or self.batches_itself:
             return base
         period = math.lcm(base.period, self.overflow)
@@ -296,7 +324,7 @@ def step_tables(policy: Policy) -> StepTables:
 
 
 @lru_cache(maxsize=64)
-def _insertions(policy: Policy) -> StepTables:
+def insertion_tables(policy: Policy) -> StepTables:
     return policy.insertions()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from vllm_cascade.policies.base import Policy, StepTables
+from vllm_cascade.policies.base import Policy, Rule, StepTables
 from vllm_cascade.policies.contest import contest
 
 
@@ -143,6 +143,22 @@ class Beehive(Policy):
         """Survivors of earlier evictions in the middle after ``t`` tokens."""
         table, old = _walk(self)
         return int(old[table.rows(np.asarray(t - 1))]) if t else 0
+
+    def batch_rules(self, t: int) -> list[Rule]:
+        length, old = self.base_count(t) + 1, self._old(t)
+        interval, rules = (self.stride + 1) // 2, []
+        while self._evicts(length, old):
+            first, end = self.num_sinks + old, length - self.recent
+            survivors = self._survivors(length, old)
+            old_left = -(-old // interval)
+            # The newer ones first: what they leave does not move the older ones.
+            thinned = [
+                (first, end, end - first - (survivors - old_left), self.stride),
+                (self.num_sinks, first, old - old_left, -interval),
+            ]
+            rules += [Rule(*rule) for rule in thinned if rule[2]]
+            old, length = survivors, self.num_sinks + self.recent + survivors
+        return rules
 
     def _comb(self, length: int, old: int, appended: int) -> "Comb":
         """Which cells keep one token: int64 ``[cells, stride]`` into the line, padded with -1."""

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from vllm_cascade.policies.base import Policy, StepTables
+from vllm_cascade.policies.base import Policy, Rule, StepTables
 
 
 class Lazy(Policy):
@@ -62,6 +62,10 @@ class Lazy(Policy):
         recent = self.base_count(t + num_tokens) - min(t + num_tokens, self.num_sinks)
         rank = torch.arange(total)
         return (rank < self.num_sinks) | (rank >= total - recent)
+
+    def batch_rules(self, t: int) -> list[Rule]:
+        dropped = self.base_count(t) + 1 - self.base_count(t + 1)
+        return [Rule(self.num_sinks, self.num_sinks + dropped, dropped)]
 
     def base_regions(self, t: int) -> list[str]:
         sinks = min(t, self.num_sinks)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy on vLLM's second model runner and the CUDA backend's code, without a GPU.
+
+    python -m tests.engine.runner_v2 '{"name": "cascade"}'
+
+The second runner, the default on GPUs, needs Triton, and vLLM looks for a Triton that has a backend
+for CPUs. Where kernels are interpreted none is needed, so a stand-in is put there before vLLM is
+imported. Scheduling is asynchronous, as on a GPU. ``benchmarks.gpu_engine`` compares with the
+oracle, as it does there; then a request that is preempted is compared with one that is not.
+"""
+
+import os
+
+os.environ |= {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+import json
+import sys
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import triton.backends
+
+triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+from vllm import LLM, SamplingParams
+
+from benchmarks.gpu_engine import identity
+from tests.conftest import MODEL
+from tests.engine import async_cpu
+from tests.oracle.random_models import write_llama
+from vllm_cascade import refusals
+from vllm_cascade.attention.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+
+
+def like_a_gpu() -> None:
+    """Every engine of this process from here on."""
+    async_cpu.turn_on()
+    CPUKVPolicyBackend.get_impl_cls = lambda: TritonKVPolicyImpl
+    CPUKVPolicyBackend.get_builder_cls = lambda: TritonMetadataBuilder
+    refusals.REFUSALS = tuple(
+        entry for entry in refusals.REFUSALS if entry.name != "Model Runner V2 on the CPU"
+    )
+
+
+def small_engine(folder: str, policy: dict[str, Any]) -> LLM:
+    """A random model of one layer, whose cache is full after 36 tokens."""
+    return LLM(
+        str(write_llama(folder, head_dim=16, num_layers=1, tokenizer_from=MODEL)),
+        dtype="float32",
+        additional_config={"kv_policy": {**policy, "budget": 32, "prefill_stride": 16}},
+        max_model_len=1024,
+        kv_cache_memory_bytes=16 << 20,
+        max_num_seqs=4,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+    )
+
+
+def preempted(llm: LLM) -> float:
+    """Largest difference of a log-probability that being preempted twice makes.
+
+    What was generated is read again token by token, not in a prompt's strides.
+    """
+    params = SamplingParams(max_tokens=45, logprobs=0, temperature=0.0, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(3, 40))}
+    answers = []
+    for preempt_at in ((), (25, 40)):
+        llm.llm_engine.add_request(str(preempt_at), prompt, params)
+        outputs: list[Any] = []
+        for step in range(1, 1000):
+            outputs += llm.llm_engine.step()
+            if step in preempt_at:
+                scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+                assert scheduler.reset_prefix_cache(reset_running_requests=True)
+            if not llm.llm_engine.has_unfinished_requests():
+                break
+        (choice,) = outputs[-1].outputs
+        answers.append([next(iter(entry.values())).logprob for entry in choice.logprobs])
+    return max(abs(a - b) for a, b in zip(*answers, strict=True))
+
+
+def distinct(llm: LLM) -> int:
+    """Different tokens among 60 that are sampled far beyond the budget.
+
+    The sampler's noise follows from a token's position in its stream; with its position in the
+    cache, which stops growing, it would be the same for all of them.
+    """
+    params = SamplingParams(max_tokens=140, temperature=1.0, seed=7, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+    return len(set(output.outputs[0].token_ids[-60:]))
+
+
+if __name__ == "__main__":
+    like_a_gpu()
+    settings = json.loads(sys.argv[1])
+    found = identity(settings, label="", tiny=True)
+    with tempfile.TemporaryDirectory() as folder:
+        llm = small_engine(folder, settings)
+        found |= {"preempted": preempted(llm), "distinct": distinct(llm)}
+    print("RESULT " + json.dumps(found))
