@@ -38,6 +38,7 @@ LLAMAS: dict[str, dict[str, int]] = {
     "8B": {"hidden": 4096, "layers": 32, "heads": 32, "kv": 8, "inner": 14336, "vocab": 128256},
 }
 TINY = {"hidden": 128, "layers": 1, "heads": 4, "kv": 2, "inner": 64, "vocab": 512}
+CONTEXTS = (2048, 8192, 32768)
 MAX_ERROR = 5e-4
 """Largest difference of a log-probability from the oracle's, in fp32."""
 
@@ -47,17 +48,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for gpu_engine.json")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, also on a CPU")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--models", nargs="*", default=list(LLAMAS), choices=list(LLAMAS))
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.job is not None:
         job = json.loads(options.job)
-        print(
-            "RESULT " + json.dumps({"identity": identity, "speed": speed}[job.pop("kind")](**job))
-        )
+        print("RESULT " + json.dumps(KINDS[job.pop("kind")](**job)))
         return 0
     from benchmarks.gpu_check import fingerprint
 
-    rows = [run_job(job) for job in jobs(options.tiny, options.policies)]
+    wanted = jobs(options.tiny, options.policies, options.kinds, options.models)
+    rows = [row for job in wanted for row in run_job(job)]
     result = {"tiny": options.tiny, "environment": fingerprint(), "rows": rows}
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -67,48 +69,40 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all("error" not in row and row.get("equal", True) for row in rows) else 1
 
 
-def jobs(tiny: bool, policies: list[str]) -> list[dict[str, Any]]:
+def jobs(
+    tiny: bool, policies: list[str], kinds: list[str], models: list[str]
+) -> list[dict[str, Any]]:
     """Every engine to run, as keyword arguments."""
     found: list[dict[str, Any]] = []
-    for name in policies:
-        found.append({"kind": "identity", "policy": POLICIES[name], "label": name, "tiny": tiny})
-    llamas = {"tiny": TINY} if tiny else LLAMAS
-    for model, context in (
-        (model, context) for model in llamas for context in ([40] if tiny else [2048, 8192, 32768])
-    ):
-        for name in ["stock", *policies]:
-            found.append(
-                {
-                    "kind": "speed",
-                    "policy": POLICIES.get(name),
-                    "label": name,
-                    "model": model,
-                    "context": context,
-                    "tiny": tiny,
-                }
-            )
-    return found
+    if "identity" in kinds:
+        for name in policies:
+            found.append({"kind": "identity", "policy": POLICIES[name], "label": name})
+    if "speed" in kinds:
+        for model in ["tiny"] if tiny else models:
+            for name in ["stock", *policies]:
+                job = {"kind": "speed", "policy": POLICIES.get(name), "label": name}
+                found.append(job | {"model": model})
+    return [job | {"tiny": tiny} for job in found]
 
 
-def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Run one engine in a process of its own; its result, or the last line of its error."""
-    print(
-        f"{job['kind']} {job['label']} {job.get('model', '')} {job.get('context', '')}", flush=True
-    )
+def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run one engine in a process of its own; its results, or the last line of its error."""
+    print(f"{job['kind']} {job['label']} {job.get('model', '')}", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_engine", "--job", json.dumps(job)]
     begin = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     row = {"what": job["kind"], "policy": job["label"]}
-    row |= {key: job[key] for key in ("model", "context") if key in job}
+    row |= {key: job[key] for key in ("model",) if key in job}
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode == 0 and lines:
-        row |= json.loads(lines[-1].removeprefix("RESULT "))
+        found = json.loads(lines[-1].removeprefix("RESULT "))
     else:
-        row["error"] = (done.stderr.strip().splitlines() or ["no output"])[-1][:300]
-    return row | {"seconds": round(time.monotonic() - begin, 1)}
+        found = [{"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}]
+    seconds = round(time.monotonic() - begin, 1)
+    return [row | one | {"seconds": seconds} for one in found]
 
 
-def identity(policy: dict[str, Any], label: str, tiny: bool) -> dict[str, Any]:
+def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
     """Generate greedily with three requests at once; ask the oracle about every token."""
     import numpy as np
     from vllm import LLM, SamplingParams
@@ -176,7 +170,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> dict[str, Any]:
         (counters,) = llm.collective_rpc("kv_policy_counters")
         config = llm.llm_engine.vllm_config
     right = max(errors) < MAX_ERROR and counters["evicted_tokens"] > 0
-    return {
+    found = {
         "equal": right and first == 0 and reused > 0,
         "max_error": max(errors),
         "evicted": counters["evicted_tokens"],
@@ -184,6 +178,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> dict[str, Any]:
         "runner": "V2" if config.use_v2_model_runner else "V1",
         "async": bool(config.scheduler_config.async_scheduling),
     }
+    return [found]
 
 
 OTHER = {"kv_policy": "sink", "kv_budget": 32}
@@ -203,9 +198,9 @@ def other_settings(policy: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(
-    policy: dict[str, Any] | None, label: str, model: str, context: int, tiny: bool
-) -> dict[str, Any]:
-    """Output tokens a second of requests with ``context`` tokens of prompt each.
+    policy: dict[str, Any] | None, label: str, model: str, tiny: bool
+) -> list[dict[str, Any]]:
+    """Output tokens a second of requests with 2k, 8k and 32k tokens of prompt each.
 
     The time to read the prompts and sample one token is measured alone and taken off.
     """
@@ -214,6 +209,7 @@ def speed(
 
     size = TINY if tiny else LLAMAS[model]
     num_requests, num_tokens = (2, 5) if tiny else (64, 257)
+    contexts = (40,) if tiny else CONTEXTS
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(llama_config(size)))
         if policy is not None:
@@ -228,7 +224,7 @@ def speed(
             load_format="dummy",
             skip_tokenizer_init=True,
             additional_config={} if policy is None else {"kv_policy": policy},
-            max_model_len=context + num_tokens,
+            max_model_len=contexts[-1] + num_tokens,
             kv_cache_memory_bytes=(16 << 20) if tiny else (8 << 30),
             max_num_seqs=num_requests,
             enforce_eager=tiny,
@@ -236,7 +232,7 @@ def speed(
         )
         rng = np.random.default_rng(0)
 
-        def seconds(max_tokens: int) -> float:
+        def seconds(context: int, max_tokens: int) -> float:
             prompts = rng.integers(1, size["vocab"] - 1, (num_requests, context)).tolist()
             params = SamplingParams(
                 max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
@@ -245,14 +241,23 @@ def speed(
             llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             return time.perf_counter() - begin
 
-        seconds(2)  # warm up
-        prefill, whole = seconds(1), seconds(num_tokens)
-    total = num_requests * (num_tokens - 1)
-    return {
-        "prompt_tokens_per_s": num_requests * context / prefill,
-        "output_tokens_per_s": total / max(whole - prefill, 1e-9),
-        "total_s": whole,
-    }
+        seconds(contexts[0], 2)  # warm up
+        found = []
+        for context in contexts:
+            prefill, whole = seconds(context, 1), seconds(context, num_tokens)
+            total = num_requests * (num_tokens - 1)
+            found.append(
+                {
+                    "context": context,
+                    "prompt_tokens_per_s": num_requests * context / prefill,
+                    "output_tokens_per_s": total / max(whole - prefill, 1e-9),
+                    "total_s": whole,
+                }
+            )
+        return found
+
+
+KINDS = {"identity": identity, "speed": speed}
 
 
 def write_idf(path: Path, vocab: int) -> str:

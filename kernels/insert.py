@@ -217,7 +217,6 @@ def _insert(
             free = tl.where(inside & (left < 0), slot, NEVER)
             target = tl.minimum(target, tl.min(free, axis=0))
         own = tl.where(own >= hi, own - evicts, tl.where(own >= lo, -1, own))
-        slots = new_slots
         tl.debug_barrier()  # the next rule reads what this one wrote
 
     if (own < 0) | (target == NEVER):

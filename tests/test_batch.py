@@ -74,7 +74,10 @@ class Runner:
         return common.replace(req_idx=np.asarray(index))
 
     def sample(self, name: str, token: int) -> None:
-        self.req_states.last_sampled_tokens[self.req_states.req_id_to_index[name], 0] = token
+        """In new memory, as what the host has read of a device's is a copy."""
+        states = self.req_states
+        states.last_sampled_tokens = states.last_sampled_tokens.clone()
+        states.last_sampled_tokens[states.req_id_to_index[name], 0] = token
 
 
 def test_a_stream_through_the_second_runner() -> None:

@@ -188,10 +188,22 @@ def test_mixed_requests(name: str) -> None:
 
 def test_requests_with_policies_of_their_own() -> None:
     """All of a batch's policies at once: budgets, victim rules, averages and ties of their own."""
-    asked = [dict(key) for key in OWN]
     prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]
-    layer = test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=asked)
+    layer = test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=OWN)
     assert len(layer.builder.tables._policies) == len(OWN)
+
+
+def test_requests_with_budgets_of_their_own_where_no_rule_helps() -> None:
+    """Strides in PyTorch beside single tokens by rules: each under its request's policy."""
+    cluster = {**test_paged.CLUSTER, "prefill_stride": 8}
+    asked = [
+        ({}, cluster),
+        ({"kv_budget": 9}, {**cluster, "budget": 9}),
+        ({"kv_policy": "sink", "kv_budget": 7}, {"name": "sink", "budget": 7, "num_sinks": 2}),
+    ]
+    test_paged.run_mixed_requests(
+        None, Shape(), cluster, [20, 23, 30], [45, 40, 42], 4, asked=asked
+    )
 
 
 def test_policies_come_and_go() -> None:

@@ -241,29 +241,32 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 
 
 ENGINE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2, "prefill_stride": 8}
-# What a request asks for, and what that means to the oracle (``vllm_cascade/requests.py``).
-OWN: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {
-    (): ENGINE,
-    (("kv_budget", 16),): {**ENGINE, "budget": 16},
-    (("kv_policy", "sink"), ("kv_budget", 9)): {"name": "sink", "budget": 9, "num_sinks": 2},
-    (("kv_policy", "h2o"), ("kv_budget", 20)): {"name": "h2o", "budget": 20, "num_sinks": 2},
-    (("kv_policy", "beehive"), ("kv_budget", 24)): {
+Asked = tuple[dict[str, Any], dict[str, Any]]
+"""What a request asks for, and what that means to the oracle (``vllm_cascade/requests.py``)."""
+OWN: list[Asked] = [
+    ({}, ENGINE),
+    ({"kv_budget": 16}, {**ENGINE, "budget": 16}),
+    ({"kv_policy": "sink", "kv_budget": 9}, {"name": "sink", "budget": 9, "num_sinks": 2}),
+    ({"kv_policy": "h2o", "kv_budget": 20}, {"name": "h2o", "budget": 20, "num_sinks": 2}),
+    (
+        {"kv_policy": "beehive", "kv_budget": 24},
         # By the paper's theorem one in 5.33 tokens is the window.
-        "name": "beehive",
-        "budget": 24,
-        "num_sinks": 2,
-        "window": 4,
-        "stride": 5,
-        "threshold": 20,
-    },
-    (("kv_policy", "window"), ("kv_budget", 5)): {"name": "window", "budget": 5},
-}
+        {
+            "name": "beehive",
+            "budget": 24,
+            "num_sinks": 2,
+            "window": 4,
+            "stride": 5,
+            "threshold": 20,
+        },
+    ),
+    ({"kv_policy": "window", "kv_budget": 5}, {"name": "window", "budget": 5}),
+]
 
 
 def test_requests_with_policies_of_their_own(path: str) -> None:
-    asked = [dict(key) for key in OWN]
     prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]
-    run_mixed_requests(path, Shape(), ENGINE, prompts, totals, 3, asked=asked)
+    run_mixed_requests(path, Shape(), ENGINE, prompts, totals, 3, asked=OWN)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -285,7 +288,7 @@ def run_mixed_requests(
     totals: list[int],
     seed: int,
     tolerance: float = 2e-5,
-    asked: Sequence[dict[str, Any]] | None = None,
+    asked: Sequence[Asked] | None = None,
 ) -> PagedLayer:
     """Prompts of odd lengths in chunks, decode beside prefill, rows that change places.
 
@@ -303,11 +306,11 @@ def run_mixed_requests(
     stride = settings["prefill_stride"]
     source = layer.policy.token_scores
     scores = [rng.integers(0, 9, total).astype(float).tolist() for total in totals]
-    own = [settings] * len(totals) if asked is None else [OWN[tuple(a.items())] for a in asked]
-    policies = [request_policy(layer.policy, a) for a in asked or [None] * len(totals)]
+    asked = asked or [({}, settings)] * len(totals)
+    policies = [request_policy(layer.policy, extra_args) for extra_args, _ in asked]
     literal = [
-        oracle_for(mine, shape, layer, given if source else None)
-        for mine, given in zip(own, scores, strict=True)
+        oracle_for(own, shape, layer, given if source else None)
+        for (_, own), given in zip(asked, scores, strict=True)
     ]
     tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
     num_q = shape.num_kv_heads * shape.group

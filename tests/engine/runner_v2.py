@@ -100,7 +100,7 @@ def distinct(llm: LLM) -> int:
 if __name__ == "__main__":
     like_a_gpu()
     settings = json.loads(sys.argv[1])
-    found = identity(settings, label="", tiny=True)
+    (found,) = identity(settings, label="", tiny=True)
     with tempfile.TemporaryDirectory() as folder:
         llm = small_engine(folder, settings)
         found |= {"preempted": preempted(llm), "distinct": distinct(llm)}

@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def engine(pool: EnginePool, policy: dict[str, Any], model: Path) -> Any:
+def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any) -> Any:
     """An engine of its own: the pool's others use the PyTorch path."""
     pool.close()
     return pool.get(
@@ -76,6 +76,7 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path) -> Any:
         max_model_len=1024,
         max_num_batched_tokens=64,
         block_size=16,
+        **kwargs,
     )
 
 
@@ -93,6 +94,15 @@ def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
 def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> None:
     policy = {**CASCADE, "prefill_stride": 8, "head_policy": "per_kv_head"}
     compare(engine(engine_pool, policy, models[model]), policy, TOKENS, models[model])
+    engine_pool.close()
+
+
+def test_with_torch_compile(engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    """The operators stay whole in a compiled model."""
+    policy = {**CASCADE, "prefill_stride": 8}
+    llm = engine(engine_pool, policy, models["llama"], enforce_eager=False)
+    assert llm.llm_engine.vllm_config.compilation_config.mode.name != "NONE"
+    compare(llm, policy, TOKENS, models["llama"])
     engine_pool.close()
 
 
