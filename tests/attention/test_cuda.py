@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.attention import test_paged
+from tests.attention.steps import step_of
 from tests.attention.test_paged import CASES, ENGINE, OWN, PagedLayer, Shape, oracle_for
 from vllm_cascade.attention.cuda import CUDAKVPolicyBackend, TritonKVPolicyImpl
 from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
@@ -191,6 +192,25 @@ def test_requests_with_policies_of_their_own() -> None:
     prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]
     layer = test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=OWN)
     assert len(layer.builder.tables._policies) == len(OWN)
+
+
+def test_a_step_with_a_prompt_has_every_rows_own_numbers() -> None:
+    """Planned on the host, decode rows say the same as those that the device makes."""
+    layer = PagedLayer(Shape(), {**ENGINE, "prefill_stride": 8}, 30)
+    policies = [request_policy(layer.policy, extra_args) for extra_args, _ in OWN]
+    builder, rows = layer.builder, len(OWN)
+    table = torch.arange(1, 1 + 4 * (rows + 1), dtype=torch.int32).view(rows + 1, 4)
+    for t in range(40, 60):
+        builder.batch.policies = lambda _: policies
+        alone = builder.build(0, common([t + 1] * rows, table[:rows])).waves[0].tokens
+        made = alone.steps.clone()
+        builder.batch.policies = lambda _: [*policies, layer.policy]
+        step = step_of([t] * rows + [0], [1] * rows + [9], [False] * rows + [True], table)
+        planned = builder.build(0, step).waves[0].tokens
+        assert torch.equal(planned.steps, made)
+        assert planned.index.tolist() == list(range(rows))
+    averages = made[:, 12:].contiguous().view(torch.float32)
+    assert len({tuple(row) for row in averages.tolist()}) > 2, "they differ from each other"
 
 
 def test_requests_with_budgets_of_their_own_where_no_rule_helps() -> None:
