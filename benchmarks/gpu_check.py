@@ -47,7 +47,7 @@ def run(interpret: bool, deadline: float) -> Row:
     """Everything, as one JSON value."""
     import torch
 
-    from benchmarks import gpu_timings
+    from benchmarks import gpu_caching, gpu_timings
 
     device = torch.device("cpu" if interpret else "cuda")
     bench = gpu_timings.Bench(device, deadline)
@@ -56,7 +56,7 @@ def run(interpret: bool, deadline: float) -> Row:
     result["checks"] = list(correctness(device, interpret))
     result["correct"] = all(row["error"] is None for row in result["checks"])
     result["copy_gbps"] = gpu_timings.copy_bandwidth(bench, sizes)
-    result["caching"] = list(gpu_timings.caching_rows(bench, sizes))
+    result["caching"] = list(gpu_caching.caching_rows(bench, sizes))
     result["attend"] = list(gpu_timings.attend_rows(bench, sizes, result["copy_gbps"]))
     result["prefill"] = list(gpu_timings.prefill_rows(bench, sizes))
     result["goals"] = [] if interpret else goals(result)
@@ -182,7 +182,7 @@ def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
     """
     import torch
 
-    from benchmarks.gpu_timings import cascade_schedule
+    from benchmarks.gpu_caching import cascade_schedule
     from benchmarks.kernels_alone import load
 
     one = cascade_schedule(device, 4, 64, 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results, speed_report, token_time
+from benchmarks import results, speed_report, token_points, token_time
 from benchmarks.environment import ROOT
 from benchmarks.goals import goals
 from benchmarks.tables import Table, mean_std, number, spread
@@ -231,13 +231,13 @@ def test_refused_before_a_server_starts(option: list[str], capsys) -> None:
     assert "must be" in capsys.readouterr().err
 
 
-def steps(*times: tuple[float, float]) -> list[token_time.Step]:
-    return [token_time.Step(total, attention) for total, attention in times]
+def steps(*times: tuple[float, float]) -> list[token_points.Step]:
+    return [token_points.Step(total, attention) for total, attention in times]
 
 
 def test_token_times_are_compared_pair_by_pair() -> None:
     """A machine that slows down between pairs must not show in their ratio."""
-    point = token_time.Point(
+    point = token_points.Point(
         16384,
         {"stock": [4000.0, 4096.0], "policy": [1000.0, 1024.0], "anchor": [100.0, 100.0]},
         [1000.0 / 16384, 512.0 / 16384],
@@ -253,30 +253,30 @@ def test_token_times_are_compared_pair_by_pair() -> None:
     assert point.paired("policy", "anchor") == pytest.approx(1.0)
     # So a prompt is once as fast as the short ones beside it, once half as fast.
     assert point.prompt_over_short == pytest.approx(2**0.5)
-    alone = token_time.Point(
+    alone = token_points.Point(
         65536, {"policy": [1.0]}, [1e-5], {"policy": steps((7, 1), (9, 1), (8, 1))}
     )
     assert alone.token("stock") is None and alone.paired("policy", "stock") is None
 
     args = token_time.parse_args(["--output-len", "4"])
-    (row, last) = token_time.token_table([point, alone], args).rows
+    (row, last) = token_points.token_table([point, alone], args).rows
     assert row == ("16,384", "80.00", "20.00", "4.00x", "20.00", "4.00x", "+0.0%")
     assert last == ("65,536", "-", "8.00", "-", "-", "-", "-")
-    assert token_time.prompt_table([point, alone], args).rows[0][1:] == (
+    assert token_points.prompt_table([point, alone], args).rows[0][1:] == (
         *("0.247", "0.062", "4.00x", "+41.4%"),
     )
 
 
 def test_token_time_goals() -> None:
-    def point(context: int, stock: float, ours: float, anchor: float) -> token_time.Point:
+    def point(context: int, stock: float, ours: float, anchor: float) -> token_points.Point:
         times = {"stock": stock, "policy": ours, "anchor": anchor}
         made = {name: steps((time, 1.0), (time, 1.0)) for name, time in times.items()}
         prompts = {n: [t * context] for n, t in times.items()}
-        return token_time.Point(context, prompts, [anchor], made)
+        return token_points.Point(context, prompts, [anchor], made)
 
     args = token_time.parse_args(["--output-len", "3"])
     short, middle, long = point(512, 10, 11, 11), point(4096, 10, 11, 11), point(16384, 30, 12, 11)
-    rows = token_time.goal_table([short, middle, long], args).rows
+    rows = token_points.goal_table([short, middle, long], args).rows
     assert [row[1:] for row in rows] == [
         ("1.10x", "yes"),  # where nothing is evicted
         ("2.50x", "no"),  # a token, of 3.5
@@ -284,7 +284,7 @@ def test_token_time_goals() -> None:
         ("1.091x at most", "no"),  # over the anchor, of 1.05
         ("1.091x at most", "yes"),  # a prompt token, of 1.1
     ]
-    assert token_time.goal_table([point(2048, 1, 1, 1)], args).rows == ()
+    assert token_points.goal_table([point(2048, 1, 1, 1)], args).rows == ()
 
 
 @pytest.mark.parametrize(
@@ -310,9 +310,9 @@ def test_the_policys_engines_exchange_roles() -> None:
             self.short += 1
             yield self.step().total
 
-        def step(self) -> token_time.Step:
+        def step(self) -> token_points.Step:
             self.reading = False
-            return token_time.Step(self.ms, 0.5)
+            return token_points.Step(self.ms, 0.5)
 
         def finish(self) -> None:
             pass
