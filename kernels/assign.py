@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import OLD_SLOTS, STREAM, block_of, check_steps
+from .tiles import OLD_SLOTS, STREAM, check_steps, slot_tile
 
 
 @triton.jit
@@ -33,10 +33,9 @@ def _assign(
         return
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
     value = tl.load(given + row)
-    slot = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    inside = slot < slots
-    block = block_of(table + row * table_stride, slot, inside, PAGE)
-    word = block * word_stride + head_set * PAGE + slot % PAGE
+    table += row * table_stride
+    first = tl.program_id(2) * TILE
+    _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
     found = tl.load(rank + word, mask=inside, other=-1) == wanted
     tl.store(score + word, tl.zeros([TILE], tl.float32) + value, mask=found)
 

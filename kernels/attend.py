@@ -18,7 +18,6 @@ from .tiles import (
     CACHED,
     OLD_SLOTS,
     STREAM,
-    block_of,
     check_pages,
     check_steps,
     dot_keys,
@@ -26,6 +25,7 @@ from .tiles import (
     load_rows,
     online_softmax,
     rotate_pair,
+    slot_tile,
     soft_cap,
 )
 
@@ -114,14 +114,14 @@ def _attend(
     acc = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     acc += load_rows(new_value, here, 0, HEAD, HEAD_PAD).to(tl.float32)
 
+    table += row64 * table_stride
     per_split = tl.cdiv(tl.cdiv(slots, TILE), SPLITS)
     begin = split * per_split * TILE
     end = tl.minimum(begin + per_split * TILE, slots)
     for first in range(begin, end, TILE):
-        slot = first + tl.arange(0, TILE)
-        inside = slot < end
-        block = block_of(table + row64 * table_stride, slot, inside, PAGE)
-        word = block * word_stride + (head % NUM_SETS) * PAGE + slot % PAGE
+        slot, inside, block, word = slot_tile(
+            table, first, end, head % NUM_SETS, word_stride, PAGE, TILE
+        )
         place = tl.load(rank + word, mask=inside, other=-1)
         valid = place >= 0
         source = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)

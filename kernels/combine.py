@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import DECAY, OLD_SLOTS, STREAM, WEIGHT, block_of, check_steps, reduce_heads
+from .tiles import DECAY, OLD_SLOTS, STREAM, WEIGHT, check_steps, reduce_heads, slot_tile
 
 
 @triton.jit
@@ -131,10 +131,10 @@ def _update(
         place = new_score + row * tl.num_programs(1) + head_set + tl.arange(0, 1)
         tl.store(place, mine)
     if tile * TILE < slots:
-        slot = tile * TILE + tl.arange(0, TILE)
-        inside = slot < slots
-        block = block_of(table + row * table_stride, slot, inside, PAGE)
-        word = block * word_stride + head_set * PAGE + slot % PAGE
+        table += row * table_stride
+        slot, inside, _, word = slot_tile(
+            table, tile * TILE, slots, head_set, word_stride, PAGE, TILE
+        )
         valid = tl.load(rank + word, mask=inside, other=-1) >= 0
         raw = tl.load(
             logits + head[:, None] * logits_stride + slot[None, :],

@@ -29,10 +29,10 @@ from .tiles import (
     OLD_SLOTS,
     PER_QUERY,
     STREAM,
-    block_of,
     check_pages,
     check_steps,
     copy_rows,
+    slot_tile,
     victim_key,
     victim_rank,
 )
@@ -99,18 +99,14 @@ def _thin_cells(
     """
     if cell > 0:
         for first in range(0, slots, TILE):
-            slot = first + tl.arange(0, TILE)
-            inside = slot < slots
-            word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
+            _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
             place = tl.load(rank + word, mask=inside, other=-1)
             candidate = (place >= lo) & (place < hi)
             theirs = _compared(score, token, word, candidate, now, per_query, HAS_TOKEN)
             tl.store(values + place, theirs, mask=candidate)
         tl.debug_barrier()  # every slot looks at all of its cell
     for first in range(0, slots, TILE):
-        slot = first + tl.arange(0, TILE)
-        inside = slot < slots
-        word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
+        _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
         place = tl.load(rank + word, mask=inside, other=-1)
         candidate = (place >= lo) & (place < hi)
         left = _best_of_cells(place, candidate, values, lo, hi, cell, keep_later)
@@ -181,10 +177,9 @@ def _insert(
             if (own >= lo) & (own < hi):
                 best = victim_key(mine, own, keep_later)
             for first in range(0, slots, TILE):
-                slot = first + tl.arange(0, TILE)
-                inside = slot < slots
-                block = block_of(table, slot, inside, PAGE)
-                word = block * word_stride + head_set * PAGE + slot % PAGE
+                _, inside, _, word = slot_tile(
+                    table, first, slots, head_set, word_stride, PAGE, TILE
+                )
                 place = tl.load(rank + word, mask=inside, other=-1)
                 candidate = (place >= lo) & (place < hi)
                 theirs = _compared(score, token, word, candidate, stream + 1, per_query, HAS_TOKEN)
@@ -206,9 +201,9 @@ def _insert(
         # Renumber, and find the first slot that is free afterwards.
         target = tl.full([], NEVER, tl.int32)
         for first in range(0, new_slots, TILE):
-            slot = first + tl.arange(0, TILE)
-            inside = slot < new_slots
-            word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
+            slot, inside, _, word = slot_tile(
+                table, first, new_slots, head_set, word_stride, PAGE, TILE
+            )
             place = tl.load(rank + word, mask=slot < slots, other=-1)
             gone = (place >= lo) & (place < hi)
             left = tl.where(place >= hi, place - evicts, place)

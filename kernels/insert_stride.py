@@ -21,6 +21,7 @@ from .tiles import (
     check_pages,
     check_steps,
     copy_rows,
+    slot_tile,
 )
 
 
@@ -97,9 +98,9 @@ def _place(
     free_before = tl.full([], 0, tl.int32)
     num_survivors = tl.load(survivors)
     for first in range(0, new_slots, TILE):
-        slot = first + tl.arange(0, TILE)
-        inside = slot < new_slots
-        word = block_of(table, slot, inside, PAGE) * word_stride + head_set * PAGE + slot % PAGE
+        slot, inside, _, word = slot_tile(
+            table, first, new_slots, head_set, word_stride, PAGE, TILE
+        )
         place = tl.load(rank + word, mask=slot < old_slots, other=-1)
         held = place >= 0
         new_rank = tl.load(ranks + place, mask=held, other=-1)

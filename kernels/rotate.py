@@ -14,13 +14,13 @@ from .tiles import (
     CACHED,
     OLD_SLOTS,
     STREAM,
-    block_of,
     check_pages,
     check_steps,
     load_pair,
     load_rows,
     pair_channels,
     rotate_pair,
+    slot_tile,
 )
 
 _tables: dict[tuple, torch.Tensor] = {}
@@ -84,11 +84,11 @@ def _gather(
     if tl.load(steps + row * STEP + STREAM) < 0:
         return
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
-    slot = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    inside = slot < slots
-    head_set = head % NUM_SETS
-    block = block_of(table + row * table_stride, slot, inside, PAGE)
-    word = block * word_stride + head_set * PAGE + slot % PAGE
+    table += row * table_stride
+    first = tl.program_id(2) * TILE
+    slot, inside, block, word = slot_tile(
+        table, first, slots, head % NUM_SETS, word_stride, PAGE, TILE
+    )
     place = tl.load(rank + word, mask=inside, other=-1)
     valid = place >= 0
     distance = tl.load(born + word, mask=valid, other=0) - tl.where(valid, place, 0)

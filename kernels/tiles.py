@@ -67,6 +67,19 @@ def block_of(table, slot, inside, PAGE: tl.constexpr):
 
 
 @triton.jit
+def slot_tile(table, first, end, head_set, word_stride, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """A tile of a request's slots: their numbers, whether before ``end``, blocks, and words.
+
+    A word is the place of a slot's ``rank``, ``born``, ``score`` and ``token`` in these views.
+    """
+    slot = first + tl.arange(0, TILE)
+    inside = slot < end
+    block = block_of(table, slot, inside, PAGE)
+    word = block * word_stride + head_set * PAGE + slot % PAGE
+    return slot, inside, block, word
+
+
+@triton.jit
 def pair_channels(index, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two channels of each rotary pair: (2i, 2i + 1) or (i, i + rotary_dim / 2)."""
     if INTERLEAVED:

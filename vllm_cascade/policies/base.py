@@ -25,6 +25,9 @@ import torch
 
 from vllm_cascade.config import KVPolicyConfig
 
+MAX_POLICIES = 512
+"""Policies whose tables a process remembers: requests may bring their own."""
+
 
 @dataclass(frozen=True)
 class StepTables:
@@ -317,18 +320,18 @@ class BatchPlan:
     num_inserted: int
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_POLICIES)
 def step_tables(policy: Policy) -> StepTables:
     """``policy.tables()``, built once in a process."""
     return policy.tables()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_POLICIES)
 def insertion_tables(policy: Policy) -> StepTables:
     return policy.insertions()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_POLICIES)
 def _peak_table(policy: Policy) -> np.ndarray:
     return np.maximum.accumulate(step_tables(policy).count)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from vllm_cascade.policies.base import Policy, Rule, StepTables
+from vllm_cascade.policies.base import MAX_POLICIES, Policy, Rule, StepTables
 from vllm_cascade.policies.contest import contest
 
 
@@ -205,7 +205,7 @@ class Comb:
     groups: torch.Tensor | None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_POLICIES)
 def _walk(policy: Beehive) -> tuple[StepTables, np.ndarray]:
     """Counts until an eviction leaves as many survivors as an earlier one did: one period.
 

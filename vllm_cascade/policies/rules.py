@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from vllm_cascade.policies.base import Policy, Rule, insertion_tables, step_tables
+from vllm_cascade.policies.base import MAX_POLICIES, Policy, Rule, insertion_tables, step_tables
 
 LO, HI, EVICTS, CELL, MORE, NUM_MORE, COUNT, SLOTS = range(8)
 STEP_COLUMNS = 8
@@ -58,7 +58,7 @@ def _insertion_rules(policy: Policy, t: int) -> list[Rule]:
     return [Rule(lo, hi, 1)] if hi > lo else []
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MAX_POLICIES)
 def rule_tables(policy: Policy) -> RuleTables | None:
     """All steps of a policy; None where rules cannot say what it does."""
     if policy.arranges or policy.merge_into is not None:
