@@ -135,6 +135,8 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
         oracle, errors = load_model(path, bloom_gelu="none"), []
         tokens = np.random.default_rng(0).integers(1, 500, 400).tolist()
         prompts = [tokens[:5], tokens[5:120], tokens[120:337], tokens[200:290]]
+        if tiny:
+            prompts = [tokens[:5], tokens[5:75], tokens[120:260], tokens[200:260]]
         length = 24 if tiny else 300
 
         def ask(numbers: list[int]) -> int:

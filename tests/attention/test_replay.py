@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode as a captured CUDA graph: the same kernels again, with the same arguments.
+
+A graph keeps launches with their grids, pointers and numbers; Python does not run again. So the
+launches of one step are recorded, on block tables of nothing but the null block, as vLLM captures.
+Every later step only rewrites the buffers that those launches read, and launches them again: what
+a step needs must all be in there, lengths, policies, scores and positions.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+from tests.attention import test_paged
+from tests.attention.test_cuda import common
+from tests.attention.test_paged import (
+    BEEHIVE,
+    CASES,
+    DGC,
+    ENGINE,
+    OWN,
+    Asked,
+    PagedLayer,
+    Shape,
+    judged,
+    oracle_for,
+)
+from vllm_cascade.attention.cuda import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+from vllm_cascade.requests import request_policy
+from vllm_cascade.trace import kept_tokens
+
+MAKES_NOTHING = ("aten.empty", "aten.new_empty", "aten.slice", "aten.select", "aten.view",
+                 "aten.as_strided", "aten.detach", "aten.alias", "kv_cascade.")  # fmt: skip
+
+
+class OnlyKernels(TorchDispatchMode):
+    """What a replay would leave out is an error: work by PyTorch between the kernels."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert str(func).startswith(MAKES_NOTHING), f"{func} is not part of the recording"
+        return func(*args, **(kwargs or {}))
+
+
+class Graph:
+    """Kernel launches, recorded once."""
+
+    def __init__(self) -> None:
+        self._launches: list[tuple[Any, Any, Any]] = []
+
+    @contextmanager
+    def capture(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        launch = GridExecutor.__call__
+
+        def recorded(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
+            self._launches.append((executor, args, kwargs))
+            launch(executor, *args, **kwargs)
+
+        with monkeypatch.context() as patch, OnlyKernels():
+            patch.setattr(GridExecutor, "__call__", recorded)
+            yield
+
+    def replay(self) -> None:
+        for executor, args, kwargs in self._launches:
+            executor(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self._launches)
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    monkeypatch.setattr(test_paged, "KVPolicyMetadataBuilder", TritonMetadataBuilder)
+
+
+def run(
+    shape: Shape, settings: dict[str, Any], asked: list[Asked], steps: int, monkeypatch: Any
+) -> int:
+    """Requests that decode from their first token on, each ``2 * i`` steps after the first.
+
+    Returns:
+        Launches of one step.
+    """
+    settings = {**settings, "prefill_stride": 8}
+    rows, pages = len(asked) + 1, -(-(settings["budget"] + 8) // shape.block_size)
+    layer = PagedLayer(shape, settings, 1 + rows * pages)
+    builder, heads, size = layer.builder, shape.num_kv_heads, shape.head_size
+    policies = [request_policy(layer.policy, extra_args) for extra_args, _ in asked]
+    scores = np.random.default_rng(0).integers(0, 9, (rows, steps)).astype(float).tolist()
+    source = layer.policy.token_scores
+    literal = [
+        oracle_for(own, shape, layer, given if source else None)
+        for (_, own), given in zip(asked, scores, strict=False)
+    ]
+    builder.batch.token_scores = lambda _, row, begin, end, lag: judged(
+        scores[row], lag, begin, end
+    )
+    table = torch.zeros(rows, pages, dtype=torch.int32)  # the runner's own, written in place
+    seq_lens = torch.ones(rows, dtype=torch.int32)
+    query = torch.randn(rows, heads * shape.group, size)
+    key, value = torch.randn(2, rows, heads, size)
+    output, before = torch.empty_like(query), layer.pool.clone()
+
+    def metadata(lengths: list[int]) -> Any:
+        seq_lens.copy_(torch.tensor(lengths))
+        return builder.build(0, common(lengths, table).replace(seq_lens=seq_lens))
+
+    graph, captured = Graph(), builder.build_for_cudagraph_capture(common([1] * rows, table))
+    with graph.capture(monkeypatch):
+        layer.impl.forward(
+            *(SimpleNamespace(layer_name="layer"), query, key, value, layer.pool),
+            *(captured, output),
+        )
+    assert torch.equal(layer.pool, before), "capture writes nothing"
+    builder.batch.policies = lambda _: policies
+    table[:-1] = torch.arange(1, 1 + (rows - 1) * pages).view(rows - 1, -1).int()
+    null = layer.pool[0].clone()
+    for step in range(steps):
+        lengths = [max(step + 1 - 2 * row, 0) for row in range(rows - 1)] + [0]
+        metadata(lengths)  # of which a replay sees only the buffers
+        plain = torch.randn(query.shape), *torch.randn(2, rows, heads, size)
+        positions = builder.positions.buffer[:rows].tolist()
+        for buffer, rows_now in zip((query, key), plain, strict=False):
+            turned = [literal[0].rotate(x, p) for x, p in zip(rows_now, positions, strict=True)]
+            buffer.copy_(torch.stack(turned))
+        value.copy_(plain[2])
+        output.fill_(torch.nan)
+        graph.replay()
+        for row, length in enumerate(lengths):
+            if length == 0:
+                assert (output[row] == 0).all()
+                continue
+            now = slice(row, row + 1)
+            expected = literal[row].step(*(part[now] for part in plain))
+            torch.testing.assert_close(output[now].double(), expected, atol=2e-5, rtol=2e-5)
+            slots = policies[row].peak(length)
+            kept = kept_tokens(layer.pages, table[row].long(), slots)
+            assert kept == [sim.tokens() for sim in literal[row].sims], (row, length)
+    assert torch.equal(layer.pool[0], null), "the null block was written"
+    return len(graph)
+
+
+def test_policies_of_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One recording serves them all, though none was known when it was made."""
+    assert run(Shape(), ENGINE, OWN, 60, monkeypatch) == 4  # attend, merge, update, insert
+
+
+@pytest.mark.parametrize(
+    ("settings", "launches"),
+    [
+        (BEEHIVE, 4),
+        ({**BEEHIVE, "log_n": True}, 4),
+        (CASES["h2o-normalise-1"][1], 4),
+        (CASES["heads-overflow-1"][1], 4),
+        (CASES["lazy"][1], 3),
+        ({**DGC, "overflow": 4}, 4),
+        (DGC, 4),
+    ],
+    ids=["beehive", "log-n", "h2o-normalise-overflow", "heads-overflow", "lazy", "dgc-overflow",
+         "dgc"],
+)  # fmt: skip
+def test_policy(settings: dict[str, Any], launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that delete several tokens at once, by scores, or by what the host says."""
+    asked: list[Asked] = [({}, settings)] * 2
+    assert run(Shape(), settings, asked, 40, monkeypatch) == launches
