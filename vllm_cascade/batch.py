@@ -118,8 +118,11 @@ class RunnerV2Batch(Batch):
         """The rows' requests; None where a warm-up has rows of nobody's."""
         if common.req_idx is None:
             return []
+        return [self._name(index) for index in common.req_idx.tolist()]
+
+    def _name(self, index: int) -> str | None:
         names: Mapping[int, str] = self._runner.req_states.index_to_req_id
-        return [names.get(index) for index in common.req_idx.tolist()]
+        return names.get(index)
 
     def policies(self, common: CommonAttentionMetadata) -> list[Policy]:
         known = [self._requests.get(name) for name in self._names(common)]
@@ -139,14 +142,17 @@ class RunnerV2Batch(Batch):
         self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
     ) -> np.ndarray:
         assert self._importance is not None
-        names = self._names(common)
-        request = self._requests.get(names[row]) if row < len(names) else None
-        if request is None:
+        index = -1
+        if common.req_idx is not None and row < len(common.req_idx):
+            index = int(common.req_idx[row])
+        name = self._name(index)
+        request = self._requests.get(name)
+        if name is None or request is None:
             return super().token_scores(common, row, begin, end, lag)
         if end > request.num_tokens:
             assert end == request.num_tokens + 1, "a step decodes one token a request"
-            request.append(self._last_sampled(int(common.req_idx[row])))
-        return self._importance.advance(names[row], request.tokens, begin, end, lag)
+            request.append(self._last_sampled(index))
+        return self._importance.advance(name, request.tokens, begin, end, lag)
 
     def _last_sampled(self, index: int) -> int:
         """The token that a request sampled last; read once a step, when the device is idle."""

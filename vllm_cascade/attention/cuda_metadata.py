@@ -172,6 +172,7 @@ class TritonMetadataBuilder(KVPolicyMetadataBuilder):
         self._scale_rows: torch.Tensor | None = None
         self._decays: dict[tuple[float, float], torch.Tensor] = {}
         self._warm_up: np.ndarray | None = None
+        self._has_rules = rule_tables(policy) is not None
 
     @classmethod
     def get_cudagraph_support(
@@ -189,7 +190,7 @@ class TritonMetadataBuilder(KVPolicyMetadataBuilder):
         fast_build: bool = False,
     ) -> TritonMetadata:
         common = common_attn_metadata
-        if common.max_query_len == 1 and rule_tables(self.policy) is not None:
+        if common.max_query_len == 1 and self._has_rules:
             waves, scale = [DeviceWave(self._decode(common), [], [])], None
         else:
             if common.is_prefilling is None:
@@ -258,7 +259,7 @@ class TritonMetadataBuilder(KVPolicyMetadataBuilder):
             if policy.token_scores is not None:
                 lag = policy.token_scores.lag
                 given[row] = self.batch.token_scores(common, row, t, t + 1, lag)[0]
-                scored[row] = policy.count(t) - lag_of(policy)
+                scored[row] = policy.count(t) - lag
         self.given[: len(given)].copy_(self._sent(given), non_blocking=True)
         self.scored[: len(scored)].copy_(self._sent(scored), non_blocking=True)
         return True
@@ -291,11 +292,13 @@ class TritonMetadataBuilder(KVPolicyMetadataBuilder):
 
     def _wave(self, rows: list[Any], depth: int, table: torch.Tensor) -> DeviceWave:
         singles, strides, others = [], [], []
+        policies = {id(row.policy): row.policy for row in rows}  # asking costs more than the rows
+        ruled = {key: rule_tables(policy) is not None for key, policy in policies.items()}
         for row in rows:
             if depth + 1 >= len(row.bounds):
                 continue
             begin, end = row.bounds[depth], row.bounds[depth + 1]
-            if rule_tables(row.policy) is None:
+            if not ruled[id(row.policy)]:
                 if not self._is_warm_up(row.index, table):
                     others.append(moved(self._stride(row, begin, end, table), self.device))
             elif end - begin == 1:
