@@ -12,9 +12,9 @@ import torch
 
 from tests.attention.test_paged import CASES, PagedLayer, Shape, oracle_for
 from tests.oracle.settings import make_sim
+from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cli import main, runs
 from vllm_cascade.policies import POLICIES
-from vllm_cascade.trace import kept_tokens
 
 
 def trace(tmp_path: Path, settings: dict[str, Any], *flags: str) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from tests.attention import test_paged
 from tests.attention.steps import step_of
 from tests.attention.test_paged import CASES, ENGINE, OWN, PagedLayer, Shape, oracle_for
-from vllm_cascade.attention.cuda import CUDAKVPolicyBackend, TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
-from vllm_cascade.attention.device_tables import SPARE
-from vllm_cascade.gpu_worker import GPUKVPolicyWorker
+from vllm_cascade.attention.cuda.builder import TritonMetadataBuilder
+from vllm_cascade.attention.cuda.impl import CUDAKVPolicyBackend, TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.tables import SPARE
+from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.policies import Policy, resolve
+from vllm_cascade.policies.per_request import request_policy
 from vllm_cascade.policies.rules import step_rules
-from vllm_cascade.requests import request_policy
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 RULES: dict[str, dict[str, Any]] = {

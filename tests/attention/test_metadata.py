@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention.steps import step_of
-from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder, cut_strides
-from vllm_cascade.paging import KVPolicySpec
+from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.strides import cut_strides
 from vllm_cascade.policies import Policy, resolve
 
 POLICY = resolve({"name": "cascade", "budget": 64, "num_sinks": 4, "prefill_stride": 16})

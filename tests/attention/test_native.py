@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, run_mixed_requests
 from tests.conftest import ROOT
-from vllm_cascade.attention import native, paths
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.kernels.native import build
-from vllm_cascade.kernels.native.library import load
+from vllm_cascade.attention.cpu import native, paths
+from vllm_cascade.kernels.cpp import build
+from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.policies.settings import KVPolicyError
 
 POLICIES = [
     {"name": "sink", "budget": 19},

@@ -14,17 +14,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.attention.reference import LiteralCache
 from tests.attention.steps import step_of
 from tests.oracle.settings import logit_scale, make_sim, score_rule
-from vllm_cascade.attention.cpu import CPUKVPolicyImpl
+from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+from vllm_cascade.attention.cpu.native import NativePath
+from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH, PyTorchPath
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
-from vllm_cascade.attention.native import NativePath
-from vllm_cascade.attention.paths import CHOICES, SWITCH, PyTorchPath
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.kernels.native.library import load
-from vllm_cascade.paging import KVPolicySpec, page_views
+from vllm_cascade.attention.recorder import kept_tokens
+from vllm_cascade.cache.layout import page_views
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies import resolve
-from vllm_cascade.positions import Rotary
-from vllm_cascade.requests import request_policy
-from vllm_cascade.trace import kept_tokens
+from vllm_cascade.policies.per_request import request_policy
+from vllm_cascade.policies.settings import KVPolicyError
 
 
 @dataclass

@@ -32,10 +32,10 @@ from tests.attention.test_paged import (
     judged,
     oracle_for,
 )
-from vllm_cascade.attention.cuda import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
-from vllm_cascade.requests import request_policy
-from vllm_cascade.trace import kept_tokens
+from vllm_cascade.attention.cuda.builder import TritonMetadataBuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.recorder import kept_tokens
+from vllm_cascade.policies.per_request import request_policy
 
 MAKES_NOTHING = ("aten.empty", "aten.new_empty", "aten.slice", "aten.select", "aten.view",
                  "aten.as_strided", "aten.detach", "aten.alias", "kv_cascade.")  # fmt: skip

@@ -92,8 +92,8 @@ def test_in_one_batch_each_is_its_own_oracles(
 
 
 def llm_policy(llm: Any, asked: dict[str, Any]) -> Any:
-    from vllm_cascade.requests import request_policy
-    from vllm_cascade.runtime import policy_of
+    from vllm_cascade.engine.lookup import policy_of
+    from vllm_cascade.policies.per_request import request_policy
 
     return request_policy(policy_of(llm.llm_engine.vllm_config), asked)
 

@@ -21,8 +21,8 @@ from tests.oracle.model import stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings
 from vllm_cascade.attention.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+from vllm_cascade.attention.cuda.builder import TritonMetadataBuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 
 TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}

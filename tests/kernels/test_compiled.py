@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllm_cascade.kernels.aot import MAX_SHARED
+from vllm_cascade.kernels.testing.aot import MAX_SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_cascade.kernels import checks
-from vllm_cascade.kernels.checks import NUM_RULES, Case
+from vllm_cascade.kernels.testing import checks
+from vllm_cascade.kernels.testing.checks import NUM_RULES, Case
 
 FP16, BF16 = torch.float16, torch.bfloat16
 SMALL = {"head_size": 16, "num_heads": 2}

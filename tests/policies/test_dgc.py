@@ -10,12 +10,12 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.engine import apply_policy
-from vllm_cascade.idf import sentence_ends
-from vllm_cascade.importance import IdfTable
+from vllm_cascade.engine.configure import apply_policy
 from vllm_cascade.policies import resolve
-from vllm_cascade.simulate import simulate
+from vllm_cascade.policies.idf import sentence_ends
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.simulate import simulate
+from vllm_cascade.policies.text_importance import IdfTable
 
 
 def make(**settings: Any) -> Any:

@@ -8,11 +8,11 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from vllm_cascade.attention.cpu import CPUKVPolicyImpl
+from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.paging import KVPolicySpec
-from vllm_cascade.runtime import policy_of
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.policies.settings import KVPolicyError
 
 
 class KVPolicyBackend(AttentionBackend):

@@ -23,10 +23,11 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from vllm_cascade.batch import Batch
-from vllm_cascade.paging import KVPolicySpec
+from vllm_cascade.attention.rows import Batch
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.positions import CachePositions
+from vllm_cascade.cache.strides import cut_strides
 from vllm_cascade.policies import Policy, stride_plan
-from vllm_cascade.positions import CachePositions
 
 
 @dataclass(frozen=True)
@@ -144,14 +145,6 @@ class _Row:
     first: int
     bounds: list[int]
     host_scores: np.ndarray | None = None
-
-
-def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> list[int]:
-    """Stride boundaries ``[first, ..., end]``: absolute multiples in a prompt, else each token."""
-    if not prefilling or prefill_stride == 1:
-        return list(range(first, end + 1))
-    inner = range((first // prefill_stride + 1) * prefill_stride, end, prefill_stride)
-    return [first, *inner, end]
 
 
 def arithmetic(policy: Policy) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from vllm_cascade.config import KVPolicyConfig
+from vllm_cascade.policies.settings import KVPolicyConfig
 
 MAX_POLICIES = 512
 """Policies whose tables a process remembers: requests may bring their own."""

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs a layer on the CPU: the C++ library, or plain PyTorch.
+
+They compute the same. C++ is the default; PyTorch runs what the library does not know and
+machines without a compiler. ``VLLM_CASCADE_CPU`` says otherwise: ``pytorch`` never uses the
+library, ``native`` stops the engine where it cannot be used.
+"""
+
+import os
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from vllm_cascade.attention.cpu import native
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.metadata import Stride, TokenBatch
+from vllm_cascade.attention.torch import stride as stride_path
+from vllm_cascade.attention.torch import token as token_path
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.kernels.cpp.build import BuildError
+from vllm_cascade.kernels.cpp.library import Library, load
+from vllm_cascade.log import logger
+from vllm_cascade.policies.settings import KVPolicyError
+
+SWITCH = "VLLM_CASCADE_CPU"
+CHOICES = ("native", "pytorch")
+
+
+class Path(Protocol):
+    """Attention of one layer that leaves its pages in their next state.
+
+    ``query`` and ``output`` are ``[num_tokens, num_heads, head_size]`` of the whole step, ``key``
+    and ``value`` ``[num_tokens, num_kv_heads, head_size]``, all in the cache's dtype. The rows of
+    the given strides are read, and written in ``output``.
+    """
+
+    def tokens(
+        self,
+        batch: TokenBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """One token of many requests."""
+
+    def stride(
+        self,
+        stride: Stride,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Several tokens of one request."""
+
+
+class PyTorchPath:
+    """The reference: readable, no compiler needed."""
+
+    def __init__(self, layer: LayerConfig, pages: Pages) -> None:
+        self._layer = layer
+        self._pages = pages
+
+    def tokens(
+        self,
+        batch: TokenBatch,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        index = batch.index
+        output[index] = token_path.attend_and_insert(
+            self._layer, self._pages, batch, query[index], key[index], value[index]
+        ).to(output.dtype)
+
+    def stride(
+        self,
+        stride: Stride,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        rows = slice(stride.start, stride.start + stride.num_tokens)
+        output[rows] = stride_path.attend_and_insert(
+            self._layer, self._pages, stride, query[rows], key[rows], value[rows]
+        ).to(output.dtype)
+
+
+def choose(layer: LayerConfig, pages: Pages, num_heads: int) -> Path:
+    """The implementation for a layer with ``num_heads`` query heads.
+
+    Compiles the library when a process asks for the first time, which is at engine start.
+
+    Raises:
+        KVPolicyError: ``VLLM_CASCADE_CPU`` has no such value, or demands what cannot be.
+    """
+    wanted = os.environ.get(SWITCH)
+    if wanted not in (None, *CHOICES):
+        raise KVPolicyError(f"{SWITCH}={wanted}: set it to {' or '.join(CHOICES)}, or not at all")
+    if wanted == "pytorch":
+        return PyTorchPath(layer, pages)
+    library, reason = _library()
+    if library is not None:
+        reason = native.refusal(layer, pages, num_heads, library)
+        if reason is None:
+            return native.NativePath(library, layer, pages, num_heads)
+    if wanted == "native":
+        raise KVPolicyError(f"{SWITCH}=native cannot be: {reason}; unset it to run in PyTorch")
+    _say_once(reason)
+    return PyTorchPath(layer, pages)
+
+
+@lru_cache(maxsize=1)
+def _library() -> tuple[Library | None, str]:
+    """The library, or why there is none; tried once in a process."""
+    try:
+        library = load()
+        logger.info("CPU attention runs in C++ (%s)", library.path)
+        return library, ""
+    except BuildError as error:
+        return None, str(error)
+
+
+@lru_cache(maxsize=8)
+def _say_once(reason: str) -> None:
+    logger.warning("CPU attention runs in PyTorch, several times slower than in C++: %s", reason)
