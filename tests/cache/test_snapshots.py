@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import vllm_cascade.cache.snapshots
 import vllm_cascade.engine.scheduler
-from tests.test_scheduler import make_scheduler
+from tests.engine.test_scheduler import make_scheduler
 from vllm_cascade.cache.snapshots import SnapshotStore
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
 

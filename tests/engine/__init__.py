@@ -6,7 +6,7 @@ test here that would find it:
 
  1. built although disabled: ``test_metrics.py::test_no_metric_without_a_policy``, ``test_stock.py``
  2. ``view`` of a pool that is not contiguous:
-    ``test_paging.py::test_page_views_share_the_pools_bytes``
+    ``test_pages.py::test_page_views_share_the_pools_bytes``
  3. a silent no-op on another model runner: ``test_refusals.py::test_refused_runner``, and the
     counters in ``test_metrics.py`` and ``test_against_oracle.py``
  4. index buffers too small for many long requests: ``test_concurrency.py``

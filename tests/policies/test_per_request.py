@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from tests.test_scheduler import make_scheduler
+from tests.engine.test_scheduler import make_scheduler
 from tests.test_snapshots import Worker, drain, request
 from vllm_cascade.attention.metadata import arithmetic
 from vllm_cascade.engine.scheduler import KVPolicyScheduler

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.oracle.settings import make_sim
-from tests.test_oracle_policies import LAZY as LAZY_PERIODS
+from tests.oracle.test_oracle_policies import LAZY as LAZY_PERIODS
 from vllm_cascade.policies import POLICIES, Policy, resolve
 
 sizes = st.integers(1, 12)
