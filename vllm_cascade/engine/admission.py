@@ -71,8 +71,8 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
     fix = f"lower max_tokens to at most {fits - prompt}" if fits > prompt else "shorten the prompt"
     raise VLLMValidationError(
         f"This request needs {need} KV cache pages of {block_size} tokens, but the pool has "
-        f"{have}: under kv_policy {schedule.policy.name}, prompt and answer may have {fits} tokens, and "
-        f"these are {total} (prompt {prompt} + max_tokens {max_tokens}, at most "
+        f"{have}: under kv_policy {schedule.policy.name}, prompt and answer may have {fits} "
+        f"tokens, and these are {total} (prompt {prompt} + max_tokens {max_tokens}, at most "
         f"max_model_len {limit}). Please {fix}.",
         parameter="max_tokens",
         value=max_tokens,

@@ -86,6 +86,10 @@ class Schedule:
         rules, first: int32 ``[n, 4]`` and ``[rows + 1]``: row ``i`` of the schedule applies the
             rules ``first[i] .. first[i + 1] - 1``.
         count, peak: int32 ``[rows]``, tokens cached after a row, and the most slots ever needed.
+        leading: int32 ``[rows, 6]``: a row's first rule (evicts 0: none), where its further ones
+            begin in ``rules``, and how many they are: ``LO .. NUM_MORE`` of a step row.
+        score_columns: int32 ``[4]``, ``PER_AGE .. WEIGHT`` of a step row.
+        scales_logits: whether the policy puts factors on logits.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -106,7 +110,14 @@ class Schedule:
         self.first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         numbers = [rule.numbers for todo in steps.rules for rule in todo]
         self.rules = np.asarray(numbers, dtype=np.int32).reshape(-1, 4)
-        self.leading = self._leading_rules()
+        self.leading = self._leading()
+        bits = np.asarray([self.scoring.decay, self.scoring.weight], dtype=np.float32)
+        if self.scoring.source != "attention":
+            bits = np.asarray([1, 0], dtype=np.float32)  # what is there stays as it is
+        ways = [int(self.scoring.per_age), int(self.scoring.newest_stays)]
+        self.score_columns = np.asarray([*ways, *bits.view(np.int32)], dtype=np.int32)
+        one = np.ones(1, dtype=np.int64)
+        self.scales_logits = policy.logit_scale(one, one) is not None
         self._plans = lru_cache(maxsize=MAX_PLANS)(self._make_plan)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,13 +135,13 @@ class Schedule:
                 rules[t] = tuple(rule for u in tokens for rule in base.rules[base.row(u)])
         return Table(rules, length - transient)
 
-    def _leading_rules(self) -> np.ndarray:
-        """int32 ``[rows, 6]``: a row's first rule, where its further ones begin, and how many."""
+    def _leading(self) -> np.ndarray:
         leading = np.zeros((len(self.count), 6), dtype=np.int32)
-        some = np.flatnonzero(np.diff(self.first))
+        num = np.diff(self.first)
+        some = np.flatnonzero(num)
         leading[some, :4] = self.rules[self.first[some]]
         leading[some, 4] = self.first[some] + 1
-        leading[some, 5] = np.diff(self.first)[some] - 1
+        leading[some, 5] = num[some] - 1
         return leading
 
     def inserted(self, t: np.ndarray) -> np.ndarray:
