@@ -3,9 +3,10 @@
 
 By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext2``,
 ``wikitext103`` and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works
-with ``--protocol`` (see ``benchmarks/texts.py``). Beside the policies run ``random`` eviction as a
-control, and stock attention recomputed over a sliding window of the same length: what a cache of
-that size could at best equal. Differences are to ``--base``, with paired bootstrap intervals.
+with ``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies run ``random``
+eviction as a control, and stock attention recomputed over a sliding window of the same length:
+what a cache of that size could at best equal. Differences are to ``--base``, with paired bootstrap
+intervals.
 """
 
 import argparse
@@ -16,9 +17,18 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import quality_report, results, scoring, texts
-from benchmarks.engines import BOOK, MODEL, EngineSettings, load_tokenizer, native_positions, quiet
-from benchmarks.scoring import REFERENCE, Job
+from benchmarks.inputs import texts
+from benchmarks.reporting import quality_report, results
+from benchmarks.running import scoring
+from benchmarks.running.engines import (
+    BOOK,
+    MODEL,
+    EngineSettings,
+    load_tokenizer,
+    native_positions,
+    quiet,
+)
+from benchmarks.running.scoring import REFERENCE, Job
 
 BATCHED_TOKENS = 1024
 
@@ -97,7 +107,7 @@ def load(args: argparse.Namespace) -> list[texts.Stream]:
 
 def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]:
     """Settings of every arm, all of the same capacity, by policy name."""
-    from benchmarks import controls
+    from benchmarks.running import controls
     from vllm_cascade.policies import POLICIES
 
     controls.register()

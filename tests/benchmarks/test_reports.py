@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results, speed_report, token_points, token_time
-from benchmarks.environment import ROOT
-from benchmarks.goals import goals
-from benchmarks.tables import Table, mean_std, number, spread
+from benchmarks import token_time
+from benchmarks.reporting import results, speed_report
+from benchmarks.reporting.goals import goals
+from benchmarks.reporting.tables import Table, mean_std, number, spread
+from benchmarks.running import token_points
+from benchmarks.running.environment import ROOT
 from benchmarks.throughput import (
     WARM_UP,
     arms,
@@ -72,7 +74,7 @@ def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_document_is_in_step_with_the_results() -> None:
     text = results.DOCUMENT.read_text(encoding="utf-8")
-    assert results.fill(text) == text, "run: python -m benchmarks.results"
+    assert results.fill(text) == text, "run: python -m benchmarks.reporting.results"
     kept = {path.stem for path in results.FOLDER.glob("*.json")}
     assert kept <= set(results.names(text))
     assert kept, "no result is kept"

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import stats
-from benchmarks.scoring import REFERENCE, Scored, cached
-from benchmarks.tables import Table, number
+from benchmarks.reporting import stats
+from benchmarks.reporting.tables import Table, number
+from benchmarks.running.scoring import REFERENCE, Scored, cached
 
 
 def overall(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.goals import (
+from benchmarks.reporting.goals import (
     LONG,
     PROMPT_FASTER,
     PROMPT_FLAT,
@@ -17,7 +17,7 @@ from benchmarks.goals import (
     TOKEN_FASTER,
     TOKEN_FLAT,
 )
-from benchmarks.tables import Table, number
+from benchmarks.reporting.tables import Table, number
 
 STOCK, POLICY, ANCHOR = "stock", "policy", "anchor"
 
