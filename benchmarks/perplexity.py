@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from benchmarks.inputs import texts
 from benchmarks.reporting import quality_report, results
 from benchmarks.running import scoring
@@ -28,7 +26,7 @@ from benchmarks.running.engines import (
     native_positions,
     quiet,
 )
-from benchmarks.running.scoring import REFERENCE, Job
+from benchmarks.running.scoring import REFERENCE, Job, eviction_batches
 
 BATCHED_TOKENS = 1024
 
@@ -169,12 +167,6 @@ def spike_jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> lis
         arguments={"use_tqdm_on_load": False},
     )
     return [Job(name, replace(engine, policy=arm), (head,)) for name, arm in arms.items()]
-
-
-def eviction_batches(policy: Any, num_tokens: int) -> np.ndarray:
-    """Tokens after whose step at least two tokens were dropped at once."""
-    counts = policy.counts(np.arange(num_tokens + 1))
-    return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

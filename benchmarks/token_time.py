@@ -28,6 +28,7 @@ import numpy as np
 
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import number
+from benchmarks.reporting.token_report import goal_table, prompt_table, token_table
 from benchmarks.running import engines
 from benchmarks.running.token_points import (
     ANCHOR,
@@ -35,11 +36,8 @@ from benchmarks.running.token_points import (
     STOCK,
     Point,
     Step,
-    goal_table,
-    prompt_table,
     short_length,
     summary,
-    token_table,
 )
 from benchmarks.throughput import kv_bytes_per_token, model_arguments
 

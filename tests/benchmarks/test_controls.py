@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.perplexity import eviction_batches, parse_args, policies
+from benchmarks.perplexity import parse_args, policies
 from benchmarks.running import controls
 from benchmarks.running.controls import (
     BeehiveIntervals,
@@ -13,7 +13,7 @@ from benchmarks.running.controls import (
     CascadeWithoutSelection,
     Random,
 )
-from benchmarks.running.scoring import cached, equal_policy
+from benchmarks.running.scoring import cached, equal_policy, eviction_batches
 from vllm_cascade import KVPolicyError
 from vllm_cascade.policies import POLICIES, Policy, resolve
 from vllm_cascade.simulate import simulate
