@@ -142,10 +142,12 @@ def _only_one(folder: Path) -> Iterator[None]:
         lock.acquire()
     except OSError as error:
         raise _unavailable(f"cannot write in {folder} ({error}); {FOLDER} names another") from error
-    with lock:
+    try:
         for left in folder.glob(f"{SCRATCH}*"):
             shutil.rmtree(left, ignore_errors=True)
         yield
+    finally:
+        lock.release()
 
 
 @contextmanager
