@@ -235,12 +235,12 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Print the real model's folder, and nothing else on standard output."""
-    try:
-        print(real_model())
-    except ModelUnavailable as error:
-        print(f"models: error: {error}", file=sys.stderr)
+    """Print the real model's folder, and nothing else on standard output; status 1 without it."""
+    model = best_model()
+    if not model.real:
+        print(f"models: error: {model.why_not}", file=sys.stderr)
         return 1
+    print(model.path)
     return 0
 
 
