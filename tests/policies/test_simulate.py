@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.oracle.settings import make_sim, score_rule
 from tests.policies.cases import raw_settings
 from vllm_cascade.policies import POLICIES, resolve
+from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.simulate import simulate
 
 TOKENS = 90
@@ -47,6 +48,16 @@ def test_steps_between_are_left_out() -> None:
     every = [step for step in simulate(policy, 100) if step.t % 7 == 0]
     assert [step.t for step in every] == list(range(7, 101, 7))
     assert list(simulate(policy, 100, every=7)) == every
+
+
+def test_a_trace_looks_regions_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beehive's follow from a walk over thousands of tokens, which takes longer than a step."""
+    walks: list[Beehive] = []
+    walk = Beehive._walk
+    monkeypatch.setattr(Beehive, "_walk", lambda policy: walks.append(policy) or walk(policy))
+    policy = resolve({"name": "beehive", "budget": 77})
+    assert {name for step in simulate(policy, 300) for name in step.region} >= {"old", "new"}
+    assert 1 <= len(walks) <= 3, "settings are checked, compiled and looked up"
 
 
 @pytest.mark.parametrize(
