@@ -8,9 +8,14 @@ import shlex
 import pytest
 
 from benchmarks import quick
-from benchmarks.environment import ROOT
+from benchmarks.running.environment import ROOT
 
-DOCUMENTS = ("README.md", "docs/RESULTS.md", "benchmarks/lm_eval.md", "benchmarks/train_lm.py")
+DOCUMENTS = (
+    "README.md",
+    "docs/RESULTS.md",
+    "benchmarks/inputs/lm_eval.md",
+    "benchmarks/train_lm.py",
+)
 
 
 def documented() -> list[str]:
