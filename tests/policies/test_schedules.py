@@ -148,9 +148,12 @@ def test_tables(name: str, data: st.DataObject) -> None:
     assert schedule.count_at(schedule.transient) == schedule.count_at(rows), "a period's two ends"
     for row in range(rows):
         rules = [list(rule.numbers) for rule in rules_of(schedule, row)]
-        first, begin, more = np.split(schedule.leading[row], [4, 5])
-        assert [first.tolist()][: len(rules)] == rules[:1] and (rules or not first.any())
-        assert schedule.rules[begin[0] : begin[0] + more[0]].tolist() == rules[1:]
+        *leading, begin, more = schedule.leading[row].tolist()
+        assert leading == (rules[0] if rules else [0, 0, 0, 0])
+        assert schedule.further[begin : begin + more].tolist() == rules[1:]
+    firsts = int((np.diff(schedule.first) > 0).sum())
+    assert schedule.further.shape == (len(schedule.rules) - firsts, 4)
+    assert schedule.further.dtype == np.dtype("i4")
 
 
 @pytest.mark.parametrize(

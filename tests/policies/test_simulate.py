@@ -36,8 +36,12 @@ def test_with_probabilities_it_keeps_what_the_oracle_keeps(name: str, data: st.D
                 i: rule["decay"] * scores.get(i, 0.0) + rule["weight"] * float(probs[t, i])
                 for i in [*sim.tokens(), t]
             }
-        sim.insert(t, lambda i, t=t: scores[i] / (t + 1 - i if sim.normalise else 1))
-        sim.end_stride(lambda i, t=t: scores.get(i, 0.0) / (t + 1 - i if sim.normalise else 1))
+
+        def compared(i: int, t: int = t, scores: dict[int, float] = scores) -> float:
+            return scores.get(i, 0.0) / (t + 1 - i if sim.normalise else 1)
+
+        sim.insert(t, compared)
+        sim.end_stride(compared)
         assume(sim.closest_contest > 1e-5)  # else fp32 may decide otherwise than fp64
         assert step.t == t + 1 and step.kept == sim.tokens()
         assert len(step.region) == len(step.kept)
