@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# ------------------------------------------------------------------ test vectors of SEMANTICS §6
+# ------------------------------------------- test vectors of another simulation of Algorithm 1
 
 
 def zero(token: int) -> float:

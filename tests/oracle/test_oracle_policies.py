@@ -82,7 +82,7 @@ def drops(lengths: list[int], strides: list[int]) -> list[tuple[int, int]]:
     return result
 
 
-# ------------------------------------------------------------------- beehive: SEMANTICS 3.3 and 6
+# ------------------------------------------------------------- beehive: counts worked out by hand
 
 
 def test_beehive_small() -> None:
@@ -165,7 +165,7 @@ lengths_of_strides = st.lists(
 def test_beehive_recurrence(
     k: int, w: int, s: int, threshold: int, new_only: bool, strides: list[int]
 ) -> None:
-    """The count recurrence of SEMANTICS 3.3, with the loop."""
+    """The recurrence of the counts, with the loop."""
     length, n, expected = 0, 0, []
     for appended in strides:
         length += appended
@@ -179,7 +179,7 @@ def test_beehive_recurrence(
         assert max(expected) <= k + w + threshold
 
 
-# ---------------------------------------------------------------- lazy pruning: SEMANTICS 5.2 and 6
+# -------------------------------------------------------- lazy pruning: counts worked out by hand
 
 SINKS, WINDOW = 4, 2044
 LAZY = {
