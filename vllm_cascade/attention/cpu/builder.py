@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from vllm.config import SchedulerConfig
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
