@@ -263,7 +263,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     def _mirrored(self, rows: StrideRows, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Step rows and their block tables on the device."""
-        steps = self._sent(np.ascontiguousarray(rows.steps))
+        steps = self._sent(rows.steps.copy())  # its own: padding is marked in it
         blocks = table[self._sent(rows.request)]
         # Warm-up brings block tables of nothing but the null block: those rows are padding.
         steps[:, STREAM] = torch.where(blocks[:, 0] == 0, -1, steps[:, STREAM])
