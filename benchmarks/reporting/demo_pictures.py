@@ -20,6 +20,7 @@ SMOOTHED = 16
 
 COLOURS = {"stock vLLM": "#222222", "window": "#d55e00", "sink": "#009e73", "cascade": "#0072b2"}
 DARK = "#555555"
+TICKS = (5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 700, 1000)
 
 
 def block_means(nll: np.ndarray) -> list[float]:
@@ -63,11 +64,9 @@ def draw(stream: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=140, metadata={"Source": digest(stream)})
 
 
-def _line(
-    axes: Axes, label: str, arm: dict[str, Any], at: np.ndarray, values: np.ndarray
-) -> None:
+def _line(axes: Axes, label: str, arm: dict[str, Any], at: np.ndarray, values: np.ndarray) -> None:
     """One arm's line, with its name and its memory where it ends."""
-    stock, colour = arm["stock"], COLOURS[label]
+    stock, colour = bool(arm["refusal"]), COLOURS[label]
     axes.plot(at, values, color=colour, linewidth=2.2 if stock else 1.8, zorder=3 if stock else 2)
     memory = f"{arm['peak_kv_bytes'] / 2**20:,.1f} MiB"
     if stock:
@@ -109,8 +108,7 @@ def _axes(axes: Axes, longest: int) -> None:
     low, high = axes.get_ylim()
     axes.set_yscale("log")
     axes.set_ylim(low * 0.85, high * 1.1)
-    ticks = [t for t in (5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 1000)]
-    axes.set_yticks([tick for tick in ticks if low * 0.85 <= tick <= high * 1.1])
+    axes.set_yticks([tick for tick in TICKS if low * 0.85 <= tick <= high * 1.1])
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.running.engines import EngineSettings, in_children
 
@@ -56,8 +56,10 @@ class Read:
 def run(arm: Arm) -> Read:
     """An arm, in this (child) process."""
     llm = arm.engine.start()
+    from benchmarks.running import prompt_scores
     from benchmarks.running.stream import stream
 
+    prompt_scores.install(llm)
     refused = refusal(llm, arm.token_ids) if len(arm.readable) < len(arm.token_ids) else ""
     result = stream(
         llm,
@@ -92,4 +94,3 @@ def run_all(arms: Sequence[Arm], at_a_time: int) -> Iterable[tuple[str, Read]]:
     placed = [replace(arm, bar_line=index % at_a_time) for index, arm in enumerate(arms)]
     labels = [arm.label for arm in arms]
     yield from zip(labels, in_children(run, placed, at_a_time), strict=True)
-
