@@ -42,6 +42,7 @@ class StreamResult:
         counters: what the policy counted over the prompt; empty for stock vLLM.
         continuation: text generated after the prompt.
         num_generated: its tokens.
+        token_seconds: time of each of them after the first, which the prompt's last step gives.
     """
 
     nll: np.ndarray
@@ -56,6 +57,7 @@ class StreamResult:
     counters: dict[str, int]
     continuation: str
     num_generated: int
+    token_seconds: list[float] = field(default_factory=list, repr=False)
 
     @property
     def num_tokens(self) -> int:
@@ -127,13 +129,18 @@ def stream(
     if tracing:
         llm.collective_rpc("kv_policy_trace", args=(len(token_ids),))  # the prompt's end only
     usage, seconds, counters, output = [], 0.0, before, None
-    start = time.perf_counter()
+    token_seconds: list[float] = []
+    start = last = time.perf_counter()
     for outputs in _steps(llm, token_ids, params, label, bar_line):
+        now = time.perf_counter()
         usage.append(pages_in_use(llm))
-        if outputs and output is None:
-            seconds = time.perf_counter() - start
+        if output is not None:
+            token_seconds.append(now - last)
+        elif outputs:
+            seconds = now - start
             counters = _counters(llm)
         output = outputs[0] if outputs else output
+        last = time.perf_counter()
     assert output is not None and output.prompt_logprobs is not None
     page_bytes, full_page_bytes = bytes_per_page(config)
     cached = len(token_ids) if policy is None else compiled(policy).count_at(len(token_ids))
@@ -152,6 +159,7 @@ def stream(
         counters={name: counters[name] - before[name] for name in counters},
         continuation=output.outputs[0].text,
         num_generated=len(output.outputs[0].token_ids),
+        token_seconds=token_seconds,
     )
 
 
