@@ -10,7 +10,10 @@ import pytest
 from benchmarks import quick
 from benchmarks.environment import ROOT
 
-DOCUMENTS = ("README.md", "docs/RESULTS.md", "benchmarks/lm_eval.md", "benchmarks/train_lm.py")
+DOCUMENTS = (
+    *("README.md", "benchmarks/README.md", "benchmarks/lm_eval.md", "benchmarks/train_lm.py"),
+    *("docs/RESULTS.md", "docs/POLICIES.md", "docs/GPU.md"),
+)
 
 
 def documented() -> list[str]:

@@ -128,7 +128,7 @@ def test_counts_for_ten_thousand_tokens(name: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("sizes", LAZY_PERIODS)
 def test_lazy_periods(sizes: tuple[int, int, int]) -> None:
-    """SEMANTICS section 6, C = 2048: (R, slack, max_drop) -> (period, length after pruning)."""
+    """docs/INTERNALS.md, "Lazy pruning", C = 2048: (R, slack, max_drop) -> (period, left)."""
     overflow, slack, drop = sizes
     policy = resolve(
         {"name": "lazy", "budget": 2044, "overflow": overflow, "slack": slack, "max_drop": drop}
@@ -141,7 +141,7 @@ def test_lazy_periods(sizes: tuple[int, int, int]) -> None:
 
 
 def test_lazy_staging_after_a_long_append() -> None:
-    """SEMANTICS 5.2's example, where slack and max_drop do act: 2090 -> 2058, 4096 -> 2064."""
+    """Where slack and max_drop do act (docs/INTERNALS.md, "Lazy pruning"): 2090 -> 2058."""
     policy = resolve({"name": "lazy", "budget": 2044, "overflow": 32, "slack": 16, "max_drop": 32})
     assert [policy.pruned(length) for length in (2079, 2080, 2090, 4096)] == [
         2079,
@@ -163,7 +163,7 @@ def test_lazy_says_what_is_inert() -> None:
     assert "more than max_drop 8" in remarks(slack=16, max_drop=8)
 
 
-def test_beehive_counts_of_semantics() -> None:
+def test_beehive_counts() -> None:
     small = {"name": "beehive", "budget": 6, "window": 2, "threshold": 4, "stride": 3}
     policy = resolve({**small, "num_sinks": 1})
     assert [policy.count(t) for t in range(1, 15)] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5]

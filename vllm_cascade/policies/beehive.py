@@ -19,7 +19,8 @@ class Beehive(Policy):
 
     When the tokens between sinks and window are more than ``threshold``, the survivors of the
     last time are thinned to every ``floor((stride + 1) / 2)``-th, and of every ``stride`` newer
-    ones the one with the most accumulated attention stays (the code's reading; SEMANTICS 3.1).
+    ones the one with the most accumulated attention stays (the code's reading;
+    docs/INTERNALS.md, "Beehive").
     The check runs after every token, also inside a prompt's stride, and again until the middle
     is within the threshold: the bound always holds, and the count is a function of the tokens
     seen.

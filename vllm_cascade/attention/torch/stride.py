@@ -157,7 +157,7 @@ def _attend(
     """Output ``[T, H * G, D]`` and weighted attention mass ``[H, G, n + T]``.
 
     The mass of a key is ``weight * sum_q decay**(T - 1 - q) * p[q, key]``: what T single updates
-    with a frozen cache would have added (SEMANTICS 1.6).
+    with a frozen cache would have added (docs/INTERNALS.md, "Scores").
     """
     keys = torch.cat([keys, key.float().transpose(0, 1)], dim=1)  # [H, n + T, D]
     values = torch.cat([values, value.float().transpose(0, 1)], dim=1)
