@@ -258,7 +258,7 @@ def worker(num_pages: int = 60, **kwargs: Any) -> Worker:
 
 
 def stats(w: Worker) -> Counter[str]:
-    return Counter(vars(w.scheduler.kv_policy_snapshots))
+    return Counter(vars(w.scheduler.snapshot_counters))
 
 
 def test_a_chat_starts_where_its_last_prompt_ended() -> None:

@@ -129,7 +129,7 @@ def run_engine(
     llm.collective_rpc("kv_policy_trace", args=(1,))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-    ranks = llm.collective_rpc("kv_policy_snapshots")
+    ranks = llm.collective_rpc("kv_policy_kept")
     kept: dict[tuple[int, str], Any] = {}
     for snapshots in ranks:
         for s in snapshots:

@@ -158,7 +158,7 @@ def test_decode_of_several_requests(engine_pool: EnginePool, models: dict[str, P
         )
         expected = truth.logprobs[len(prompt) - 1 :]
         assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 2e-4
-    snapshots = llm.llm_engine.engine_core.engine_core.scheduler.kv_policy_snapshots
+    snapshots = llm.llm_engine.engine_core.engine_core.scheduler.snapshot_counters
     assert (snapshots.hits, snapshots.stored) == (0, 3)
     assert ask(llm, prompts[:1], [30]) == answers[:1]
     assert (snapshots.hits, snapshots.hit_tokens) == (1, 32)

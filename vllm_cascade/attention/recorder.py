@@ -14,7 +14,7 @@ from vllm_cascade.cache.layout import Pages
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Kept:
     """One layer's kept tokens of one request after ``end`` tokens.
 
     ``first_page`` tells requests apart while they live; ``tokens`` is ``[num_sets][count]``.
@@ -27,11 +27,11 @@ class Snapshot:
 
 
 class Recorder:
-    """Collects snapshots of every stride end that is a multiple of ``every`` tokens."""
+    """Collects the kept tokens of every stride end that is a multiple of ``every`` tokens."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
-        self.snapshots: list[Snapshot] = []
+        self.kept: list[Kept] = []
 
     def record(self, layer: str, pages: Pages, wave: Wave) -> None:
         """Note what each stride of the wave left in the cache."""
@@ -47,7 +47,7 @@ class Recorder:
         """Note one request's kept tokens after ``end`` tokens, from its first slots."""
         if end % self.every == 0:
             tokens = kept_tokens(pages, blocks, num_slots)
-            self.snapshots.append(Snapshot(layer, int(blocks[0]), end, tokens))
+            self.kept.append(Kept(layer, int(blocks[0]), end, tokens))
 
 
 def kept_tokens(pages: Pages, blocks: torch.Tensor, num_slots: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ nothing here knows which tokens are kept; what a page holds is in ``layout.py``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
@@ -18,7 +19,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.cache.layout import SLOT_WORDS, TRACE_WORDS, WORD_BYTES
 from vllm_cascade.cache.snapshots import SnapshotStore
-from vllm_cascade.policies import Policy
+from vllm_cascade.policies import Policy, Schedule, compiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,11 @@ class KVPolicySpec(AttentionSpec):
             page_size_padded=None,
         )
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The policy, compiled; all layers share it."""
+        return compiled(self.policy)
+
     @property
     def num_sets(self) -> int:
         """Head sets that keep tokens of their own."""
@@ -50,7 +56,7 @@ class KVPolicySpec(AttentionSpec):
 
     @property
     def words(self) -> tuple[str, ...]:
-        return TRACE_WORDS if self.policy.trace or self.policy.needs_age else SLOT_WORDS
+        return TRACE_WORDS if self.policy.keeps_ages else SLOT_WORDS
 
     @property
     def slot_bytes(self) -> int:
@@ -65,9 +71,9 @@ class KVPolicySpec(AttentionSpec):
     def uses_slot_mapping(self) -> bool:
         return False
 
-    def num_pages(self, num_tokens: int, policy: Policy | None = None) -> int:
+    def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
         """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
-        return cdiv((policy or self.policy).peak(num_tokens), self.block_size)
+        return cdiv((schedule or self.schedule).peak_at(num_tokens), self.block_size)
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         return self.num_pages(max_len)
@@ -81,7 +87,7 @@ class Limit:
     """How long a request may become, and under which policy."""
 
     num_tokens: int
-    policy: Policy
+    schedule: Schedule
 
 
 class KVPolicyManager(SingleTypeKVCacheManager):
@@ -108,25 +114,25 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     def has_positionally_stable_blocks(self) -> bool:
         return False  # a slot is reused by a later token
 
-    def set_limit(self, request_id: str, num_tokens: int, policy: Policy | None = None) -> None:
+    def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
         """Announce that a request will never hold more than ``num_tokens`` tokens.
 
         Args:
-            policy: the request's own; None: the engine's.
+            schedule: the request's own; None: the engine's.
         """
-        self._limits[request_id] = Limit(num_tokens, policy or self.kv_cache_spec.policy)
+        self._limits[request_id] = Limit(num_tokens, schedule or self.kv_cache_spec.schedule)
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
         """Pages that a request needs after ``num_tokens`` tokens."""
         limit = self._limits.get(request_id)
-        return self.kv_cache_spec.num_pages(num_tokens, limit and limit.policy)
+        return self.kv_cache_spec.num_pages(num_tokens, limit and limit.schedule)
 
     def final_pages(self, request_id: str) -> int:
         """Pages a request may come to hold; without a limit, all that the policy allows."""
         limit = self._limits.get(request_id)
         if limit is None:
             return cdiv(self.kv_cache_spec.policy.capacity, self.block_size)
-        return self.kv_cache_spec.num_pages(limit.num_tokens, limit.policy)
+        return self.kv_cache_spec.num_pages(limit.num_tokens, limit.schedule)
 
     def reserved_pages(self) -> int:
         """Pages promised to admitted requests and not taken yet."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
 
-from vllm_cascade.policies import Policy
+from vllm_cascade.policies import Schedule
 
 MAX_SEEN = 1 << 14
 """Prefixes remembered without a snapshot, to find where prompts part."""
 
 Key = tuple[int, BlockHash]
-"""A policy's number and the hash of a prefix."""
+"""A schedule's number and the hash of a prefix."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +71,6 @@ class SnapshotStore:
     counters: SnapshotCounters = field(default_factory=SnapshotCounters)
 
     def __post_init__(self) -> None:
-        self._policies: dict[Policy, int] = {}
         self._by_key: dict[Key, Snapshot] = {}
         self._by_block: dict[int, Snapshot] = {}
         self._seen: OrderedDict[int, None] = OrderedDict()  # keys' 64-bit hashes
@@ -95,27 +94,27 @@ class SnapshotStore:
         """Where a prompt's state is taken: its last token must be left to compute."""
         return max(num_prompt_tokens - 1, 0) // self.interval * self.interval
 
-    def _key(self, policy: Policy, hashes: Sequence[BlockHash], num_tokens: int) -> Key:
-        number = self._policies.setdefault(policy, len(self._policies))
-        return number, hashes[num_tokens // self.hash_block_size - 1]
+    def _key(self, schedule: Schedule, hashes: Sequence[BlockHash], num_tokens: int) -> Key:
+        return schedule.number, hashes[num_tokens // self.hash_block_size - 1]
 
     def _prefixes(
-        self, policy: Policy, hashes: Sequence[BlockHash], max_tokens: int
+        self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
     ) -> Iterator[tuple[int, Key]]:
         """Lengths up to ``max_tokens`` at which a state may be taken, the longest first."""
-        number = self._policies.setdefault(policy, len(self._policies))
         most = min(max_tokens, len(hashes) * self.hash_block_size)
         for num_tokens in range(most // self.interval * self.interval, 0, -self.interval):
-            yield num_tokens, (number, hashes[num_tokens // self.hash_block_size - 1])
+            yield num_tokens, (schedule.number, hashes[num_tokens // self.hash_block_size - 1])
 
-    def has(self, policy: Policy, hashes: Sequence[BlockHash], num_tokens: int) -> bool:
-        return self._key(policy, hashes, num_tokens) in self._by_key
+    def has(self, schedule: Schedule, hashes: Sequence[BlockHash], num_tokens: int) -> bool:
+        return self._key(schedule, hashes, num_tokens) in self._by_key
 
-    def find(self, policy: Policy, hashes: Sequence[BlockHash], max_tokens: int) -> Snapshot | None:
+    def find(
+        self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
+    ) -> Snapshot | None:
         """The snapshot of the longest prefix of at most ``max_tokens`` tokens."""
         if not self._by_key:
             return None
-        for num_tokens, key in self._prefixes(policy, hashes, max_tokens):
+        for num_tokens, key in self._prefixes(schedule, hashes, max_tokens):
             snapshot = self._by_key.get(key)
             if snapshot is not None:
                 assert snapshot.num_tokens == num_tokens
@@ -123,7 +122,7 @@ class SnapshotStore:
         return None
 
     def junction(
-        self, policy: Policy, hashes: Sequence[BlockHash], max_tokens: int, known: int
+        self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int, known: int
     ) -> int:
         """Where a prompt parts from earlier ones, if they share more than ``known`` tokens.
 
@@ -131,16 +130,16 @@ class SnapshotStore:
         their last boundaries serves the others. The second one to come shows where they part,
         and a snapshot there serves all that follow. Zero: nothing new is shared.
         """
-        for num_tokens, key in self._prefixes(policy, hashes, max_tokens):
+        for num_tokens, key in self._prefixes(schedule, hashes, max_tokens):
             if num_tokens <= known:
                 break
             if hash(key) in self._seen:  # one that collides costs a useless snapshot
                 return num_tokens
         return 0
 
-    def remember(self, policy: Policy, hashes: Sequence[BlockHash], max_tokens: int) -> None:
+    def remember(self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int) -> None:
         """Note the prefixes of an admitted prompt, for ``junction``."""
-        for _, key in self._prefixes(policy, hashes, max_tokens):
+        for _, key in self._prefixes(schedule, hashes, max_tokens):
             self._seen[hash(key)] = None
             self._seen.move_to_end(hash(key))
         while len(self._seen) > MAX_SEEN:
@@ -148,7 +147,7 @@ class SnapshotStore:
 
     def take(
         self,
-        policy: Policy,
+        schedule: Schedule,
         hashes: Sequence[BlockHash],
         num_tokens: int,
         pages: Sequence[KVCacheBlock],
@@ -160,7 +159,7 @@ class SnapshotStore:
         free are ``reserved``, because admitted requests have yet to take them, a copy would be
         made only to be thrown away.
         """
-        key = self._key(policy, hashes, num_tokens)
+        key = self._key(schedule, hashes, num_tokens)
         if key in self._by_key:
             return
         if self.pool.get_num_free_blocks() - reserved < len(pages):

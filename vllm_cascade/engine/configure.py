@@ -10,8 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_cascade.engine import refusals
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.log import logger
-from vllm_cascade.policies import Policy, resolve
-from vllm_cascade.policies.rules import rule_tables
+from vllm_cascade.policies import Policy, compiled, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY
 
 
@@ -54,7 +53,7 @@ def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:
     config.parallel_config.worker_cls = refusals.GPU_WORKER
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
-    if rule_tables(policy) is None:
+    if compiled(policy).moves_tokens:
         logger.warning(
             "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than the "
             "kernels, where tokens are merged or put out of order; importance and order say so.",

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which policy an engine runs, and what judges its tokens: the one way to ask, in any process."""
 
+from functools import lru_cache
+
 import numpy as np
 from vllm.config import ModelConfig, VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_cascade.policies import Policy, policy_class
+from vllm_cascade.policies import Policy, compiled, policy_class
 from vllm_cascade.policies.idf import fingerprint, sentence_ends
+from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.settings import KVPolicyError, raw_settings
 from vllm_cascade.policies.text_importance import IdfTable, TokenImportance
 
@@ -18,6 +21,17 @@ def policy_of(vllm_config: VllmConfig) -> Policy | None:
         return None
     settings = dict(raw)
     return policy_class(settings.pop("name")).model_validate(settings)
+
+
+def requests_of(vllm_config: VllmConfig) -> PerRequest | None:
+    """The schedules of an engine's requests, for its front-end; None for stock vLLM."""
+    policy = policy_of(vllm_config)
+    return None if policy is None else _per_request(policy)
+
+
+@lru_cache(maxsize=8)
+def _per_request(policy: Policy) -> PerRequest:
+    return PerRequest(compiled(policy))
 
 
 def token_importance(policy: Policy, model_config: ModelConfig) -> TokenImportance | None:

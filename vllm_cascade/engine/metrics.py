@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.strides import count_strides
 from vllm_cascade.engine.lookup import policy_of
-from vllm_cascade.policies import Policy
+from vllm_cascade.policies import Schedule
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Meter:
         managers: who own the pages.
         num_layers: layers of each manager's cache group.
         num_ranks: tensor-parallel ranks; each holds pages of the same size.
-        policy_of_request: a request's own policy.
+        schedule_of: what a request runs under.
     """
 
     def __init__(
@@ -68,25 +68,25 @@ class Meter:
         managers: Sequence[KVPolicyManager],
         num_layers: Sequence[int],
         num_ranks: int,
-        policy_of_request: Callable[[Request], Policy],
+        schedule_of: Callable[[Request], Schedule],
     ) -> None:
         self._managers = list(managers)
         self._copies = [layers * num_ranks for layers in num_layers]
-        self._policy_of_request = policy_of_request
+        self._schedule_of = schedule_of
         self._evicted_tokens = self._strides = 0
         self._snapshot_hits = 0
 
     def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
         """Count a step, given its requests as they were before it and their tokens in it."""
-        for policy, rows in self._by_policy(scheduled):
+        for schedule, rows in self._by_schedule(scheduled):
             table = np.asarray(
                 [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows], dtype=np.int64
             )
             first, num, prompt = table.T
             end = first + num
-            grown = policy.counts(end) - policy.counts(first)
+            grown = schedule.counts(end) - schedule.counts(first)
             self._evicted_tokens += int((num - grown).sum())
-            strides = count_strides(first, end, prompt, policy.prefill_stride)
+            strides = count_strides(first, end, prompt, schedule.policy.prefill_stride)
             self._strides += int(strides.sum())
 
     def report(self, requests: dict[str, Request], snapshot_hits: int) -> KVPolicyStats:
@@ -116,19 +116,18 @@ class Meter:
             saved = full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes
             stats.pages += pages
             stats.saved_bytes += saved * copies
-        for policy, rows in self._by_policy(held):
+        for schedule, rows in self._by_schedule(held):
             num = np.asarray([request.num_computed_tokens for request, _ in rows], dtype=np.int64)
-            stats.cached_tokens += int(policy.counts(num).sum())
+            stats.cached_tokens += int(schedule.counts(num).sum())
         return stats
 
-    def _by_policy(
+    def _by_schedule(
         self, rows: Iterable[tuple[Request, int]]
-    ) -> list[tuple[Policy, list[tuple[Request, int]]]]:
-        groups: dict[int, tuple[Policy, list[tuple[Request, int]]]] = {}
+    ) -> Iterable[tuple[Schedule, list[tuple[Request, int]]]]:
+        groups: dict[Schedule, list[tuple[Request, int]]] = {}
         for row in rows:
-            policy = self._policy_of_request(row[0])
-            groups.setdefault(id(policy), (policy, []))[1].append(row)  # hashing one is slow
-        return list(groups.values())
+            groups.setdefault(self._schedule_of(row[0]), []).append(row)
+        return groups.items()
 
 
 GAUGES = {

@@ -21,15 +21,15 @@ from vllm_cascade.cache.snapshots import SnapshotCounters, SnapshotStore
 from vllm_cascade.cache.strides import aligned_chunk
 from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.log import logger
-from vllm_cascade.policies import Policy
-from vllm_cascade.policies.per_request import request_policy
+from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.per_request import PerRequest
 
 
 class _StrideAligned:
     """Mixin for vLLM's schedulers.
 
     Attributes:
-        kv_policy_snapshots: what became of prefix caching's snapshots; all zero without it.
+        snapshot_counters: what became of prefix caching's snapshots; all zero without it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,17 +43,18 @@ class _StrideAligned:
         assert self._managers, "a KV policy is on, but no cache group uses it"
         spec: KVPolicySpec = self._managers[0].kv_cache_spec
         self._stride = spec.policy.prefill_stride
+        self._requests = PerRequest(spec.schedule)
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: set[str] = set()
         self._warn_of_small_pool()
         groups = self.kv_cache_config.kv_cache_groups
         num_layers = [len(groups[m.kv_cache_group_id].layer_names) for m in self._managers]
         num_ranks = self.parallel_config.tensor_parallel_size
-        self._meter = Meter(self._managers, num_layers, num_ranks, self._policy)
+        self._meter = Meter(self._managers, num_layers, num_ranks, self._schedule_of)
         self._log_prefix_caching()
 
     @property
-    def kv_policy_snapshots(self) -> SnapshotCounters:
+    def snapshot_counters(self) -> SnapshotCounters:
         return SnapshotCounters() if self._snapshots is None else self._snapshots.counters
 
     def _log_prefix_caching(self) -> None:
@@ -72,7 +73,7 @@ class _StrideAligned:
             )
 
     def _warn_of_small_pool(self) -> None:
-        """Requests that do not fit are refused one by one (``limits.check_request``)."""
+        """Requests that do not fit are refused one by one (``admission.check_request``)."""
         need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
         if need > have:
@@ -97,16 +98,16 @@ class _StrideAligned:
         """vLLM's hook, called for every request right before its pages are allocated."""
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for manager in self._managers:
-            manager.set_limit(request.request_id, limit, self._policy(request))
+            manager.set_limit(request.request_id, limit, self._schedule_of(request))
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_prompt_tokens
         stops = self._stops(request) if start < prompt_len else ()
         return aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
 
-    def _policy(self, request: Request) -> Policy:
-        """The policy that a request runs under."""
-        policy, params = self._managers[0].kv_cache_spec.policy, request.sampling_params
-        return request_policy(policy, params.extra_args if params else None)
+    def _schedule_of(self, request: Request) -> Schedule:
+        """What a request runs under."""
+        params = request.sampling_params
+        return self._requests.schedule(params.extra_args if params else None)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """vLLM's hook: the longest prefix with a snapshot, and where more is shared without."""
@@ -115,10 +116,10 @@ class _StrideAligned:
             return manager.empty_kv_cache_blocks, 0, 0, False
         # A preempted request resumes inside its prompt; the last token gives the first logits.
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
-        policy, hashes = self._policy(request), request.block_hashes
-        snapshot = store.find(policy, hashes, longest)
+        schedule, hashes = self._schedule_of(request), request.block_hashes
+        snapshot = store.find(schedule, hashes, longest)
         hit = 0 if snapshot is None else snapshot.num_tokens
-        junction = store.junction(policy, hashes, longest, hit)
+        junction = store.junction(schedule, hashes, longest, hit)
         blocks = () if snapshot is None else snapshot.blocks
         return manager.create_kv_cache_blocks((list(blocks),)), hit, junction, False
 
@@ -131,11 +132,11 @@ class _StrideAligned:
         if self._snapshots is None or request.resumable or not request.block_hashes:
             return []
         last = self._snapshots.last_boundary(request.num_prompt_tokens)
-        policy, hashes = self._policy(request), request.block_hashes
+        schedule, hashes = self._schedule_of(request), request.block_hashes
         return [
             stop
             for stop in {last, request.shared_prefix_boundary}
-            if stop and not self._snapshots.has(policy, hashes, stop)
+            if stop and not self._snapshots.has(schedule, hashes, stop)
         ]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -156,7 +157,7 @@ class _StrideAligned:
                 self._snapshots.counters.hits += 1
                 self._snapshots.counters.hit_tokens += hit
             self._snapshots.remember(
-                self._policy(request), request.block_hashes, request.num_prompt_tokens
+                self._schedule_of(request), request.block_hashes, request.num_prompt_tokens
             )
             self._prefilling.add(name)
 
@@ -171,9 +172,9 @@ class _StrideAligned:
                 continue
             start = request.num_computed_tokens - output.num_scheduled_tokens[name]
             if start in self._stops(request):
-                policy, hashes = self._policy(request), request.block_hashes
+                schedule, hashes = self._schedule_of(request), request.block_hashes
                 pages = manager.req_to_blocks[name][: manager.num_pages(name, start)]
-                self._snapshots.take(policy, hashes, start, pages, manager.reserved_pages())
+                self._snapshots.take(schedule, hashes, start, pages, manager.reserved_pages())
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Snapshots go even where running requests keep vLLM from resetting the pool."""
@@ -191,7 +192,7 @@ class _StrideAligned:
         stats = super().make_stats(*args, **kwargs)
         if stats is None:
             return None
-        report = self._meter.report(self.requests, self.kv_policy_snapshots.hits)
+        report = self._meter.report(self.requests, self.snapshot_counters.hits)
         return KVPolicySchedulerStats(**vars(stats), kv_policy=report)
 
 

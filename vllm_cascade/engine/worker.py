@@ -123,13 +123,13 @@ class KVPolicyWorker:
         for layer in self._attention_layers().values():
             layer.impl.recorder = recorder
 
-    def kv_policy_snapshots(self) -> list[dict[str, Any]]:
+    def kv_policy_kept(self) -> list[dict[str, Any]]:
         """What was recorded; recording stops."""
         layers = list(self._attention_layers().values())
         recorder = layers[0].impl.recorder
         for layer in layers:
             layer.impl.recorder = None
-        return [asdict(snapshot) for snapshot in recorder.snapshots] if recorder else []
+        return [asdict(kept) for kept in recorder.kept] if recorder else []
 
 
 class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):

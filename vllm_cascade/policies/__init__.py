@@ -6,12 +6,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_cascade.policies.base import Policy, StepTables, step_tables, stride_plan
 from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.cascade import Cascade
 from vllm_cascade.policies.dgc import DGC
 from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.lazy import Lazy
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.settings import DEFAULT_BUDGET, DEFAULT_PREFILL_STRIDE, KVPolicyError
 from vllm_cascade.policies.settings import describe_errors as _describe_errors
 from vllm_cascade.policies.sink import Sink
@@ -26,11 +27,10 @@ __all__ = [
     "CHOICES",
     "POLICIES",
     "Policy",
-    "StepTables",
+    "Schedule",
+    "compiled",
     "policy_class",
     "resolve",
-    "step_tables",
-    "stride_plan",
 ]
 
 

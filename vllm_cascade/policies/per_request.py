@@ -8,47 +8,55 @@ and the engine's policy, so nothing else has to travel.
 
 import difflib
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from pydantic import ValidationError
-from vllm.exceptions import VLLMValidationError
-from vllm.platforms import current_platform
-from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
 
 from vllm_cascade.policies import POLICIES, Policy, resolve
-from vllm_cascade.policies.rules import rule_tables
+from vllm_cascade.policies.schedule import MAX_SCHEDULES, Schedule, compiled
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 
 BUDGET, NAME = KEYS = ("kv_budget", "kv_policy")
-VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")
-"""Keys of ``extra_args`` that begin like ours and mean something to vLLM."""
-
-MAX_OWN_RULES = 1024
-"""On CUDA: victim rules, besides the first of every step, in the tables of a request's policy."""
 
 
-def request_policy(policy: Policy, extra_args: Mapping[str, Any] | None) -> Policy:
-    """The policy that a request runs under; the engine's ``policy`` unless it asks for another.
+class PerRequest:
+    """The schedules of an engine's requests, by the two values that a request may set."""
+
+    def __init__(self, engine: Schedule) -> None:
+        self.engine = engine
+        self._known: dict[tuple[str | None, int | None], Schedule] = {}
+
+    def schedule(self, extra_args: Mapping[str, Any] | None) -> Schedule:
+        """What a request runs under; the engine's own unless it asks for another.
+
+        Raises:
+            KVPolicyError: names the key and the fix.
+        """
+        if not extra_args:
+            return self.engine
+        name, budget = extra_args.get(NAME), extra_args.get(BUDGET)
+        if name is None and budget is None:
+            return self.engine
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+            raise KVPolicyError(f"{BUDGET} must be an integer number of tokens, not {budget!r}")
+        if name is not None and not isinstance(name, str):
+            raise KVPolicyError(f"{NAME} must be the name of a policy, not {name!r}")
+        own = self._known.get((name, budget))
+        if own is None:
+            own = compiled(derive(self.engine.policy, name, budget))
+            if len(self._known) >= MAX_SCHEDULES:
+                self._known.clear()
+            self._known[name, budget] = own
+        return own
+
+
+def derive(policy: Policy, name: str | None, budget: int | None) -> Policy:
+    """A request's policy from the engine's.
 
     Raises:
         KVPolicyError: names the key and the fix.
     """
-    if not extra_args:
-        return policy
-    name, budget = extra_args.get(NAME), extra_args.get(BUDGET)
-    if name is None and budget is None:
-        return policy
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
-        raise KVPolicyError(f"{BUDGET} must be an integer number of tokens, not {budget!r}")
-    if name is not None and not isinstance(name, str):
-        raise KVPolicyError(f"{NAME} must be the name of a policy, not {name!r}")
-    return _derive(policy, policy.name if name is None else name, budget)
-
-
-@lru_cache(maxsize=4096)
-def _derive(policy: Policy, name: str, budget: int | None) -> Policy:
+    name = policy.name if name is None else name
     if budget is not None and not 1 <= budget <= policy.budget:
         raise KVPolicyError(
             f"{BUDGET} {budget} is not within the server's --kv-budget: ask for 1 to "
@@ -75,7 +83,7 @@ def _derive(policy: Policy, name: str, budget: int | None) -> Policy:
         )
     assert own.head_policy == policy.head_policy and own.prefill_stride == policy.prefill_stride
     assert own.head_reduction == policy.head_reduction
-    assert not own.needs_age or policy.needs_age or policy.trace, "pages without token indices"
+    assert own.keeps_ages <= policy.keeps_ages, "pages without token indices"
     return own
 
 
@@ -107,7 +115,7 @@ def _missing(policy: Policy, cls: type[Policy]) -> str | None:
     other = resolve({"name": cls.name})
     if other.token_scores is not None:
         return f"scores of token ids, and this server's {policy.name} asks the host for none"
-    if other.uses_scores and not policy.uses_scores:
+    if other.uses_attention and not policy.uses_attention:
         return f"attention scores, and this server's {policy.name} computes none"
     return None
 
@@ -136,52 +144,3 @@ def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any])
     room = min(policy.budget, policy.capacity - sinks - overflow + 1)
     step = cls.budget_step(settings)
     return room // step * step
-
-
-def check_arguments(policy: Policy | None, params: SamplingParams | PoolingParams) -> None:
-    """Refuse a request whose ``kv_*`` arguments cannot be honoured.
-
-    Args:
-        policy: the engine's; None: stock vLLM, which would ignore them.
-
-    Raises:
-        VLLMValidationError: HTTP 400; names the key and the fix.
-    """
-    extra_args = getattr(params, "extra_args", None) or {}
-    for key in extra_args if policy is not None else ():
-        if key.startswith("kv_") and key not in (*KEYS, *VLLM_KEYS):
-            close = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise _refusal(key, f"unknown argument {key!r}, choose from {', '.join(KEYS)}{hint}")
-    asked = [key for key in KEYS if extra_args.get(key) is not None]
-    if not asked:
-        return
-    if policy is None:
-        if extra_args.get(NAME) == "full" and extra_args.get(BUDGET) is None:
-            return
-        raise _refusal(
-            asked[0], f"{asked[0]}: this server runs no KV policy; start it with --kv-policy"
-        )
-    try:
-        own = request_policy(policy, extra_args)
-        if current_platform.is_cuda():
-            _check_rules(own, asked[0])
-    except KVPolicyError as error:
-        key = next((key for key in asked if str(error).startswith(key)), asked[0])
-        raise _refusal(key, str(error)) from None
-
-
-def _check_rules(own: Policy, key: str) -> None:
-    """Refuse a policy whose batches take more rules than the device's tables have room for."""
-    tables = rule_tables(own)
-    if tables is not None and len(tables.more) > MAX_OWN_RULES:
-        raise KVPolicyError(
-            f"{key}: {own.name} with overflow {own.overflow} and a budget of {own.budget} evicts "
-            f"by {len(tables.more)} rules, more than the {MAX_OWN_RULES} that the server's tables "
-            "hold for one request; ask for a smaller kv_budget, or start the server with a smaller "
-            "overflow"
-        )
-
-
-def _refusal(key: str, message: str) -> VLLMValidationError:
-    return VLLMValidationError(message, parameter=key)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.policies import Policy
+from vllm_cascade.policies.schedule import compared, compiled
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ def simulate(
     Raises:
         ValueError: an array that is too small or not of two axes.
     """
-    axes = 2 if policy.token_scores is None else 1
+    schedule = compiled(policy)
+    scoring = schedule.scoring
+    axes = 1 if scoring.source == "text" else 2
     if probs is not None and (probs.ndim != axes or min(probs.shape) < num_tokens):
         raise ValueError(
             f"scores must be an array [{', '.join('T' * axes)}] with T >= {num_tokens} tokens, "
@@ -48,28 +51,15 @@ def simulate(
     for t in range(num_tokens):
         kept = np.append(kept, t)
         score = np.append(score, np.float32(0))
-        if policy.uses_scores and probs is not None:
-            weight = np.float32(policy.weight)
-            score = np.float32(policy.decay) * score + weight * probs[t, kept].astype(np.float32)
-        if policy.token_scores is not None and probs is not None:
-            judged = t - policy.token_scores.lag
+        if scoring.source == "attention" and probs is not None:
+            weight = np.float32(scoring.weight)
+            score = np.float32(scoring.decay) * score
+            score += weight * probs[t, kept].astype(np.float32)
+        if scoring.source == "text" and probs is not None:
+            judged = t - schedule.lag
             score[kept == judged] = probs[judged]
-        stays = _survivors(policy, t, kept, score)
+        values = compared(scoring, torch.from_numpy(score), torch.from_numpy(t + 1 - kept))
+        stays = schedule.survivors(values[None], schedule.plan(t, 1))[0].numpy()
         kept, score = kept[stays], score[stays]
         if (t + 1) % every == 0:
-            yield Step(t + 1, kept.tolist(), policy.regions(t + 1))
-
-
-def _survivors(policy: Policy, t: int, kept: np.ndarray, score: np.ndarray) -> np.ndarray:
-    values = torch.from_numpy(score)[None]
-    if policy.needs_age:
-        values = policy.comparable(values, torch.from_numpy(t + 1 - kept)[None])
-    if policy.batches(np.asarray(t)):
-        return policy.keep(values, policy.plan(t, 1))[0].numpy()
-    stays = np.ones(len(kept), dtype=bool)
-    lo, hi = (int(bound) for bound in policy.victims(np.asarray(t)))
-    if lo < hi:
-        part = values[0, lo:hi].numpy()
-        tied = lo + np.flatnonzero(part == part.min())
-        stays[tied[0] if policy.tie == "incoming" else tied[-1]] = False
-    return stays
+            yield Step(t + 1, kept.tolist(), schedule.regions(t + 1))
