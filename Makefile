@@ -24,7 +24,7 @@ bench: setup ## the quick form of every benchmark, into benchmarks/results and d
 	@$(PY) -m benchmarks.quick
 
 results: setup ## write docs/RESULTS.md from benchmarks/results
-	@$(PY) -m benchmarks.results
+	@$(PY) -m benchmarks.reporting.results
 
 test: setup ## the tests, less the slow ones
 	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile

@@ -15,8 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import caching, generation, harness, pacing, results, scoring, stats, texts
-from benchmarks.engines import (
+from benchmarks import caching, generation, harness
+from benchmarks.inputs import texts
+from benchmarks.reporting import results, stats
+from benchmarks.reporting.papers import NOT_OURS, RECOMPUTED, TABLES, PaperTable, Row
+from benchmarks.reporting.tables import Table, mean_std, number
+from benchmarks.running import pacing, scoring
+from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
@@ -25,8 +30,6 @@ from benchmarks.engines import (
     native_positions,
     quiet,
 )
-from benchmarks.papers import NOT_OURS, RECOMPUTED, TABLES, PaperTable, Row
-from benchmarks.tables import Table, mean_std, number
 
 SMALL_BUDGETS = {"perplexity": [256], "harness": [256], "timing": [256], "caching": [1024]}
 SMALL_ROUGE = {"buzz-a": [200]}
@@ -357,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"    {row.name}: {row_names(row)}")
         return
     quiet()
-    from benchmarks import controls
+    from benchmarks.running import controls
 
     controls.register()
     made, data = [], {}

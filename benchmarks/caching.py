@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import results
-from benchmarks.engines import quiet
-from benchmarks.tables import Table, mean_std
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import Table, mean_std
+from benchmarks.running.engines import quiet
 
 STREAM_LENGTH = 1_000_000
 """Tokens each stream has seen: far enough for every sub-cache to be full."""

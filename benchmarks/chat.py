@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results
 from benchmarks.demo import BLOCK_SIZE, BOOK, MODEL, quiet
-from benchmarks.tables import Table
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import Table
 
 
 @dataclass

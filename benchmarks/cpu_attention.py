@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks import results
-from benchmarks.tables import Table
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import Table
 
 NUM_HEADS, NUM_KV_HEADS = 12, 4
 BLOCK_SIZE = 128  # vLLM's default on the CPU

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engines import (
+from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
@@ -24,10 +24,10 @@ from benchmarks.engines import (
     native_positions,
     quiet,
 )
-from benchmarks.environment import ROOT, fingerprint
+from benchmarks.running.environment import ROOT, fingerprint
 
 if TYPE_CHECKING:
-    from benchmarks.stream import StreamResult
+    from benchmarks.running.stream import StreamResult
 
 CONTINUATION_TOKENS = 80
 FULL_NEW_TOKENS = 2
@@ -53,7 +53,7 @@ class Job:
 def run(job: Job) -> "StreamResult":
     """Stream a job's tokens through an engine in this (child) process."""
     quiet()  # before vLLM is imported
-    from benchmarks.stream import stream
+    from benchmarks.running.stream import stream
 
     llm = EngineSettings(
         model=job.model,
@@ -172,17 +172,17 @@ def main(argv: list[str] | None = None) -> None:
     except KVPolicyError as error:
         parser.error(str(error))
 
-    from benchmarks import pictures, report
+    from benchmarks.reporting import demo_pictures, demo_report
 
-    report.introduce(args, len(token_ids), native_len)
+    demo_report.introduce(args, len(token_ids), native_len)
     results = run_all(plan, args.engines)
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    pictures.perplexity(results, native_len, out / "perplexity.png")
-    pictures.kept_tokens(results, out / "kept_tokens.png")
+    demo_pictures.perplexity(results, native_len, out / "perplexity.png")
+    demo_pictures.kept_tokens(results, out / "kept_tokens.png")
     seconds = time.perf_counter() - started
     head = plan[-1].token_ids
-    numbers = report.numbers(results, len(head), native_len)
+    numbers = demo_report.numbers(results, len(head), native_len)
     settings = {key: value for key, value in vars(args).items() if key != "out"}
     (out / "demo.json").write_text(
         json.dumps(
@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         + "\n"
     )
-    report.show(results, len(head), native_len, out, seconds)
+    demo_report.show(results, len(head), native_len, out, seconds)
 
 
 if __name__ == "__main__":

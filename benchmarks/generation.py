@@ -23,8 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import results
-from benchmarks.engines import (
+from benchmarks.inputs.texts import load_dataset, read
+from benchmarks.perplexity import policies
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import Table, number
+from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
@@ -33,9 +36,6 @@ from benchmarks.engines import (
     native_positions,
     quiet,
 )
-from benchmarks.perplexity import policies
-from benchmarks.tables import Table, number
-from benchmarks.texts import load_dataset, read
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 DATASETS = {

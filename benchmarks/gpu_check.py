@@ -47,18 +47,18 @@ def run(interpret: bool, deadline: float) -> Row:
     """Everything, as one JSON value."""
     import torch
 
-    from benchmarks import gpu_caching, gpu_timings
+    from benchmarks.gpu import caching, timings
 
     device = torch.device("cpu" if interpret else "cuda")
-    bench = gpu_timings.Bench(device, deadline)
-    sizes = gpu_timings.TINY if interpret else gpu_timings.Sizes()
+    bench = timings.Bench(device, deadline)
+    sizes = timings.TINY if interpret else timings.Sizes()
     result: Row = {"interpreted": interpret, "environment": fingerprint()}
     result["checks"] = list(correctness(device, interpret))
     result["correct"] = all(row["error"] is None for row in result["checks"])
-    result["copy_gbps"] = gpu_timings.copy_bandwidth(bench, sizes)
-    result["caching"] = list(gpu_caching.caching_rows(bench, sizes))
-    result["attend"] = list(gpu_timings.attend_rows(bench, sizes, result["copy_gbps"]))
-    result["prefill"] = list(gpu_timings.prefill_rows(bench, sizes))
+    result["copy_gbps"] = timings.copy_bandwidth(bench, sizes)
+    result["caching"] = list(caching.caching_rows(bench, sizes))
+    result["attend"] = list(timings.attend_rows(bench, sizes, result["copy_gbps"]))
+    result["prefill"] = list(timings.prefill_rows(bench, sizes))
     result["goals"] = [] if interpret else goals(result)
     return result
 
@@ -68,7 +68,7 @@ def fingerprint() -> Row:
     import torch
     import triton
 
-    from benchmarks.environment import _git
+    from benchmarks.running.environment import _git
 
     result: Row = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -104,7 +104,7 @@ def cases(interpret: bool) -> dict[str, Any]:
     """Shapes to check: every head size and type, group sizes, and all that changes logits."""
     import torch
 
-    from benchmarks.kernels_alone import load
+    from benchmarks.gpu.kernels_alone import load
 
     case = load("checks").Case
     if interpret:
@@ -141,7 +141,7 @@ def cases(interpret: bool) -> dict[str, Any]:
 
 def correctness(device: Any, interpret: bool) -> list[Row]:
     """Every kernel against its reference, and a captured step against an eager one."""
-    from benchmarks.kernels_alone import load
+    from benchmarks.gpu.kernels_alone import load
 
     checks = load("checks")
     rows = []
@@ -182,8 +182,8 @@ def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
     """
     import torch
 
-    from benchmarks.gpu_caching import cascade_schedule
-    from benchmarks.kernels_alone import load
+    from benchmarks.gpu.caching import cascade_schedule
+    from benchmarks.gpu.kernels_alone import load
 
     one = cascade_schedule(device, 4, 64, 4)
     grow = [[0, 0, 0, 0, 0, 0, cached + j, cached + 3] for j in (1, 2, 3)]
@@ -200,8 +200,8 @@ def graph_equals_eager(device: Any) -> float:
     """40 replays of a captured decode step leave the same bytes and outputs as 40 eager steps."""
     import torch
 
-    from benchmarks.gpu_timings import Layer
-    from benchmarks.kernels_alone import load
+    from benchmarks.gpu.kernels_alone import load
+    from benchmarks.gpu.timings import Layer
 
     ops = {name: load(name) for name in ("combine", "insert", "schedule")}
     torch.manual_seed(0)

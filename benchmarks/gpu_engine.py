@@ -119,7 +119,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
     if policy["name"] == "lazy":
         policy["overflow"] = 8
         policy |= {"slack": 6, "max_drop": 3}
-    model_books = ROOT / "benchmarks" / "models" / "books-5m"
+    model_books = ROOT / "benchmarks/inputs/models/books-5m"
     with tempfile.TemporaryDirectory() as folder:
         path = write_llama(folder, head_dim=64, tokenizer_from=model_books)
         llm = LLM(

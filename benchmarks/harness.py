@@ -3,7 +3,7 @@
 
 Its ``vllm`` model takes ``additional_config`` like any other argument of ``vllm.LLM``, so nothing
 of the harness is changed. ``--suite`` names the papers' settings; ``--tasks`` any tasks. The suite
-``book`` is local and needs no network. See ``benchmarks/lm_eval.md``.
+``book`` is local and needs no network. See ``benchmarks/inputs/lm_eval.md``.
 """
 
 import argparse
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks import results
-from benchmarks.engines import MODEL, EngineSettings, in_children, native_positions, quiet
-from benchmarks.environment import ROOT
 from benchmarks.perplexity import policies
-from benchmarks.tables import Table, number
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import Table, number
+from benchmarks.running.engines import MODEL, EngineSettings, in_children, native_positions, quiet
+from benchmarks.running.environment import ROOT
 
-TASKS = ROOT / "benchmarks/tasks"
+TASKS = ROOT / "benchmarks/inputs/tasks"
 SUITES: dict[str, dict[str, Any]] = {
     "book": {"tasks": ["book_cloze", "book_stream"], "capacity": 260, "stride": 64},
     "longbench": {"tasks": ["longbench"], "capacity": 2052},
@@ -112,7 +112,7 @@ def evaluate(job: Evaluation) -> dict[str, dict[str, Any]]:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from benchmarks import controls
+    from benchmarks.running import controls
 
     controls.register()
     arguments = job.engine.llm_arguments()

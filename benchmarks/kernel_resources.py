@@ -11,7 +11,7 @@ from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-from benchmarks.kernels_alone import load
+from benchmarks.gpu.kernels_alone import load
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "kernel_resources.md"
 

@@ -3,9 +3,10 @@
 
 By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext2``,
 ``wikitext103`` and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works
-with ``--protocol`` (see ``benchmarks/texts.py``). Beside the policies run ``random`` eviction as a
-control, and stock attention recomputed over a sliding window of the same length: what a cache of
-that size could at best equal. Differences are to ``--base``, with paired bootstrap intervals.
+with ``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies run ``random``
+eviction as a control, and stock attention recomputed over a sliding window of the same length:
+what a cache of that size could at best equal. Differences are to ``--base``, with paired bootstrap
+intervals.
 """
 
 import argparse
@@ -14,11 +15,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from benchmarks import quality_report, results, scoring, texts
-from benchmarks.engines import BOOK, MODEL, EngineSettings, load_tokenizer, native_positions, quiet
-from benchmarks.scoring import REFERENCE, Job
+from benchmarks.inputs import texts
+from benchmarks.reporting import quality_report, results
+from benchmarks.running import scoring
+from benchmarks.running.engines import (
+    BOOK,
+    MODEL,
+    EngineSettings,
+    load_tokenizer,
+    native_positions,
+    quiet,
+)
+from benchmarks.running.scoring import REFERENCE, Job, eviction_batches
 
 BATCHED_TOKENS = 1024
 
@@ -97,7 +105,7 @@ def load(args: argparse.Namespace) -> list[texts.Stream]:
 
 def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]:
     """Settings of every arm, all of the same capacity, by policy name."""
-    from benchmarks import controls
+    from benchmarks.running import controls
     from vllm_cascade.policies import POLICIES
 
     controls.register()
@@ -159,12 +167,6 @@ def spike_jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> lis
         arguments={"use_tqdm_on_load": False},
     )
     return [Job(name, replace(engine, policy=arm), (head,)) for name, arm in arms.items()]
-
-
-def eviction_batches(policy: Any, num_tokens: int) -> np.ndarray:
-    """Tokens after whose step at least two tokens were dropped at once."""
-    counts = policy.counts(np.arange(num_tokens + 1))
-    return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.environment import ROOT
-from benchmarks.results import FOLDER
+from benchmarks.reporting.results import FOLDER
+from benchmarks.running.environment import ROOT
 
 AT_A_TIME = str(min(2, os.cpu_count() or 1))
 FEW = ["--policies", "sink", "cascade", "dgc", "--engines", AT_A_TIME]  # an engine starts in 15 s
@@ -46,7 +46,7 @@ PLAN: dict[str, list[str]] = {
         *("--prompt", "600", "--new-tokens", "32"),
     ],
     "train": [
-        *("train_lm", str(ROOT / "benchmarks/books"), "--hidden", "64", "--layers", "2"),
+        *("train_lm", str(ROOT / "benchmarks/inputs/books"), "--hidden", "64", "--layers", "2"),
         *("--heads", "2", "--kv-heads", "1", "--vocab", "512", "--length", "128", "--batch", "8"),
         *("--steps", "60", "--every", "30", "--warm-up", "10", "--no-compile"),
     ],
@@ -78,7 +78,7 @@ def main() -> None:
         if done.returncode:
             failed.append(name)
     if args.folder.resolve() == FOLDER:
-        subprocess.run([sys.executable, "-m", "benchmarks.results"], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.reporting.results"], cwd=ROOT, check=True)
     print(f"All in {time.perf_counter() - begin:,.0f} s.")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -21,8 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import results, scoring, stats
-from benchmarks.engines import (
+from benchmarks.inputs.texts import Stream, read
+from benchmarks.perplexity import policies
+from benchmarks.reporting import results, stats
+from benchmarks.reporting.tables import Table, number
+from benchmarks.running import scoring
+from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
@@ -31,9 +35,6 @@ from benchmarks.engines import (
     native_positions,
     quiet,
 )
-from benchmarks.perplexity import policies
-from benchmarks.tables import Table, number
-from benchmarks.texts import Stream, read
 
 BATCHED_TOKENS = 1024
 WORTH = 0.05

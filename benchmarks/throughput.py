@@ -25,11 +25,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from benchmarks import results, speed_report
-from benchmarks.engines import MODEL, native_positions
-from benchmarks.environment import ROOT
-from benchmarks.goals import STOCK, goals
-from benchmarks.serving import (
+from benchmarks.reporting import results, speed_report
+from benchmarks.reporting.goals import STOCK, goals
+from benchmarks.running.engines import MODEL, native_positions
+from benchmarks.running.environment import ROOT
+from benchmarks.running.serving import (
     Load,
     Server,
     ServerError,
@@ -40,7 +40,8 @@ from benchmarks.serving import (
 
 STOCK_ARMS = {STOCK: [], f"{STOCK}-no-prefix": ["--no-enable-prefix-caching"]}
 SHAPES = {
-    f"llama-{size}": ROOT / f"benchmarks/configs/llama-{size}" for size in ("125m", "1b", "8b")
+    f"llama-{size}": ROOT / f"benchmarks/inputs/configs/llama-{size}"
+    for size in ("125m", "1b", "8b")
 }
 WARM_UP = -1  # its number among the trials
 WARM_UP_CONTEXT, WARM_UP_OUTPUT = 512, 32

@@ -26,21 +26,20 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import engines, results
-from benchmarks.tables import number
-from benchmarks.throughput import kv_bytes_per_token, model_arguments
-from benchmarks.token_points import (
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import number
+from benchmarks.reporting.token_report import goal_table, prompt_table, token_table
+from benchmarks.running import engines
+from benchmarks.running.token_points import (
     ANCHOR,
     POLICY,
     STOCK,
     Point,
     Step,
-    goal_table,
-    prompt_table,
     short_length,
     summary,
-    token_table,
 )
+from benchmarks.throughput import kv_bytes_per_token, model_arguments
 
 ATTENTION = ("forward", "do_kv_cache_update")
 """What an attention layer's implementation does in a step."""

@@ -11,7 +11,7 @@ doubles them in equal parts of the run; the tokens of a step stay as many.
 
 On one GPU, about 20 minutes (--minutes ends it, whatever is left of --steps)::
 
-    python -m benchmarks.train_lm shared/data/books benchmarks/books --out results/lm \\
+    python -m benchmarks.train_lm shared/data/books benchmarks/inputs/books --out results/lm \\
         --hidden 512 --layers 10 --heads 8 --kv-heads 4 --vocab 8192 --length 2048 \\
         --batch 32 --steps 20000 --minutes 20 --held-out persuasion
 
@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.environment import fingerprint
-from benchmarks.texts import read
-from benchmarks.training_data import Sequences, train_tokenizer
+from benchmarks.inputs.texts import read
+from benchmarks.inputs.training_data import Sequences, train_tokenizer
+from benchmarks.running.environment import fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tests.engine.pool import EnginePool
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "benchmarks" / "models" / "books-5m"
-BOOK = next(iter(sorted((ROOT / "benchmarks" / "books").glob("*.txt"))), None)
+MODEL = ROOT / "benchmarks/inputs/models/books-5m"
+BOOK = next(iter(sorted((ROOT / "benchmarks/inputs/books").glob("*.txt"))), None)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def book_tokens() -> list[int]:
     """The shipped book as token ids of the shipped model."""
     from transformers import AutoTokenizer
 
-    assert BOOK is not None, "benchmarks/books is empty"
+    assert BOOK is not None, "benchmarks/inputs/books is empty"
     return AutoTokenizer.from_pretrained(MODEL)(BOOK.read_text())["input_ids"]
 
 

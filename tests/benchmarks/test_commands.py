@@ -8,11 +8,11 @@ import shlex
 import pytest
 
 from benchmarks import quick
-from benchmarks.environment import ROOT
+from benchmarks.running.environment import ROOT
 
 DOCUMENTS = (
-    *("README.md", "benchmarks/README.md", "benchmarks/lm_eval.md", "benchmarks/train_lm.py"),
-    *("docs/RESULTS.md", "docs/POLICIES.md", "docs/GPU.md"),
+    *("README.md", "benchmarks/README.md", "benchmarks/inputs/lm_eval.md"),
+    *("benchmarks/train_lm.py", "docs/RESULTS.md", "docs/POLICIES.md", "docs/GPU.md"),
 )
 
 

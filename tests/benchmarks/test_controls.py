@@ -5,10 +5,15 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import controls
-from benchmarks.controls import BeehiveIntervals, BeehiveSwapped, CascadeWithoutSelection, Random
-from benchmarks.perplexity import eviction_batches, parse_args, policies
-from benchmarks.scoring import cached, equal_policy
+from benchmarks.perplexity import parse_args, policies
+from benchmarks.running import controls
+from benchmarks.running.controls import (
+    BeehiveIntervals,
+    BeehiveSwapped,
+    CascadeWithoutSelection,
+    Random,
+)
+from benchmarks.running.scoring import cached, equal_policy, eviction_batches
 from vllm_cascade import KVPolicyError
 from vllm_cascade.policies import POLICIES, Policy, resolve
 from vllm_cascade.simulate import simulate

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import engines, perplexity, results, token_time
-from benchmarks.scoring import REFERENCE
+from benchmarks import perplexity, token_time
+from benchmarks.reporting import results
+from benchmarks.running import engines
+from benchmarks.running.scoring import REFERENCE
 
 
 def test_perplexity_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import results, speed_report, token_points, token_time
-from benchmarks.environment import ROOT
-from benchmarks.goals import goals
-from benchmarks.tables import Table, mean_std, number, spread
+from benchmarks import token_time
+from benchmarks.reporting import results, speed_report, token_report
+from benchmarks.reporting.goals import goals
+from benchmarks.reporting.tables import Table, mean_std, number, spread
+from benchmarks.running import token_points
+from benchmarks.running.environment import ROOT
 from benchmarks.throughput import (
     WARM_UP,
     arms,
@@ -72,7 +74,7 @@ def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_document_is_in_step_with_the_results() -> None:
     text = results.DOCUMENT.read_text(encoding="utf-8")
-    assert results.fill(text) == text, "run: python -m benchmarks.results"
+    assert results.fill(text) == text, "run: python -m benchmarks.reporting.results"
     kept = {path.stem for path in results.FOLDER.glob("*.json")}
     assert kept <= set(results.names(text))
     assert kept, "no result is kept"
@@ -259,10 +261,10 @@ def test_token_times_are_compared_pair_by_pair() -> None:
     assert alone.token("stock") is None and alone.paired("policy", "stock") is None
 
     args = token_time.parse_args(["--output-len", "4"])
-    (row, last) = token_points.token_table([point, alone], args).rows
+    (row, last) = token_report.token_table([point, alone], args).rows
     assert row == ("16,384", "80.00", "20.00", "4.00x", "20.00", "4.00x", "+0.0%")
     assert last == ("65,536", "-", "8.00", "-", "-", "-", "-")
-    assert token_points.prompt_table([point, alone], args).rows[0][1:] == (
+    assert token_report.prompt_table([point, alone], args).rows[0][1:] == (
         *("0.247", "0.062", "4.00x", "+41.4%"),
     )
 
@@ -276,7 +278,7 @@ def test_token_time_goals() -> None:
 
     args = token_time.parse_args(["--output-len", "3"])
     short, middle, long = point(512, 10, 11, 11), point(4096, 10, 11, 11), point(16384, 30, 12, 11)
-    rows = token_points.goal_table([short, middle, long], args).rows
+    rows = token_report.goal_table([short, middle, long], args).rows
     assert [row[1:] for row in rows] == [
         ("1.10x", "yes"),  # where nothing is evicted
         ("2.50x", "no"),  # a token, of 3.5
@@ -284,7 +286,7 @@ def test_token_time_goals() -> None:
         ("1.091x at most", "no"),  # over the anchor, of 1.05
         ("1.091x at most", "yes"),  # a prompt token, of 1.1
     ]
-    assert token_points.goal_table([point(2048, 1, 1, 1)], args).rows == ()
+    assert token_report.goal_table([point(2048, 1, 1, 1)], args).rows == ()
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import psutil
 import pytest
 
-from benchmarks import serving
-from benchmarks.engines import load_tokenizer
-from benchmarks.serving import Load, Server, ServerError, Watch, plain_words
+from benchmarks.running import serving
+from benchmarks.running.engines import load_tokenizer
+from benchmarks.running.serving import Load, Server, ServerError, Watch, plain_words
 from tests.conftest import MODEL
 
 METRICS = """\

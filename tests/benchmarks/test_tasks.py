@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import ablations, caching, controls, generation, harness, recall, training_data
-from benchmarks.papers import NOT_OURS, RECOMPUTED, TABLES
-from benchmarks.tables import Table
+from benchmarks import ablations, caching, generation, harness, recall
+from benchmarks.inputs import training_data
+from benchmarks.reporting.papers import NOT_OURS, RECOMPUTED, TABLES
+from benchmarks.reporting.tables import Table
+from benchmarks.running import controls
 from benchmarks.train_lm import length_at, rate_at
 from benchmarks.train_lm import parse_args as train_args
 from tests.conftest import MODEL

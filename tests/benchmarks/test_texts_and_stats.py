@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import stats, texts
-from benchmarks.scoring import windows
+from benchmarks.inputs import texts
+from benchmarks.reporting import stats
+from benchmarks.running.scoring import windows
 
 
 def words(text: str) -> list[int]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
 import json, sys
 from dataclasses import asdict
-from benchmarks.kernels_alone import load
+from benchmarks.gpu.kernels_alone import load
 aot = load("aot")
 shapes = eval(sys.argv[1], vars(aot))
 rows = []

@@ -29,7 +29,7 @@ from tests.oracle.random_models import LINEAR_ROPE, LLAMA3_ROPE, YARN_ROPE, writ
 
 transformers = pytest.importorskip("transformers")
 
-BOOKS_5M = Path(__file__).resolve().parents[2] / "benchmarks/models/books-5m"
+BOOKS_5M = Path(__file__).resolve().parents[2] / "benchmarks/inputs/models/books-5m"
 
 
 @pytest.fixture(autouse=True, scope="module")

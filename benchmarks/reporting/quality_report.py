@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import stats
-from benchmarks.scoring import REFERENCE, Scored, cached
-from benchmarks.tables import Table, number
+from benchmarks.reporting import stats
+from benchmarks.reporting.tables import Table, number
+from benchmarks.running.scoring import REFERENCE, Scored, cached, eviction_batches
 
 
 def overall(
@@ -88,7 +88,6 @@ def positions(scored: Mapping[str, Scored], base: str) -> Table:
 
 def spikes(scored: Mapping[str, Scored], settings: Mapping[str, Any], base: str) -> Table:
     """Whether tokens right after an eviction are predicted worse than those right before it."""
-    from benchmarks.perplexity import eviction_batches
     from vllm_cascade.policies import resolve
 
     rows = []

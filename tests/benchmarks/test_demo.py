@@ -6,8 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import demo, pictures, report
-from benchmarks.stream import StreamResult
+from benchmarks import demo
+from benchmarks.reporting import demo_pictures, demo_report
+from benchmarks.running.stream import StreamResult
 from vllm_cascade.policies import POLICIES
 
 NATIVE_LEN = 1024
@@ -59,7 +60,7 @@ def test_result_arithmetic() -> None:
 
 
 def test_sliding_perplexity() -> None:
-    at, values = pictures.sliding_perplexity(np.log([2.0, 8.0, 2.0]), 2)
+    at, values = demo_pictures.sliding_perplexity(np.log([2.0, 8.0, 2.0]), 2)
     assert at.tolist() == [2, 3]
     assert values == pytest.approx([4.0, 4.0])
 
@@ -84,11 +85,11 @@ def test_refused_before_an_engine_starts(
 
 
 def test_files_and_table(results: dict[str, StreamResult], tmp_path, capsys) -> None:
-    pictures.perplexity(results, NATIVE_LEN, tmp_path / "perplexity.png")
-    pictures.kept_tokens(results, tmp_path / "kept_tokens.png")
+    demo_pictures.perplexity(results, NATIVE_LEN, tmp_path / "perplexity.png")
+    demo_pictures.kept_tokens(results, tmp_path / "kept_tokens.png")
     assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
-    json.dumps(report.numbers(results, 1022, NATIVE_LEN))
-    report.show(results, 1022, NATIVE_LEN, tmp_path, 1.0)
+    json.dumps(demo_report.numbers(results, 1022, NATIVE_LEN))
+    demo_report.show(results, 1022, NATIVE_LEN, tmp_path, 1.0)
     printed = capsys.readouterr().out
     assert "cascade per KV head" in printed and "and [so] on" in printed
 

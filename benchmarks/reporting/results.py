@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results as JSON, one file a question, and docs/RESULTS.md written from them.
 
-``python -m benchmarks.results`` puts the tables of ``benchmarks/results/*.json`` into the document,
-between the comments ``<!-- result NAME -->`` and ``<!-- end -->``; the words around them are
-written by hand. A test compares the two, so that no table is there without the run behind it.
+``python -m benchmarks.reporting.results`` puts the tables of ``benchmarks/results/*.json`` into the
+document, between the comments ``<!-- result NAME -->`` and ``<!-- end -->``; the words around them
+are written by hand. A test compares the two, so that no table is there without the run behind it.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import ROOT, fingerprint
-from benchmarks.tables import Table, show
+from benchmarks.reporting.tables import Table, show
+from benchmarks.running.environment import ROOT, fingerprint
 
 FOLDER = ROOT / "benchmarks/results"
 DOCUMENT = ROOT / "docs/RESULTS.md"

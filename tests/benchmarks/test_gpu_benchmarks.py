@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -33,8 +33,8 @@ def test_gpu_check_needs_neither_vllm_nor_the_plugin() -> None:
     code = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
-import benchmarks.gpu_check, benchmarks.gpu_timings
-from benchmarks.kernels_alone import load
+import benchmarks.gpu_check, benchmarks.gpu.timings
+from benchmarks.gpu.kernels_alone import load
 load("checks").check_schedule("cpu")
 print([name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_cascade")])
 """
@@ -47,7 +47,7 @@ print([name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_casc
 def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that raises is a failed check, not a crash, and the verdict says so."""
     from benchmarks import gpu_check
-    from benchmarks.kernels_alone import load
+    from benchmarks.gpu.kernels_alone import load
 
     checks = load("checks")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.tables import Table, number, spread
+from benchmarks.reporting.tables import Table, number, spread
 
 Record = dict[str, Any]
 Metric = tuple[str, int]

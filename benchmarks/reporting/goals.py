@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.tables import Table, number
+from benchmarks.reporting.tables import Table, number
 
 Record = dict[str, Any]
 Point = tuple[int, int, int]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_timings import AVERAGE, Bench, Layer, Row, Sizes
-from benchmarks.kernels_alone import load
+from benchmarks.gpu.kernels_alone import load
+from benchmarks.gpu.timings import AVERAGE, Bench, Layer, Row, Sizes
 
 combine_ops, insert_ops, schedule_ops = load("combine"), load("insert"), load("schedule")
 tile_ops = load("tiles")

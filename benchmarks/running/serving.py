@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.engines import load_tokenizer
-from benchmarks.environment import ROOT
+from benchmarks.running.engines import load_tokenizer
+from benchmarks.running.environment import ROOT
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 RUNNING = "vllm:num_requests_running"

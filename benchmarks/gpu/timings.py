@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels_alone import load
+from benchmarks.gpu.kernels_alone import load
 
 attend_ops, combine_ops = load("attend"), load("combine")
 prefill_ops, mass_ops = load("prefill"), load("column_sums")

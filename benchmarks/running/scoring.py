@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.engines import EngineSettings, in_children
-from benchmarks.texts import Stream
+from benchmarks.inputs.texts import Stream
+from benchmarks.running.engines import EngineSettings, in_children
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -84,7 +84,7 @@ def run_all(jobs: Sequence[Job], at_a_time: int = 1) -> dict[str, Scored]:
 
 
 def _stream(llm: "LLM", job: Job) -> Scored:
-    from benchmarks.stream import stream
+    from benchmarks.running.stream import stream
 
     nll, seconds, peak = [], 0.0, 0
     counters: dict[str, int] = {}
@@ -186,3 +186,9 @@ def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
     full = int(counts.argmax())
     steady = counts[full:]
     return int(steady.min()), float(steady.mean()), int(steady.max())
+
+
+def eviction_batches(policy: "Policy", num_tokens: int) -> np.ndarray:
+    """Tokens after whose step at least two tokens were dropped at once."""
+    counts = policy.counts(np.arange(num_tokens + 1))
+    return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)

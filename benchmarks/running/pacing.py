@@ -10,9 +10,9 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import scoring
-from benchmarks.engines import EngineSettings
-from benchmarks.texts import Stream
+from benchmarks.inputs.texts import Stream
+from benchmarks.running import scoring
+from benchmarks.running.engines import EngineSettings
 
 if TYPE_CHECKING:
     from vllm import LLM

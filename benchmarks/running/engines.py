@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from benchmarks.environment import ROOT
+from benchmarks.running.environment import ROOT
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-MODEL = ROOT / "benchmarks/models/books-5m"
-BOOK = ROOT / "benchmarks/books/persuasion.txt"
+MODEL = ROOT / "benchmarks/inputs/models/books-5m"
+BOOK = ROOT / "benchmarks/inputs/books/persuasion.txt"
 SEED = 7
 
 ENVIRONMENT = {
@@ -74,7 +74,7 @@ class EngineSettings:
     def start(self) -> "LLM":
         """The engine, in this process. Benchmark-only policies (``controls``) work too."""
         quiet()
-        from benchmarks import controls
+        from benchmarks.running import controls
 
         controls.register()
         from vllm import LLM

@@ -16,7 +16,7 @@ NAME = "cascade_kernels"
 def load(module: str) -> ModuleType:
     """``kernels.<module>`` under the name ``cascade_kernels.<module>``."""
     if NAME not in sys.modules:
-        folder = Path(__file__).resolve().parent.parent / "kernels"
+        folder = Path(__file__).resolve().parents[2] / "kernels"
         spec = importlib.util.spec_from_file_location(
             NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
         )

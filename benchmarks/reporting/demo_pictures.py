@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from benchmarks.stream import StreamResult
+from benchmarks.running.stream import StreamResult
 
 COLOURS = {
     "window": "#d55e00",

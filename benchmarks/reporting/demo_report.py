@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from benchmarks.stream import StreamResult
+from benchmarks.running.stream import StreamResult
 
 MIN_WIDTH = 112
 """The table's width; narrower consoles (a pipe, a log) would break its numbers in two."""
