@@ -131,8 +131,8 @@ def cases(interpret: bool) -> dict[str, Any]:
         "logit scale": {"logit_scale": True},
         "max": {"reduction": "max"},
         "median": {"reduction": "median", "group": 8},
-        "resident": {"keep_later": False},
-        "per query": {"per_query": True},
+        "resident": {"newest_stays": False},
+        "per query": {"per_age": True},
     }
     for name, option in options.items():
         found[name] = case(**base, **option)

@@ -30,7 +30,7 @@ from ..triton.insert import insert
 from ..triton.insert_stride import insert_strides
 from ..triton.prefill import attend_strides
 from ..triton.rotate import gather
-from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, Schedule, schedule
+from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
 from ..triton.tiles import STEP_COLUMNS
 
 CAPABILITIES = (80, 90, 100)
@@ -217,7 +217,9 @@ class _Layer:
         """Schedule, attend, merge, update, assign and insert."""
         shape, f32 = self.shape, torch.float32
         i32 = torch.int32
-        tables = Schedule(_meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32))
+        tables = ScheduleTables(
+            _meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32)
+        )
         lengths = _meta(shape.batch, dtype=i32)
         positions = _meta(shape.batch, dtype=torch.int64)
         schedule(lengths, self.table, tables, lengths, self.steps, positions)

@@ -16,7 +16,13 @@ from ..triton.combine import merge, update, update_reference
 from ..triton.configs import attend_splits
 from ..triton.prefill import attend_strides, attend_strides_reference
 from ..triton.rotate import gather, gather_reference, rotate_reference, rotation_table
-from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, Schedule, schedule, schedule_reference
+from ..triton.schedule import (
+    HEAD_COLUMNS,
+    TABLE_COLUMNS,
+    ScheduleTables,
+    schedule,
+    schedule_reference,
+)
 from ..triton.tiles import CACHED, DECAY, LENGTH, START, STEP_COLUMNS, WEIGHT, float_bits
 from .insertion_checks import NUM_RULES, check_assign, check_insert, check_insert_strides
 from .random_pool import (
@@ -194,7 +200,7 @@ def check_schedule(device: torch.device | str, seed: int = 0) -> float:
     lengths = [rng.choice([0, 1, 2, 39, 40, 41, 777, 10**6]) for _ in range(300)]
     policy_of = [rng.randrange(3) for _ in lengths]
     int32 = {"dtype": torch.int32, "device": device}
-    tables = Schedule(torch.tensor(rows, **int32), torch.tensor(heads, **int32))
+    tables = ScheduleTables(torch.tensor(rows, **int32), torch.tensor(heads, **int32))
     steps = torch.full((310, STEP_COLUMNS), -99, **int32)
     positions = torch.full((310,), -99, dtype=torch.int64, device=device)
     blocks = [rng.choice([0, 7, 8, 9]) for _ in lengths]

@@ -9,13 +9,13 @@ from ..triton.insert_stride import insert_strides
 from ..triton.tiles import (
     CACHED,
     CELL,
-    KEEP_LATER,
     LENGTH,
     LO,
     MORE,
     NEW_SLOTS,
+    NEWEST_STAYS,
     NUM_MORE,
-    PER_QUERY,
+    PER_AGE,
     START,
     STREAM,
 )
@@ -73,8 +73,8 @@ def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch
         more += others
         if first[2] == 0:
             steps[row, NEW_SLOTS.value] = max(cache.slots[row], n + 1)
-    steps[:, PER_QUERY.value] = int(case.per_query)
-    steps[:, KEEP_LATER.value] = int(case.keep_later)
+    steps[:, PER_AGE.value] = int(case.per_age)
+    steps[:, NEWEST_STAYS.value] = int(case.newest_stays)
     return torch.tensor(more, dtype=torch.int32)
 
 
@@ -136,11 +136,11 @@ def _expected_ranks(
 ) -> list[list[int]]:
     _, scores, tokens = chronological(cache, row, step)
     compared = torch.cat([scores, new_score[row][:, None]], dim=1)
-    if case.per_query:
+    if case.per_age:
         now = step[STREAM.value] + 1
         age = torch.cat([now - tokens, torch.ones(len(tokens), 1)], dim=1)
         compared = compared / age.float()
-    return survivors_reference(step[CACHED.value], rules, compared, case.keep_later)
+    return survivors_reference(step[CACHED.value], rules, compared, case.newest_stays)
 
 
 def _apply_one(

@@ -39,8 +39,8 @@ class Case:
     softcap: float = 0.0
     logit_scale: bool = False
     reduction: str = "mean"
-    keep_later: bool = True
-    per_query: bool = False
+    newest_stays: bool = True
+    per_age: bool = False
     splits: int | None = 3
     strides: tuple[int, ...] = (1, 7, 33, 16, 5)
     holes: int = 0

@@ -56,7 +56,7 @@ def assign(
         ranks: int32 ``[>= B]``; negative: none.
         rank, score: ``Pages`` views; ``score`` is written.
         table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, 14]``; rows with ``STREAM`` -1 write nothing.
+        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing.
     """
     check_steps(steps, table)
     num_rows, (num_sets, page) = steps.shape[0], rank.shape[1:]

@@ -193,7 +193,7 @@ def attend(
         key, value: ``[B, H, D]`` of the new token, rotated likewise.
         kv, rank, born: ``Pages`` views.
         table: int32 ``[>= B, P]`` block numbers.
-        steps: int32 ``[B, 14]`` step rows (``tiles``).
+        steps: int32 ``[B, STEP_COLUMNS]`` step rows (``tiles``).
         rotation: ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys stay as they are.
         slopes: fp32 ``[H * G]`` of ALiBi, or None.
         logit_scale: fp32 ``[B]``, factors on the logits, or None.

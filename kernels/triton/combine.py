@@ -61,7 +61,7 @@ def merge(
     Args:
         partial: fp32 ``[B, Hq, splits, D]``; splits are a power of two.
         partial_lse: fp32 ``[B, Hq, splits]``.
-        steps: int32 ``[B, 14]``.
+        steps: int32 ``[B, STEP_COLUMNS]``.
         output: ``[B, Hq, D]``, written; zeros in rows that are padding.
 
     Returns:

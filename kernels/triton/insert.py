@@ -15,19 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
+from ..columns import RULE_COLUMNS
 from .tiles import (
     CACHED,
     CELL,
     EVICTS,
     HI,
-    KEEP_LATER,
     LO,
     MORE,
     NEVER,
     NEW_SLOTS,
+    NEWEST_STAYS,
     NUM_MORE,
     OLD_SLOTS,
-    PER_QUERY,
+    PER_AGE,
     STREAM,
     check_pages,
     check_steps,
@@ -37,22 +38,20 @@ from .tiles import (
     victim_rank,
 )
 
-RULE_COLUMNS = 4
-
 
 @triton.jit
-def _compared(score, token, word, candidate, now, per_query, HAS_TOKEN: tl.constexpr):
+def _compared(score, token, word, candidate, now, per_age, HAS_TOKEN: tl.constexpr):
     """Scores of candidates as they are compared: as they are, or per query that saw the token."""
     value = tl.load(score + word, mask=candidate, other=0.0)
     if HAS_TOKEN:
-        if per_query != 0:
+        if per_age != 0:
             born_at = tl.load(token + word, mask=candidate, other=0)
             value = value / tl.maximum(now - born_at, 1).to(tl.float32)
     return value
 
 
 @triton.jit
-def _best_of_cells(place, inside, values, lo, hi, cell, keep_later):
+def _best_of_cells(place, inside, values, lo, hi, cell, newest_stays):
     """New ranks of ranks ``place`` in ``[lo, hi)``, -1 for all that do not stay.
 
     ``values`` holds what is compared, by rank. Successive contests of neighbours end with the
@@ -67,9 +66,9 @@ def _best_of_cells(place, inside, values, lo, hi, cell, keep_later):
         for i in range(size):
             real = inside & (first + i < hi)
             value = tl.load(values + first + i, mask=real, other=0.0)
-            key = victim_key(value, first + i, keep_later)
+            key = victim_key(value, first + i, newest_stays)
             top = tl.maximum(top, tl.where(real, key, -0x8000000000000000))
-        stays = victim_rank(top, keep_later)
+        stays = victim_rank(top, newest_stays)
     return tl.where(place == stays, lo + index, -1)
 
 
@@ -87,8 +86,8 @@ def _thin_cells(
     hi,
     cell,
     now,
-    per_query,
-    keep_later,
+    per_age,
+    newest_stays,
     HAS_TOKEN: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -102,14 +101,14 @@ def _thin_cells(
             _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
             place = tl.load(rank + word, mask=inside, other=-1)
             candidate = (place >= lo) & (place < hi)
-            theirs = _compared(score, token, word, candidate, now, per_query, HAS_TOKEN)
+            theirs = _compared(score, token, word, candidate, now, per_age, HAS_TOKEN)
             tl.store(values + place, theirs, mask=candidate)
         tl.debug_barrier()  # every slot looks at all of its cell
     for first in range(0, slots, TILE):
         _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
         place = tl.load(rank + word, mask=inside, other=-1)
         candidate = (place >= lo) & (place < hi)
-        left = _best_of_cells(place, candidate, values, lo, hi, cell, keep_later)
+        left = _best_of_cells(place, candidate, values, lo, hi, cell, newest_stays)
         tl.store(rank + word, left, mask=candidate)
     tl.debug_barrier()
 
@@ -156,8 +155,8 @@ def _insert(
     cached = tl.load(step + CACHED)
     slots = tl.load(step + OLD_SLOTS)  # that hold valid metadata
     new_slots = tl.load(step + NEW_SLOTS)
-    per_query = tl.load(step + PER_QUERY)
-    keep_later = tl.load(step + KEEP_LATER)
+    per_age = tl.load(step + PER_AGE)
+    newest_stays = tl.load(step + NEWEST_STAYS)
     more = rules + tl.load(step + MORE) * RULE - RULE
     num_rules = 1 + tl.load(step + NUM_MORE)
     table += row * table_stride
@@ -175,25 +174,25 @@ def _insert(
         if (cell == 0) & (evicts > 0) & (evicts < hi - lo):  # one of several: the lowest score
             best = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
             if (own >= lo) & (own < hi):
-                best = victim_key(mine, own, keep_later)
+                best = victim_key(mine, own, newest_stays)
             for first in range(0, slots, TILE):
                 _, inside, _, word = slot_tile(
                     table, first, slots, head_set, word_stride, PAGE, TILE
                 )
                 place = tl.load(rank + word, mask=inside, other=-1)
                 candidate = (place >= lo) & (place < hi)
-                theirs = _compared(score, token, word, candidate, stream + 1, per_query, HAS_TOKEN)
-                keys = victim_key(theirs, place, keep_later)
+                theirs = _compared(score, token, word, candidate, stream + 1, per_age, HAS_TOKEN)
+                keys = victim_key(theirs, place, newest_stays)
                 keys = tl.where(candidate, keys, 0x7FFFFFFFFFFFFFFF)
                 best = tl.minimum(best, tl.min(keys, axis=0))
-            lo = victim_rank(best, keep_later)
+            lo = victim_rank(best, newest_stays)
             hi = lo + 1
         hi = tl.where(evicts > 0, hi, lo)  # from here on: all of [lo, hi) are deleted
         if HAS_CELLS:
             if cell != 0:
                 _thin_cells(
                     *(rank, score, token, values, table, slots, head_set, word_stride),
-                    *(lo, hi, cell, stream + 1, per_query, keep_later),
+                    *(lo, hi, cell, stream + 1, per_age, newest_stays),
                     *(HAS_TOKEN, PAGE, CELL_TILE),
                 )
                 lo = hi - evicts  # what stays has the lowest of these ranks now
@@ -255,8 +254,8 @@ def insert(
         new_score: fp32 ``[B, S]``, the new tokens' scores.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
         table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, 14]``; rows with ``STREAM`` -1 write nothing. Rows that compare scores
-            per query need ``token``.
+        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing. Rows that
+            compare scores per query need ``token``.
         rules: int32 ``[n, 4]``, what rows have beyond their first rule.
         has_cells: whether any rule may be one of cells.
     """
@@ -304,7 +303,7 @@ def _(key, value, new_score, kv, rank, born, score, token, table, steps, rules, 
 
 
 def survivors_reference(
-    cached: int, rules: list[list[int]], compared: torch.Tensor, keep_later: bool
+    cached: int, rules: list[list[int]], compared: torch.Tensor, newest_stays: bool
 ) -> list[list[int]]:
     """Ranks among ``cached + 1`` that stay, per head set, from literal lists.
 
@@ -317,7 +316,7 @@ def survivors_reference(
         line = list(range(cached + 1))
 
         def order(r: int, row: list[float] = row) -> tuple[float, int]:
-            return row[r], r if keep_later else -r
+            return row[r], r if newest_stays else -r
 
         for lo, hi, evicts, cell in rules:
             middle = line[lo:hi] if evicts else []

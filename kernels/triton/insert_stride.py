@@ -189,7 +189,7 @@ def insert_strides(
         scores: fp32 ``[R, S, C]``, every column's score after the stride.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
         table: int32 ``[>= R, P]``.
-        steps: int32 ``[R, 14]`` step rows of strides.
+        steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides.
         max_length: the longest stride.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)

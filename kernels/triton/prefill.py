@@ -190,7 +190,7 @@ def attend_strides(
         query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
         key, value: ``[num_tokens, H, D]``, keys rotated likewise.
         old_keys, old_values: ``[R, H, max_cached, D]``, from ``rotate.gather``.
-        steps: int32 ``[R, 14]`` step rows of strides.
+        steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides.
         slopes: fp32 ``[H * G]`` of ALiBi, or None.
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
         output: like ``query``; the strides' rows are written.

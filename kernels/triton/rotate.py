@@ -137,7 +137,7 @@ def gather(
     Args:
         kv, rank, born, score, token: ``Pages`` views, ``[blocks, heads or sets, block_size, ..]``.
         table: int32 ``[R, P]`` block numbers.
-        steps: int32 ``[R, 14]`` step rows (``tiles``).
+        steps: int32 ``[R, STEP_COLUMNS]`` step rows (``tiles``).
         rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys stay as they are.
         interleaved: rotary pairs are (2i, 2i + 1).
         max_cached: the largest number of cached tokens among the requests.

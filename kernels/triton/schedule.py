@@ -14,10 +14,12 @@ import triton.language as tl
 
 from .tiles import (
     CACHED,
+    LENGTH,
     LO,
     NEW_SLOTS,
     OLD_SLOTS,
-    PER_QUERY,
+    PER_AGE,
+    START,
     STEP_COLUMNS,
     STREAM,
 )
@@ -27,15 +29,15 @@ HEAD_COLUMNS = 7
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """The step tables of one or more policies on a device.
+class ScheduleTables:
+    """One or more schedules on a device.
 
     Attributes:
-        table: int32 ``[rows, 8]``, one policy's rows after another's. A row is the insertion of one
-            token: the six numbers of its rules (``tiles.LO .. tiles.NUM_MORE``), and after it the
-            tokens cached and the most slots ever needed.
-        heads: int32 ``[policies, 7]``: a policy's first row, how many of its rows occur once, how
-            many repeat after them, and ``tiles.PER_QUERY .. tiles.WEIGHT``.
+        table: int32 ``[rows, 8]``, one schedule's rows after another's. A row is the insertion of
+            one token: the six numbers of its rules (``LO .. NUM_MORE``), and after it the tokens
+            cached and the most slots ever needed.
+        heads: int32 ``[schedules, 7]``: a schedule's first row, how many of its rows occur once,
+            how many repeat after them, and ``PER_AGE .. WEIGHT``.
     """
 
     table: torch.Tensor
@@ -59,7 +61,7 @@ def _schedule(
     blocks,
     table,
     heads,
-    policy_of,
+    schedule_of,
     steps,
     positions,
     num_rows,
@@ -76,7 +78,7 @@ def _schedule(
     first_block = tl.load(blocks + row.to(tl.int64) * blocks_stride, mask=inside, other=0)
     real = inside & (seen > 0) & (first_block != 0)
     stream = seen - 1
-    head = heads + tl.load(policy_of + row, mask=inside, other=0) * HEAD
+    head = heads + tl.load(schedule_of + row, mask=inside, other=0) * HEAD
     first = tl.load(head, mask=inside, other=0)
     transient = tl.load(head + 1, mask=inside, other=0)
     period = tl.load(head + 2, mask=inside, other=1)
@@ -93,15 +95,17 @@ def _schedule(
         tl.store(out + LO + column, tl.load(now + column, mask=real, other=0), mask=inside)
     for column in tl.static_range(HEAD - 3):  # what scores are
         value = tl.load(head + 3 + column, mask=real, other=0)
-        tl.store(out + PER_QUERY + column, value, mask=inside)
+        tl.store(out + PER_AGE + column, value, mask=inside)
+    tl.store(out + START, tl.where(real, row, 0), mask=inside)
+    tl.store(out + LENGTH, tl.where(real, 1, 0), mask=inside)
     tl.store(positions + row, cached.to(tl.int64), mask=inside)
 
 
 def schedule(
     seq_lens: torch.Tensor,
     blocks: torch.Tensor,
-    tables: Schedule,
-    policy_of: torch.Tensor,
+    tables: ScheduleTables,
+    schedule_of: torch.Tensor,
     steps: torch.Tensor,
     positions: torch.Tensor,
 ) -> None:
@@ -110,20 +114,20 @@ def schedule(
     Args:
         seq_lens: int32 or int64 ``[B]``, tokens of each request including the new one; 0: padding.
         blocks: int32 ``[>= B, P]`` block table; a row that starts with the null block 0 is padding.
-        policy_of: int32 ``[>= B]``, each request's row of ``tables.heads``.
-        steps: int32 ``[>= B, 14]``, written.
+        schedule_of: int32 ``[>= B]``, each request's row of ``tables.heads``.
+        steps: int32 ``[>= B, STEP_COLUMNS]``, written.
         positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding.
     """
     num_rows = seq_lens.shape[0]
     assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
     assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP_COLUMNS
     assert positions.dtype == torch.int64 and min(len(positions), len(steps)) >= num_rows
-    assert policy_of.dtype == torch.int32 and len(policy_of) >= num_rows, policy_of.shape
+    assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_rows, schedule_of.shape
     if num_rows == 0:
         return
     tile = min(128, triton.next_power_of_2(num_rows))
     _schedule[(triton.cdiv(num_rows, tile),)](
-        *(seq_lens, blocks, tables.table, tables.heads, policy_of, steps, positions),
+        *(seq_lens, blocks, tables.table, tables.heads, schedule_of, steps, positions),
         *(num_rows, blocks.stride(0)),
         COLUMNS=TABLE_COLUMNS,
         HEAD=HEAD_COLUMNS,
@@ -138,19 +142,19 @@ def schedule_reference(
     first_blocks: list[int],
     rows: list[list[int]],
     heads: list[list[int]],
-    policy_of: list[int],
+    schedule_of: list[int],
 ) -> list[list[int]]:
-    """The same, row by row; ``rows`` and ``heads`` are those of ``Schedule``."""
+    """The same, row by row; ``rows`` and ``heads`` are those of ``ScheduleTables``."""
     result = []
-    for length, block, policy in zip(seq_lens, first_blocks, policy_of, strict=True):
+    for row, (length, block) in enumerate(zip(seq_lens, first_blocks, strict=True)):
         if length == 0 or block == 0:
             result.append([-1] + [0] * (STEP_COLUMNS - 1))
             continue
-        first, transient, period, *scores = heads[policy]
+        first, transient, period, *scores = heads[schedule_of[row]]
         own = rows[first : first + transient + period]
         *rules, _, slots = _at(own, transient, length - 1)
         *_, cached, old_slots = _at(own, transient, length - 2) if length > 1 else (0, 0)
-        result.append([length - 1, cached, old_slots, slots, *rules, *scores])
+        result.append([length - 1, cached, old_slots, slots, row, 1, *rules, *scores])
     return result
 
 

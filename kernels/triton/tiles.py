@@ -1,35 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the kernels share: tile loaders, logits, softmax over tiles, head reduction, victim rules.
 
-A *step row* is what one request does in one step, int32 ``[STEP_COLUMNS]``, made on the device by
-``schedule`` (one token) or on the host (a stride): see the column names below. ``STREAM`` is -1 in
-a row that only pads a batch: it has no tokens, and nothing may be written for it.
+The columns of a step row are those of ``kernels/columns.py``, as Triton's constants.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-STREAM = tl.constexpr(0)  # index of its first new token in its stream; -1: padding
-CACHED = tl.constexpr(1)  # tokens cached before, which is the first new token's position
-OLD_SLOTS = tl.constexpr(2)  # slots that hold valid metadata before
-NEW_SLOTS = tl.constexpr(3)  # slots that do afterwards
-START = tl.constexpr(4)  # a stride: its first token's place in the step ...
-LENGTH = tl.constexpr(5)  # ... and its number of tokens
-# A token's first victim rule:
-LO = tl.constexpr(4)  # among ranks [LO, HI) ...
-HI = tl.constexpr(5)
-EVICTS = tl.constexpr(6)  # ... this many are deleted: 0, 1 (the lowest score), all, or as CELL says
-CELL = tl.constexpr(7)  # > 0: the best of every CELL ranks stays; < 0: the first of every -CELL
-MORE = tl.constexpr(
-    8
-)  # further rules, rows of a table [n, 4] like LO .. CELL: where they begin ...
-NUM_MORE = tl.constexpr(9)  # ... and how many they are
-PER_QUERY = tl.constexpr(10)  # whether scores are compared per query that saw the token
-KEEP_LATER = tl.constexpr(11)  # whether of equal scores the later token stays, or the earlier one
-DECAY = tl.constexpr(12)  # fp32's bits: scores are multiplied by this at every query ...
-WEIGHT = tl.constexpr(13)  # ... and its probabilities are added times this
-STEP_COLUMNS = 14
+from .. import columns
+
+STREAM = tl.constexpr(columns.STREAM)
+CACHED = tl.constexpr(columns.CACHED)
+OLD_SLOTS = tl.constexpr(columns.OLD_SLOTS)
+NEW_SLOTS = tl.constexpr(columns.NEW_SLOTS)
+START = tl.constexpr(columns.START)
+LENGTH = tl.constexpr(columns.LENGTH)
+LO = tl.constexpr(columns.LO)
+HI = tl.constexpr(columns.HI)
+EVICTS = tl.constexpr(columns.EVICTS)
+CELL = tl.constexpr(columns.CELL)
+MORE = tl.constexpr(columns.MORE)
+NUM_MORE = tl.constexpr(columns.NUM_MORE)
+PER_AGE = tl.constexpr(columns.PER_AGE)
+NEWEST_STAYS = tl.constexpr(columns.NEWEST_STAYS)
+DECAY = tl.constexpr(columns.DECAY)
+WEIGHT = tl.constexpr(columns.WEIGHT)
+STEP_COLUMNS = columns.STEP_COLUMNS
 
 NEVER = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -206,7 +203,7 @@ def reduce_heads(mass, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
 
 
 @triton.jit
-def victim_key(score, rank, keep_later):
+def victim_key(score, rank, newest_stays):
     """An int64 whose minimum is the lowest score; of equal ones the earliest, or the latest.
 
     An fp32's bits order like the number once negative ones are mirrored; ``+ 0.0`` makes -0 equal
@@ -214,12 +211,12 @@ def victim_key(score, rank, keep_later):
     """
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    tie = tl.where(keep_later != 0, rank, NEVER - rank)
+    tie = tl.where(newest_stays != 0, rank, NEVER - rank)
     return (ordered.to(tl.int64) << 32) | tie.to(tl.int64)
 
 
 @triton.jit
-def victim_rank(key, keep_later):
+def victim_rank(key, newest_stays):
     """The rank inside a ``victim_key``."""
     tie = (key & 0xFFFFFFFF).to(tl.int32)
-    return tl.where(keep_later != 0, tie, NEVER - tie)
+    return tl.where(newest_stays != 0, tie, NEVER - tie)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_cascade.attention.metadata import Wave
+from vllm_cascade.attention.step import StrideRows
 from vllm_cascade.cache.layout import Pages
+from vllm_cascade.kernels.columns import LENGTH, NEW_SLOTS, STREAM
 
 
 @dataclass(frozen=True)
@@ -33,15 +34,16 @@ class Recorder:
         self.every = every
         self.kept: list[Kept] = []
 
-    def record(self, layer: str, pages: Pages, wave: Wave) -> None:
-        """Note what each stride of the wave left in the cache."""
-        for batch in wave.tokens:
-            for row in range(len(batch.index)):
-                end = int(batch.stream[row]) + 1
-                self.add(layer, pages, batch.pages[row], int(batch.new_slots[row]), end)
-        for stride in wave.strides:
-            end = stride.stream + stride.num_tokens
-            self.add(layer, pages, stride.pages, stride.new_slots, end)
+    def record(self, layer: str, pages: Pages, rows: StrideRows, table: torch.Tensor) -> None:
+        """Note what each stride of a wave left in the cache.
+
+        Args:
+            table: int ``[B, P]``, the batch's block table.
+        """
+        for i, row in enumerate(rows.steps.tolist()):
+            blocks = table[int(rows.request[i])].long()
+            if blocks[0] != 0:  # a warm-up has the null block only
+                self.add(layer, pages, blocks, row[NEW_SLOTS], row[STREAM] + row[LENGTH])
 
     def add(self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> None:
         """Note one request's kept tokens after ``end`` tokens, from its first slots."""

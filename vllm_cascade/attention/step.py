@@ -117,7 +117,7 @@ def describe(
     """Plan a step.
 
     Args:
-        rules_at: where a schedule's rules begin in the table that ``MORE`` points into.
+        rules_at: where a schedule's further rules begin in the table that ``MORE`` points into.
     """
     cut = _cut(tokens, prefill_stride)
     owners = cut.owner.tolist()
@@ -220,7 +220,7 @@ def split(wave: StrideRows) -> tuple[StrideRows, StrideRows]:
 
 @dataclass
 class RuleBook:
-    """The rules of all schedules in use, in one table.
+    """The further rules of all schedules in use, in one table.
 
     Attributes:
         rules: int32 ``[n, 4]``.
@@ -236,10 +236,10 @@ class RuleBook:
         """Where a schedule's rules begin; it is added if it is new."""
         begin = self._begins.get(schedule)
         if begin is None:
-            if len(self.rules) + len(schedule.rules) > self.MOST:
+            if len(self.rules) + len(schedule.further) > self.MOST:
                 self.rules, self._begins = self.rules[:0], {}
             begin = self._begins[schedule] = len(self.rules)
-            self.rules = np.concatenate([self.rules, schedule.rules])
+            self.rules = np.concatenate([self.rules, schedule.further])
         return begin
 
 
@@ -302,6 +302,11 @@ class Stride:
     num_tokens: int
     logit_scale: torch.Tensor | None = None
     given: torch.Tensor | None = None
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """int64 ``[P]``: the pages, to index with."""
+        return self.pages.long()
 
     @property
     def scored(self) -> int:

@@ -12,14 +12,11 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_cascade.engine.lookup import requests_of
 from vllm_cascade.policies import Schedule
-from vllm_cascade.policies.per_request import BUDGET, KEYS, NAME, PerRequest
+from vllm_cascade.policies.per_request import BUDGET, KEYS, MAX_OWN_RULES, NAME, PerRequest
 from vllm_cascade.policies.settings import KVPolicyError
 
 VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of ``extra_args`` that begin like ours and mean something to vLLM."""
-
-MAX_OWN_RULES = 1024
-"""On CUDA: victim rules in the tables of a request's own policy."""
 
 
 def usable_pages(vllm_config: VllmConfig) -> int:
@@ -114,7 +111,7 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
 
 def _check_rules(own: Schedule, key: str) -> None:
     """Refuse a policy whose batches take more rules than the device's tables have room for."""
-    policy, num_rules = own.policy, len(own.rules)
+    policy, num_rules = own.policy, len(own.further)
     if num_rules > MAX_OWN_RULES:
         raise KVPolicyError(
             f"{key}: {policy.name} with overflow {policy.overflow} and a budget of {policy.budget} "

@@ -8,6 +8,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.engine import refusals
+from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Policy, compiled, resolve
@@ -42,15 +43,15 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     }
     kind = "Async" if config.scheduler_config.async_scheduling else ""
     config.scheduler_config.scheduler_cls = f"vllm_cascade.engine.scheduler.{kind}KVPolicyScheduler"
-    if current_platform.is_cpu():
-        config.parallel_config.worker_cls = refusals.CPU_WORKER
-    else:
+    device = this_device()
+    assert device is not None, "refused above"
+    config.parallel_config.worker_cls = device.worker
+    if not current_platform.is_cpu():
         _prepare_gpu(config, policy)
     _log(policy, raw, config, max_position)
 
 
 def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:
-    config.parallel_config.worker_cls = refusals.GPU_WORKER
     config.attention_config.backend = AttentionBackendEnum.CUSTOM
     logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
     if compiled(policy).moves_tokens:

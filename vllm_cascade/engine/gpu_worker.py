@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's GPU worker with a policy, for Model Runner V1 and V2."""
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -11,8 +11,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 class GPUKVPolicyWorker(KVPolicyWorker, Worker):
     """On CUDA, where layers are told to use vLLM's ``CUSTOM`` backend."""
 
-    backend = AttentionBackendEnum.CUSTOM
-    backend_path = "vllm_cascade.attention.cuda.impl.CUDAKVPolicyBackend"
+    device_entry = DEVICES["cuda"]
 
     def kv_policy_trace(self, every: int = 1) -> None:
         """Start recording which tokens every layer keeps.

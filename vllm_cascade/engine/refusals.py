@@ -15,14 +15,11 @@ from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
+from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
-STOCK_CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
-CPU_WORKER = "vllm_cascade.engine.worker.CPUKVPolicyWorker"
-STOCK_GPU_WORKER = "vllm.v1.worker.gpu_worker.Worker"
-GPU_WORKER = "vllm_cascade.engine.gpu_worker.GPUKVPolicyWorker"
 TRY_CUDA = "VLLM_CASCADE_CUDA"
 """Environment variable that lets policies run on CUDA, where nobody has run them yet."""
 
@@ -65,20 +62,13 @@ def _unrotated_layers(config: VllmConfig) -> bool:
 
 
 def _device(config: VllmConfig, policy: Policy) -> bool:
-    tried = current_platform.is_cuda() and os.environ.get(TRY_CUDA) == "1"
-    return not (current_platform.is_cpu() or tried)
+    untried = current_platform.is_cuda() and os.environ.get(TRY_CUDA) != "1"
+    return current_platform.device_type not in DEVICES or untried
 
 
 def _worker(config: VllmConfig, policy: Policy) -> bool:
-    ours = (
-        (CPU_WORKER, STOCK_CPU_WORKER)
-        if current_platform.is_cpu()
-        else (
-            GPU_WORKER,
-            STOCK_GPU_WORKER,
-        )
-    )
-    return config.parallel_config.worker_cls not in ours
+    device = DEVICES[current_platform.device_type]
+    return config.parallel_config.worker_cls not in (device.worker, device.stock_worker)
 
 
 def _other_cache_dtype(config: VllmConfig, policy: Policy) -> bool:

@@ -8,19 +8,20 @@ from typing import Any, ClassVar
 
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
+from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.recorder import Recorder
-from vllm_cascade.attention.rows import Batch, RunnerV1Batch, RunnerV2Batch
+from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import find_rotaries
+from vllm_cascade.engine.devices import DEVICES, Device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.policies.settings import KVPolicyError
@@ -29,20 +30,19 @@ from vllm_cascade.policies.settings import KVPolicyError
 class KVPolicyWorker:
     """Mixin for vLLM's workers: one process of an engine that runs a policy."""
 
-    backend: ClassVar[AttentionBackendEnum]
-    """The name under which layers find our backend."""
-    backend_path: ClassVar[str]
-    _batch: Batch = Batch()
+    device_entry: ClassVar[Device]
+    _requests: Requests = Requests()
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
         """Layers built in this context use our backend; later engines of this process do not."""
-        register_backend(self.backend, self.backend_path)
+        slot = self.device_entry.slot
+        register_backend(slot, self.device_entry.backend)
         _cached_get_attn_backend.cache_clear()
         try:
             yield
         finally:
-            self.backend.clear_override()
+            slot.clear_override()
             _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
@@ -75,23 +75,23 @@ class KVPolicyWorker:
             for table in self.model_runner.input_batch.block_table.block_tables:
                 table.slot_mapping_mode = SlotMappingMode.NONE
 
-    def _connect(self, builder: KVPolicyMetadataBuilder) -> None:
+    def _connect(self, builder: StepBuilder) -> None:
         """Give the builder what the runner knows of requests, and the runner our whole pages."""
-        runner, policy = self.model_runner, builder.policy
-        importance = token_importance(policy, self.model_config)
-        kind = RunnerV2Batch if self.use_v2_model_runner else RunnerV1Batch
-        self._batch = builder.batch = kind(runner, policy, importance)
+        runner, schedule = self.model_runner, builder.schedule
+        importance = token_importance(schedule.policy, self.model_config)
+        kind = RunnerV2Requests if self.use_v2_model_runner else RunnerV1Requests
+        self._requests = builder.requests = kind(runner, schedule, importance)
         # What the runner copies where a request starts from a snapshot: also the pages' tails.
         runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        self._batch.note(scheduler_output)
+        self._requests.note(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
 
-    def _builder(self) -> KVPolicyMetadataBuilder:
+    def _builder(self) -> StepBuilder:
         """The one metadata builder: all layers share a cache group.
 
         Raises:
@@ -99,7 +99,7 @@ class KVPolicyWorker:
         """
         groups = [group for groups in self.model_runner.attn_groups for group in groups]
         builders = [group.get_metadata_builder() for group in groups]
-        if len(builders) != 1 or not isinstance(builders[0], KVPolicyMetadataBuilder):
+        if len(builders) != 1 or not isinstance(builders[0], StepBuilder):
             kinds = ", ".join(type(builder).__name__ for builder in builders)
             raise KVPolicyError(
                 f"kv_policy: the model's layers need several kinds of cache ({kinds}); "
@@ -117,7 +117,7 @@ class KVPolicyWorker:
         Raises:
             KVPolicyError: the policy's ``trace`` setting is off.
         """
-        if not self._builder().policy.trace:
+        if not self._builder().schedule.policy.trace:
             raise KVPolicyError('kv_policy: set "trace": true to record which tokens are kept')
         recorder = Recorder(every)
         for layer in self._attention_layers().values():
@@ -135,8 +135,7 @@ class KVPolicyWorker:
 class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     """On the CPU: its platform knows one attention backend, whose name ours takes meanwhile."""
 
-    backend = AttentionBackendEnum.CPU_ATTN
-    backend_path = "vllm_cascade.attention.backend.CPUKVPolicyBackend"
+    device_entry = DEVICES["cpu"]
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.use_v2_model_runner:

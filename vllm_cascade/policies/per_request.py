@@ -18,6 +18,9 @@ from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 
 BUDGET, NAME = KEYS = ("kv_budget", "kv_policy")
 
+MAX_OWN_RULES = 1024
+"""On CUDA: rules, besides the first of every step, in the tables of a request's own policy."""
+
 
 class PerRequest:
     """The schedules of an engine's requests, by the two values that a request may set."""

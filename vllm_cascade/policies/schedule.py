@@ -86,8 +86,9 @@ class Schedule:
         rules, first: int32 ``[n, 4]`` and ``[rows + 1]``: row ``i`` of the schedule applies the
             rules ``first[i] .. first[i + 1] - 1``.
         count, peak: int32 ``[rows]``, tokens cached after a row, and the most slots ever needed.
-        leading: int32 ``[rows, 6]``: a row's first rule (evicts 0: none), where its further ones
-            begin in ``rules``, and how many they are: ``LO .. NUM_MORE`` of a step row.
+        leading: int32 ``[rows, 6]``: a row's first rule (evicts 0: none), where its others begin
+            in ``further``, and how many they are: ``LO .. NUM_MORE`` of a step row.
+        further: int32 ``[m, 4]``, all rules but the rows' first ones.
         score_columns: int32 ``[4]``, ``PER_AGE .. WEIGHT`` of a step row.
         scales_logits: whether the policy puts factors on logits.
     """
@@ -110,7 +111,7 @@ class Schedule:
         self.first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         numbers = [rule.numbers for todo in steps.rules for rule in todo]
         self.rules = np.asarray(numbers, dtype=np.int32).reshape(-1, 4)
-        self.leading = self._leading()
+        self.leading, self.further = self._leading()
         bits = np.asarray([self.scoring.decay, self.scoring.weight], dtype=np.float32)
         if self.scoring.source != "attention":
             bits = np.asarray([1, 0], dtype=np.float32)  # what is there stays as it is
@@ -135,14 +136,16 @@ class Schedule:
                 rules[t] = tuple(rule for u in tokens for rule in base.rules[base.row(u)])
         return Table(rules, length - transient)
 
-    def _leading(self) -> np.ndarray:
-        leading = np.zeros((len(self.count), 6), dtype=np.int32)
+    def _leading(self) -> tuple[np.ndarray, np.ndarray]:
         num = np.diff(self.first)
-        some = np.flatnonzero(num)
+        some, extra = np.flatnonzero(num), np.maximum(num - 1, 0)
+        leading = np.zeros((len(num), 6), dtype=np.int32)
         leading[some, :4] = self.rules[self.first[some]]
-        leading[some, 4] = self.first[some] + 1
-        leading[some, 5] = num[some] - 1
-        return leading
+        leading[:, 4] = np.cumsum(extra) - extra
+        leading[:, 5] = extra
+        is_first = np.zeros(len(self.rules), dtype=bool)
+        is_first[self.first[some]] = True
+        return leading, self.rules[~is_first]
 
     def inserted(self, t: np.ndarray) -> np.ndarray:
         """How many of the first ``t`` tokens are inserted; the others wait.

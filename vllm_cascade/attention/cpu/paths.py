@@ -14,13 +14,14 @@ import torch
 
 from vllm_cascade.attention.cpu import native
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.metadata import Stride, TokenBatch
-from vllm_cascade.attention.torch import stride as stride_path
-from vllm_cascade.attention.torch import token as token_path
+from vllm_cascade.attention.step import Singles, Stride
+from vllm_cascade.attention.torch import strides as stride_path
+from vllm_cascade.attention.torch import tokens as token_path
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp.build import BuildError
 from vllm_cascade.kernels.cpp.library import Library, load
 from vllm_cascade.log import logger
+from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 
 SWITCH = "VLLM_CASCADE_CPU"
@@ -37,7 +38,7 @@ class Path(Protocol):
 
     def tokens(
         self,
-        batch: TokenBatch,
+        singles: Singles,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -65,15 +66,15 @@ class PyTorchPath:
 
     def tokens(
         self,
-        batch: TokenBatch,
+        singles: Singles,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        index = batch.index
-        output[index] = token_path.attend_and_insert(
-            self._layer, self._pages, batch, query[index], key[index], value[index]
+        places = singles.places
+        output[places] = token_path.attend_and_insert(
+            self._layer, self._pages, singles, query[places], key[places], value[places]
         ).to(output.dtype)
 
     def stride(
@@ -84,14 +85,14 @@ class PyTorchPath:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        rows = slice(stride.start, stride.start + stride.num_tokens)
+        rows = stride.rows
         output[rows] = stride_path.attend_and_insert(
             self._layer, self._pages, stride, query[rows], key[rows], value[rows]
         ).to(output.dtype)
 
 
-def choose(layer: LayerConfig, pages: Pages, num_heads: int) -> Path:
-    """The implementation for a layer with ``num_heads`` query heads.
+def choose(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> Path:
+    """The implementation for a layer with ``num_heads`` query heads under an engine's policy.
 
     Compiles the library when a process asks for the first time, which is at engine start.
 
@@ -105,7 +106,7 @@ def choose(layer: LayerConfig, pages: Pages, num_heads: int) -> Path:
         return PyTorchPath(layer, pages)
     library, reason = _library()
     if library is not None:
-        reason = native.refusal(layer, pages, num_heads, library)
+        reason = native.refusal(layer, pages, num_heads, schedule, library)
         if reason is None:
             return native.NativePath(library, layer, pages, num_heads)
     if wanted == "native":

@@ -1,31 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer by the Triton kernels: the backend for CUDA.
+"""Attention of one layer by the Triton kernels.
 
 What the kernels do not know (tokens that are merged, or out of chronological order) runs in
-PyTorch, on the same pages. The implementation itself knows no device: where Triton interprets
-kernels it runs on the CPU, and so it is tested.
+PyTorch, on the same pages. Nothing here knows a device: where Triton interprets kernels it runs on
+the CPU, and so it is tested.
 """
 
-from dataclasses import replace
-from typing import ClassVar
-
 import torch
-from vllm.v1.attention.backend import AttentionLayer, MultipleOf
+from vllm.v1.attention.backend import AttentionLayer
 
-from vllm_cascade.attention.backend import KVPolicyBackend
-from vllm_cascade.attention.cpu.impl import KVPolicyImpl, layer_config
 from vllm_cascade.attention.cuda.builder import (
+    DecodeRows,
     DeviceWave,
-    Strides,
-    Tokens,
+    PrefillRows,
     TritonMetadata,
-    TritonMetadataBuilder,
 )
-from vllm_cascade.attention.metadata import Stride
-from vllm_cascade.attention.torch.stride import attend_and_insert
+from vllm_cascade.attention.layer import KVPolicyImpl
+from vllm_cascade.attention.step import Stride
+from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.column_sums import column_sums, stride_scores
@@ -36,6 +32,7 @@ from vllm_cascade.kernels.triton.insert_stride import insert_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
 from vllm_cascade.kernels.triton.rotate import gather, rotation_table
 from vllm_cascade.kernels.triton.xformers_prefill import attend_with_xformers, use_xformers
+from vllm_cascade.policies.schedule import compared
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
@@ -59,7 +56,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         rotation = None
         if rotary is not None:
             rotation = rotation_table(rotary.inv_freq, spec.policy.max_position, device)
-        self._layer = layer_config(self, spec, rotation, rotary, num_ranks)
+        self._layer = self.layer_config(spec, rotation, rotary, num_ranks)
         self._pages = page_views(kv_cache, spec)
 
     def forward(
@@ -74,7 +71,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend and move the cache to its next state; shapes as in ``CPUKVPolicyImpl``."""
+        """Attend and move the cache to its next state; see ``CPUKVPolicyImpl`` for shapes."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported")
         if attn_metadata is None:
@@ -83,52 +80,84 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         # its block tables are empty, so every row is padding.
         pages = self._pages or page_views(kv_cache, attn_metadata.spec)
         for wave in attn_metadata.waves:
-            if wave.tokens is not None:
-                self._decode(pages, attn_metadata, wave.tokens, query, key, value, output)
-            for strides in wave.strides:
-                self._prefill(pages, attn_metadata, strides, query, key, value, output)
+            if wave.decode is not None:
+                self._decode(pages, attn_metadata, wave.decode, query, key, value, output)
+            for rows in wave.prefill:
+                self._prefill(pages, attn_metadata, rows, query, key, value, output)
             for stride in wave.others:
                 self._in_pytorch(pages, stride, query, key, value, output)
             if self.recorder is not None:
-                self._record(layer.layer_name, pages, wave)
+                self._record(layer.layer_name, pages, attn_metadata, wave)
         return output
 
     def _decode(
         self,
         pages: Pages,
         metadata: TritonMetadata,
-        tokens: Tokens,
+        decode: DecodeRows,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        policy, steps, table = metadata.policy, tokens.steps, tokens.table
-        rows = slice(0, len(steps)) if tokens.index is None else tokens.index
+        policy, steps, table = metadata.spec.policy, decode.steps, decode.table
+        rows = slice(0, len(steps)) if decode.index is None else decode.index
         query, key, value = query[rows], key[rows], value[rows]
-        place = output[rows] if tokens.index is None else torch.empty_like(query)
+        place = output[rows] if decode.index is None else torch.empty_like(query)
         num_slots = table.shape[1] * pages.block_size
-        splits = attend_splits(query.device, len(query), self.num_kv_heads, num_slots)
         parts, parts_lse, logits, own = attend(
-            *(query, key, value, pages.kv, pages.rank, pages.born, table, steps),
-            *(self._rotation, self.alibi_slopes, tokens.logit_scale, self.scale, self.softcap),
-            *(self._interleaved, splits, policy.uses_scores),
+            query=query,
+            key=key,
+            value=value,
+            kv=pages.kv,
+            rank=pages.rank,
+            born=pages.born,
+            table=table,
+            steps=steps,
+            rotation=self._rotation,
+            slopes=self.alibi_slopes,
+            logit_scale=decode.logit_scale,
+            scale=self.scale,
+            softcap=self.softcap,
+            interleaved=self._interleaved,
+            splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
+            keep_logits=policy.uses_attention,
         )
-        lse = merge(parts, parts_lse, steps, place)
-        if tokens.index is not None:
+        lse = merge(partial=parts, partial_lse=parts_lse, steps=steps, output=place)
+        if decode.index is not None:
             output[rows] = place
-        new_score = tokens.no_scores
-        if policy.uses_scores:
+        new_score = decode.no_scores
+        if policy.uses_attention:
             logits, own, lse = self._all_ranks(logits, own, lse)
             new_score = update(
-                *(logits, own, lse, pages.rank, pages.score, table, steps, policy.head_reduction)
+                logits=logits,
+                own=own,
+                lse=lse,
+                rank=pages.rank,
+                score=pages.score,
+                table=table,
+                steps=steps,
+                reduction=policy.head_reduction,
             )
-        elif tokens.given is not None:
-            assign(tokens.given, tokens.scored, pages.rank, pages.score, table, steps)
-        # Only policies with scores have rules of cells, and requests may bring their own.
+        elif decode.given is not None:
+            assign(
+                given=decode.given,
+                ranks=decode.scored,
+                rank=pages.rank,
+                score=pages.score,
+                table=table,
+                steps=steps,
+            )
         insert(
-            *(key, value, new_score, pages.kv, pages.rank, pages.born, pages.score, pages.token),
-            *(table, steps, metadata.rules, policy.uses_scores),
+            key=key,
+            value=value,
+            new_score=new_score,
+            **_words(pages),
+            table=table,
+            steps=steps,
+            rules=metadata.rules,
+            # Only policies with scores have rules of cells, and requests may bring their own.
+            has_cells=policy.uses_attention,
         )
 
     @property
@@ -151,46 +180,89 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         self,
         pages: Pages,
         metadata: TritonMetadata,
-        strides: Strides,
+        rows: PrefillRows,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        policy, steps, table = strides.policy, strides.steps, strides.table
-        longest = strides.max_length
-        words = (pages.kv, pages.rank, pages.born, pages.score, pages.token)
+        policy, steps, table = metadata.spec.policy, rows.steps, rows.table
+        scoring = rows.strides[0].schedule.scoring
         keys, values, old_scores, old_tokens = gather(
-            *words, table, steps, self._rotation, self._interleaved, strides.max_cached
+            **_words(pages),
+            table=table,
+            steps=steps,
+            rotation=self._rotation,
+            interleaved=self._interleaved,
+            max_cached=rows.max_cached,
         )
-        bias = (self.alibi_slopes, metadata.logit_scale)
-        plain = self.alibi_slopes is None and metadata.logit_scale is None
-        plain &= self.softcap == 0 and strides.max_cached > 0
-        plain &= len(strides.plans) == 1
-        if use_xformers(query.device, query.dtype, self.head_size, longest, plain):
-            start = strides.plans[0].place
-            rows = slice(start, start + longest)
-            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-            output[rows], lse[rows] = attend_with_xformers(
-                query[rows], key[rows], value[rows], keys[0], values[0], self.scale
-            )
-        else:
-            lse = attend_strides(
-                *(query, key, value, keys, values, steps, *bias, output),
-                *(self.scale, self.softcap, longest),
-            )
-        if policy.uses_scores:
+        lse = self._attend_strides(metadata, rows, query, key, value, keys, values, output)
+        if scoring.source == "attention":
             sums = column_sums(
-                *(query, key, keys, lse, strides.decays, steps, *bias),
-                *(self.scale, self.softcap, longest),
+                query=query,
+                key=key,
+                old_keys=keys,
+                lse=lse,
+                decays=rows.decays,
+                steps=steps,
+                slopes=self.alibi_slopes,
+                logit_scale=metadata.logit_scale,
+                scale=self.scale,
+                softcap=self.softcap,
+                max_length=rows.max_length,
             )
             (sums,) = self._all_ranks(sums)
-            reduction = policy.head_reduction
-            scores = stride_scores(sums, old_scores, strides.fades, steps, reduction)
+            scores = stride_scores(sums, old_scores, rows.fades, steps, policy.head_reduction)
         else:
-            scores = _given_scores(strides, old_scores)
-        keep = _keep(strides, scores, old_tokens)
-        insert_strides(key, value, keep, scores, *words, table, steps, longest)
+            scores = _given_scores(rows, old_scores)
+        insert_strides(
+            key=key,
+            value=value,
+            keep=_keep(rows, scores, old_tokens),
+            scores=scores,
+            **_words(pages),
+            table=table,
+            steps=steps,
+            max_length=rows.max_length,
+        )
+
+    def _attend_strides(
+        self,
+        metadata: TritonMetadata,
+        rows: PrefillRows,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Write the strides' outputs; returns log-sum-exps fp32 ``[num_tokens, num_heads]``."""
+        plain = self.alibi_slopes is None and metadata.logit_scale is None
+        plain &= self.softcap == 0 and rows.max_cached > 0
+        plain &= len(rows.strides) == 1
+        longest = rows.max_length
+        if use_xformers(query.device, query.dtype, self.head_size, longest, plain):
+            part = rows.strides[0].rows
+            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+            output[part], lse[part] = attend_with_xformers(
+                query[part], key[part], value[part], keys[0], values[0], self.scale
+            )
+            return lse
+        return attend_strides(
+            query=query,
+            key=key,
+            value=value,
+            old_keys=keys,
+            old_values=values,
+            steps=rows.steps,
+            slopes=self.alibi_slopes,
+            logit_scale=metadata.logit_scale,
+            output=output,
+            scale=self.scale,
+            softcap=self.softcap,
+            max_length=longest,
+        )
 
     def _in_pytorch(
         self,
@@ -202,83 +274,55 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         output: torch.Tensor,
     ) -> None:
         assert self._layer is not None, "warm-up rows are left out"
-        layer = self._layer
-        if stride.policy is not layer.policy:
-            layer = replace(layer, policy=stride.policy)
-        rows = slice(stride.start, stride.start + stride.num_tokens)
+        rows = stride.rows
         with torch.device(query.device):  # where the path makes its index tables
             output[rows] = attend_and_insert(
-                layer, pages, stride, query[rows], key[rows], value[rows]
+                self._layer, pages, stride, query[rows], key[rows], value[rows]
             ).to(output.dtype)
 
-    def _record(self, layer: str, pages: Pages, wave: DeviceWave) -> None:
+    def _record(self, layer: str, pages: Pages, metadata: TritonMetadata, wave: DeviceWave) -> None:
         """Note what the wave left in the cache; reads the device, for inspection only."""
         assert self.recorder is not None
-        for part in (wave.tokens, *wave.strides):
-            if part is None:
-                continue
-            lengths = [1] * len(part.steps) if part is wave.tokens else part.steps[:, 5].tolist()
-            for row, length in enumerate(lengths):
-                stream, slots = part.steps[row, 0].item(), part.steps[row, 3].item()
-                if stream >= 0:
-                    blocks = part.table[row].long()
-                    self.recorder.add(layer, pages, blocks, slots, stream + length)
-        for stride in wave.others:
-            end = stride.stream + stride.num_tokens
-            self.recorder.add(layer, pages, stride.pages, stride.new_slots, end)
+        if wave.rows is not None:
+            self.recorder.record(layer, pages, wave.rows, metadata.table)
+            return
+        assert wave.decode is not None
+        for row, step in enumerate(wave.decode.steps.tolist()):
+            if step[STREAM] >= 0:
+                blocks = wave.decode.table[row].long()
+                self.recorder.add(layer, pages, blocks, step[NEW_SLOTS], step[STREAM] + 1)
 
 
-def _given_scores(strides: Strides, old_scores: torch.Tensor) -> torch.Tensor:
+def _words(pages: Pages) -> dict[str, torch.Tensor | None]:
+    """The views of the pages that kernels write, by name."""
+    names = ("kv", "rank", "born", "score", "token")
+    return {name: getattr(pages, name) for name in names}
+
+
+def _given_scores(rows: PrefillRows, old_scores: torch.Tensor) -> torch.Tensor:
     """Scores fp32 ``[R, S, C]`` that attention has no part in: 0, or from the host."""
-    columns = strides.max_cached + strides.max_length
+    columns = rows.max_cached + rows.max_length
     scores = old_scores.new_zeros(*old_scores.shape[:2], columns)
-    for row, plan in enumerate(strides.plans):
-        if plan.given is not None:
-            skip = max(-plan.scored, 0)
-            given, first = plan.given[skip:], plan.scored + skip
-            scores[row, :, : plan.cached] = old_scores[row, :, : plan.cached]
+    for row, stride in enumerate(rows.strides):
+        if stride.given is not None:
+            skip = max(-stride.scored, 0)
+            given, first = stride.given[skip:], stride.scored + skip
+            scores[row, :, : stride.cached] = old_scores[row, :, : stride.cached]
             scores[row, :, first : first + len(given)] = given
     return scores
 
 
-def _keep(strides: Strides, scores: torch.Tensor, old_tokens: torch.Tensor) -> torch.Tensor:
-    """bool like ``scores``: the policy's choice in every stride that deletes something."""
+def _keep(rows: PrefillRows, scores: torch.Tensor, old_tokens: torch.Tensor) -> torch.Tensor:
+    """bool like ``scores``: which tokens every stride that deletes something leaves."""
     keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-    for row, stride in enumerate(strides.plans):
-        if stride.plan is None:
+    for row, (stride, plan) in enumerate(zip(rows.strides, rows.plans, strict=True)):
+        if plan is None:
             continue
-        policy, total = stride.policy, stride.cached + stride.num_tokens
-        compared = scores[row, :, :total]
-        if policy.needs_age:
-            end = stride.stream + stride.num_tokens
-            new = torch.arange(stride.stream, end, device=scores.device)
-            tokens = [old_tokens[row, :, : stride.cached], new.expand(len(compared), -1)]
-            compared = policy.comparable(compared, end - torch.cat(tokens, dim=1))
-        keep[row, :, :total] = policy.keep(compared, stride.plan)
+        schedule, total = stride.schedule, stride.cached + stride.num_tokens
+        values, age = scores[row, :, :total], None
+        if schedule.scoring.per_age:
+            new = torch.arange(stride.stream, stride.end, device=scores.device)
+            tokens = [old_tokens[row, :, : stride.cached], new.expand(len(values), -1)]
+            age = stride.end - torch.cat(tokens, dim=1)
+        keep[row, :, :total] = schedule.survivors(compared(schedule.scoring, values, age), plan)
     return keep
-
-
-class CUDAKVPolicyBackend(KVPolicyBackend):
-    """vLLM's ``CUSTOM`` backend while a policy is on."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    @staticmethod
-    def get_impl_cls() -> type[TritonKVPolicyImpl]:
-        return TritonKVPolicyImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonMetadataBuilder]:
-        return TritonMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size % 8 == 0 and head_size <= 256

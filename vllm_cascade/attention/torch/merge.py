@@ -8,13 +8,13 @@ members; its number of members is kept where other policies keep a score. Centre
 first tokens that stand there, not by k-means++, and their number is fixed. A stride's tokens are
 assigned with the centres as they were at its start, as it is selected with frozen scores.
 
-Shapes: as in ``stride.py``; ``C`` centres, ``M`` tokens to merge.
+Shapes: as in ``strides.py``; ``C`` centres, ``M`` tokens to merge.
 """
 
 import torch
 
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.metadata import Stride
+from vllm_cascade.attention.step import Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate
 
@@ -42,8 +42,8 @@ def merge_deleted(
     deleted = (~keep[0]).nonzero().squeeze(1)
     if len(deleted) == 0:
         return new_kv
-    lo, hi = layer.policy.merge_into
-    stored = pages.kv[stride.pages].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    lo, hi = stride.schedule.policy.merge_into
+    stored = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
     slots = order.expand(layer.num_kv_heads, -1)
     old = stored.gather(1, slots.unsqueeze(-1).expand(-1, -1, stored.shape[-1]))
     kv = torch.cat([old.float(), new_kv.float().transpose(0, 1)], dim=1)  # [H, n + T, 2D]
@@ -73,7 +73,7 @@ def _turns(
     """cos and sin that take back the rotation every key was written with, ``[S, n + T, 2, d]``."""
     if layer.rotation is None:
         return None
-    born = pages.born[stride.pages].transpose(0, 1).flatten(1).gather(1, order).long()
+    born = pages.born[stride.blocks].transpose(0, 1).flatten(1).gather(1, order).long()
     own = stride.cached + torch.arange(stride.num_tokens)
     return layer.rotation[torch.cat([born, own.expand(len(born), -1)], dim=1)]
 
@@ -106,13 +106,13 @@ def _write_centres(
 ) -> torch.Tensor:
     """Centres that have a slot are written there, the others are tokens of this stride."""
     num_old = slots.shape[1]
-    block, offset = stride.pages[slots // pages.block_size], slots % pages.block_size
+    block, offset = stride.blocks[slots // pages.block_size], slots % pages.block_size
     head = torch.arange(layer.num_kv_heads).unsqueeze(1)
     pages.kv[block, head, offset] = merged[:, :num_old].to(pages.kv.dtype)
     if num_old == merged.shape[1]:
         return new_kv
     new_kv = new_kv.clone()
-    first = layer.policy.merge_into[0] + num_old - stride.cached
+    first = stride.schedule.policy.merge_into[0] + num_old - stride.cached
     own = merged[:, num_old:].transpose(0, 1).to(new_kv.dtype)
     new_kv[first : first + len(own)] = own
     return new_kv

@@ -14,19 +14,19 @@ import numpy as np
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_cascade.policies import Policy
-from vllm_cascade.policies.per_request import request_policy
+from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.text_importance import TokenImportance
 
 
-class Batch:
+class Requests:
     """Rows about which vLLM's metadata says all there is, as in a warm-up."""
 
     def note(self, output: SchedulerOutput) -> None:
         """Learn of requests that begin and end; called before every step."""
 
-    def policies(self, common: CommonAttentionMetadata) -> list[Policy]:
-        """The policies of the rows; those beyond have the engine's."""
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
+        """What the rows run under; those beyond the list have the engine's."""
         return []
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
@@ -40,19 +40,17 @@ class Batch:
         return np.zeros(end - begin, dtype=np.float32)
 
 
-class RunnerV1Batch(Batch):
+class RunnerV1Requests(Requests):
     """The rows of vLLM's first model runner, the only one on CPUs."""
 
-    def __init__(self, runner: Any, policy: Policy, importance: TokenImportance | None) -> None:
-        self._runner, self._policy, self._importance = runner, policy, importance
+    def __init__(self, runner: Any, schedule: Schedule, importance: TokenImportance | None) -> None:
+        self._runner, self._importance = runner, importance
+        self._own = PerRequest(schedule)
 
-    def policies(self, common: CommonAttentionMetadata) -> list[Policy]:
-        requests = self._runner.requests
-        policies = []
-        for name in self._runner.input_batch.req_ids:
-            params = requests[name].sampling_params
-            policies.append(request_policy(self._policy, params.extra_args if params else None))
-        return policies
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
+        requests, schedule_of = self._runner.requests, self._own.schedule
+        states = [requests[name].sampling_params for name in self._runner.input_batch.req_ids]
+        return [schedule_of(params.extra_args if params else None) for params in states]
 
     def token_scores(
         self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
@@ -71,7 +69,7 @@ class RunnerV1Batch(Batch):
 class _Request:
     """What was sent about a request, and its token ids as far as they are known."""
 
-    policy: Policy
+    schedule: Schedule
     prompt_len: int
     tokens: np.ndarray
     num_tokens: int = field(init=False)
@@ -86,7 +84,7 @@ class _Request:
         self.num_tokens += 1
 
 
-class RunnerV2Batch(Batch):
+class RunnerV2Requests(Requests):
     """The rows of vLLM's second model runner, the default on GPUs.
 
     It keeps neither sampling parameters nor token ids on the host, so they are noted as the
@@ -94,8 +92,9 @@ class RunnerV2Batch(Batch):
     part of what is "prefilled"; for a policy these are single tokens, as they were at first.
     """
 
-    def __init__(self, runner: Any, policy: Policy, importance: TokenImportance | None) -> None:
-        self._runner, self._policy, self._importance = runner, policy, importance
+    def __init__(self, runner: Any, schedule: Schedule, importance: TokenImportance | None) -> None:
+        self._runner, self._importance = runner, importance
+        self._own = PerRequest(schedule)
         self._requests: dict[str, _Request] = {}
         self._sampled: np.ndarray | None = None
 
@@ -106,7 +105,7 @@ class RunnerV2Batch(Batch):
             params = new.sampling_params
             tokens = new.prefill_token_ids if self._importance is not None else ()
             self._requests[new.req_id] = _Request(
-                request_policy(self._policy, params.extra_args if params else None),
+                self._own.schedule(params.extra_args if params else None),
                 new.prompt_len,
                 np.asarray(tokens, dtype=np.int64),
             )
@@ -124,9 +123,9 @@ class RunnerV2Batch(Batch):
         names: Mapping[int, str] = self._runner.req_states.index_to_req_id
         return names.get(index)
 
-    def policies(self, common: CommonAttentionMetadata) -> list[Policy]:
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
         known = [self._requests.get(name) for name in self._names(common)]
-        return [self._policy if request is None else request.policy for request in known]
+        return [self._own.engine if request is None else request.schedule for request in known]
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         prefilling = super().prefilling(common).copy()

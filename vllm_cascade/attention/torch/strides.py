@@ -7,13 +7,15 @@ sets (1 or H), ``N`` slots, ``D`` channels. Tokens that do not survive never tou
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.metadata import Stride
+from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.merge import merge_deleted
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate, signed_rotation
+from vllm_cascade.policies.schedule import compared
 
 QUERY_TILE_ELEMENTS = 1 << 23
 """Logits held at once, per stride: 32 MiB in fp32."""
@@ -37,13 +39,15 @@ def attend_and_insert(
         fp32 ``[T, H * G, D]``.
     """
     order = chronological_slots(pages, stride)
-    seen = _arrangement(layer, pages, stride, order)
+    seen = _arrangement(pages, stride, order)
     keys, values = _kv_at_positions(layer, pages, stride, order if seen is None else seen.slots)
     output, mass = _attend(layer, stride, query, key, value, keys, values)
     scores = _new_scores(layer, pages, stride, order, mass, seen)
-    keep = layer.policy.keep(comparable(layer, pages, stride, order, scores), stride.plan)
+    schedule = stride.schedule
+    plan = schedule.plan(stride.stream, stride.num_tokens)
+    keep = schedule.survivors(_compared(pages, stride, order, scores), plan)
     new_kv = torch.cat([key, value], dim=-1)
-    if layer.policy.merge_into is not None:
+    if schedule.policy.merge_into is not None:
         new_kv = merge_deleted(layer, pages, stride, order, keep, scores, new_kv)
     _insert(pages, stride, order, keep, scores, new_kv)
     return output
@@ -66,17 +70,16 @@ class _Arrangement:
     slots: torch.Tensor
 
 
-def _arrangement(
-    layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
-) -> _Arrangement | None:
+def _arrangement(pages: Pages, stride: Stride, order: torch.Tensor) -> _Arrangement | None:
     """Where positions are not chronological ranks: what the policy says."""
-    if not layer.policy.arranges:
+    schedule = stride.schedule
+    if not schedule.policy.arranges:
         return None
-    values = _gather_words(pages.score, stride).gather(1, order)
-    if layer.policy.needs_age:
+    values, age = _gather_words(pages.score, stride).gather(1, order), None
+    if schedule.scoring.per_age:
         age = stride.stream - _gather_words(pages.token, stride).gather(1, order)
-        values = layer.policy.comparable(values, age)
-    ranks = layer.policy.arrange(values, stride.stream)
+    inserted = int(schedule.inserted(np.asarray(stride.stream)))
+    ranks = schedule.policy.arrange(compared(schedule.scoring, values, age), inserted)
     return _Arrangement(ranks, order.gather(1, ranks))
 
 
@@ -92,40 +95,41 @@ def _new_scores(
     cached, num_tokens = stride.cached, stride.num_tokens
     scores = torch.zeros(layer.num_sets, cached + num_tokens)
     old = _gather_words(pages.score, stride).gather(1, order)
-    if layer.policy.uses_scores:
+    scoring = stride.schedule.scoring
+    if scoring.source == "attention":
         scores = layer.reduce_heads(mass)
         if seen is not None:
             scores[:, :cached] = torch.empty_like(old).scatter_(1, seen.ranks, scores[:, :cached])
-        scores[:, :cached] += layer.policy.decay**num_tokens * old
-    elif stride.host_scores is not None:
+        scores[:, :cached] += scoring.decay**num_tokens * old
+    elif stride.given is not None:
         scores[:, :cached] = old
         skip = max(-stride.scored, 0)
-        given = stride.host_scores[skip:]
+        given = stride.given[skip:]
         scores[:, stride.scored + skip :][:, : len(given)] = given
-    elif layer.policy.merge_into is not None:
+    elif stride.schedule.policy.merge_into is not None:
         scores[:, :cached] = old  # how many tokens are merged into each
     return scores
 
 
-def comparable(
-    layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor, scores: torch.Tensor
+def _compared(
+    pages: Pages, stride: Stride, order: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
-    """What the policy compares: the scores, or a function of scores and ages."""
-    if not layer.policy.needs_age:
-        return scores
-    old = _gather_words(pages.token, stride).gather(1, order)
-    new = torch.arange(stride.stream, stride.stream + stride.num_tokens).expand(len(old), -1)
-    age = stride.stream + stride.num_tokens - torch.cat([old, new], dim=1)
-    return layer.policy.comparable(scores, age)
+    """What the rules compare: the scores, or a function of scores and ages."""
+    scoring, age = stride.schedule.scoring, None
+    if scoring.per_age:
+        old = _gather_words(pages.token, stride).gather(1, order)
+        new = torch.arange(stride.stream, stride.end).expand(len(old), -1)
+        age = stride.end - torch.cat([old, new], dim=1)
+    return compared(scoring, scores, age)
 
 
 def _gather_words(words: torch.Tensor, stride: Stride) -> torch.Tensor:
     """``[S, N]`` of one of the per-slot numbers."""
-    return words[stride.pages].transpose(0, 1).flatten(1)
+    return words[stride.blocks].transpose(0, 1).flatten(1)
 
 
 def _scatter_words(words: torch.Tensor, stride: Stride, values: torch.Tensor) -> None:
-    words[stride.pages] = values.unflatten(1, (len(stride.pages), -1)).transpose(0, 1)
+    words[stride.blocks] = values.unflatten(1, (len(stride.pages), -1)).transpose(0, 1)
 
 
 def _kv_at_positions(
@@ -135,7 +139,7 @@ def _kv_at_positions(
 
     ``order``: int64 ``[S, n]``, the slots in that order.
     """
-    kv = pages.kv[stride.pages].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    kv = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
     index = order.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
     keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
     if stride.moved and layer.rotation is not None:
@@ -162,6 +166,7 @@ def _attend(
     keys = torch.cat([keys, key.float().transpose(0, 1)], dim=1)  # [H, n + T, D]
     values = torch.cat([values, value.float().transpose(0, 1)], dim=1)
     queries = query.float().unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
+    scoring = stride.schedule.scoring
     num_tokens, total = stride.num_tokens, keys.shape[1]
     tile = max(QUERY_TILE_ELEMENTS // (query.shape[1] * total), 1)
     output = torch.empty_like(queries)
@@ -173,7 +178,7 @@ def _attend(
         logits = torch.matmul(queries[:, :, begin:end], keys[:, None, :visible].transpose(2, 3))
         logits.mul_(layer.scale)
         if stride.logit_scale is not None:
-            logits.mul_(stride.logit_scale[begin:end])
+            logits.mul_(stride.logit_scale[begin:end, None])
         logits = layer.soft_cap(logits)
         position = stride.cached + rows[:, None]
         distance = torch.arange(visible) - position  # [tile, visible], 0 on the diagonal
@@ -182,9 +187,9 @@ def _attend(
         logits.masked_fill_(distance > 0, -torch.inf)
         probs = logits.softmax(dim=-1)
         output[:, :, begin:end] = torch.matmul(probs, values[:, None, :visible])
-        if layer.policy.uses_scores:
-            decay = layer.policy.decay ** (num_tokens - 1 - rows).double()
-            weight = layer.policy.weight * decay
+        if scoring.source == "attention":
+            decay = scoring.decay ** (num_tokens - 1 - rows).double()
+            weight = scoring.weight * decay
             mass[..., :visible] += torch.matmul(weight.float(), probs)
     return output.permute(2, 0, 1, 3).flatten(1, 2), mass
 
@@ -237,7 +242,7 @@ def _write_kv(
     per_head: bool,
 ) -> None:
     """Write surviving rows; all heads of a homogeneous set share slots."""
-    block, offset = stride.pages[slot // pages.block_size], slot % pages.block_size
+    block, offset = stride.blocks[slot // pages.block_size], slot % pages.block_size
     if per_head:
         pages.kv[block, head_set, offset] = new_kv[token, head_set].to(pages.kv.dtype)
     else:
