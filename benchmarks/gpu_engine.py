@@ -110,7 +110,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
     from tests.oracle.model import load_model, stream
     from tests.oracle.random_models import write_llama
     from tests.oracle.settings import oracle_settings, token_scores
-    from vllm_cascade.idf import sentence_ends
+    from vllm_cascade.policies.idf import sentence_ends
 
     # The smallest settings that wrap the cache often.
     policy = {**policy, "budget": 64, "prefill_stride": 16}
@@ -266,7 +266,7 @@ def write_idf(path: Path, vocab: int) -> str:
     """A table of document frequencies for a model without a tokenizer."""
     import numpy as np
 
-    from vllm_cascade.importance import IdfTable
+    from vllm_cascade.policies.text_importance import IdfTable
 
     counts = np.arange(vocab) % 97 + 1
     IdfTable(1000, counts, counts, np.arange(vocab) % 20 == 0, "none").save(path)

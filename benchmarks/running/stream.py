@@ -18,8 +18,9 @@ from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_cascade.paging import KVPolicySpec
-from vllm_cascade.runtime import policy_of
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.policies import compiled
 
 USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 
@@ -135,7 +136,7 @@ def stream(
         output = outputs[0] if outputs else output
     assert output is not None and output.prompt_logprobs is not None
     page_bytes, full_page_bytes = bytes_per_page(config)
-    cached = len(token_ids) if policy is None else policy.count(len(token_ids))
+    cached = len(token_ids) if policy is None else compiled(policy).count_at(len(token_ids))
     kept = _kept(llm) if tracing else {}
     assert all(len(row) == cached for rows in kept.values() for row in rows), "not what count says"
     return StreamResult(
@@ -229,6 +230,6 @@ def _counters(llm: LLM) -> dict[str, int]:
 
 
 def _kept(llm: LLM) -> dict[str, list[list[int]]]:
-    """Tokens each layer held at the prompt's end, from the one snapshot a layer has."""
-    snapshots = llm.collective_rpc("kv_policy_snapshots")[0]
-    return {snapshot["layer"]: snapshot["tokens"] for snapshot in snapshots}
+    """Tokens each layer held at the prompt's end, as each layer was recorded once."""
+    layers = llm.collective_rpc("kv_policy_kept")[0]
+    return {layer["layer"]: layer["tokens"] for layer in layers}

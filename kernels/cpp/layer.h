@@ -12,6 +12,7 @@
 #include <cmath>
 #include <vector>
 
+#include "step.h"
 #include "vec.h"
 
 enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
@@ -31,11 +32,9 @@ struct Layer {
   int64_t half;  // rotary_dim / 2
   int64_t is_neox;
   int64_t dtype;
-  int64_t uses_scores;
+  int64_t uses_scores;  // whether the scores in pages mean anything
   int64_t reduction;
-  int64_t newest_stays;  // of tokens with equal scores
-  int64_t per_age;       // compare score / queries that saw the token
-  float scale, softcap, decay, weight;
+  float scale, softcap;
 
   int64_t num_queries() const { return num_heads * group; }
   int64_t set_of(int64_t head) const { return num_sets == 1 ? 0 : head; }
@@ -68,7 +67,7 @@ struct Rows {
 
 // Slots `from .. to` of one of the per-slot words, page by page.
 template <class Word, class Each>
-static inline void each_page(const Layer& layer, const int64_t* pages, int64_t set, Word* words,
+static inline void each_page(const Layer& layer, const int32_t* pages, int64_t set, Word* words,
                              int64_t from, int64_t to, Each each) {
   for (int64_t slot = from; slot < to;) {
     int64_t offset = slot % layer.block_size;
@@ -78,13 +77,13 @@ static inline void each_page(const Layer& layer, const int64_t* pages, int64_t s
   }
 }
 template <class Word>
-static inline void gather(const Layer& layer, const int64_t* pages, int64_t set, const Word* words,
+static inline void gather(const Layer& layer, const int32_t* pages, int64_t set, const Word* words,
                           Word* to, int64_t begin, int64_t end) {
   each_page(layer, pages, set, words, begin, end,
             [=](int64_t at, const Word* page, int64_t n) { std::memcpy(to + at, page, 4 * n); });
 }
 template <class Word>
-static inline void scatter(const Layer& layer, const int64_t* pages, int64_t set, Word* words,
+static inline void scatter(const Layer& layer, const int32_t* pages, int64_t set, Word* words,
                            const Word* from, int64_t begin, int64_t end) {
   each_page(layer, pages, set, words, begin, end,
             [=](int64_t at, Word* page, int64_t n) { std::memcpy(page, from + at, 4 * n); });

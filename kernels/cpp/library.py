@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library's calls and their arguments: the structures of ``layer.h`` as ctypes.
+"""The compiled library's calls and their arguments: the structures of the C++ files as ctypes.
 
 Addresses are ``data_ptr()`` of CPU tensors that the caller keeps alive. A call releases the GIL.
 """
@@ -29,8 +29,8 @@ class Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *_of(c_void_p, "kv rank born score token slopes rotation"),
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size half"),
-        *_of(c_int64, "is_neox dtype uses_scores reduction newest_stays per_age"),
-        *_of(c_float, "scale softcap decay weight"),
+        *_of(c_int64, "is_neox dtype uses_scores reduction"),
+        *_of(c_float, "scale softcap"),
     ]
 
 
@@ -44,26 +44,25 @@ class Rows(ctypes.Structure):
 
 
 class Tokens(ctypes.Structure):
-    """One-token strides of many requests: addresses of int64 (fp32) arrays ``[count]``."""
+    """Single tokens of many requests: step rows, block numbers, and addresses as in C++."""
 
     _fields_: ClassVar = [
         *_of(c_int64, "count num_pages"),
-        *_of(
-            c_void_p, "index stream pages cached old_slots new_slots lo hi logit_scale given scored"
-        ),
+        *_of(c_void_p, "steps pages logit_scale given scored rules"),
         *_of(c_int64, "moved"),
     ]
 
 
 class Stride(ctypes.Structure):
-    """One request's stride of several tokens."""
+    """One request's stride, and the rules of its schedule."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "pages"),
-        *_of(c_int64, "start num_tokens stream cached old_slots new_slots moved"),
+        *_of(c_void_p, "step pages"),
+        *_of(c_int64, "moved"),
         *_of(c_void_p, "logit_scale given"),
         *_of(c_int64, "scored"),
-        *_of(c_void_p, "scores"),
+        *_of(c_void_p, "rules first"),
+        *_of(c_int64, "transient period"),
     ]
 
 
@@ -85,31 +84,25 @@ class Library:
         ):
             size = getattr(native, f"{name}_size")
             size.restype = c_int64
-            assert size() == ctypes.sizeof(kind), f"layer.h and library.py differ in {name}"
+            assert size() == ctypes.sizeof(kind), f"C++ and library.py differ in {name}"
         self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
         native.has_fp16.restype = c_int64
         self.dtypes = {d for d in DTYPES if d != torch.float16 or native.has_fp16()}
         self._tokens = native.attend_and_insert_tokens
-        self._attend_stride = native.attend_stride
-        self._insert_stride = native.insert_stride
-        self._insert_stride.argtypes = [c_void_p, c_void_p, c_void_p, c_void_p]
-        for function in (self._tokens, self._attend_stride):
+        self._stride = native.attend_and_insert_stride
+        for function in (self._tokens, self._stride):
             function.argtypes = [c_void_p, c_void_p, c_void_p]
-        for function in (self._tokens, self._attend_stride, self._insert_stride):
             function.restype = None
 
     def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
+        """Attend, update scores, run each row's rules, insert."""
         self.calls["tokens"] += 1
         self._tokens(ctypes.byref(layer), ctypes.byref(batch), ctypes.byref(rows))
 
-    def attend_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
+    def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
+        """The same for a stride, with the rules of all of its tokens."""
         self.calls["strides"] += 1
-        self._attend_stride(ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows))
-
-    def insert_stride(self, layer: Layer, stride: Stride, rows: Rows, keep: torch.Tensor) -> None:
-        self._insert_stride(
-            ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows), keep.data_ptr()
-        )
+        self._stride(ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows))
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ constexpr int64_t KEY_STRIDE = (TILE + 1) * W;  // one more token, so that rows 
 
 // The stored rows of slots [from, from + n) of a head.
 template <class T>
-static inline void tile_rows(const Layer& layer, const int64_t* pages, int64_t head, int64_t from,
+static inline void tile_rows(const Layer& layer, const int32_t* pages, int64_t head, int64_t from,
                              int64_t n, const T** row) {
   const int64_t step = 2 * layer.head_size;
   int64_t page = from / layer.block_size, offset = from % layer.block_size;
@@ -21,7 +21,7 @@ static inline void tile_rows(const Layer& layer, const int64_t* pages, int64_t h
 }
 
 // Ranks of a tile's slots (-1 behind the last), and how far each key has moved since it was written.
-static inline void tile_words(const Layer& layer, const int64_t* pages, int64_t set, int64_t from,
+static inline void tile_words(const Layer& layer, const int32_t* pages, int64_t set, int64_t from,
                               int64_t n, bool moved, int32_t* rank, int32_t* distance) {
   gather(layer, pages, set, (const int32_t*)layer.rank, rank, from, from + n);
   for (int64_t i = n; i < TILE; i++) rank[i] = -1;

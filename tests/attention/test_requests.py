@@ -13,12 +13,12 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.attention.steps import step_of
-from vllm_cascade.attention.rows import Batch, RunnerV1Batch, RunnerV2Batch
-from vllm_cascade.policies import resolve
+from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.policies import compiled, resolve
 from vllm_cascade.policies.text_importance import TokenImportance
 
-POLICY = resolve({"name": "dgc", "budget": 10, "global_size": 7})
-LAG = POLICY.token_scores.lag
+SCHEDULE = compiled(resolve({"name": "dgc", "budget": 10, "global_size": 7}))
+LAG = SCHEDULE.lag
 ENDS = np.zeros(50, dtype=bool)
 ENDS[7] = True
 
@@ -85,7 +85,7 @@ def test_a_stream_through_the_second_runner() -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 12, 30).tolist()
     runner = Runner()
-    batch = RunnerV2Batch(runner, POLICY, judge())
+    batch = RunnerV2Requests(runner, SCHEDULE, judge())
     requests = new("other", [3, 4, 5], 3), new("mine", tokens[:20], 20)
     batch.note(output(*requests))
     for request in requests:
@@ -109,7 +109,7 @@ def test_a_resumed_request_is_read_again() -> None:
     """It is sent anew, its generated tokens with it; those are not part of its prompt."""
     tokens = np.random.default_rng(1).integers(0, 12, 20).tolist()
     runner = Runner()
-    batch = RunnerV2Batch(runner, POLICY, judge())
+    batch = RunnerV2Requests(runner, SCHEDULE, judge())
     batch.note(output(new("mine", tokens[:8], 8)))
     runner.add(new("mine", tokens[:8], 8))
     batch.token_scores(runner.rows(["mine"], [0], [8]), 0, 0, 8, LAG)
@@ -128,14 +128,17 @@ def test_a_resumed_request_is_read_again() -> None:
 
 def test_policies_of_rows_in_the_second_runner() -> None:
     runner = Runner()
-    engine = resolve({"name": "cascade", "budget": 128})
-    batch = RunnerV2Batch(runner, engine, None)
+    engine = compiled(resolve({"name": "cascade", "budget": 128}))
+    batch = RunnerV2Requests(runner, engine, None)
     requests = new("a", [1, 2], 2), new("b", [1], 1, kv_budget=64)
     batch.note(output(*requests))
     for request in requests:
         runner.add(request)
-    assert [p.budget for p in batch.policies(runner.rows(["b", "a"], [0, 0], [1, 2]))] == [64, 128]
-    assert batch.policies(runner.rows(["a"], [2], [1])) == [engine]
+    assert [s.policy.budget for s in batch.schedules(runner.rows(["b", "a"], [0, 0], [1, 2]))] == [
+        64,
+        128,
+    ]
+    assert batch.schedules(runner.rows(["a"], [2], [1])) == [engine]
     assert len(batch._requests["a"].tokens) == 0, "token ids are kept for policies that read them"
     batch.note(output(finished=("a", "b")))
     assert not batch._requests
@@ -143,12 +146,12 @@ def test_policies_of_rows_in_the_second_runner() -> None:
 
 @pytest.mark.parametrize("index", [None, np.asarray([2, 3])])
 def test_warm_up_rows_are_nobodys(index: np.ndarray | None) -> None:
-    batch = RunnerV2Batch(Runner(), POLICY, judge())
+    batch = RunnerV2Requests(Runner(), SCHEDULE, judge())
     common = step_of([4, 0], [1, 1], [False, False], torch.zeros(2, 1)).replace(req_idx=index)
-    assert set(batch.policies(common)) <= {POLICY}
+    assert set(batch.schedules(common)) <= {SCHEDULE}
     assert batch.prefilling(common).tolist() == [False, False]
     assert batch.token_scores(common, 1, 0, 1, LAG).tolist() == [0.0]
-    assert Batch().policies(common) == []
+    assert Requests().schedules(common) == []
 
 
 def test_rows_of_the_first_runner() -> None:
@@ -160,9 +163,9 @@ def test_rows_of_the_first_runner() -> None:
             req_ids=["b", "a"], num_reqs=2, max_num_reqs=4, token_ids_cpu=tokens
         ),
     )
-    batch = RunnerV1Batch(runner, POLICY, judge())
+    batch = RunnerV1Requests(runner, SCHEDULE, judge())
     common = step_of([0, 0], [16, 16], [True, False], torch.zeros(2, 1))
-    assert [policy.budget for policy in batch.policies(common)] == [8, 10]
+    assert [s.policy.budget for s in batch.schedules(common)] == [8, 10]
     assert batch.prefilling(common).tolist() == [True, False]
     found = batch.token_scores(common, 1, 0, 16, LAG).tolist()
     assert found == expected(tokens[1].tolist()) and any(found)
@@ -171,7 +174,7 @@ def test_rows_of_the_first_runner() -> None:
 
 def test_streams_that_ended_are_forgotten() -> None:
     runner = Runner()
-    batch = RunnerV2Batch(runner, POLICY, judge())
+    batch = RunnerV2Requests(runner, SCHEDULE, judge())
     for number in range(100):
         name = f"request {number}"
         batch.note(output(new(name, [1, 2, 3], 3), finished=(f"request {number - 1}",)))

@@ -21,7 +21,7 @@ COMPILE = """
 import json, sys
 from dataclasses import asdict
 from benchmarks.gpu.kernels_alone import load
-aot = load("aot")
+aot = load("testing.aot")
 shapes = eval(sys.argv[1], vars(aot))
 rows = []
 for shape in shapes:
