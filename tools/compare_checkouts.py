@@ -3,10 +3,11 @@
 
     .venv/bin/python tools/compare_checkouts.py OTHER [--arms cascade sink ...]
 
-``OTHER`` is another checkout of this repository with its own ``.venv`` (``git worktree add``, then
-``make setup`` in it). In each checkout every arm runs in a process of its own, with that checkout's
-code: a real vLLM engine with the shipped model, three requests of different lengths at once,
-prompts in chunks, and tokens decoded far past the budget. A refactoring must print ``same``.
+``OTHER`` is another checkout of this repository with its own ``.venv`` (``git worktree add``,
+then ``make setup`` in it). In each checkout every arm runs in a process of its own, with that
+checkout's code: a real vLLM engine with the shipped model, three requests of different lengths at
+once, prompts in chunks, and tokens decoded far past the budget. A refactoring must print ``same``
+everywhere.
 """
 
 import argparse

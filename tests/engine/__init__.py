@@ -20,7 +20,7 @@ test here that would find it:
 11. counts that survive a preemption: ``test_metrics.py::test_a_replay_is_counted_again``,
     ``test_batching.py::test_a_replay_after_preemption_changes_nothing``
 12. a default that is not the paper's: ``test_cascade.py::test_gamma_is_the_papers``,
-    ``test_config.py::test_defaults``
+    ``test_settings.py::test_defaults``
 13. evicted memory never freed: ``test_batching.py::test_a_stream_of_20_000_tokens``, pages in
     ``test_metrics.py::test_every_step``
 """

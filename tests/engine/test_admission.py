@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How large a request may be, and whose pool may be too small for the longest one.
+"""How large a request may be, what it may ask for, and whose pool may be too small.
 
 The 400 of a live server: ``tests/engine/test_faults.py``.
 """
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +12,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.conftest import MODEL
+from tests.policies.test_per_request import CASCADE, UNMET
 from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.engine.admission import check_request, longest_stream, usable_pages
-from vllm_cascade.engine.lookup import policy_of
-from vllm_cascade.policies import POLICIES, resolve
+from vllm_cascade.engine import admission
+from vllm_cascade.engine.admission import (
+    check_arguments,
+    check_request,
+    longest_stream,
+    usable_pages,
+)
+from vllm_cascade.engine.lookup import policy_of, requests_of
+from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
+from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.settings import KVPolicyError
 
 POLICY = {"name": "sink", "budget": 64, "prefill_stride": 16}
 
@@ -29,9 +39,9 @@ POLICY = {"name": "sink", "budget": 64, "prefill_stride": 16}
 @settings(deadline=None)
 @given(name=st.sampled_from(sorted(POLICIES)), slots=st.integers(0, 90), limit=st.integers(0, 200))
 def test_longest_stream(name: str, slots: int, limit: int) -> None:
-    policy = resolve({"name": name, "budget": 64, "prefill_stride": 16})
-    needed = np.maximum.accumulate([policy.count(t) for t in range(limit + 1)])
-    assert longest_stream(policy, slots, limit) == np.flatnonzero(needed <= slots)[-1]
+    schedule = compiled(resolve({"name": name, "budget": 64, "prefill_stride": 16}))
+    needed = np.maximum.accumulate([schedule.count_at(t) for t in range(limit + 1)])
+    assert longest_stream(schedule, slots, limit) == np.flatnonzero(needed <= slots)[-1]
 
 
 def config(policy: dict[str, Any] | None = POLICY, **kwargs: Any) -> Any:
@@ -102,3 +112,91 @@ def test_only_engines_with_a_policy_may_have_a_small_pool() -> None:
     assert configs(config(), 2)[0].num_blocks == 3
     with pytest.raises(ValueError, match="No available memory for the cache blocks"):
         configs(config(), 0)
+
+
+def check(policy: Policy | None, **extra_args: Any) -> str:
+    """The message of the refusal of a request's arguments; empty where there is none."""
+    requests = None if policy is None else PerRequest(compiled(policy))
+    try:
+        check_arguments(requests, SamplingParams(extra_args=extra_args))
+    except VLLMValidationError as error:
+        assert error.parameter in extra_args
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "extra_args", "message"),
+    [
+        *UNMET,
+        (CASCADE, {"kv_bugdet": 5}, "unknown argument 'kv_bugdet'.*did you mean 'kv_budget'"),
+        (CASCADE, {"kv_policy_config": {}}, "unknown argument 'kv_policy_config', choose from"),
+        (None, {"kv_budget": 5}, "this server runs no KV policy; start it with --kv-policy"),
+        (None, {"kv_policy": "sink"}, "this server runs no KV policy"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    policy: Policy | None, extra_args: dict[str, Any], message: str
+) -> None:
+    assert re.search(message, check(policy, **extra_args))
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(sorted(POLICIES)),
+    own=st.sampled_from(sorted(POLICIES)),
+    budget=st.one_of(st.none(), st.integers(1, 300)),
+    overflow=st.integers(1, 40),
+)
+def test_refused_is_what_has_no_schedule(
+    name: str, own: str, budget: int | None, overflow: int
+) -> None:
+    sizes = {"budget": 256, "prefill_stride": 32, "overflow": overflow}
+    engine = resolve({"name": name, **sizes})
+    asked = {"kv_policy": own, "kv_budget": budget}
+    try:
+        PerRequest(compiled(engine)).schedule(asked)
+    except KVPolicyError as error:
+        assert check(engine, **asked) == str(error)
+        return
+    assert check(engine, **asked) == ""
+
+
+def test_arguments_that_are_not_ours_pass() -> None:
+    assert check(None, kv_something=1, forced=2, kv_policy="full") == ""
+    assert check(None) == ""
+    for extra_args in ({}, {"forced": [1]}, {"kv_transfer_params": {}}):
+        assert check(CASCADE, **extra_args) == ""
+    check_arguments(PerRequest(compiled(CASCADE)), PoolingParams())
+
+
+def test_arguments_are_checked_with_the_size() -> None:
+    engine = config()
+    engine.cache_config.num_gpu_blocks = 4
+    with pytest.raises(VLLMValidationError, match="ask for 1 to 64"):
+        check_request(engine, 5, SamplingParams(extra_args={"kv_budget": 65}))
+    longer = SamplingParams(max_tokens=500, extra_args={"kv_budget": 40})  # 44 slots, three pages
+    check_request(engine, 490, longer)
+    with pytest.raises(VLLMValidationError, match="this server runs no KV policy"):
+        check_request(config(None), 5, SamplingParams(extra_args={"kv_budget": 65}))
+    check_request(engine, 490, None)
+
+
+def test_a_front_end_keeps_its_schedules() -> None:
+    """Looked up for every request that comes, in engines with and without a policy."""
+    first, again, other = config(), config(), config({**POLICY, "budget": 96})
+    assert requests_of(config(None)) is None
+    requests = requests_of(first)
+    assert requests_of(again) is requests is requests_of(first) is not requests_of(other)
+    assert requests.engine is compiled(policy_of(first))
+
+
+def test_a_policy_with_too_many_rules_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thinning cascade that evicts in batches while it fills: a rule for nearly every token."""
+    policy = resolve({"name": "cascade", "budget": 2048, "eager_fill": False, "overflow": 8})
+    assert check(policy, kv_budget=1024) == ""
+    monkeypatch.setattr(admission.current_platform, "is_cuda", lambda: True)
+    refused = check(policy, kv_budget=1024)
+    assert re.search(r"kv_budget: cascade with overflow 8 .* rules, more than the 1024", refused)
+    assert check(policy, kv_budget=128) == ""
+    assert check(resolve({"name": "cascade"}), kv_budget=1024) == ""

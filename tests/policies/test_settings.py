@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_cascade.policies import CHOICES, POLICIES, resolve
+from vllm_cascade.policies import CHOICES, POLICIES, compiled, resolve
 from vllm_cascade.policies.settings import KVPolicyError, raw_settings
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -82,7 +82,7 @@ def test_defaults(name: str) -> None:
     assert policy.num_sinks == (0 if name == "window" else 4)
     assert policy.overflow == (32 if name == "lazy" else 1)
     assert policy.capacity == policy.budget + policy.num_sinks + policy.overflow - 1
-    assert policy.peak(10**9) == policy.capacity
+    assert compiled(policy).peak_at(10**9) == policy.capacity
     assert policy.remarks() == []
 
 

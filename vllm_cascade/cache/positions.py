@@ -136,17 +136,17 @@ def find_rotaries(model: nn.Module, layers: dict[str, Attention]) -> dict[str, R
         KVPolicyError: a layer with no rotary module and no ALiBi, or with two kinds of it.
     """
     modules = dict(model.named_modules())
-    names = {id(module): name for name, module in modules.items() if isinstance(module, Attention)}
-    known: dict[int, Rotary] = {}
+    names = {module: name for name, module in modules.items() if isinstance(module, Attention)}
+    known: dict[RotaryEmbeddingBase, Rotary] = {}
     result: dict[str, Rotary | None] = {}
     for layer_name, layer in layers.items():
         if getattr(layer.impl, "alibi_slopes", None) is not None:
             result[layer_name] = None
             continue
-        module = _enclosing_rotary(modules, names.get(id(layer), ""), layer_name)
-        if id(module) not in known:
-            known[id(module)] = rotary_of(module)
-        result[layer_name] = known[id(module)]
+        module = _enclosing_rotary(modules, names.get(layer, ""), layer_name)
+        if module not in known:
+            known[module] = rotary_of(module)
+        result[layer_name] = known[module]
     return result
 
 
@@ -155,9 +155,9 @@ def _enclosing_rotary(
 ) -> RotaryEmbeddingBase:
     while name:
         name = name.rpartition(".")[0]
-        found = {id(m): m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
+        found = {m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
         if len(found) == 1:
-            return next(iter(found.values()))
+            return found.pop()
         if found:
             raise KVPolicyError(f"kv_policy: {layer_name} has more than one rotary embedding")
     raise KVPolicyError(

@@ -2,6 +2,7 @@
 """Beehive sampling: between sinks and window, one token of every cell of a comb stays."""
 
 import math
+from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -120,7 +121,7 @@ class Beehive(Policy):
 
     def regions(self, t: int, count: int) -> list[str]:
         sinks = min(t, self.num_sinks)
-        old = self._walk()[1][t - 1] if t else 0
+        old = _survivors(self)[t - 1] if t else 0
         recent = min(count - sinks, self.recent)
         new = count - sinks - recent - old
         return ["sink"] * sinks + ["old"] * old + ["new"] * new + ["window"] * recent
@@ -182,3 +183,9 @@ class Beehive(Policy):
             (self.num_sinks, first, old - old_left, -self.interval),
         ]
         return [Rule(*rule) for rule in thinned if rule[2]], new_left + old_left
+
+
+@lru_cache(maxsize=8)
+def _survivors(policy: Beehive) -> list[int]:
+    """Survivors in the middle after every token; a trace asks again and again."""
+    return policy._walk()[1]

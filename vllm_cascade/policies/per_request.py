@@ -46,7 +46,8 @@ class PerRequest:
             raise KVPolicyError(f"{NAME} must be the name of a policy, not {name!r}")
         own = self._known.get((name, budget))
         if own is None:
-            own = compiled(derive(self.engine.policy, name, budget))
+            policy = derive(self.engine.policy, name, budget)
+            own = self.engine if policy == self.engine.policy else compiled(policy)
             if len(self._known) >= MAX_SCHEDULES:
                 self._known.clear()
             self._known[name, budget] = own

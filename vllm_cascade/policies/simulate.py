@@ -55,8 +55,8 @@ def simulate(
             weight = np.float32(scoring.weight)
             score = np.float32(scoring.decay) * score
             score += weight * probs[t, kept].astype(np.float32)
-        if scoring.source == "text" and probs is not None:
-            judged = t - schedule.lag
+        judged = t - schedule.lag
+        if scoring.source == "text" and probs is not None and judged >= 0:
             score[kept == judged] = probs[judged]
         values = compared(scoring, torch.from_numpy(score), torch.from_numpy(t + 1 - kept))
         stays = schedule.survivors(values[None], schedule.plan(t, 1))[0].numpy()

@@ -1,34 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer on the CPU in C++: both kinds of stride, one or two calls each."""
+"""Attention of one layer on the CPU in C++: one call for all single tokens, one a longer stride."""
 
 from typing import Any
 
 import torch
 
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.metadata import Stride, TokenBatch
-from vllm_cascade.attention.torch.stride import chronological_slots, comparable
+from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.kernels.cpp import library as native
-from vllm_cascade.policies import Policy
+from vllm_cascade.kernels.cpp import library as cpp
+from vllm_cascade.policies import Schedule
 
 
 def refusal(
-    layer: LayerConfig, pages: Pages, num_heads: int, library: native.Library
+    layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule, library: cpp.Library
 ) -> str | None:
     """Why a layer cannot run in the library; None where it can."""
     if layer.gather_heads is not None:
         return "tensor-parallel ranks exchange scores in the middle of a step"
     if pages.kv.dtype not in library.dtypes:
         return f"the compiler has no {pages.kv.dtype}"
-    if type(layer.policy).comparable is not Policy.comparable:
-        return f"policy {layer.policy.name} compares something else than scores"
-    if layer.policy.arranges:
-        return f"policy {layer.policy.name} puts tokens at other positions than their ranks"
-    if layer.policy.merge_into is not None:
-        return f"policy {layer.policy.name} merges tokens"
-    if num_heads > native.MAX_QUERY_HEADS:
-        return f"more than {native.MAX_QUERY_HEADS} query heads"
+    if schedule.moves_tokens:
+        return f"policy {schedule.policy.name} merges tokens, or puts them out of order"
+    if num_heads > cpp.MAX_QUERY_HEADS:
+        return f"more than {cpp.MAX_QUERY_HEADS} query heads"
     return None
 
 
@@ -36,23 +31,27 @@ class NativePath:
     """One layer's calls into the library; see ``PyTorchPath`` for what they compute."""
 
     def __init__(
-        self, library: native.Library, layer: LayerConfig, pages: Pages, num_heads: int
+        self,
+        library: cpp.Library,
+        layer: LayerConfig,
+        pages: Pages,
+        num_heads: int,
+        schedule: Schedule,
     ) -> None:
         self._library = library
-        self._config = layer
-        self._pages = pages
-        self._args = _layer_args(layer, pages, num_heads)
+        self._kept = layer, pages  # whose tensors the addresses are of
+        self._layer = _layer(layer, pages, num_heads, schedule)
 
     def tokens(
         self,
-        batch: TokenBatch,
+        singles: Singles,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
         rows = _rows(query, key, value, output)
-        self._library.attend_and_insert_tokens(self._args, _token_args(batch), rows)
+        self._library.attend_and_insert_tokens(self._layer, _tokens(singles), rows)
 
     def stride(
         self,
@@ -62,35 +61,17 @@ class NativePath:
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        config = self._config
-        total = stride.cached + stride.num_tokens
-        scored = _has_scores(config.policy)
-        scores = (torch.empty if scored else torch.zeros)(config.num_sets, total)
-        args = _stride_args(stride, scores if scored else None)
         rows = _rows(query, key, value, output)
-        self._library.attend_stride(self._args, args, rows)
-        values = scores
-        if config.policy.needs_age:
-            order = chronological_slots(self._pages, stride)
-            values = comparable(config, self._pages, stride, order, scores)
-        keep = config.policy.keep(values, stride.plan).contiguous()
-        assert keep.shape == scores.shape and keep.dtype == torch.bool, keep.shape
-        self._library.insert_stride(self._args, args, rows, keep)
+        self._library.attend_and_insert_stride(self._layer, _stride(stride), rows)
 
 
-def _has_scores(policy: Policy) -> bool:
-    """Whether anything is compared, be it attention's or the host's."""
-    return policy.uses_scores or policy.token_scores is not None
-
-
-def _layer_args(layer: LayerConfig, pages: Pages, num_heads: int) -> native.Layer:
-    """The tensors stay alive as members of ``layer`` and ``pages``."""
-    policy, rotation = layer.policy, layer.rotation
+def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
+    rotation = layer.rotation
     for words in (pages.rank, pages.born, pages.score):
         assert words.stride() == pages.rank.stride() and words[0].is_contiguous(), words.stride()
     assert rotation is None or rotation.is_contiguous()
     assert layer.slopes is None or layer.slopes.is_contiguous()
-    return native.Layer(
+    return cpp.Layer(
         kv=pages.kv.data_ptr(),
         rank=pages.rank.data_ptr(),
         born=pages.born.data_ptr(),
@@ -107,15 +88,11 @@ def _layer_args(layer: LayerConfig, pages: Pages, num_heads: int) -> native.Laye
         block_size=pages.block_size,
         half=0 if rotation is None else rotation.shape[-1],
         is_neox=layer.is_neox,
-        dtype=native.DTYPES[pages.kv.dtype],
-        uses_scores=_has_scores(policy),
-        reduction=native.REDUCTIONS[policy.head_reduction],
-        newest_stays=policy.tie == "incoming",
-        per_age=policy.needs_age,
+        dtype=cpp.DTYPES[pages.kv.dtype],
+        uses_scores=schedule.scoring.source != "none",
+        reduction=cpp.REDUCTIONS[layer.reduction],
         scale=layer.scale,
         softcap=layer.softcap,
-        decay=policy.decay,
-        weight=policy.weight,
     )
 
 
@@ -123,62 +100,65 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-_last: tuple[Any, native.Tokens] | None = None
+_last_tokens: tuple[Any, cpp.Tokens] | None = None
+_last_stride: tuple[Any, cpp.Stride] | None = None
 
 
-def _token_args(batch: TokenBatch) -> native.Tokens:
-    """All layers of a step share a batch, so its structure is made once."""
-    global _last
-    last = _last
-    if last is not None and last[0] is batch:
+def _tokens(singles: Singles) -> cpp.Tokens:
+    """All layers of a step share them, so their structure is made once."""
+    global _last_tokens
+    last = _last_tokens
+    if last is not None and last[0] is singles:
         return last[1]
-    count, num_pages = batch.pages.shape
-    args = native.Tokens(
-        count=count,
-        num_pages=num_pages,
-        index=batch.index.data_ptr(),
-        stream=batch.stream.data_ptr(),
-        pages=batch.pages.data_ptr(),
-        cached=batch.cached.data_ptr(),
-        old_slots=batch.old_slots.data_ptr(),
-        new_slots=batch.new_slots.data_ptr(),
-        lo=batch.lo.data_ptr(),
-        hi=batch.hi.data_ptr(),
-        logit_scale=_address(batch.logit_scale),
-        given=_address(batch.host_scores),
-        scored=_address(batch.scored),
-        moved=batch.moved,
+    assert singles.steps.is_contiguous() and singles.table.is_contiguous()
+    assert singles.steps.dtype == singles.table.dtype == singles.rules.dtype == torch.int32
+    made = cpp.Tokens(
+        count=len(singles.steps),
+        num_pages=singles.table.shape[1],
+        steps=singles.steps.data_ptr(),
+        pages=singles.table.data_ptr(),
+        logit_scale=_address(singles.logit_scale),
+        given=_address(singles.given),
+        scored=_address(singles.scored),
+        rules=singles.rules.data_ptr(),
+        moved=singles.moved,
     )
-    _last = batch, args
-    return args
+    _last_tokens = singles, made
+    return made
 
 
-def _stride_args(stride: Stride, scores: torch.Tensor | None) -> native.Stride:
-    return native.Stride(
+def _stride(stride: Stride) -> cpp.Stride:
+    """The same for a stride, whose layers come one after another."""
+    global _last_stride
+    last = _last_stride
+    if last is not None and last[0] is stride:
+        return last[1]
+    schedule = stride.schedule
+    assert stride.step.is_contiguous() and stride.pages.is_contiguous()
+    assert stride.step.dtype == stride.pages.dtype == torch.int32
+    made = cpp.Stride(
+        step=stride.step.data_ptr(),
         pages=stride.pages.data_ptr(),
-        start=stride.start,
-        num_tokens=stride.num_tokens,
-        stream=stride.stream,
-        cached=stride.cached,
-        old_slots=stride.old_slots,
-        new_slots=stride.new_slots,
         moved=stride.moved,
         logit_scale=_address(stride.logit_scale),
-        given=_address(stride.host_scores),
+        given=_address(stride.given),
         scored=stride.scored,
-        scores=_address(scores),
+        rules=schedule.rules.ctypes.data,
+        first=schedule.first.ctypes.data,
+        transient=schedule.transient,
+        period=schedule.period,
     )
+    _last_stride = stride, made
+    return made
 
 
 def _rows(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
-) -> native.Rows:
+) -> cpp.Rows:
     """``[num_tokens, heads, head_size]`` each; slices of a fused projection will do."""
     size, strides = query.shape[2], []
     for rows in (query, key, value, output):  # called for every layer and step: microseconds count
         step, head, channel = rows.stride()
         assert channel == 1 and head == size and rows.dtype == query.dtype, (rows.stride(), size)
         strides.append(step)
-    return native.Rows(
-        query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), *strides
-    )
+    return cpp.Rows(query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), *strides)

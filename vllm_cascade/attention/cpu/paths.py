@@ -108,7 +108,7 @@ def choose(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
     if library is not None:
         reason = native.refusal(layer, pages, num_heads, schedule, library)
         if reason is None:
-            return native.NativePath(library, layer, pages, num_heads)
+            return native.NativePath(library, layer, pages, num_heads, schedule)
     if wanted == "native":
         raise KVPolicyError(f"{SWITCH}=native cannot be: {reason}; unset it to run in PyTorch")
     _say_once(reason)
