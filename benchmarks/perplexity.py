@@ -179,17 +179,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     streams = load(args)
     plan, kept_in = jobs(args, streams), results.parts_of(args)
-    scored, failed = scoring.run_all(plan, args.engines, kept_in)
+    found = scoring.run_all(plan, args.engines, kept_in)
+    scored, failed = found.done, found.failed
     arms = {job.label: resolve(job.engine.policy) for job in plan if job.engine.policy}
     tables = [quality_report.overall(scored, arms, args.base, args.capacity, failed)]
     if args.base in scored:
         tables.append(quality_report.positions(scored, args.base))
     data = {**quality_report.numbers(scored, arms), **results.failures(failed)}
     if args.spike_tokens:
-        close, broken = scoring.run_all(spike_jobs(args, streams), args.engines, kept_in)
-        if args.base in close:
-            tables.append(quality_report.spikes(close, policies(args, 1), args.base))
-        failed |= {f"{label}, token by token": reason for label, reason in broken.items()}
+        close = scoring.run_all(spike_jobs(args, streams), args.engines, kept_in)
+        if args.base in close.done:
+            tables.append(quality_report.spikes(close.done, policies(args, 1), args.base))
+        failed |= {f"{label}, token by token": why for label, why in close.failed.items()}
     results.save(args.out, tables, data, vars(args), argv)
     if args.base in scored:
         quality_report.picture(scored, args.base, args.out.with_suffix(".png"))

@@ -69,9 +69,8 @@ def test_with_an_engines_probabilities_it_keeps_what_the_engine_keeps(
             [1], [t], [False], table, query[row], key[row], value[row], rotate=literal.rotate
         )
         literal.step(query[row], key[row], value[row])
-        kept.append(
-            kept_tokens(layer.pages, table[0].long(), layer.spec.schedule.peak_at(t + 1))[0]
-        )
+        slots = layer.spec.schedule.peak_at(t + 1)
+        kept.append(kept_tokens(layer.pages, table[0].long(), slots)[0])
     probs = np.zeros((2, total, total))
     for t, row in enumerate(literal.probs):
         probs[1, t, list(row)] = list(row.values())

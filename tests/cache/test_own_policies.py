@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests with policies of their own: their pages, their room in the pool, their snapshots."""
 
+import pytest
+
 from tests.cache.test_snapshots import Worker, drain, request
 from tests.engine.test_scheduler import make_scheduler
-from vllm_cascade.engine.scheduler import KVPolicyScheduler
-from vllm_cascade.policies import Schedule
+from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
+from vllm_cascade.policies import POLICIES, Schedule, resolve
 
 
 def test_pages_are_counted_per_request() -> None:
@@ -59,3 +61,32 @@ class KeyBySchedule(dict):
 
     def __getitem__(self, name: str) -> Schedule:
         return self.worker.scheduler._schedule_of(self.worker.scheduler.requests[name])
+
+
+@pytest.mark.parametrize("cls", [KVPolicyScheduler, AsyncKVPolicyScheduler])
+def test_no_step_hashes_settings(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request's schedule is found by the two values it asks for, and carried from then on."""
+    asked = [{}, {"kv_budget": 32}, {"kv_policy": "window"}, {"kv_policy": "h2o", "kv_budget": 20}]
+    worker = Worker(make_scheduler(cls, 90, max_num_batched_tokens=600))
+    scheduler = worker.scheduler
+
+    def add(kind: int, max_tokens: int) -> None:
+        for i, extra_args in enumerate(asked):
+            name = f"r{len(scheduler.requests)}-{kind}-{i}"
+            tokens = [kind] * 100 + [i] * 40
+            scheduler.add_request(request(name, tokens, max_tokens, extra_args=extra_args))
+
+    add(1, max_tokens=100)
+    output = scheduler.schedule()
+    scheduler.update_from_output(output, worker.run(output))
+    assert len(scheduler.running) == len(asked)
+    hashed: list[str] = []
+    for policy in POLICIES.values():
+        monkeypatch.setattr(policy, "__hash__", lambda own: hashed.append(own.name) or 0)
+    assert hash(resolve({"name": "h2o"})) == 0 and hashed.pop() == "h2o", "it would be seen"
+    add(2, max_tokens=20)
+    add(1, max_tokens=20)  # from the first ones' snapshots
+    drain(worker)
+    counters = scheduler.snapshot_counters
+    assert min(counters.hits, counters.stored) > 0 and worker.reported["hits"] > 0
+    assert hashed == []

@@ -157,7 +157,7 @@ def test_refused_is_what_has_no_schedule(
     try:
         PerRequest(compiled(engine)).schedule(asked)
     except KVPolicyError as error:
-        assert check(engine, **asked) == str(error)
+        assert check(engine, **asked).startswith(str(error))
         return
     assert check(engine, **asked) == ""
 

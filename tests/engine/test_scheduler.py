@@ -20,7 +20,6 @@ from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.strides import aligned_chunk, cut_strides
 from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
-from vllm_cascade.policies import POLICIES, resolve
 
 STRIDE = 16
 
@@ -97,8 +96,8 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
     )
 
 
-def request(name: str, prompt: int, max_tokens: int, **extra_args: Any) -> Request:
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
+def request(name: str, prompt: int, max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     params.update_from_generation_config({}, 0)
     return Request(name, list(range(1, prompt + 1)), params, None)
 
@@ -172,29 +171,6 @@ def test_aborts_give_pages_back(cls: type) -> None:
     scheduler.finish_requests(["prefilling", "short", "waiting"], RequestStatus.FINISHED_ABORTED)
     assert pool.get_num_free_blocks() == free
     assert not scheduler.has_unfinished_requests()
-
-
-@pytest.mark.parametrize("cls", [KVPolicyScheduler, AsyncKVPolicyScheduler])
-def test_no_step_hashes_settings(cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request's schedule is found by the two values it asks for, and carried from then on."""
-    asked = [{}, {"kv_budget": 32}, {"kv_policy": "window"}, {"kv_policy": "h2o", "kv_budget": 20}]
-    scheduler = make_scheduler(cls, num_pages=60, max_num_batched_tokens=600)
-    for i, extra_args in enumerate(asked):
-        scheduler.add_request(request(f"first{i}", 100, 60, **extra_args))
-    finish_step(scheduler, scheduler.schedule())
-    assert len(scheduler.running) == len(asked)
-    hashed: list[str] = []
-    for policy in POLICIES.values():
-        monkeypatch.setattr(policy, "__hash__", lambda own: hashed.append(own.name) or 0)
-    assert hash(resolve({"name": "h2o"})) == 0 and hashed.pop() == "h2o", "it would be seen"
-    for i, extra_args in enumerate(asked):
-        scheduler.add_request(request(f"second{i}", 300, 60, **extra_args))
-    steps = 0
-    while scheduler.has_unfinished_requests():
-        finish_step(scheduler, scheduler.schedule())
-        steps += 1
-    assert steps > 60 and scheduler.snapshot_counters.stored > 0
-    assert hashed == []
 
 
 def test_a_pool_too_small_for_the_longest_request_is_a_warning(

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import (
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -62,6 +62,11 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         most = vllm_config.scheduler_config.max_num_batched_tokens
         self.positions = CachePositions(most, device)
         self.counters = StepCounters()
+        self.make_tables(vllm_config.scheduler_config)
+
+    def make_tables(self, limits: SchedulerConfig) -> None:
+        """What the device keeps between steps; called once, when all else is set."""
+        raise NotImplementedError
 
     def rules_at(self, schedule: Schedule) -> int:
         """Where a schedule's further rules begin in the table that the device reads."""

@@ -3,12 +3,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from vllm.v1.attention.backend import AttentionImpl, AttentionMetadata, AttentionType
+from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
 
 from vllm_cascade.attention.recorder import Recorder
-from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.cache.positions import alibi_slopes as _slopes
@@ -60,6 +61,23 @@ class LayerConfig:
         return self.softcap * torch.tanh(logits / self.softcap)
 
 
+class NewTokens(NamedTuple):
+    """A step's rows of one layer, rotated at cache positions.
+
+    ``query`` and ``output``, which is written, are ``[num_tokens, num_heads, head_size]``, ``key``
+    and ``value`` ``[num_tokens, num_kv_heads, head_size]``, all in the cache's dtype.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+
+    def at(self, places: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of some tokens."""
+        return self.query[places], self.key[places], self.value[places]
+
+
 def reduce_heads(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Tensor:
     """Attention mass of each query head to one number a head set.
 
@@ -85,8 +103,8 @@ def gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
     return tensor_model_parallel_all_gather(mass.contiguous(), dim=-3)
 
 
-class KVPolicyImpl(AttentionImpl[AttentionMetadata]):
-    """What a layer's constructor refuses and keeps, on any device."""
+class KVPolicyImpl(AttentionImpl[Any]):
+    """One layer on any device; a device says how it rotates and how it runs a step's waves."""
 
     def __init__(
         self,
@@ -125,19 +143,28 @@ class KVPolicyImpl(AttentionImpl[AttentionMetadata]):
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
 
-    def layer_config(
+    def prepare(
         self,
         spec: KVPolicySpec,
-        rotation: torch.Tensor | None,
+        kv_cache: torch.Tensor,
         rotary: Rotary | None,
-        num_ranks: int,
-    ) -> LayerConfig:
-        """What this layer is to the code that computes it, once the page pool exists."""
-        slopes = self.alibi_slopes
+        num_ranks: int = 1,
+    ) -> None:
+        """Fix what no step changes; called once the page pool exists.
+
+        Args:
+            num_ranks: tensor-parallel ranks that the model's heads are spread over.
+        """
+        slopes, device = self.alibi_slopes, kv_cache.device
         if slopes is not None:
+            self.alibi_slopes = slopes = slopes.to(device)
             slopes = slopes.view(self.num_kv_heads, -1)
         shared = spec.policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
-        return LayerConfig(
+        rotation = None
+        if rotary is not None:
+            rotation = self.rotation_table(rotary, spec.policy.max_position, device)
+        self._pages = page_views(kv_cache, spec)
+        self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
             num_sets=spec.num_sets,
@@ -150,3 +177,37 @@ class KVPolicyImpl(AttentionImpl[AttentionMetadata]):
             reduction=spec.policy.head_reduction,
             gather_heads=gather_kv_heads if num_ranks > 1 and shared else None,
         )
+
+    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
+        """cos and sin of a rotation back, for every distance up to ``positions``."""
+        raise NotImplementedError
+
+    def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:
+        """Attend and move the cache to its next state.
+
+        Args:
+            name: the layer's.
+            metadata: what the device's builder made.
+            kv_cache: the layer's page pool, for a step before ``prepare`` has been called.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """vLLM's call; ``attn_metadata`` is None in a profiling run, which touches no cache."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantization is not supported")
+        if attn_metadata is None:
+            return output.zero_()
+        self.run(layer.layer_name, attn_metadata, NewTokens(query, key, value, output), kv_cache)
+        return output

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -22,7 +22,6 @@ from vllm_cascade.attention.step import (
     split,
     strides_of,
 )
-from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.policies import Schedule
 
 
@@ -48,14 +47,7 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
-    def __init__(
-        self,
-        kv_cache_spec: KVPolicySpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def make_tables(self, limits: SchedulerConfig) -> None:
         self._rules = RuleBook()
 
     def rules_at(self, schedule: Schedule) -> int:

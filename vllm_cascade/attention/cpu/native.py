@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
@@ -42,27 +42,11 @@ class NativePath:
         self._kept = layer, pages  # whose tensors the addresses are of
         self._layer = _layer(layer, pages, num_heads, schedule)
 
-    def tokens(
-        self,
-        singles: Singles,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        rows = _rows(query, key, value, output)
-        self._library.attend_and_insert_tokens(self._layer, _tokens(singles), rows)
+    def tokens(self, singles: Singles, new: NewTokens) -> None:
+        self._library.attend_and_insert_tokens(self._layer, _tokens(singles), _rows(new))
 
-    def stride(
-        self,
-        stride: Stride,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        rows = _rows(query, key, value, output)
-        self._library.attend_and_insert_stride(self._layer, _stride(stride), rows)
+    def stride(self, stride: Stride, new: NewTokens) -> None:
+        self._library.attend_and_insert_stride(self._layer, _stride(stride), _rows(new))
 
 
 def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
@@ -152,13 +136,11 @@ def _stride(stride: Stride) -> cpp.Stride:
     return made
 
 
-def _rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
-) -> cpp.Rows:
+def _rows(new: NewTokens) -> cpp.Rows:
     """``[num_tokens, heads, head_size]`` each; slices of a fused projection will do."""
-    size, strides = query.shape[2], []
-    for rows in (query, key, value, output):  # called for every layer and step: microseconds count
+    size, dtype, strides = new.query.shape[2], new.query.dtype, []
+    for rows in new:  # called for every layer and step: microseconds count
         step, head, channel = rows.stride()
-        assert channel == 1 and head == size and rows.dtype == query.dtype, (rows.stride(), size)
+        assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
         strides.append(step)
-    return cpp.Rows(query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr(), *strides)
+    return cpp.Rows(*(rows.data_ptr() for rows in new), *strides)

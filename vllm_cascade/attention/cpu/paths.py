@@ -10,10 +10,8 @@ import os
 from functools import lru_cache
 from typing import Protocol
 
-import torch
-
 from vllm_cascade.attention.cpu import native
-from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.attention.torch import strides as stride_path
 from vllm_cascade.attention.torch import tokens as token_path
@@ -31,29 +29,13 @@ CHOICES = ("native", "pytorch")
 class Path(Protocol):
     """Attention of one layer that leaves its pages in their next state.
 
-    ``query`` and ``output`` are ``[num_tokens, num_heads, head_size]`` of the whole step, ``key``
-    and ``value`` ``[num_tokens, num_kv_heads, head_size]``, all in the cache's dtype. The rows of
-    the given strides are read, and written in ``output``.
+    The rows of the given strides are read from the step's new tokens, and written in ``output``.
     """
 
-    def tokens(
-        self,
-        singles: Singles,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
+    def tokens(self, singles: Singles, new: NewTokens) -> None:
         """One token of many requests."""
 
-    def stride(
-        self,
-        stride: Stride,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
+    def stride(self, stride: Stride, new: NewTokens) -> None:
         """Several tokens of one request."""
 
 
@@ -64,31 +46,16 @@ class PyTorchPath:
         self._layer = layer
         self._pages = pages
 
-    def tokens(
-        self,
-        singles: Singles,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
+    def tokens(self, singles: Singles, new: NewTokens) -> None:
         places = singles.places
-        output[places] = token_path.attend_and_insert(
-            self._layer, self._pages, singles, query[places], key[places], value[places]
-        ).to(output.dtype)
+        attended = token_path.attend_and_insert(self._layer, self._pages, singles, *new.at(places))
+        new.output[places] = attended.to(new.output.dtype)
 
-    def stride(
-        self,
-        stride: Stride,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
-        rows = stride.rows
-        output[rows] = stride_path.attend_and_insert(
-            self._layer, self._pages, stride, query[rows], key[rows], value[rows]
-        ).to(output.dtype)
+    def stride(self, stride: Stride, new: NewTokens) -> None:
+        attended = stride_path.attend_and_insert(
+            self._layer, self._pages, stride, *new.at(stride.rows)
+        )
+        new.output[stride.rows] = attended.to(new.output.dtype)
 
 
 def choose(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> Path:

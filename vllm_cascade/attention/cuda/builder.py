@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadata,
@@ -122,20 +122,12 @@ class TritonMetadata(AttentionMetadata):
 class CUDABuilder(StepBuilder[TritonMetadata]):
     """Plans a step for the Triton kernels and publishes its cache positions."""
 
-    def __init__(
-        self,
-        kv_cache_spec: KVPolicySpec,
-        layer_names: list[str],
-        vllm_config: VllmConfig,
-        device: torch.device,
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        most = len(self.positions.buffer)
-        max_requests = vllm_config.scheduler_config.max_num_seqs
-        self.tables = DeviceTables(self.schedule, device, max_requests)
+    def make_tables(self, limits: SchedulerConfig) -> None:
+        most, device = len(self.positions.buffer), self.device
+        self.tables = DeviceTables(self.schedule, device, limits.max_num_seqs)
         self.steps = torch.full((most, STEP_COLUMNS), -1, dtype=torch.int32, device=device)
         self.engine_rows = torch.zeros(most, dtype=torch.int32, device=device)
-        self.no_scores = torch.zeros(most, kv_cache_spec.num_sets, device=device)
+        self.no_scores = torch.zeros(most, self.kv_cache_spec.num_sets, device=device)
         self.scale = torch.ones(most, device=device)
         self.scored = torch.full((most,), NOBODY, dtype=torch.int32, device=device)
         self.given = torch.zeros(most, device=device)
@@ -271,7 +263,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     def _mirrored(self, rows: StrideRows, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Step rows and their block tables on the device."""
-        steps = self._sent(np.ascontiguousarray(rows.steps))
+        steps = self._sent(rows.steps.copy())  # its own: padding is marked in it
         blocks = table[self._sent(rows.request)]
         # Warm-up brings block tables of nothing but the null block: those rows are padding.
         steps[:, STREAM] = torch.where(blocks[:, 0] == 0, -1, steps[:, STREAM])

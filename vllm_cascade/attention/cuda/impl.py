@@ -7,7 +7,6 @@ the CPU, and so it is tested.
 """
 
 import torch
-from vllm.v1.attention.backend import AttentionLayer
 
 from vllm_cascade.attention.cuda.builder import (
     DecodeRows,
@@ -15,11 +14,10 @@ from vllm_cascade.attention.cuda.builder import (
     PrefillRows,
     TritonMetadata,
 )
-from vllm_cascade.attention.layer import KVPolicyImpl
+from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
-from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
@@ -38,72 +36,32 @@ from vllm_cascade.policies.schedule import compared
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
 
-    def prepare(
-        self,
-        spec: KVPolicySpec,
-        kv_cache: torch.Tensor,
-        rotary: Rotary | None,
-        num_ranks: int = 1,
+    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
+        return rotation_table(rotary.inv_freq, positions, device)
+
+    def run(
+        self, name: str, metadata: TritonMetadata, new: NewTokens, kv_cache: torch.Tensor
     ) -> None:
-        """Fix what no step changes; called once the page pool exists.
-
-        Args:
-            num_ranks: tensor-parallel ranks that the model's heads are spread over.
-        """
-        device = kv_cache.device
-        if self.alibi_slopes is not None:
-            self.alibi_slopes = self.alibi_slopes.to(device)
-        rotation = None
-        if rotary is not None:
-            rotation = rotation_table(rotary.inv_freq, spec.policy.max_position, device)
-        self._layer = self.layer_config(spec, rotation, rotary, num_ranks)
-        self._pages = page_views(kv_cache, spec)
-
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: TritonMetadata | None,
-        output: torch.Tensor,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend and move the cache to its next state; see ``CPUKVPolicyImpl`` for shapes."""
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("fused output quantization is not supported")
-        if attn_metadata is None:
-            return output.zero_()
         # Before the real pool exists, vLLM measures what graphs need on one that it throws away:
         # its block tables are empty, so every row is padding.
-        pages = self._pages or page_views(kv_cache, attn_metadata.spec)
-        for wave in attn_metadata.waves:
+        pages = self._pages or page_views(kv_cache, metadata.spec)
+        for wave in metadata.waves:
             if wave.decode is not None:
-                self._decode(pages, attn_metadata, wave.decode, query, key, value, output)
+                self._decode(pages, metadata, wave.decode, new)
             for rows in wave.prefill:
-                self._prefill(pages, attn_metadata, rows, query, key, value, output)
+                self._prefill(pages, metadata, rows, new)
             for stride in wave.others:
-                self._in_pytorch(pages, stride, query, key, value, output)
+                self._in_pytorch(pages, stride, new)
             if self.recorder is not None:
-                self._record(layer.layer_name, pages, attn_metadata, wave)
-        return output
+                self._record(name, pages, metadata, wave)
 
     def _decode(
-        self,
-        pages: Pages,
-        metadata: TritonMetadata,
-        decode: DecodeRows,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
+        self, pages: Pages, metadata: TritonMetadata, decode: DecodeRows, new: NewTokens
     ) -> None:
         policy, steps, table = metadata.spec.policy, decode.steps, decode.table
         rows = slice(0, len(steps)) if decode.index is None else decode.index
-        query, key, value = query[rows], key[rows], value[rows]
-        place = output[rows] if decode.index is None else torch.empty_like(query)
+        query, key, value = new.at(rows)
+        place = new.output[rows] if decode.index is None else torch.empty_like(query)
         num_slots = table.shape[1] * pages.block_size
         parts, parts_lse, logits, own = attend(
             query=query,
@@ -125,7 +83,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         )
         lse = merge(partial=parts, partial_lse=parts_lse, steps=steps, output=place)
         if decode.index is not None:
-            output[rows] = place
+            new.output[rows] = place
         new_score = decode.no_scores
         if policy.uses_attention:
             logits, own, lse = self._all_ranks(logits, own, lse)
@@ -177,14 +135,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         return [tensor_model_parallel_all_gather(x, dim=1).contiguous() for x in tensors]
 
     def _prefill(
-        self,
-        pages: Pages,
-        metadata: TritonMetadata,
-        rows: PrefillRows,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
+        self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
         policy, steps, table = metadata.spec.policy, rows.steps, rows.table
         scoring = rows.strides[0].schedule.scoring
@@ -196,11 +147,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             interleaved=self._interleaved,
             max_cached=rows.max_cached,
         )
-        lse = self._attend_strides(metadata, rows, query, key, value, keys, values, output)
+        lse = self._attend_strides(metadata, rows, new, keys, values)
         if scoring.source == "attention":
             sums = column_sums(
-                query=query,
-                key=key,
+                query=new.query,
+                key=new.key,
                 old_keys=keys,
                 lse=lse,
                 decays=rows.decays,
@@ -216,8 +167,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         else:
             scores = _given_scores(rows, old_scores)
         insert_strides(
-            key=key,
-            value=value,
+            key=new.key,
+            value=new.value,
             keep=_keep(rows, scores, old_tokens),
             scores=scores,
             **_words(pages),
@@ -230,14 +181,12 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         self,
         metadata: TritonMetadata,
         rows: PrefillRows,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        new: NewTokens,
         keys: torch.Tensor,
         values: torch.Tensor,
-        output: torch.Tensor,
     ) -> torch.Tensor:
         """Write the strides' outputs; returns log-sum-exps fp32 ``[num_tokens, num_heads]``."""
+        query = new.query
         plain = self.alibi_slopes is None and metadata.logit_scale is None
         plain &= self.softcap == 0 and rows.max_cached > 0
         plain &= len(rows.strides) == 1
@@ -245,40 +194,30 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if use_xformers(query.device, query.dtype, self.head_size, longest, plain):
             part = rows.strides[0].rows
             lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-            output[part], lse[part] = attend_with_xformers(
-                query[part], key[part], value[part], keys[0], values[0], self.scale
+            new.output[part], lse[part] = attend_with_xformers(
+                *new.at(part), keys[0], values[0], self.scale
             )
             return lse
         return attend_strides(
             query=query,
-            key=key,
-            value=value,
+            key=new.key,
+            value=new.value,
             old_keys=keys,
             old_values=values,
             steps=rows.steps,
             slopes=self.alibi_slopes,
             logit_scale=metadata.logit_scale,
-            output=output,
+            output=new.output,
             scale=self.scale,
             softcap=self.softcap,
             max_length=longest,
         )
 
-    def _in_pytorch(
-        self,
-        pages: Pages,
-        stride: Stride,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        output: torch.Tensor,
-    ) -> None:
+    def _in_pytorch(self, pages: Pages, stride: Stride, new: NewTokens) -> None:
         assert self._layer is not None, "warm-up rows are left out"
-        rows = stride.rows
-        with torch.device(query.device):  # where the path makes its index tables
-            output[rows] = attend_and_insert(
-                self._layer, pages, stride, query[rows], key[rows], value[rows]
-            ).to(output.dtype)
+        with torch.device(new.query.device):  # where the path makes its index tables
+            attended = attend_and_insert(self._layer, pages, stride, *new.at(stride.rows))
+        new.output[stride.rows] = attended.to(new.output.dtype)
 
     def _record(self, layer: str, pages: Pages, metadata: TritonMetadata, wave: DeviceWave) -> None:
         """Note what the wave left in the cache; reads the device, for inspection only."""
