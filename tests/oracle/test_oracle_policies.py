@@ -82,7 +82,7 @@ def drops(lengths: list[int], strides: list[int]) -> list[tuple[int, int]]:
     return result
 
 
-# ------------------------------------------------------------- beehive: counts worked out by hand
+# ------------------------------------------------- the cases of docs/INTERNALS.md, "Beehive"
 
 
 def test_beehive_small() -> None:
@@ -110,7 +110,7 @@ def test_beehive_defaults_threshold_of_new_tokens() -> None:
 
 
 def test_beehive_prompt_is_evicted_until_it_fits() -> None:
-    """The page's example has one eviction per call: 932 after 4000, and 421 one step later.
+    """The authors' code evicts once a call: 932 after 4000, and 421 one step later.
 
     Here the stride ends with a second one, of the 768 survivors alone: 256 stay, so 420 after
     4000. The step after it only appends, so that both are 421 at 4001, and the same from then on
@@ -165,7 +165,7 @@ lengths_of_strides = st.lists(
 def test_beehive_recurrence(
     k: int, w: int, s: int, threshold: int, new_only: bool, strides: list[int]
 ) -> None:
-    """The recurrence of the counts, with the loop."""
+    """The count recurrence of docs/INTERNALS.md, "Beehive", with the loop."""
     length, n, expected = 0, 0, []
     for appended in strides:
         length += appended
@@ -179,7 +179,7 @@ def test_beehive_recurrence(
         assert max(expected) <= k + w + threshold
 
 
-# -------------------------------------------------------- lazy pruning: counts worked out by hand
+# -------------------------------------------- the cases of docs/INTERNALS.md, "Lazy pruning"
 
 SINKS, WINDOW = 4, 2044
 LAZY = {

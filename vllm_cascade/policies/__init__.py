@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies, by name. The registry drives the flags, the tests and the README's table."""
+"""The policies, by name. The registry drives the flags, the tests and docs/POLICIES.md."""
 
 import difflib
 from typing import Any
