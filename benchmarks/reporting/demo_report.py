@@ -19,11 +19,11 @@ KEEPS = {
 }
 
 NOVEL = """\
-1. A novel. {model} is a language model made for at most {positions:,} tokens at a time (a token \
-is about three quarters of a word). It reads the first {tokens:,} tokens of {book} and guesses each \
-of them before it sees it. Perplexity is how unsure it was: 40 means as unsure as between 40 equally \
-likely tokens; lower is better. What it has read it keeps in a cache, so stock vLLM's grows with \
-every token; three policies of this plugin keep {budget:,} tokens or little more, and forget the \
+1. A novel. {model} is a language model made for at most {positions:,} tokens at a time (a token
+is about three quarters of a word). It reads the first {tokens:,} tokens of {book} and guesses each
+of them before it sees it. Perplexity is how unsure it was: 40 means as unsure as between 40 equally
+likely tokens; lower is better. What it has read it keeps in a cache, so stock vLLM's grows with
+every token; three policies of this plugin keep {budget:,} tokens or little more, and forget the
 others. One engine each, {engines} at a time:
 """
 
@@ -33,8 +33,8 @@ CHAT = """\
    {stock}
    {ours}
 
-The user pastes the novel part by part and asks each time what it is about; every turn sends \
-the whole conversation so far. A page holds {block} tokens. "Until first" is the time from the question \
+The user pastes the novel part by part and asks each time what it is about; every turn sends the
+whole conversation so far. A page holds {block} tokens. "Until first" is the time from the question
 to the answer's first token, "a token" the time of each token after it.
 """
 

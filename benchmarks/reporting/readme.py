@@ -2,8 +2,8 @@
 """The README's picture and four rows, from the demo's JSON.
 
 ``python -m benchmarks.reporting.readme`` draws ``docs/demo.png`` and writes what stands between
-``<!-- demo -->`` and ``<!-- /demo -->``, both from ``benchmarks/results/demo.json``. A test compares
-all three.
+``<!-- demo -->`` and ``<!-- /demo -->``, both from ``benchmarks/results/demo.json``. A test
+compares all three.
 """
 
 import re
