@@ -8,14 +8,14 @@ CPU_ATTENTION = "benchmarks/cpu_attention.py"
 POOL = "tests/engine/pool.py"
 RUNNER_V2 = "tests/engine/runner_v2.py"
 STEPS = "tests/attention/steps.py"
-STREAM = "benchmarks/stream.py"
+STREAM = "benchmarks/running/stream.py"
 TEST_ADMISSION = "tests/engine/test_admission.py"
 TEST_BATCHING = "tests/engine/test_batching.py"
 TEST_CUDA = "tests/attention/test_cuda.py"
 TEST_OPS = "tests/kernels/test_ops.py"
 TEST_PAGES = "tests/cache/test_pages.py"
 TEST_REPLAY = "tests/attention/test_replay.py"
-TEST_ROWS = "tests/attention/test_rows.py"
+TEST_ROWS = "tests/attention/test_requests.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py"
 TEST_SNAPSHOTS = "tests/cache/test_snapshots.py"
 TOKEN_TIME = "benchmarks/token_time.py"
@@ -293,8 +293,8 @@ STOCK = (
     ),
     *rows(
         "vllm.benchmarks.serve",
-        add_cli_args=called("vLLM's own load", "(parser)", "benchmarks/serving.py"),
-        main=called("vLLM's own load", "(args)", "benchmarks/serving.py"),
+        add_cli_args=called("vLLM's own load", "(parser)", "benchmarks/running/serving.py"),
+        main=called("vLLM's own load", "(args)", "benchmarks/running/serving.py"),
     ),
 )
 
