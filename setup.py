@@ -49,6 +49,7 @@ setup(
         "cuda": ["vllm==0.32.0"],
         "bench": [
             "datasets",
+            "gguf>=0.19",
             "lm-eval>=0.4.13",
             "matplotlib",
             "rich",
@@ -57,8 +58,16 @@ setup(
             "scipy",
             "tqdm",
         ],
-        "demo": ["matplotlib", "rich", "tqdm"],
-        "dev": ["hypothesis", "openai", "pytest", "pytest-timeout", "pytest-xdist", "ruff"],
+        "demo": ["gguf>=0.19", "matplotlib", "rich", "tqdm"],
+        "dev": [
+            "gguf>=0.19",
+            "hypothesis",
+            "openai",
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "ruff",
+        ],
     },
     entry_points={
         "vllm.general_plugins": ["cascade = vllm_cascade:register"],
