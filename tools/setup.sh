@@ -133,5 +133,11 @@ if ! found=$("$bin/vllm" --version 2>>"$LOG" | tail -n 1) || [[ -z $found ]]; th
 fi
 command -v g++ >/dev/null || command -v c++ >/dev/null \
     || say "note: no C++ compiler found: vLLM can't compile models here; pass --enforce-eager"
+# --- the benchmarks' model -------------------------------------------------------------------------
+say "the model of the benchmarks"
+if ! "$bin/python" -m benchmarks.models >>"$LOG" 2>&1; then
+    say "note: the model of the benchmarks could not be had; they run with a smaller one that cannot" \
+        "rank policies, and try again each time. Why: $LOG, or $bin/python -m benchmarks.models"
+fi
 printf '%s\n%s\n' "$want" "$device" >"$STAMP"
 say "done in $((SECONDS - started)) s: vllm $found, $device"
