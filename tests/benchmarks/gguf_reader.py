@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GGUF Llama read by the format's definition and run as it lies in the file.
 
-Independent of what it checks (``benchmarks/gguf_llama.py``): neither the package ``gguf`` nor
-transformers nor tokenizers is used. Queries and keys keep GGUF's order of rows, so RoPE turns
+Independent of what it checks (``benchmarks/inputs/gguf_llama.py``): neither the package ``gguf``
+nor transformers nor tokenizers is used. Queries and keys keep GGUF's order of rows, so RoPE turns
 neighbouring dimensions here, as llama.cpp does it; and text is split by the regular expressions
 that llama.cpp has for the pre-tokenizer ``smollm``.
 """
