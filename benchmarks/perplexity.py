@@ -25,6 +25,7 @@ from benchmarks.running.engines import (
     load_tokenizer,
     native_positions,
     quiet,
+    settle_dtype,
 )
 from benchmarks.running.scoring import REFERENCE, Job, eviction_batches
 
@@ -72,8 +73,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=0,
         help="also stream so many tokens one by one, and look at the tokens after each eviction",
     )
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    parser.add_argument("--chunk", type=int, default=BATCHED_TOKENS, help="tokens a step")
+    results.add_engine_arguments(parser)
+    parser.add_argument("--streams", type=int, default=1, help="texts at a time in an engine")
     results.add_arguments(parser, "perplexity")
     args = parser.parse_args(argv)
     if args.reference_stride is None:
@@ -123,25 +125,24 @@ def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]
 
 
 def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]:
-    """An engine an arm; stock attention too where the model's positions hold every stream."""
-    longest = max(len(stream.token_ids) for stream in streams) + 2
+    """An engine an arm; stock attention reads as much of each text as the model has positions."""
+    longest = max(len(stream.token_ids) for stream in streams)
     native = native_positions(args.model)
-    tokens = max(BATCHED_TOKENS, args.stride)
-    pool = None if args.dtype != "float32" else 64 << 20
     engine = EngineSettings(
         model=args.model,
         dtype=args.dtype,
-        max_model_len=longest,
-        max_num_batched_tokens=tokens,
-        memory_bytes=pool,
+        max_model_len=longest + 2,
+        max_num_seqs=args.streams,
+        max_num_batched_tokens=max(args.chunk, args.stride),
         arguments={"use_tqdm_on_load": False},
     )
     plan = [
-        Job(name, replace(engine, policy=settings), tuple(streams))
+        Job(name, replace(engine, policy=settings), tuple(streams), group=args.streams)
         for name, settings in policies(args, args.stride).items()
     ]
-    if longest <= native:
-        plan.append(Job("full", engine, tuple(streams)))
+    held = min(native, longest + 2)
+    heads = tuple(stream.cut(native - 2) for stream in streams)
+    plan.append(Job("full", replace(engine, max_model_len=held), heads, group=args.streams))
     if args.reference_stride:
         window = min(args.capacity, native - 1)
         stock = replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8)
@@ -173,22 +174,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     args = parse_args(argv)
     quiet()
+    args.dtype = settle_dtype(args.dtype, args.model)
     from vllm_cascade.policies import resolve
 
     streams = load(args)
-    plan = jobs(args, streams)
-    scored = scoring.run_all(plan, args.engines)
+    plan, kept_in = jobs(args, streams), results.parts_of(args)
+    found = scoring.run_all(plan, args.engines, kept_in)
+    scored, failed = found.done, found.failed
     arms = {job.label: resolve(job.engine.policy) for job in plan if job.engine.policy}
-    tables = [
-        quality_report.overall(scored, arms, args.base, args.capacity),
-        quality_report.positions(scored, args.base),
-    ]
-    data = quality_report.numbers(scored, arms)
+    tables = [quality_report.overall(scored, arms, args.base, args.capacity, failed)]
+    if args.base in scored:
+        tables.append(quality_report.positions(scored, args.base))
+    data = {**quality_report.numbers(scored, arms), **results.failures(failed)}
     if args.spike_tokens:
-        close = scoring.run_all(spike_jobs(args, streams), args.engines)
-        tables.append(quality_report.spikes(close, policies(args, 1), args.base))
+        close = scoring.run_all(spike_jobs(args, streams), args.engines, kept_in)
+        if args.base in close.done:
+            tables.append(quality_report.spikes(close.done, policies(args, 1), args.base))
+        failed |= {f"{label}, token by token": why for label, why in close.failed.items()}
     results.save(args.out, tables, data, vars(args), argv)
-    quality_report.picture(scored, args.base, args.out.with_suffix(".png"))
+    if args.base in scored:
+        quality_report.picture(scored, args.base, args.out.with_suffix(".png"))
+    results.end(failed)
 
 
 if __name__ == "__main__":

@@ -1,89 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers hidden in a text, and asked for in the user's turn once the text has been read."""
+"""Pass keys: numbers hidden in long texts, and what of them stands in an answer."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 DIGITS = 5
-NEEDLE = "\n\nThe pass key is {key}. Remember it. {key} is the pass key.\n\n"
-QUESTION = "\n\nWhat is the pass key that the text above names? Answer with the number alone."
-_PLACE = "<<the text>>"
+NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
+COMPLETED = "{text}\nWhat is the pass key? The pass key is"
+"""A model that goes on with a text gets the beginning of the answer."""
+ASKED = "Read this text. A pass key is hidden in it.\n\n{text}\n\nWhat is the pass key?"
+"""One that answers gets a question, as the whole of the user's turn."""
+SEAMS = 8
+"""Tokens that joined parts of a text may have more than the parts."""
 
 
 @dataclass(frozen=True)
-class PassKey:
-    """A prompt in two parts, so that a cache can be bounded before the question is known.
+class Hidden:
+    """A prompt's tokens, and the number that is hidden in it.
 
     Attributes:
-        depth: where in the text the number stands, 0 to 1.
+        length, depth: the cell it belongs to: tokens at most, and where in the text the number is.
     """
 
+    length: int
     depth: float
     key: str
-    context: list[int]
-    question: list[int]
+    prompt: tuple[int, ...]
 
 
-def pass_keys(
+def hide(
     tokenizer: Any,
-    text: Sequence[int],
-    length: int,
+    text: str,
+    to_prompt: Callable[[str], tuple[int, ...]],
+    question: str,
+    *,
+    lengths: Sequence[int],
     depths: Sequence[float],
     samples: int,
-    seed: int = 0,
-) -> list[PassKey]:
-    """``samples`` prompts a depth, each in another part of the text.
+    seed: int,
+) -> list[Hidden]:
+    """A number at every length and depth, ``samples`` times, each in another part of the text.
 
     Args:
-        tokenizer: of transformers, with a chat template.
-        text: token ids of what stands around the number.
-        length: tokens of every context, the beginning of the chat included.
+        to_prompt: tokens of a question with its text: as they are, or as a user's turn.
+        question: ``COMPLETED`` or ``ASKED``.
 
     Raises:
-        ValueError: a length with no room for the number, or more than the text has; no template.
+        ValueError: a length with no room for a text.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ValueError("the model has no chat template, so it cannot be asked")
     rng = np.random.default_rng(seed)
-    before, after = (_ids(tokenizer, part) for part in _turn(tokenizer).split(_PLACE))
-    question = _ids(tokenizer, QUESTION) + after
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    around = len(to_prompt(question.format(text=NEEDLE.format(key="0" * DIGITS)))) + SEAMS
     made = []
-    for depth in depths:
-        for _ in range(samples):
-            key = "".join(map(str, rng.integers(0, 10, DIGITS)))
-            needle = _ids(tokenizer, NEEDLE.format(key=key))
-            room = length - len(before) - len(needle)
-            if not 0 < room <= len(text):
-                raise ValueError(f"length {length}: no room, or more than {len(text)} tokens")
-            start = int(rng.integers(len(text) - room + 1))
-            filler = list(text[start : start + room])
-            place = int(depth * room)
-            context = [*before, *filler[:place], *needle, *filler[place:]]
-            made.append(PassKey(depth, key, context, question))
+    for length in lengths:
+        if length <= around:
+            raise ValueError(f"length {length}: needle and question alone take {around} tokens")
+        for depth in depths:
+            for _ in range(samples):
+                key = "".join(str(digit) for digit in rng.integers(0, 10, DIGITS))
+                begin = int(rng.integers(len(tokens)))
+                filler = _part(tokens, begin, length - around)
+                place = int(depth * len(filler))
+                head, tail = tokenizer.decode(filler[:place]), tokenizer.decode(filler[place:])
+                prompt = to_prompt(question.format(text=head + NEEDLE.format(key=key) + tail))
+                made.append(Hidden(length, depth, key, prompt))
     return made
 
 
-def _turn(tokenizer: Any) -> str:
-    """A user's turn and the beginning of the answer, around a mark for the text."""
-    messages = [{"role": "user", "content": _PLACE}]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+def _part(tokens: Sequence[int], begin: int, length: int) -> list[int]:
+    """From ``begin`` on, going on at the text's beginning as often as it takes."""
+    rounds = (begin + length) // len(tokens) + 1
+    return list((list(tokens) * rounds)[begin : begin + length])
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def exact(answer: str, key: str) -> bool:
-    """Whether the answer's first number is the key."""
-    found = re.search(r"\d+", answer)
-    return found is not None and found[0] == key
+def is_exact(answer: str, key: str) -> bool:
+    """Whether the answer says the key, and not only a number that contains it."""
+    return key in re.findall(r"\d+", answer)
 
 
 def digits_right(answer: str, key: str) -> float:
     """Share of the key's digits that stand at their place among the first ones of the answer."""
+    if is_exact(answer, key):
+        return 1.0
     found = [char for char in answer if char.isdigit()][: len(key)]
     return sum(a == b for a, b in zip(found, key, strict=False)) / len(key)

@@ -8,31 +8,22 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reporting import stats
-from benchmarks.reporting.tables import Table, number
+from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running.scoring import REFERENCE, Scored, cached, eviction_batches
 
 
 def overall(
-    scored: Mapping[str, Scored], arms: Mapping[str, Any], base: str, capacity: int
+    scored: Mapping[str, Scored],
+    arms: Mapping[str, Any],
+    base: str,
+    capacity: int,
+    failed: Mapping[str, str] | None = None,
 ) -> Table:
-    """A row an arm: perplexity, its difference to ``base``, and what the cache held."""
-    rows = []
-    zero = scored[base].scored
-    for label, run in scored.items():
-        policy = arms.get(label)
-        more = "-" if label == base else str(stats.paired_difference(run.scored, zero))
-        least, mean, most = cached(policy, _longest(run)) if policy else (0, 0.0, 0)
-        rows.append(
-            (
-                label,
-                f"{run.num_tokens:,}",
-                number(stats.perplexity(run.scored)),
-                number(stats.perplexity_per_document(run.scored)),
-                more,
-                f"{least:,} / {mean:,.0f} / {most:,}" if policy else "-",
-                f"{run.counters['evicted_tokens']:,}" if run.counters else "-",
-            )
-        )
+    """A row an arm: perplexity, its difference to ``base``, and what the cache held.
+
+    Args:
+        failed: arms without a result, and why; a row each.
+    """
     columns = (
         "policy",
         "tokens",
@@ -41,14 +32,45 @@ def overall(
         f"nats a token more than {base} (95 % interval)",
         "cached: min / mean / max",
         "evicted",
+        "tokens/s",
     )
+    rows = [_row(run, arms.get(run.label), scored.get(base)) for run in scored.values()]
+    rows += failure_rows(failed or {}, len(columns))
     note = (
         f"At most {capacity:,} tokens cached between strides, sinks included. `perplexity` weighs "
         "texts by tokens. Intervals: paired bootstrap over "
-        f"{'texts' if _by_document(scored) else f'blocks of {stats.BLOCK} tokens'}. "
-        f"`{REFERENCE}` predicts from a fresh pass over a window of that length."
+        f"{'texts' if _by_document(scored) else f'blocks of {stats.BLOCK} tokens'}"
+        ", over the tokens that both have scored (`full` ends where the model's positions do). "
+        f"`{REFERENCE}` predicts from a fresh pass over a window of that length. `tokens/s`: "
+        "tokens of the texts that an engine read in a second."
     )
     return Table("Streaming perplexity at equal size", columns, tuple(rows), note)
+
+
+def _row(run: Scored, policy: Any, base: Scored | None) -> tuple[str, ...]:
+    least, mean, most = cached(policy, _longest(run)) if policy else (0, 0.0, 0)
+    return (
+        run.label,
+        f"{run.num_tokens:,}",
+        number(stats.perplexity(run.scored)),
+        number(stats.perplexity_per_document(run.scored)),
+        "-" if base is None or base is run else str(_difference(run, base)),
+        f"{least:,} / {mean:,.0f} / {most:,}" if policy else "-",
+        f"{run.counters['evicted_tokens']:,}" if run.counters else "-",
+        f"{run.tokens_per_second:,.0f}",
+    )
+
+
+def _difference(run: Scored, base: Scored) -> stats.Difference:
+    """Over the tokens that both have scored: one of them may have read less of the texts."""
+    ours, theirs = [], []
+    for own, other in zip(run.nll, base.nll, strict=True):
+        length = min(len(own), len(other))
+        own, other = own[:length], other[:length]
+        both = ~np.isnan(own) & ~np.isnan(other)
+        ours.append(own[both])
+        theirs.append(other[both])
+    return stats.paired_difference(ours, theirs)
 
 
 def _longest(run: Scored) -> int:
@@ -56,7 +78,7 @@ def _longest(run: Scored) -> int:
 
 
 def _by_document(scored: Mapping[str, Scored]) -> bool:
-    return len(next(iter(scored.values())).nll) >= stats.FEW_DOCUMENTS
+    return bool(scored) and len(next(iter(scored.values())).nll) >= stats.FEW_DOCUMENTS
 
 
 def positions(scored: Mapping[str, Scored], base: str) -> Table:
@@ -135,6 +157,7 @@ def numbers(scored: Mapping[str, Scored], arms: Mapping[str, Any]) -> dict[str, 
             "perplexity": stats.perplexity(run.scored),
             "perplexity_mean_of_texts": stats.perplexity_per_document(run.scored),
             "seconds": run.seconds,
+            "tokens_per_second": run.tokens_per_second,
             "counters": run.counters,
             "pages_peak": run.pages_peak,
             "texts": [float(values.mean()) for values in run.scored],

@@ -12,16 +12,19 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting.tables import Table, show
 from benchmarks.running.environment import ROOT, fingerprint
+from benchmarks.running.parts import Parts
 
 FOLDER = ROOT / "benchmarks/results"
 DOCUMENT = ROOT / "docs/RESULTS.md"
 _MARKER = re.compile(r"(<!-- result ([\w.-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PLACES = ("out", "parts")
+"""Settings that say where files go, not what was run."""
 _STARTED = time.perf_counter()
 
 
@@ -34,6 +37,53 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         help="the JSON to write (default: %(default)s); benchmarks/results/ is what the "
         "document shows",
     )
+
+    parser.add_argument(
+        "--parts",
+        type=Path,
+        help="folder for what arms have finished, which a further run takes up (default: beside "
+        "--out, with the ending .parts)",
+    )
+    parser.add_argument(
+        "--any-code",
+        action="store_true",
+        help="take up parts that another version of the code has measured, too",
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--dtype`` and ``--engines``."""
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="default: bfloat16 where the model is stored so and the machine multiplies it, "
+        "else float32",
+    )
+    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+
+
+def parts_of(args: argparse.Namespace) -> Parts:
+    """Where a run keeps what its arms have finished."""
+    return Parts(args.parts or args.out.with_suffix(".parts"), args.any_code)
+
+
+def failures(failed: Mapping[str, str]) -> dict[str, Any]:
+    """For the JSON: arms without a result, and why."""
+    return {label: {"failed": reason} for label, reason in failed.items()}
+
+
+def end(failed: Mapping[str, str]) -> None:
+    """Status 1 where an arm has failed; its reason stands on the screen once more.
+
+    Raises:
+        SystemExit: an arm has failed.
+    """
+    if failed:
+        reasons = "\n".join(f"  {label}: {reason}" for label, reason in failed.items())
+        raise SystemExit(
+            f"{len(failed)} of the arms failed:\n{reasons}\n"
+            "The same command runs them again, and only them."
+        )
 
 
 def save(
@@ -50,7 +100,7 @@ def save(
         "command": command(argv),
         "seconds": round(time.perf_counter() - _STARTED, 1),
         "environment": fingerprint(),
-        "settings": {key: _plain(value) for key, value in settings.items() if key != "out"},
+        "settings": {key: _plain(value) for key, value in settings.items() if key not in PLACES},
         "tables": [table.as_json() for table in tables],
         "data": data,
     }
@@ -69,13 +119,14 @@ def _plain(value: Any) -> Any:
 
 
 def command(argv: Sequence[str] | None = None) -> str:
-    """What to type to get the same run: ``python -m benchmarks.NAME ...``, less ``--out``."""
+    """What to type to get the same run: ``python -m benchmarks.NAME ...``, less where files go."""
     path = Path(sys.argv[0])
     module = f"benchmarks.{path.stem}" if path.suffix == ".py" else path.name
     words = [str(_plain(word)) for word in (sys.argv[1:] if argv is None else argv)]
-    if "--out" in words:
-        place = words.index("--out")
-        del words[place : place + 2]
+    for place in (f"--{name}" for name in PLACES):
+        if place in words:
+            at = words.index(place)
+            del words[at : at + 2]
     return shlex.join(["python", "-m", module, *words])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines for the benchmarks: how one is set up, and how a job gets a process of its own.
+"""Engines for the benchmarks: how one is set up.
 
 Every run that is compared with others gets a fresh process: an engine that shares its caller's
 process starts in seconds, and nothing of one policy (vLLM's registered backend, its metrics) is
@@ -7,24 +7,22 @@ left when the next one starts. Nothing here imports vLLM before a job runs.
 """
 
 import logging
-import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.running import parts
+from benchmarks.running.children import in_children as in_children
 from benchmarks.running.environment import ROOT
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
-
 MODEL = ROOT / "benchmarks/inputs/models/books-5m"
 BOOK = ROOT / "benchmarks/inputs/books/persuasion.txt"
 SEED = 7
+SHOWN_ONLY = "use_tqdm_on_load"
+"""Argument of ``vllm.LLM`` that changes no result."""
 
 ENVIRONMENT = {
     # Without this, vLLM's CPU engine lives in two more processes that take half a minute to
@@ -56,7 +54,7 @@ class EngineSettings:
 
     Attributes:
         max_model_len: None lets vLLM take the model's own.
-        memory_bytes: KV pool; None leaves its size to vLLM.
+        memory_bytes: KV pool; None: what the requests of this model and policy need.
         arguments: anything else that ``vllm.LLM`` takes.
     """
 
@@ -67,22 +65,26 @@ class EngineSettings:
     max_num_seqs: int = 1
     max_num_batched_tokens: int = 1024
     block_size: int = 32
-    memory_bytes: int | None = 32 << 20
+    memory_bytes: int | None = None
     seed: int = SEED
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def start(self) -> "LLM":
         """The engine, in this process. Benchmark-only policies (``controls``) work too."""
         quiet()
-        from benchmarks.running import controls
-
-        controls.register()
         from vllm import LLM
 
         return LLM(**self.llm_arguments())
 
     def llm_arguments(self) -> dict[str, Any]:
-        """What ``vllm.LLM`` (and anything built on it, such as lm-eval) is called with."""
+        """What ``vllm.LLM`` (and anything built on it, such as lm-eval) is called with.
+
+        Benchmark-only policies (``controls``) are known from then on.
+        """
+        from benchmarks.running import controls, pools
+
+        controls.register()
+        memory = pools.pool_bytes(self) if self.memory_bytes is None else self.memory_bytes
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -91,11 +93,30 @@ class EngineSettings:
             "max_num_seqs": self.max_num_seqs,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "block_size": self.block_size,
-            "kv_cache_memory_bytes": self.memory_bytes,
+            "kv_cache_memory_bytes": memory,
             "enforce_eager": True,  # compiling takes longer than it saves on a small model
             "disable_log_stats": False,
             "additional_config": {"kv_policy": self.policy} if self.policy else {},
             **self.arguments,
+        }
+
+    def determines(self) -> dict[str, Any]:
+        """All of it that a result depends on, as JSON: not how much room or time there is."""
+        from vllm_cascade.policies import resolve
+
+        policy = None
+        if self.policy:
+            resolved = resolve(self.policy)
+            policy = {"name": resolved.name, **resolved.model_dump(mode="json")}
+        shown = {key: value for key, value in self.arguments.items() if key != SHOWN_ONLY}
+        return {
+            "model": parts.model(self.model),
+            "policy": policy,
+            "dtype": self.dtype,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "block_size": self.block_size,
+            "seed": self.seed,
+            "arguments": shown,
         }
 
 
@@ -116,16 +137,21 @@ def load_tokenizer(model: str) -> Any:
     return tokenizer
 
 
-def in_children(
-    work: Callable[[Job], Result], jobs: Sequence[Job], at_a_time: int = 1
-) -> Iterable[Result]:
-    """``work(job)`` for every job in a fresh process each; results in the jobs' order.
+def settle_dtype(dtype: str, model: str) -> str:
+    """``auto`` is bfloat16 where the model is stored so and this machine multiplies it fast."""
+    if dtype != "auto":
+        return dtype
+    from transformers import AutoConfig
 
-    Raises:
-        ValueError: fewer than one process at a time.
-    """
-    if at_a_time < 1:
-        raise ValueError(f"at_a_time must be at least 1, not {at_a_time}")
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(at_a_time, spawn, max_tasks_per_child=1) as pool:
-        yield from pool.map(work, jobs)
+    config = AutoConfig.from_pretrained(model)
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return "bfloat16" if stored == "bfloat16" and multiplies_bfloat16() else "float32"
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether there are instructions for it here, so that it is faster than float32."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

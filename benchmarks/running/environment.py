@@ -37,6 +37,17 @@ def fingerprint() -> dict[str, str | int | bool | None]:
     }
 
 
+def commit() -> str | None:
+    """The checkout's commit, with a ``+`` where files differ from it; None without git."""
+    found = _git("rev-parse", "HEAD")
+    return found and found + ("+" if _git("status", "--porcelain") else "")
+
+
+def versions() -> dict[str, str | None]:
+    """Of the packages that a result depends on; nothing is imported for it."""
+    return {name: _version(name) for name in ("vllm", "torch", "transformers")}
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

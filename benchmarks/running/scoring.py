@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.inputs.texts import Stream
-from benchmarks.running.engines import EngineSettings, in_children
+from benchmarks.running import arms, parts
+from benchmarks.running.engines import EngineSettings
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -27,7 +28,9 @@ class Job:
     Attributes:
         window: not None: no cache at all; every ``stride`` tokens are predicted from a fresh
             forward pass over the ``window`` tokens before the last of them.
-        batched: all streams at a time, as many as ``engine.max_num_seqs``; for short ones.
+        group: streams that the engine gets at a time; ``engine.max_num_seqs`` of them share its
+            steps. A group is kept when all of it is finished.
+        arm: where finished streams are kept; None: nowhere.
     """
 
     label: str
@@ -35,8 +38,30 @@ class Job:
     streams: tuple[Stream, ...] = field(repr=False)
     window: int | None = None
     stride: int = 1
-    batched: bool = False
+    group: int = 1
     bar_line: int = 0
+    arm: parts.Arm | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """What stands for each stream among the kept ones."""
+        return [parts.digest_of_tokens(stream.token_ids) for stream in self.streams]
+
+    def determines(self) -> dict[str, Any]:
+        """All that a log-probability depends on besides the stream's tokens."""
+        window = {"window": self.window, "window_stride": self.stride} if self.window else {}
+        return {**self.engine.determines(), **window}
+
+    def result(self, values: list[dict[str, Any]]) -> "Scored":
+        """From what is kept of each stream."""
+        readings, nll, counters = [Reading(**value) for value in values], [], dict[str, int]()
+        for text, one in zip(self.streams, readings, strict=True):
+            nll.append(np.where(text.scored, np.asarray(one.nll), np.nan))
+            for name, value in one.counters.items():
+                counters[name] = counters.get(name, 0) + value
+        seconds = sum(one.seconds for one in readings)
+        peak = max(one.pages_peak for one in readings)
+        return Scored(self.label, nll, seconds, counters, peak)
 
 
 @dataclass(frozen=True)
@@ -45,8 +70,9 @@ class Scored:
 
     Attributes:
         nll: float64 ``[tokens - 1]`` a stream, in nats; NaN where a token is not scored.
+        seconds: that the engine read for, in one or several processes.
         counters: what the policy counted (evicted tokens and so on), over all streams.
-        pages_peak: most pages that a stream held.
+        pages_peak: most pages that were in use.
     """
 
     label: str
@@ -64,6 +90,33 @@ class Scored:
     def num_tokens(self) -> int:
         return sum(len(values) for values in self.scored)
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the streams that were read in a second, log-probabilities included."""
+        return sum(len(values) + 1 for values in self.nll) / self.seconds
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an engine gave for one stream, as it is kept.
+
+    Attributes:
+        nll: nats of tokens 1, 2, ...; scored or not, since others may score others.
+        seconds: of the stream's group, with its first stream; 0 for the others.
+        counters: of the stream's group, in the same way.
+        pages_peak: most pages in use while the group was read.
+    """
+
+    nll: np.ndarray
+    seconds: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+    pages_peak: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Nine digits are all of a float32."""
+        nll = [float(f"{value:.9g}") for value in self.nll]
+        return {**vars(self), "nll": nll}
+
 
 def run(job: Job) -> Scored:
     """A job in this (child) process."""
@@ -72,40 +125,56 @@ def run(job: Job) -> Scored:
 
 def run_on(llm: "LLM", job: Job) -> Scored:
     """A job on an engine that is up."""
-    if job.window:
-        return _recompute(llm, job)
-    return _batch(llm, job) if job.batched else _stream(llm, job)
+    _prepare(llm, job.streams[0])
+
+    def work(places: list[int]) -> Iterable[dict[int, Any]]:
+        for begin in range(0, len(places), job.group):
+            group = places[begin : begin + job.group]
+            read = _read(llm, job, [job.streams[place] for place in group])
+            yield {place: one.as_json() for place, one in zip(group, read, strict=True)}
+
+    return arms.fill(job, work)
 
 
-def run_all(jobs: Sequence[Job], at_a_time: int = 1) -> dict[str, Scored]:
-    """Every job in a process of its own, by label."""
+def run_all(
+    jobs: Sequence[Job], at_a_time: int = 1, kept_in: parts.Parts | None = None
+) -> arms.Outcome[Scored]:
+    """Every job in a process of its own.
+
+    Args:
+        kept_in: where finished streams are kept; what is there already is not run again.
+    """
     placed = [replace(job, bar_line=index % at_a_time) for index, job in enumerate(jobs)]
-    return {scored.label: scored for scored in in_children(run, placed, at_a_time)}
+    return arms.run_all(run, placed, at_a_time, kept_in)
 
 
-def _stream(llm: "LLM", job: Job) -> Scored:
-    from benchmarks.running.stream import stream
+def _prepare(llm: "LLM", text: Stream) -> None:
+    """Scores without detours, and every code path once, on a prompt of a few strides."""
+    from benchmarks.running import prompt_scores
 
-    nll, seconds, peak = [], 0.0, 0
-    counters: dict[str, int] = {}
-    for text in job.streams:
-        label = f"{job.label} {text.name}"[:40]
-        result = stream(llm, text.token_ids, label=label, bar_line=job.bar_line, warm_up=not nll)
-        nll.append(np.where(text.scored, result.nll, np.nan))
-        seconds += result.seconds
-        peak = max(peak, result.pages_peak)
-        for name, value in result.counters.items():
-            counters[name] = counters.get(name, 0) + value
-    return Scored(job.label, nll, seconds, counters, peak)
+    prompt_scores.install(llm)
+    most = min(1000, llm.llm_engine.vllm_config.model_config.max_model_len - 2)
+    prompt_nll(llm, [text.token_ids[:most]], bar=False)
 
 
-def _batch(llm: "LLM", job: Job) -> Scored:
-    start = time.perf_counter()
-    found = prompt_nll(llm, [text.token_ids for text in job.streams])
-    nll = [np.where(t.scored, values, np.nan) for t, values in zip(job.streams, found, strict=True)]
-    seconds = time.perf_counter() - start
-    counters = llm.collective_rpc("kv_policy_counters")[0] if job.engine.policy else {}
-    return Scored(job.label, nll, seconds, counters, 0)
+def _read(llm: "LLM", job: Job, group: Sequence[Stream]) -> list[Reading]:
+    """A group of streams; draws of a random policy do not depend on what was read before."""
+    import torch
+
+    torch.manual_seed(job.engine.seed)
+    if job.window:
+        return [_recompute(llm, job, text) for text in group]
+    from benchmarks.running.stream import read_together
+
+    name = group[0].name if len(group) == 1 else f"{len(group)} texts"
+    found = read_together(
+        llm,
+        [text.token_ids for text in group],
+        label=f"{job.label} {name}"[:40],
+        bar_line=job.bar_line,
+    )
+    first = Reading(found.nll[0], found.seconds, found.counters, found.pages_peak)
+    return [first, *(Reading(nll) for nll in found.nll[1:])]
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterable[tuple[int, int, int]]:
@@ -126,18 +195,15 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterable[tuple[int, in
         yield max(end - window, 0), end, first
 
 
-def _recompute(llm: "LLM", job: Job) -> Scored:
+def _recompute(llm: "LLM", job: Job, text: Stream) -> Reading:
     assert job.window is not None
     start = time.perf_counter()
-    nll = []
-    for text in job.streams:
-        spans = list(windows(len(text.token_ids), job.window, job.stride))
-        prompts = [text.token_ids[begin:end] for begin, end, _ in spans]
-        values = np.full(len(text.token_ids) - 1, np.nan)
-        for (begin, end, first), found in zip(spans, prompt_nll(llm, prompts), strict=True):
-            values[first - 1 : end - 1] = found[first - begin - 1 :]
-        nll.append(np.where(text.scored, values, np.nan))
-    return Scored(job.label, nll, time.perf_counter() - start, {}, 0)
+    spans = list(windows(len(text.token_ids), job.window, job.stride))
+    prompts = [text.token_ids[begin:end] for begin, end, _ in spans]
+    values = np.full(len(text.token_ids) - 1, np.nan)
+    for (begin, end, first), found in zip(spans, prompt_nll(llm, prompts), strict=True):
+        values[first - 1 : end - 1] = found[first - begin - 1 :]
+    return Reading(values, time.perf_counter() - start)
 
 
 def prompt_nll(llm: "LLM", prompts: Sequence[list[int]], bar: bool = True) -> list[np.ndarray]:

@@ -7,7 +7,7 @@ for two reasons: a progress bar can follow, and the pages in use can be read aft
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,6 +151,60 @@ def stream(
         counters={name: counters[name] - before[name] for name in counters},
         continuation=output.outputs[0].text,
         num_generated=len(output.outputs[0].token_ids),
+    )
+
+
+@dataclass(frozen=True)
+class Together:
+    """What several streams through one engine gave.
+
+    Attributes:
+        nll: float64 ``[num_tokens - 1]`` a stream, in nats.
+        seconds: from the first one's arrival to the end of the last one.
+        pages_peak: most pages in use after any step.
+        counters: what the policy counted; empty for stock vLLM.
+    """
+
+    nll: list[np.ndarray]
+    seconds: float
+    pages_peak: int
+    counters: dict[str, int]
+
+
+def read_together(
+    llm: LLM, prompts: Sequence[list[int]], *, label: str, bar_line: int = 0
+) -> Together:
+    """Send prompts through ``llm``, as many at a time as it takes; nothing is kept of an answer."""
+    # Two tokens: the step of a request's last one also frees its pages.
+    params = SamplingParams(
+        max_tokens=2, ignore_eos=True, temperature=0.0, prompt_logprobs=0, flat_logprobs=True
+    )
+    engine, nll = llm.llm_engine, dict[str, np.ndarray]()
+    before, peak, start = _counters(llm), 0, time.perf_counter()
+    for place, prompt in enumerate(prompts):
+        engine.add_request(str(place), {"prompt_token_ids": prompt}, params)
+    bar = tqdm(
+        total=sum(map(len, prompts)),
+        desc=label,
+        unit="tok",
+        unit_scale=True,
+        dynamic_ncols=True,
+        position=bar_line,
+        leave=False,
+    )
+    with bar:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    nll[output.request_id] = -np.asarray(output.prompt_logprobs.logprobs)
+            peak = max(peak, pages_in_use(llm))
+            bar.update(min(_chunk(engine.vllm_config), bar.total - bar.n))
+    seconds, after = time.perf_counter() - start, _counters(llm)
+    return Together(
+        nll=[nll[str(place)] for place in range(len(prompts))],
+        seconds=seconds,
+        pages_peak=peak,
+        counters={name: after[name] - before[name] for name in after},
     )
 
 

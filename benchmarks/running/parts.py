@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an arm has finished, kept as it comes, so that a run that ends early can be taken up again.
+
+Beside a result's JSON lies a folder of parts: one file an arm, one line a finished item (a stream
+of a perplexity arm, a prompt of a recall arm). The file's name says what determines the arm: its
+settings, the model, and the code that ran. A line says what determines the item: its tokens.
+Nothing else may matter, so equal names mean equal results, whatever else the run was about.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.running.environment import ROOT, commit, versions
+
+MEASURED_CODE = ("vllm_cascade", "kernels", "patches", "benchmarks/running/controls.py")
+"""What decides about a result, besides vLLM and PyTorch."""
+SOURCES = {".py", ".cpp", ".h", ".hpp", ".cu"}
+SAMPLE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A folder of parts.
+
+    Attributes:
+        any_code: take up what other code has measured, too.
+    """
+
+    folder: Path
+    any_code: bool = False
+
+    def arm(self, label: str, determines: dict[str, Any]) -> "Arm":
+        """An arm's file; ``determines`` is all of its settings, and only those."""
+        name = re.sub(r"[^\w.-]+", "-", label).strip("-")[:40]
+        name = f"{name}-{digest(determines)}"
+        own = self.folder / f"{name}-{code()}.jsonl"
+        others = sorted(set(self.folder.glob(f"{name}-*.jsonl")) - {own})
+        return Arm(own, tuple(others) if self.any_code else (), determines)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is kept of an arm.
+
+    Attributes:
+        own: the file that finished items are added to.
+        others: files of other code that are read, too.
+    """
+
+    own: Path
+    others: tuple[Path, ...]
+    determines: dict[str, Any]
+
+    def read(self) -> dict[str, Any]:
+        """Finished items by key. A line that a killed process left incomplete is left out."""
+        found: dict[str, Any] = {}
+        for path in (*self.others, self.own):
+            found |= dict(_lines(path))
+        return found
+
+    def add(self, items: dict[str, Any]) -> None:
+        """Keep finished items; they are on the disk when this returns."""
+        self.own.parent.mkdir(parents=True, exist_ok=True)
+        with self.own.open("ab") as file:
+            if file.tell() == 0:
+                _write(file, {"arm": self.determines, "commit": commit(), "versions": versions()})
+            elif not _ends_a_line(self.own):
+                file.write(b"\n")
+            for key, value in items.items():
+                _write(file, {"item": key, "value": value})
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _write(file: Any, line: dict[str, Any]) -> None:
+    file.write(json.dumps(line).encode() + b"\n")
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _lines(path: Path) -> Iterable[tuple[str, Any]]:
+    if not path.is_file():
+        return
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            content = json.loads(line)
+            if "item" in content:
+                yield content["item"], content["value"]
+        except (ValueError, KeyError):
+            continue  # cut off in the middle
+
+
+def digest(content: Any) -> str:
+    """Twelve hexadecimal digits that stand for a JSON value."""
+    text = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def digest_of_tokens(token_ids: Sequence[int]) -> str:
+    """The same for tokens: their number is part of it, for people who read the file."""
+    return f"{len(token_ids)}-{digest(list(token_ids))}"
+
+
+@functools.cache
+def code() -> str:
+    """Eight digits for the code that measures: ours as it lies there, and versions of others'."""
+    found = hashlib.sha256(json.dumps(versions()).encode())
+    for name in MEASURED_CODE:
+        top = ROOT / name
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            if path.suffix in SOURCES:
+                found.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return found.hexdigest()[:8]
+
+
+@functools.cache
+def model(name: str) -> dict[str, Any]:
+    """What a model is: for a folder its configuration, and its weights' sizes and samples of them.
+
+    A model by name is that name: what the Hub gives for it is not looked at.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        return {"name": name}
+    weights = {
+        file.name: [file.stat().st_size, _sample(file)]
+        for file in sorted(folder.iterdir())
+        if file.suffix in {".safetensors", ".bin", ".gguf"}
+    }
+    return {"config": digest((folder / "config.json").read_text("utf-8")), "weights": weights}
+
+
+def _sample(file: Path) -> str:
+    """Of the beginning, the middle and the end: weights of other training differ everywhere."""
+    size = file.stat().st_size
+    found = hashlib.sha256()
+    with file.open("rb") as content:
+        for begin in (0, size // 2, max(size - SAMPLE_BYTES, 0)):
+            content.seek(begin)
+            found.update(content.read(SAMPLE_BYTES))
+    return found.hexdigest()[:12]
