@@ -5,6 +5,7 @@ from .row import called, given, read, replaced, rows
 
 ASYNC_CPU = "tests/engine/async_cpu.py"
 CPU_ATTENTION = "benchmarks/cpu_attention.py"
+ENGINES_OF_BENCHMARKS = "benchmarks/running/engines.py"
 POOL = "tests/engine/pool.py"
 RUNNER_V2 = "tests/engine/runner_v2.py"
 STEPS = "tests/attention/steps.py"
@@ -292,6 +293,14 @@ STOCK = (
         ),
     ),
     *rows(
+        "vllm.v1.outputs",
+        LogprobsTensors=called(
+            "log-probabilities of prompts, some rows at a time",
+            "(logprob_token_ids, logprobs, selected_token_ranks, ...)",
+            "benchmarks/running/prompt_scores.py",
+        ),
+    ),
+    *rows(
         "vllm.benchmarks.serve",
         add_cli_args=called("vLLM's own load", "(parser)", "benchmarks/running/serving.py"),
         main=called("vLLM's own load", "(args)", "benchmarks/running/serving.py"),
@@ -311,6 +320,11 @@ INTERPRETER = (
     *rows(
         "triton.backends",
         backends=replaced("vLLM looks for one for CPUs", "dict[str, Backend]", RUNNER_V2),
+    ),
+    *rows(
+        "torch.cpu",
+        _is_avx512_bf16_supported=called("whether bf16 is fast", "()", ENGINES_OF_BENCHMARKS),
+        _is_amx_tile_supported=called("whether bf16 is fast", "()", ENGINES_OF_BENCHMARKS),
     ),
     *rows(
         "torch._subclasses.fake_tensor",
