@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README's picture and four rows, from the demo's JSON.
 
-``python -m benchmarks.reporting.readme`` draws ``docs/demo.png`` and writes what stands between ``<!-- demo -->`` and ``<!-- /demo -->``,
-both from ``benchmarks/results/demo.json``. A test compares all three.
+``python -m benchmarks.reporting.readme`` draws ``docs/demo.png`` and writes what stands between
+``<!-- demo -->`` and ``<!-- /demo -->``, both from ``benchmarks/results/demo.json``. A test
+compares all three.
 """
 
 import re
