@@ -6,15 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.running import children
+from benchmarks.running import children, leash
 from benchmarks.running.environment import ROOT
 
-SOON = 15.0
-"""Seconds within which a process must have ended; a busy machine is slow."""
+SOON = 120.0
+"""Seconds in which a process must have started, or ended; a busy machine is slow."""
 
 
 def job(what: str) -> str:
@@ -65,52 +66,103 @@ def test_a_long_message_is_cut() -> None:
     assert children.Failure.of(KeyboardInterrupt()).reason == "KeyboardInterrupt"
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_nothing_outlives_the_parent(end: signal.Signals, tmp_path: Path) -> None:
-    """Two busy children and what they have started; the parent ends in three ways."""
-    code = (
-        "from benchmarks.running.children import in_children\n"
-        "from tests.benchmarks.test_children import forever\n"
-        f"if __name__ == '__main__': list(in_children(forever, [{str(tmp_path)!r}] * 2, 2))"
-    )
+PARENTS = {
+    "children": "list(in_children(forever, [FOLDER] * 2, 2))",
+    "a command": "leash.run(BUSY)",
+    "a server": "server().start(); time.sleep(600)",
+    "a paused server": "one = server(); one.start(); started(FOLDER, 1); one.pause(); "
+    "time.sleep(600)",
+}
+"""What a parent runs: engines, a benchmark of ``make bench``, ``vllm serve``."""
+SETTING_UP = """
+import sys, time
+from pathlib import Path
+from benchmarks.running import leash
+from benchmarks.running.children import in_children
+from benchmarks.running.serving import Server
+from tests.benchmarks.test_children import forever, started
+
+FOLDER = Path(sys.argv[1])
+CODE = f"from tests.benchmarks.test_children import forever; forever({str(FOLDER)!r})"
+BUSY = [sys.executable, "-c", CODE]
+
+def server():
+    made = Server("model", [])
+    made._command = BUSY
+    return made
+
+if __name__ == "__main__":
+    """
+
+
+@pytest.mark.parametrize(
+    ("what", "end"),
+    [
+        ("children", signal.SIGKILL),
+        ("children", signal.SIGTERM),
+        ("children", signal.SIGINT),
+        ("a command", signal.SIGKILL),
+        ("a command", signal.SIGINT),
+        ("a server", signal.SIGKILL),
+        ("a paused server", signal.SIGTERM),
+    ],
+)
+def test_nothing_outlives_the_parent(what: str, end: signal.Signals, tmp_path: Path) -> None:
+    """Busy processes, and what they have started, however the parent ends."""
     script = tmp_path / "parent.py"
-    script.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script.write_text(SETTING_UP + PARENTS[what])
     parent = subprocess.Popen(
-        [sys.executable, str(script)], env=environment, cwd=ROOT, stderr=subprocess.DEVNULL
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        stderr=subprocess.DEVNULL,
     )
     try:
-        pids = started(tmp_path, 2)
-        assert len(pids) == 4 and all(map(lives, pids))
+        pids = started(tmp_path, 2 if what == "children" else 1)
+        if what == "a paused server":
+            wait_until(lambda: state(pids[0]) == "T")
+        assert len(pids) in (2, 4) and all(map(lives, pids))
         parent.send_signal(end)
         parent.wait(SOON)
-        assert gone(pids), f"{[pid for pid in pids if lives(pid)]} live on"
+        wait_until(lambda: not any(map(lives, pids)))
     finally:
         parent.kill()
 
 
+def test_a_command_that_ends_by_itself() -> None:
+    script = "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"
+    pipe = subprocess.PIPE
+    done = leash.run([sys.executable, "-c", script], stdout=pipe, stderr=pipe)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
+
+
 def started(folder: Path, number: int) -> list[int]:
     """Process numbers that children have written, once so many have."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        files = [file for file in folder.iterdir() if file.name.isdigit()]
-        if len(files) == number:
-            return [int(pid) for file in files for pid in file.read_text().split()]
-        time.sleep(0.1)
-    raise AssertionError("the children have not started")
+    files: list[Path] = []
+
+    def all_there() -> bool:
+        files[:] = [file for file in folder.iterdir() if file.name.isdigit()]
+        return len(files) == number
+
+    wait_until(all_there)
+    return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def state(pid: int) -> str:
+    """A letter of the kernel's; ``X`` for one that is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "X"
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent to notice does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    """One that has ended, and waits for its parent to notice, does not."""
+    return state(pid) not in "ZX"
 
 
-def gone(pids: list[int]) -> bool:
+def wait_until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SOON
-    while any(map(lives, pids)) and time.monotonic() < deadline:
+    while not true():
+        assert time.monotonic() < deadline, "not in time"
         time.sleep(0.1)
-    return not any(map(lives, pids))
