@@ -7,15 +7,15 @@
 then ``make setup`` in it). In each checkout every arm runs in a process of its own, with that
 checkout's code: a real vLLM engine with the shipped model, three requests of different lengths at
 once, prompts in chunks, and tokens decoded far past the budget. A refactoring must print ``same``
-everywhere.
+everywhere; where it does not, the largest difference is said.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,8 @@ ARMS: dict[str, dict[str, Any]] = {
 """``own``: the second and third request have policies of their own. ``pytorch``: without C++."""
 
 
-def run(settings: dict[str, Any], model: str, book: str, own: bool) -> str:
-    """The digest of all log-probabilities of one engine, in this process."""
+def run(settings: dict[str, Any], model: str, book: str, own: bool, out: str) -> None:
+    """Write all log-probabilities and tokens of one engine, in this process."""
     import numpy as np
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
@@ -75,19 +75,22 @@ def run(settings: dict[str, Any], model: str, book: str, own: bool) -> str:
         for extra in asked
     ]
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    digest = hashlib.sha256()
+    found: list[float] = []
     for output in outputs:
         done = output.outputs[0]
         pairs = [*(output.prompt_logprobs or [])[1:], *done.logprobs]
-        found = [next(iter(pair.values())).logprob for pair in pairs]
-        digest.update(np.asarray(found, dtype=np.float64).tobytes())
-        digest.update(np.asarray(done.token_ids, dtype=np.int64).tobytes())
-    return digest.hexdigest()
+        found += [next(iter(pair.values())).logprob for pair in pairs]
+        found += done.token_ids
+    np.save(out, np.asarray(found, dtype=np.float64))
 
 
-def digest_of(checkout: Path, name: str, model: str, book: str) -> str:
-    """One arm with a checkout's code."""
-    job = json.dumps([ARMS[name], model, book, name == "own"])
+def numbers_of(checkout: Path, name: str, model: str, book: str) -> Any:
+    """One arm with a checkout's code: fp64, log-probabilities and token ids."""
+    import numpy as np
+
+    folder = tempfile.TemporaryDirectory()
+    out = f"{folder.name}/found.npy"
+    job = json.dumps([ARMS[name], model, book, name == "own", out])
     environment = {
         **os.environ,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -102,7 +105,8 @@ def digest_of(checkout: Path, name: str, model: str, book: str) -> str:
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{name} in {checkout} failed:\n{done.stderr[-3000:]}")
-    return done.stdout.split()[-1]
+    with folder:
+        return np.load(out)
 
 
 def main() -> int:
@@ -115,7 +119,7 @@ def main() -> int:
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
-        print(run(*json.loads(args.job)))
+        run(*json.loads(args.job))
         return 0
     if args.other is None:
         parser.error("name the other checkout")
@@ -123,11 +127,14 @@ def main() -> int:
     model, book = str(inputs / "models/books-5m"), str(inputs / "books/persuasion.txt")
     differ = 0
     for name in args.arms:
-        found = [digest_of(path.resolve(), name, model, book) for path in (args.other, HERE)]
-        differ += found[0] != found[1]
-        print(
-            f"{name}: {'same' if found[0] == found[1] else 'DIFFERENT'} {found[1][:16]}", flush=True
+        ours, theirs = (
+            numbers_of(path.resolve(), name, model, book) for path in (HERE, args.other)
         )
+        same = ours.tobytes() == theirs.tobytes()
+        differ += not same
+        alike = ours.shape == theirs.shape
+        most = f"largest difference {abs(ours - theirs).max():.1e}" if alike else "other lengths"
+        print(f"{name}: {'same' if same else 'DIFFERENT, ' + most}", flush=True)
     print(f"{len(args.arms) - differ} of {len(args.arms)} arms are the same")
     return int(differ > 0)
 

@@ -6,6 +6,7 @@ add what a client cannot see: running requests, preemptions, pages.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -31,6 +32,8 @@ USAGE = "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
 CACHE_CONFIG = "vllm:cache_config_info"
 START_TIMEOUT = 600.0
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
@@ -99,6 +102,7 @@ class Server:
             cwd=ROOT,
             text=True,
             start_new_session=True,  # so that its engine process ends with it
+            preexec_fn=_end_with_parent,
         )
 
     def wait(self) -> None:
@@ -179,6 +183,14 @@ class Server:
             text = answer.read().decode()
         for family in text_string_to_metric_families(text):
             yield from family.samples
+
+
+def _end_with_parent() -> None:
+    """In the child, before its program: SIGTERM when the thread that started it is gone.
+
+    However that ends, ``stop`` or not: a server hears the signal and ends its engine.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
