@@ -150,7 +150,7 @@ class Together:
     Attributes:
         nll: float64 ``[num_tokens - 1]`` a stream, in nats.
         seconds: from the first one's arrival to the end of the last one.
-        pages_peak: most pages in use after any step.
+        pages_peak: most pages in use after any step; a step that ends a text has freed its own.
         counters: what the policy counted; empty for stock vLLM.
     """
 
@@ -164,9 +164,9 @@ def read_together(
     llm: LLM, prompts: Sequence[list[int]], *, label: str, bar_line: int = 0
 ) -> Together:
     """Send prompts through ``llm``, as many at a time as it takes; nothing is kept of an answer."""
-    # Two tokens: the step of a request's last one also frees its pages.
+    # One token: with a second one, the policy would count its step too.
     params = SamplingParams(
-        max_tokens=2, ignore_eos=True, temperature=0.0, prompt_logprobs=0, flat_logprobs=True
+        max_tokens=1, ignore_eos=True, temperature=0.0, prompt_logprobs=0, flat_logprobs=True
     )
     engine, nll = llm.llm_engine, dict[str, np.ndarray]()
     before, peak, start = _counters(llm), 0, time.perf_counter()

@@ -31,11 +31,11 @@ def test_perplexity_end_to_end(
         ]
 
     monkeypatch.setattr(perplexity, "jobs", too_small)
-    with pytest.raises(SystemExit, match="1 of the arms failed:\n  random: ValueError"):
+    with pytest.raises(SystemExit, match=r"1 of the arms failed:\n  random: \w+Error"):
         perplexity.main(options)
     before = results.load("ppl", tmp_path)
     row = before["tables"][0]["rows"][-1]
-    assert row[0] == "random" and row[1].startswith("failed: ValueError: "), row
+    assert row[0] == "random" and "Error" in row[1], row
     assert row[1].removeprefix("failed: ") == before["data"]["random"]["failed"]
     monkeypatch.undo()
     perplexity.main(options)
