@@ -30,7 +30,7 @@ def block(result: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|---:|---:|",
         *(row(label, arm, novel) for label, arm in novel["arms"].items()),
         "",
-        sentence(result, novel, chat),
+        " ".join(filter(None, [sentence(result, novel, chat), result.get("note")])),
     ]
     return "\n".join(lines) + "\n"
 
