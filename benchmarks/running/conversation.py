@@ -12,6 +12,9 @@ from benchmarks.running.serving import Server, Watch
 TIMEOUT = 600.0
 """Seconds that one answer may take."""
 
+LOOK = 0.05
+"""Seconds between two looks at a server's pages while it answers."""
+
 
 class Refused(RuntimeError):
     """The server answered with an error status instead of text.
@@ -71,7 +74,7 @@ class Conversation:
             Refused: the server did not take it; the conversation stays as it was.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
-        with Watch(self.server, every=0.1) as watch:
+        with Watch(self.server, every=LOOK) as watch:
             answer = self._send(asked)
         usage = answer.usage
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
