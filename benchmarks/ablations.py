@@ -21,19 +21,23 @@ from benchmarks.reporting import results, stats
 from benchmarks.reporting.papers import NOT_OURS, RECOMPUTED, TABLES, PaperTable, Row
 from benchmarks.reporting.tables import Table, mean_std, number
 from benchmarks.running import pacing, scoring
+from benchmarks.running.arms import run_all as run_arms
 from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
-    in_children,
     load_tokenizer,
     native_positions,
     quiet,
+    settle_dtype,
 )
 
 SMALL_BUDGETS = {"perplexity": [256], "harness": [256], "timing": [256], "caching": [1024]}
 SMALL_ROUGE = {"buzz-a": [200]}
 NOT_HERE = "-"
+FAILED = "failed"
+Filled = tuple[Table, dict[str, Any], dict[str, str]]
+"""A table with our column, everything for the JSON, and why arms have no result."""
 TIMES = (
     ("TTFT ms", "ttft_ms", 1),
     ("TPOT ms", "tpot_ms", 2),
@@ -67,8 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--new-tokens", type=int, default=64, help="timed streams: tokens generated"
     )
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    results.add_engine_arguments(parser)
     results.add_arguments(parser, "ablations")
     args = parser.parse_args(argv)
     wrong = [key for key in args.table if key not in TABLES]
@@ -188,7 +191,6 @@ def engine_of(args: argparse.Namespace, longest: int) -> EngineSettings:
         dtype=args.dtype,
         max_model_len=longest,
         max_num_batched_tokens=max(1024, args.stride),
-        memory_bytes=64 << 20 if args.dtype == "float32" else None,
         arguments={"use_tqdm_on_load": False},
     )
 
@@ -205,7 +207,7 @@ def engine_for(
     return replace(engine, max_model_len=longest, max_num_seqs=8, arguments=uncached)
 
 
-def perplexity(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
+def perplexity(table: PaperTable, args: argparse.Namespace) -> Filled:
     """Streaming perplexity of every row at every budget."""
     streams = streams_of(table, args)
     budgets = budgets_of(table, args)
@@ -219,16 +221,19 @@ def perplexity(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict
         label = label_of[cell] = str(policy or window)  # rows with equal settings share a run
         own = engine_for(engine, policy, window or 0, native)
         jobs[label] = scoring.Job(label, own, tuple(streams), window, args.reference_stride)
-    scored = scoring.run_all(list(jobs.values()), args.engines)
-    found = {label: stats.perplexity(run.scored) for label, run in scored.items()}
-    cells = {cell: number(found[label], 3) for cell, label in label_of.items()}
-    tokens = next(iter(scored.values())).num_tokens
+    outcome = scoring.run_all(list(jobs.values()), args.engines, results.parts_of(args))
+    found = {label: stats.perplexity(run.scored) for label, run in outcome.done.items()}
+    cells = {
+        cell: number(found[label], 3) if label in found else FAILED
+        for cell, label in label_of.items()
+    }
+    tokens = sum(int(stream.scored.sum()) for stream in streams)
     ours = [f"ours: {Path(args.model).name}, {budget:,}" for budget in budgets]
     extra = f"Ours: {tokens:,} tokens, prefill stride {args.stride}."
-    return with_ours(table, ours, cells, extra), {"perplexity": found}
+    return with_ours(table, ours, cells, extra), {"perplexity": found}, outcome.failed
 
 
-def rouge(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
+def rouge(table: PaperTable, args: argparse.Namespace) -> Filled:
     """ROUGE of every row; budgets are percent of the median prompt, except in Table A."""
     data = args.data[0] if args.data else (table.data if args.paper_sizes else None)
     examples = generation.to_summarise(data, args.samples)
@@ -240,22 +245,26 @@ def rouge(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str,
     plan = {cell: policy for cell, policy in arms(table, budgets, args.stride).items() if policy}
     args.max_tokens, args.chat = 64, False
     by_label = {str(policy): policy for policy in plan.values()}
-    answers = generation.answers_of(by_label, examples, args)
-    score = {label: generation.rouge(found, examples) for label, found in answers.items()}
+    outcome = generation.answers_of(by_label, examples, args)
+    score = {label: generation.rouge(found, examples) for label, found in outcome.done.items()}
+    label_of = {cell: str(policy) for cell, policy in plan.items()}
     kind = "rouge1" if in_tokens else "mean"
-    cells = {cell: number(score[str(policy)][kind]) for cell, policy in plan.items()}
+    cells = {c: number(score[lb][kind]) if lb in score else FAILED for c, lb in label_of.items()}
     if table.key == "buzz-8":
-        zero = score[str(plan[0, 0])]["mean"]
-        cells = {c: f"{score[str(p)]['mean'] / zero - 1:+.0%}" for c, p in plan.items()}
+        zero = score.get(label_of[0, 0], {}).get("mean")
+        cells = {
+            c: f"{score[lb]['mean'] / zero - 1:+.0%}" if zero and lb in score else FAILED
+            for c, lb in label_of.items()
+        }
     size = "tokens" if in_tokens else "%"
     ours = [f"ours: {Path(args.model).name}, {budget} {size}" for budget in given]
     extra = f"Ours: {len(examples)} documents, median prompt {median:,} tokens."
     if not in_tokens:
         extra += " No common pair of words at all (ROUGE-2 of 0) makes the geometric mean 0."
-    return with_ours(table, ours, cells, extra), {"rouge": score}
+    return with_ours(table, ours, cells, extra), {"rouge": score}, outcome.failed
 
 
-def harness_scores(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
+def harness_scores(table: PaperTable, args: argparse.Namespace) -> Filled:
     """A task's accuracy, from lm-evaluation-harness."""
     suite = table.data if args.paper_sizes else "book"
     options = ["--suite", suite, "--model", args.model, "--dtype", args.dtype]
@@ -271,19 +280,17 @@ def harness_scores(table: PaperTable, args: argparse.Namespace) -> tuple[Table, 
         replace(template, label=str(cell), engine=replace(template.engine, policy=policy))
         for cell, policy in plan.items()
     ]
-    found = list(in_children(harness.evaluate, jobs, args.engines))
-    values = {
-        cell: harness.metrics(result[task])["acc"] for cell, result in zip(plan, found, strict=True)
-    }
-    cells = {
-        cell: number(100 * value) + (f" ± {100 * error:.2f}" if error else "")
-        for cell, (value, error) in values.items()
-    }
+    outcome = run_arms(harness.evaluate, jobs, args.engines, results.parts_of(args))
+    cells = dict.fromkeys(plan, FAILED)
+    for cell in plan:
+        if str(cell) in outcome.done:
+            value, error = harness.metrics(outcome.done[str(cell)][task])["acc"]
+            cells[cell] = number(100 * value) + (f" ± {100 * error:.2f}" if error else "")
     ours = [f"ours: {Path(args.model).name}, {task}, {budget:,}" for budget in budgets]
-    return with_ours(table, ours, cells), {"results": dict(zip(map(str, plan), found, strict=True))}
+    return with_ours(table, ours, cells), {"results": outcome.done}, outcome.failed
 
 
-def operation(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
+def operation(table: PaperTable, args: argparse.Namespace) -> Filled:
     """The caching operation at the paper's sizes."""
     sizes = caching.Sizes(budget=budgets_of(table, args)[0])
     taken = {row.name: caching.measure(caching.ROWS[row.name], sizes) for row in table.rows}
@@ -294,10 +301,10 @@ def operation(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[
     }
     ours = ["ours: operation", "ours: a whole layer's step"]
     extra = f"Ours: {sizes.steps} steps, mean ± standard deviation; see benchmarks/caching.py."
-    return with_ours(table, ours, cells, extra), {"milliseconds": taken}
+    return with_ours(table, ours, cells, extra), {"milliseconds": taken}, {}
 
 
-def timing(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str, Any]]:
+def timing(table: PaperTable, args: argparse.Namespace) -> Filled:
     """A timed stream a row: mean and standard deviation over the trials."""
     (stream, *_) = streams_of(table, args)
     (budget, *_) = budgets_of(table, args)
@@ -320,9 +327,13 @@ def timing(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str
             )
         )
     # One at a time: these are timings.
-    found = dict(zip(plan, in_children(pacing.run, jobs), strict=True))
+    outcome = run_arms(pacing.run, jobs, 1, results.parts_of(args))
     cells = {}
-    for (index, _), paced in found.items():
+    for index, _ in plan:
+        paced = outcome.done.get(table.rows[index].name)
+        if paced is None:
+            cells[index, 0] = FAILED
+            continue
         row = [mean_std(getattr(paced, key), digits) for _, key, digits in TIMES]
         row += [number(paced.peak_memory_mib, 0), number(math.exp(paced.nll), 3)]
         cells |= {(index, column): cell for column, cell in enumerate(row)}
@@ -332,8 +343,8 @@ def timing(table: PaperTable, args: argparse.Namespace) -> tuple[Table, dict[str
         f"{args.new_tokens} tokens generated, {args.trials} trials after a warm-up: mean ± "
         "standard deviation. Same budget, not same peak: lazy rows cache up to R - 1 tokens more."
     )
-    data = {table.rows[index].name: asdict(paced) for (index, _), paced in found.items()}
-    return with_ours(table, ours, cells, extra), data
+    data = {label: asdict(paced) for label, paced in outcome.done.items()}
+    return with_ours(table, ours, cells, extra), data, outcome.failed
 
 
 MEASURES = {
@@ -360,14 +371,18 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(f"    {row.name}: {row_names(row)}")
         return
     quiet()
+    args.dtype = settle_dtype(args.dtype, args.model)
     from benchmarks.running import controls
 
     controls.register()
-    made, data = [], {}
+    made, data, failed = [], {}, {}
     for key in args.table:
-        table, data[key] = MEASURES[TABLES[key].measure](TABLES[key], args)
+        table, data[key], broken = MEASURES[TABLES[key].measure](TABLES[key], args)
         made.append(table)
+        data[key] |= results.failures(broken)
+        failed |= {f"{key}, {label}": reason for label, reason in broken.items()}
     results.save(args.out, made, data, vars(args), argv)
+    results.end(failed)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,18 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo import BLOCK_SIZE, BOOK, MODEL, quiet
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table
+from benchmarks.running import pools
+from benchmarks.running.engines import BOOK, MODEL, EngineSettings, quiet
+
+BLOCK_SIZE = 32
+SNAPSHOTS = 32
+"""Snapshots of a request's whole cache that the pool has room for."""
 
 
 @dataclass
@@ -40,27 +45,18 @@ class Turn:
 
 
 def engine(args: argparse.Namespace, caching: bool) -> Any:
-    from vllm import LLM
-
-    return LLM(
-        args.model,
-        dtype="float32",
+    """An engine for one chat at a time, with room for the snapshots of many turns."""
+    policy = {"name": args.policy, "budget": args.budget, "prefill_stride": args.stride}
+    settings = EngineSettings(
+        model=args.model,
+        policy=policy,
         max_model_len=1 << 17,
-        max_num_seqs=1,
         max_num_batched_tokens=args.step_tokens,
         block_size=BLOCK_SIZE,
-        kv_cache_memory_bytes=256 << 20,
-        enforce_eager=True,
-        enable_prefix_caching=caching,
-        use_tqdm_on_load=False,
-        additional_config={
-            "kv_policy": {
-                "name": args.policy,
-                "budget": args.budget,
-                "prefill_stride": args.stride,
-            }
-        },
+        arguments={"enable_prefix_caching": caching, "use_tqdm_on_load": False},
     )
+    room = pools.pool_bytes(replace(settings, max_num_seqs=SNAPSHOTS))
+    return replace(settings, memory_bytes=room).start()
 
 
 def ask(llm: Any, name: str, prompt: list[int], max_tokens: int) -> Turn:

@@ -17,7 +17,7 @@ import json
 import re
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,17 @@ import numpy as np
 from benchmarks.inputs.texts import load_dataset, read
 from benchmarks.perplexity import policies
 from benchmarks.reporting import results
-from benchmarks.reporting.tables import Table, number
+from benchmarks.reporting.tables import Table, failure_rows, number
+from benchmarks.running.answers import Asking, as_tokens, ask_all
+from benchmarks.running.arms import Outcome
 from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
-    in_children,
     load_tokenizer,
     native_positions,
     quiet,
+    settle_dtype,
 )
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -62,17 +64,6 @@ class Example:
     answers: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Generation:
-    """All prompts for one engine."""
-
-    label: str
-    engine: EngineSettings
-    prompts: tuple[str, ...]
-    max_tokens: int
-    chat: bool
-
-
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
     parser = argparse.ArgumentParser(
@@ -92,8 +83,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy-config", type=json.loads, default={})
     parser.add_argument("--base", default="sink")
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    results.add_engine_arguments(parser)
     results.add_arguments(parser, "generation")
     args = parser.parse_args(argv)
     if args.max_tokens is None:
@@ -204,74 +194,55 @@ def exact_match(answer: str, example: Example) -> bool:
 # --- runs ---------------------------------------------------------------------------------------
 
 
-def generate(job: Generation) -> list[str]:
-    """One engine's answers, in this (child) process."""
-    llm = job.engine.start()
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
-    if job.chat:
-        outputs = llm.chat([[{"role": "user", "content": p}] for p in job.prompts], params)
-    else:
-        outputs = llm.generate(list(job.prompts), params)
-    return [output.outputs[0].text for output in outputs]
-
-
 def answers_of(
-    arms: dict[str, dict[str, Any] | None], examples: Sequence[Example], args: argparse.Namespace
-) -> dict[str, list[str]]:
+    settings: dict[str, dict[str, Any] | None],
+    examples: Sequence[Example],
+    args: argparse.Namespace,
+) -> Outcome[list[str]]:
     """Every arm's answers; None is stock vLLM, left out where the prompts do not fit it."""
     tokenizer = load_tokenizer(args.model)
-    longest = max(len(tokenizer(e.prompt)["input_ids"]) for e in examples) + args.max_tokens + 64
+    prompts = tuple(as_tokens(tokenizer, example.prompt, args.chat) for example in examples)
+    longest = max(map(len, prompts)) + args.max_tokens
     fits = longest <= native_positions(args.model)
+    engine = EngineSettings(
+        model=args.model, dtype=args.dtype, max_model_len=longest, max_num_seqs=16
+    )
     jobs = [
-        Generation(
-            label,
-            EngineSettings(
-                model=args.model,
-                dtype=args.dtype,
-                policy=policy,
-                max_model_len=longest,
-                max_num_seqs=16,
-                memory_bytes=256 << 20 if args.dtype == "float32" else None,
-            ),
-            tuple(example.prompt for example in examples),
-            args.max_tokens,
-            args.chat,
-        )
-        for label, policy in arms.items()
+        Asking(label, replace(engine, policy=policy), prompts, args.max_tokens)
+        for label, policy in settings.items()
         if policy or fits
     ]
-    given = in_children(generate, jobs, args.engines)
-    return {job.label: answers for job, answers in zip(jobs, given, strict=True)}
+    return ask_all(jobs, args.engines, results.parts_of(args))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a task."""
     args = parse_args(argv)
     quiet()
+    args.dtype = settle_dtype(args.dtype, args.model)
     make = to_summarise if args.task == "summarise" else to_answer
     examples = make(args.data, args.samples)
-    arms: dict[str, dict[str, Any] | None] = {**policies(args, args.stride), "full": None}
-    given = answers_of(arms, examples, args)
+    settings: dict[str, dict[str, Any] | None] = {**policies(args, args.stride), "full": None}
+    found = answers_of(settings, examples, args)
     built_in = "" if args.data else " Built-in texts: the path, not the model, is what this shows."
     size = f"{len(examples)} prompts, at most {args.capacity:,} tokens cached.{built_in}"
     if args.task == "summarise":
+        title = "Summaries"
         rows = [
             (arm, *(number(v) for v in rouge(texts, examples).values()), number(self_bleu(texts)))
-            for arm, texts in given.items()
+            for arm, texts in found.done.items()
         ]
         columns = ("policy", "ROUGE-1", "ROUGE-2", "ROUGE-L", "geometric mean", "self-BLEU")
-        table = Table("Summaries", columns, tuple(rows), size)
     else:
+        title, columns = f"Questions with {DOCUMENTS} documents", ("policy", "exact match")
         rows = []
-        for arm, texts in given.items():
+        for arm, texts in found.done.items():
             right = [exact_match(t, e) for t, e in zip(texts, examples, strict=True)]
             rows.append((arm, f"{np.mean(right):.1%}"))
-        table = Table(
-            f"Questions with {DOCUMENTS} documents", ("policy", "exact match"), tuple(rows), size
-        )
-    results.save(args.out, [table], {"answers": given}, vars(args), argv)
+    rows += failure_rows(found.failed, len(columns))
+    data = {"answers": found.done, **results.failures(found.failed)}
+    results.save(args.out, [Table(title, columns, tuple(rows), size)], data, vars(args), argv)
+    results.end(found.failed)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,24 @@ of the harness is changed. ``--suite`` names the papers' settings; ``--tasks`` a
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 from benchmarks.perplexity import policies
 from benchmarks.reporting import results
-from benchmarks.reporting.tables import Table, number
-from benchmarks.running.engines import MODEL, EngineSettings, in_children, native_positions, quiet
+from benchmarks.reporting.tables import Table, failure_rows, number
+from benchmarks.running import arms
+from benchmarks.running.engines import (
+    MODEL,
+    EngineSettings,
+    native_positions,
+    quiet,
+    settle_dtype,
+)
 from benchmarks.running.environment import ROOT
+from benchmarks.running.parts import Arm
 
 TASKS = ROOT / "benchmarks/inputs/tasks"
 SUITES: dict[str, dict[str, Any]] = {
@@ -34,10 +43,17 @@ SUITES: dict[str, dict[str, Any]] = {
 }
 """Tasks and sizes. LongBench and MMLU STEM: as in the cascade paper, |C| and four sinks."""
 
+Results = dict[str, dict[str, Any]]
+"""The harness's own, by task; a group of tasks has its parts beside it."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One engine's share: what a child process needs to know."""
+    """One engine's share: what a child process needs to know.
+
+    Attributes:
+        arm: where a task's results are kept; None: nowhere.
+    """
 
     label: str
     engine: EngineSettings
@@ -46,6 +62,20 @@ class Evaluation:
     limit: int | None
     chat: bool
     metadata: dict[str, Any] = field(default_factory=dict)
+    arm: Arm | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        """A task is finished as a whole."""
+        return list(self.tasks)
+
+    def determines(self) -> dict[str, Any]:
+        asked = {key: getattr(self, key) for key in ("num_fewshot", "limit", "chat", "metadata")}
+        longest = {"max_model_len": self.engine.max_model_len}  # where texts are cut
+        return {**self.engine.determines(), **asked, **longest, "lm_eval": version("lm_eval")}
+
+    def result(self, values: list[Results]) -> Results:
+        return {name: metrics for found in values for name, metrics in found.items()}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,8 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, help="default: 8 times the model's positions")
     parser.add_argument("--no-full", action="store_true", help="leave stock attention out")
     parser.add_argument("--chat", action="store_true", help="use the model's chat template")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    results.add_engine_arguments(parser)
     results.add_arguments(parser, "harness")
     args = parser.parse_args(argv)
     suite = {"num_fewshot": None, "stride": 256, "policy_config": {}, "metadata": {}}
@@ -89,45 +118,49 @@ def evaluations(args: argparse.Namespace) -> list[Evaluation]:
         "dtype": args.dtype,
         "max_num_seqs": 16,
         "max_num_batched_tokens": max(2048, args.stride),
-        "memory_bytes": 256 << 20 if args.dtype == "float32" else None,
     }
-    arms: dict[str, EngineSettings] = {
+    engines: dict[str, EngineSettings] = {
         name: EngineSettings(policy=policy, max_model_len=longest, **shared)
         for name, policy in policies(args, args.stride).items()
     }
     if not args.no_full:
-        arms["full"] = EngineSettings(max_model_len=min(longest, native), **shared)
+        engines["full"] = EngineSettings(max_model_len=min(longest, native), **shared)
     return [
         Evaluation(
             label, engine, tuple(args.tasks), args.num_fewshot, args.limit, args.chat, args.metadata
         )
-        for label, engine in arms.items()
+        for label, engine in engines.items()
     ]
 
 
-def evaluate(job: Evaluation) -> dict[str, dict[str, Any]]:
-    """The harness's own results of one engine, by task, in this (child) process."""
+def evaluate(job: Evaluation) -> Results:
+    """One engine's results by task, in this (child) process."""
     quiet()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from lm_eval.models.vllm_causallms import VLLM
+
+    arguments = job.engine.llm_arguments()
+    arguments["pretrained"] = arguments.pop("model")
+    model = VLLM(**arguments, batch_size="auto")
+    return arms.fill(
+        job, lambda places: ({place: _task(model, job, job.tasks[place])} for place in places)
+    )
+
+
+def _task(model: Any, job: Evaluation, task: str) -> Results:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from benchmarks.running import controls
-
-    controls.register()
-    arguments = job.engine.llm_arguments()
-    arguments["pretrained"] = arguments.pop("model")
     found = simple_evaluate(
-        model="vllm",
-        model_args={**arguments, "batch_size": "auto"},
-        tasks=list(job.tasks),
+        model=model,
+        tasks=[task],
         num_fewshot=job.num_fewshot,
         limit=job.limit,
         task_manager=TaskManager(include_path=str(TASKS), metadata=job.metadata or None),
         apply_chat_template=job.chat,
         bootstrap_iters=1000,
         log_samples=False,
-        metadata={"pretrained": arguments["pretrained"], **job.metadata},
+        metadata={"pretrained": job.engine.model, **job.metadata},
     )
     return {task: dict(metrics) for task, metrics in found["results"].items()}
 
@@ -147,11 +180,13 @@ def _error(found: dict[str, Any], key: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def table(results_by_arm: dict[str, dict[str, dict[str, Any]]], capacity: int) -> Table:
-    """A row an arm, a column a task's metric."""
+def table(
+    results_by_arm: Mapping[str, Results], capacity: int, failed: Mapping[str, str] | None = None
+) -> Table:
+    """A row an arm, a column a task's metric; arms that failed say why."""
     columns = [
         (task, name)
-        for task, found in next(iter(results_by_arm.values())).items()
+        for task, found in next(iter(results_by_arm.values()), {}).items()
         for name in metrics(found)
     ]
     rows = []
@@ -161,10 +196,12 @@ def table(results_by_arm: dict[str, dict[str, dict[str, Any]]], capacity: int) -
             value, error = metrics(by_task[task])[name]
             cells.append(number(value, 4) + (f" ± {error:.4f}" if error else ""))
         rows.append((arm, *cells))
+    heads = ("policy", *(f"{task} {name}" for task, name in columns))
+    heads = heads if len(heads) > 1 else ("policy", "result")
     return Table(
         "lm-evaluation-harness",
-        ("policy", *(f"{task} {name}" for task, name in columns)),
-        tuple(rows),
+        heads,
+        (*rows, *failure_rows(failed or {}, len(heads))),
         f"At most {capacity:,} tokens cached, sinks included; ± is the harness's standard error. "
         "`full` is stock vLLM, whose texts end where the model's positions do.",
     )
@@ -174,10 +211,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate."""
     args = parse_args(argv)
     quiet()
-    jobs = evaluations(args)
-    found = in_children(evaluate, jobs, args.engines)
-    by_arm = {job.label: result for job, result in zip(jobs, found, strict=True)}
-    results.save(args.out, [table(by_arm, args.capacity)], {"results": by_arm}, vars(args), argv)
+    args.dtype = settle_dtype(args.dtype, args.model)
+    found = arms.run_all(evaluate, evaluations(args), args.engines, results.parts_of(args))
+    data = {"results": found.done, **results.failures(found.failed)}
+    tables = [table(found.done, args.capacity, found.failed)]
+    results.save(args.out, tables, data, vars(args), argv)
+    results.end(found.failed)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,17 @@
 
 ``passkey``
     A number hidden at a depth of a long text, asked for at its end; digits of the answer that are
-    right. Needs a model that follows such a request (``--model``); lengths to a million tokens.
+    right, and answers that are. With ``--chat`` the question is the user's turn, which instruct
+    models answer; without, the text ends where the answer begins. Lengths to a million tokens.
 ``associative``
     The same for any model, at the level of tokens: a random key and a random value, a distance
     apart from the key's second occurrence. How many nats a token the value is easier to predict
-    than where another value stood. A model that gains nothing even with all tokens in its cache
-    cannot do it, and then the benchmark says so.
+    than where another value stood.
 ``rewind``
     The cascade paper's Figure 3: read a text, jump back, read a part again. Perplexity of what is
     read for the second time.
+
+Where full attention cannot do what is asked, the table says so: such a cell compares nothing.
 """
 
 import argparse
@@ -21,27 +23,29 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.inputs import pass_keys
 from benchmarks.inputs.texts import Stream, read
 from benchmarks.perplexity import policies
-from benchmarks.reporting import results, stats
-from benchmarks.reporting.tables import Table, number
+from benchmarks.reporting import recall_report, results, stats
+from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import scoring
+from benchmarks.running.answers import Asking, as_tokens, ask_all
 from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
-    in_children,
     load_tokenizer,
     native_positions,
     quiet,
+    settle_dtype,
 )
 
 BATCHED_TOKENS = 1024
-WORTH = 0.05
-"""Share of a value's loss that must be gained before a model counts as able to recall."""
-PASSKEY_DIGITS = 5
-NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
-QUESTION = "\nWhat is the pass key? The pass key is"
+TOGETHER = 16
+"""Prompts at a time in an engine."""
+ANSWER_TOKENS = 24
+Answer = tuple[list[Table], dict[str, Any], dict[str, str]]
+"""Tables, everything for the JSON, and why arms have no result."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -66,9 +70,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--burn-in", type=int, default=2048, help="rewind: tokens read first")
     parser.add_argument("--back", type=int, default=512, help="rewind: tokens jumped back")
     parser.add_argument("--again", type=int, default=256, help="rewind: tokens read again")
-    parser.add_argument("--chat", action="store_true", help="passkey: use the chat template")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    parser.add_argument("--chat", action="store_true", help="passkey: ask in the user's turn")
+    results.add_engine_arguments(parser)
     parser.add_argument("--seed", type=int, default=0)
     results.add_arguments(parser, "recall")
     args = parser.parse_args(argv)
@@ -81,19 +84,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def engines(args: argparse.Namespace, longest: int) -> dict[str, EngineSettings]:
-    """An engine an arm; stock attention too where the model's positions hold the prompts."""
+    """An engine an arm; stock attention for as many tokens as the model has positions."""
     native = native_positions(args.model)
     engine = EngineSettings(
         model=args.model,
         dtype=args.dtype,
         max_model_len=longest,
-        max_num_seqs=16,
+        max_num_seqs=TOGETHER,
         max_num_batched_tokens=max(BATCHED_TOKENS, args.stride),
-        memory_bytes=256 << 20 if args.dtype == "float32" else None,
         arguments={"use_tqdm_on_load": False},
     )
     made = {n: replace(engine, policy=p) for n, p in policies(args, args.stride).items()}
-    return {**made, "full": engine} if longest <= native else made
+    return {**made, recall_report.FULL: replace(engine, max_model_len=min(longest, native))}
 
 
 # --- a key and a value --------------------------------------------------------------------------
@@ -149,56 +151,42 @@ def _pair(
     return Pair(length, depth, told, untold)
 
 
-def associative(args: argparse.Namespace) -> tuple[list[Table], dict[str, Any]]:
+def associative(args: argparse.Namespace) -> Answer:
     """Gain of a value that was told, by policy, length and depth."""
     tokenizer = load_tokenizer(args.model)
     text = tokenizer("\n\n".join(read(args.data).values()))["input_ids"]
     special = set(tokenizer.all_special_ids)
     vocab = [token for token in sorted(set(text)) if token not in special]
     made = pairs(args, text, vocab)
-    arms = engines(args, max(args.lengths) + 1)
-    both = tuple(stream for pair in made for stream in (pair.told, pair.untold))
-    jobs = [scoring.Job(name, engine, both, batched=True) for name, engine in arms.items()]
-    scored = scoring.run_all(jobs, args.engines)
-    untold = float(np.mean([run.scored[1::2] for run in scored.values()]))
-    gains = {
-        name: np.asarray([values.mean() for values in run.scored[1::2]])
-        - np.asarray([values.mean() for values in run.scored[::2]])
-        for name, run in scored.items()
+    jobs, of = [], {}
+    for name, engine in engines(args, max(args.lengths) + 1).items():
+        of[name] = [pair for pair in made if pair.length < (engine.max_model_len or 0)]
+        both = tuple(stream for pair in of[name] for stream in (pair.told, pair.untold))
+        if both:
+            jobs.append(scoring.Job(name, engine, both, group=2 * TOGETHER))
+    found = scoring.run_all(jobs, args.engines, results.parts_of(args))
+    gains, losses = {}, []
+    for name, run in found.done.items():
+        told, untold = run.scored[::2], run.scored[1::2]
+        losses += [values.mean() for values in untold]
+        gains[name] = [u.mean() - t.mean() for t, u in zip(told, untold, strict=True)]
+    mean = float(np.mean(losses)) if losses else float("nan")
+    places = {name: [(pair.length, pair.depth) for pair in some] for name, some in of.items()}
+    by_cell = {
+        name: {
+            cell: np.asarray(some)
+            for cell, some in recall_report.by_cell(values, places[name]).items()
+        }
+        for name, values in gains.items()
     }
-    return [_associative_table(args, made, gains, untold)], {
-        "nll_untold": untold,
-        "gains": {name: values.tolist() for name, values in gains.items()},
-        "length": [pair.length for pair in made],
-        "depth": [pair.depth for pair in made],
-    }
+    table = recall_report.associative(by_cell, cells(args), mean, args.samples, found.failed)
+    data = {"nll_untold": mean, "gains": gains, "cells": places}
+    return [table], data, found.failed
 
 
-def _associative_table(
-    args: argparse.Namespace, made: Sequence[Pair], gains: dict[str, np.ndarray], untold: float
-) -> Table:
-    cells = [(length, depth) for length in args.lengths for depth in args.depths]
-    rows, able = [], False
-    for name, values in gains.items():
-        found = [_interval(values[[(p.length, p.depth) == cell for p in made]]) for cell in cells]
-        able |= any(one.low > WORTH * untold for one in found)
-        rows.append((name, *map(str, found)))
-    verdict = (
-        "The model recalls values, so the arms can be compared."
-        if able
-        else f"No arm gains even {WORTH:.0%} of that anywhere: this model cannot do the task, and "
-        "the table says nothing about the policies."
-    )
-    columns = ("policy", *(f"{length:,} tokens, depth {depth:g}" for length, depth in cells))
-    note = (
-        f"Nats a token that the value is easier to predict, with 95 % intervals; {args.samples} "
-        f"prompts a cell. A value that was not told costs {untold:.2f}. {verdict}"
-    )
-    return Table("Recall of a value by its key", columns, tuple(rows), note)
-
-
-def _interval(values: np.ndarray) -> stats.Difference:
-    return stats.paired_difference([values], [np.zeros_like(values)], block=1)
+def cells(args: argparse.Namespace) -> list[recall_report.Cell]:
+    """Columns of a table."""
+    return [(length, depth) for length in args.lengths for depth in args.depths]
 
 
 # --- rewind -------------------------------------------------------------------------------------
@@ -222,30 +210,30 @@ def rewound(text: Sequence[int], begin: int, burn_in: int, back: int, again: int
     return Stream("rewind", tokens, scored)
 
 
-def rewind(args: argparse.Namespace) -> tuple[list[Table], dict[str, Any]]:
+def rewind(args: argparse.Namespace) -> Answer:
     """Perplexity of a text read for the second time, by policy."""
     tokenizer = load_tokenizer(args.model)
     text = tokenizer("\n\n".join(read(args.data).values()))["input_ids"]
     starts = np.linspace(0, len(text) - args.burn_in, args.samples).astype(int).tolist()
     streams = [rewound(text, s, args.burn_in, args.back, args.again) for s in starts]
     once = [_first_reading(stream, args) for stream in streams]
-    arms = engines(args, len(streams[0].token_ids) + 1)
-    jobs = [scoring.Job(n, e, (*streams, *once), batched=True) for n, e in arms.items()]
-    scored = scoring.run_all(jobs, args.engines)
+    longest = len(streams[0].token_ids) + 2
+    jobs = [
+        scoring.Job(name, engine, (*streams, *once), group=TOGETHER)
+        for name, engine in engines(args, longest).items()
+        if engine.max_model_len == longest
+    ]
+    found = scoring.run_all(jobs, args.engines, results.parts_of(args))
+    base = found.done.get(args.base)
     rows = []
-    zero = scored[args.base].scored[: len(streams)]
-    for name, run in scored.items():
+    for name, run in found.done.items():
         second, first = run.scored[: len(streams)], run.scored[len(streams) :]
-        gain = stats.paired_difference(second, zero, block=64)
-        share = np.exp(gain.mean) - 1
+        more = ("-", "-")
+        if base is not None and name != args.base:
+            gain = stats.paired_difference(second, base.scored[: len(streams)], block=64)
+            more = f"{np.expm1(gain.mean):+.1%}", str(gain)
         rows.append(
-            (
-                name,
-                number(stats.perplexity(first)),
-                number(stats.perplexity(second)),
-                "-" if name == args.base else f"{share:+.1%}",
-                "-" if name == args.base else str(gain),
-            )
+            (name, number(stats.perplexity(first)), number(stats.perplexity(second)), *more)
         )
     columns = (
         "policy",
@@ -261,9 +249,11 @@ def rewind(args: argparse.Namespace) -> tuple[list[Table], dict[str, Any]]:
     )
     data = {
         name: {"texts": [float(values.mean()) for values in run.scored]}
-        for name, run in scored.items()
+        for name, run in found.done.items()
     }
-    return [Table("Rewind (cascade paper, Figure 3)", columns, tuple(rows), note)], data
+    rows += failure_rows(found.failed, len(columns))
+    table = Table("Rewind (cascade paper, Figure 3)", columns, tuple(rows), note)
+    return [table], data, found.failed
 
 
 def _first_reading(stream: Stream, args: argparse.Namespace) -> Stream:
@@ -278,94 +268,51 @@ def _first_reading(stream: Stream, args: argparse.Namespace) -> Stream:
 # --- pass keys ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """A prompt, and the number that is hidden in it."""
-
-    length: int
-    depth: float
-    key: str
-    prompt: str | list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class Asking:
-    """All prompts for one engine."""
-
-    label: str
-    engine: EngineSettings
-    prompts: tuple[Hidden, ...]
-    chat: bool
-
-
-def hidden(args: argparse.Namespace, tokenizer: Any, text: str) -> list[Hidden]:
-    """A number at every length and depth. The filler is the same for all prompts of a length."""
-    rng = np.random.default_rng(args.seed)
-    tokens = tokenizer(text)["input_ids"]
-    made = []
-    for length in args.lengths:
-        room = length - 64  # for the needle and the question
-        repeated = (tokens * (room // len(tokens) + 1))[:room]
-        for depth in args.depths:
-            place = int(depth * room)
-            head, tail = (tokenizer.decode(part) for part in (repeated[:place], repeated[place:]))
-            for _ in range(args.samples):
-                key = "".join(str(digit) for digit in rng.integers(0, 10, PASSKEY_DIGITS))
-                body = head + NEEDLE.format(key=key) + tail + QUESTION
-                prompt = [{"role": "user", "content": body}] if args.chat else body
-                made.append(Hidden(length, depth, key, prompt))
-    return made
-
-
-def digits_right(answer: str, key: str) -> float:
-    """Share of the key's digits that stand at their place among the first ones of the answer."""
-    found = [char for char in answer if char.isdigit()][: len(key)]
-    return sum(a == b for a, b in zip(found, key, strict=False)) / len(key)
-
-
-def ask(asking: Asking) -> list[str]:
-    """The answers of one engine, in this (child) process."""
-    llm = asking.engine.start()
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=24)
-    send = llm.chat if asking.chat else llm.generate
-    outputs = send([hidden.prompt for hidden in asking.prompts], params)
-    return [output.outputs[0].text for output in outputs]
-
-
-def passkey(args: argparse.Namespace) -> tuple[list[Table], dict[str, Any]]:
-    """Digits recalled, by policy, length and depth."""
-    tokenizer = load_tokenizer(args.model)
-    prompts = tuple(hidden(args, tokenizer, "\n\n".join(read(args.data).values())))
-    arms = engines(args, max(args.lengths) + 128)
-    jobs = [Asking(name, engine, prompts, args.chat) for name, engine in arms.items()]
-    answers = dict(zip(arms, in_children(ask, jobs, args.engines), strict=True))
-    cells = [(length, depth) for length in args.lengths for depth in args.depths]
-    rows = []
-    for name, given in answers.items():
-        right = [digits_right(a, p.key) for a, p in zip(given, prompts, strict=True)]
-        row = [
-            np.mean([r for r, p in zip(right, prompts, strict=True) if (p.length, p.depth) == cell])
-            for cell in cells
-        ]
-        rows.append((name, *(f"{share:.0%}" for share in row)))
-    columns = ("policy", *(f"{length:,} tokens, depth {depth:g}" for length, depth in cells))
-    note = (
-        f"Digits of a {PASSKEY_DIGITS}-digit number that are right; {args.samples} prompts a cell; "
-        "guessing gives 10 %."
+def hidden(args: argparse.Namespace, tokenizer: Any, text: str) -> list[pass_keys.Hidden]:
+    """A number at every length and depth."""
+    return pass_keys.hide(
+        tokenizer,
+        text,
+        lambda prompt: as_tokens(tokenizer, prompt, args.chat),
+        pass_keys.ASKED if args.chat else pass_keys.COMPLETED,
+        lengths=args.lengths,
+        depths=args.depths,
+        samples=args.samples,
+        seed=args.seed,
     )
-    data = {"answers": answers, "keys": [prompt.key for prompt in prompts]}
-    return [Table("Pass key", columns, tuple(rows), note)], data
+
+
+def passkey(args: argparse.Namespace) -> Answer:
+    """Digits and answers that are right, by policy, length and depth."""
+    made = hidden(args, load_tokenizer(args.model), "\n\n".join(read(args.data).values()))
+    jobs, prompts = [], {}
+    for name, engine in engines(args, max(args.lengths) + ANSWER_TOKENS).items():
+        most = (engine.max_model_len or 0) - ANSWER_TOKENS
+        prompts[name] = [one for one in made if len(one.prompt) <= most]
+        if asked := tuple(one.prompt for one in prompts[name]):
+            jobs.append(Asking(name, engine, asked, ANSWER_TOKENS))
+    found = ask_all(jobs, args.engines, results.parts_of(args))
+    shares = recall_report.shares(found.done, prompts)
+    table = recall_report.pass_keys(shares, cells(args), args.samples, found.failed)
+    data = {
+        name: [
+            {**vars(one), "prompt": len(one.prompt), "answer": answer}
+            for one, answer in zip(prompts[name], answers, strict=True)
+        ]
+        for name, answers in found.done.items()
+    }
+    return [table], data, found.failed
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Answer one question."""
     args = parse_args(argv)
     quiet()
+    args.dtype = settle_dtype(args.dtype, args.model)
     ask_for = {"passkey": passkey, "associative": associative, "rewind": rewind}
-    tables, data = ask_for[args.question](args)
-    results.save(args.out, tables, data, vars(args), argv)
+    tables, data, failed = ask_for[args.question](args)
+    results.save(args.out, tables, {**data, **results.failures(failed)}, vars(args), argv)
+    results.end(failed)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reporting import stats
-from benchmarks.reporting.tables import Table, number
+from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running.scoring import REFERENCE, Scored, cached, eviction_batches
 
 
@@ -71,11 +71,6 @@ def _difference(run: Scored, base: Scored) -> stats.Difference:
         ours.append(own[both])
         theirs.append(other[both])
     return stats.paired_difference(ours, theirs)
-
-
-def failure_rows(failed: Mapping[str, str], columns: int) -> list[tuple[str, ...]]:
-    """A row an arm that failed: why, in the second column."""
-    return [(label, f"failed: {reason}", *[""] * (columns - 2)) for label, reason in failed.items()]
 
 
 def _longest(run: Scored) -> int:

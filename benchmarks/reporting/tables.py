@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A result table: printed, kept in the run's JSON, and written into docs/RESULTS.md from there."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -68,6 +68,11 @@ def show(tables: Sequence[Table]) -> None:
         screen.print(grid)
         if table.note:
             screen.print(table.note, highlight=False, markup=False)
+
+
+def failure_rows(failed: Mapping[str, str], columns: int) -> list[tuple[str, ...]]:
+    """A row an arm that failed: why, in the second column."""
+    return [(label, f"failed: {reason}", *[""] * (columns - 2)) for label, reason in failed.items()]
 
 
 def number(value: float | None, digits: int = 2) -> str:

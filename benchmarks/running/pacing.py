@@ -7,11 +7,11 @@ a cache; a warm-up pass, then N trials; and perplexity of the same text.
 
 import resource
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.inputs.texts import Stream
-from benchmarks.running import scoring
+from benchmarks.running import arms, parts, scoring
 from benchmarks.running.engines import EngineSettings
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class Pace:
         new_tokens: generated in a trial.
         window: not None: no cache, this many tokens are read again for every new one.
         stride: of the recomputed window, for perplexity.
+        arm: where the result is kept; None: nowhere.
     """
 
     label: str
@@ -37,6 +38,20 @@ class Pace:
     trials: int
     window: int | None = None
     stride: int = 1
+    arm: parts.Arm | None = None
+
+    @property
+    def keys(self) -> list[str]:
+        return [parts.digest_of_tokens(self.text.token_ids)]
+
+    def determines(self) -> dict[str, Any]:
+        asked = {key: getattr(self, key) for key in ("prompt", "new_tokens", "trials")}
+        window = {"window": self.window, "window_stride": self.stride} if self.window else {}
+        return {**self.engine.determines(), **asked, **window}
+
+    def result(self, values: list[dict[str, Any]]) -> "Paced":
+        (value,) = values
+        return Paced(**value)
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,10 @@ class Paced:
 
 def run(job: Pace) -> Paced:
     """An arm, in this (child) process."""
+    return arms.fill(job, lambda places: ({place: asdict(_pace(job))} for place in places))
+
+
+def _pace(job: Pace) -> Paced:
     llm = job.engine.start()
     job_scored = scoring.Job(job.label, job.engine, (job.text,), job.window, job.stride)
     # Perplexity first: it is the warm-up pass too.

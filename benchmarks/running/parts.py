@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,24 +77,6 @@ class Arm:
                 _write(file, {"item": key, "value": value})
             file.flush()
             os.fsync(file.fileno())
-
-    def fill(
-        self, keys: Sequence[str], work: Callable[[list[int]], list[Any]], group: int = 1
-    ) -> list[Any]:
-        """The value of every key, in order: kept ones, and what ``work`` gives for the others.
-
-        Args:
-            work: values of the items at these places, in order.
-            group: items at a time; they are kept when all of them are finished.
-        """
-        found = self.read()
-        missing = [place for place, key in enumerate(keys) if key not in found]
-        for begin in range(0, len(missing), group):
-            places = missing[begin : begin + group]
-            made = dict(zip((keys[place] for place in places), work(places), strict=True))
-            self.add(made)
-            found |= made
-        return [found[key] for key in keys]
 
 
 def _write(file: Any, line: dict[str, Any]) -> None:

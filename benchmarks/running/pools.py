@@ -27,10 +27,10 @@ def pages_of_request(settings: "EngineSettings") -> int:
     """Most pages that one request ever holds."""
     from vllm.utils.math_utils import cdiv
 
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies import compiled, resolve
 
     longest = settings.max_model_len or _model(settings).max_model_len
-    held = resolve(settings.policy).peak(longest) if settings.policy else longest
+    held = compiled(resolve(settings.policy)).peak_at(longest) if settings.policy else longest
     return cdiv(held, settings.block_size)
 
 
@@ -39,7 +39,7 @@ def page_bytes(settings: "EngineSettings") -> int:
     from vllm.config import ParallelConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from vllm_cascade.paging import KVPolicySpec
+    from vllm_cascade.cache.manager import KVPolicySpec
     from vllm_cascade.policies import resolve
 
     model, parallel = _model(settings), ParallelConfig()

@@ -2,15 +2,14 @@
 """Log-likelihoods of texts under policies of equal size: what the quality benchmarks share."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.inputs.texts import Stream
-from benchmarks.running import parts
-from benchmarks.running.children import Failure, outcomes
+from benchmarks.running import arms, parts
 from benchmarks.running.engines import EngineSettings
 
 if TYPE_CHECKING:
@@ -48,12 +47,21 @@ class Job:
         """What stands for each stream among the kept ones."""
         return [parts.digest_of_tokens(stream.token_ids) for stream in self.streams]
 
-    def kept_in(self, folder: parts.Parts) -> "Job":
-        """The same job, whose finished streams are kept."""
-        determines = self.engine.determines()
-        if self.window:
-            determines |= {"window": self.window, "window_stride": self.stride}
-        return replace(self, arm=folder.arm(self.label, determines))
+    def determines(self) -> dict[str, Any]:
+        """All that a log-probability depends on besides the stream's tokens."""
+        window = {"window": self.window, "window_stride": self.stride} if self.window else {}
+        return {**self.engine.determines(), **window}
+
+    def result(self, values: list[dict[str, Any]]) -> "Scored":
+        """From what is kept of each stream."""
+        readings, nll, counters = [Reading(**value) for value in values], [], dict[str, int]()
+        for text, one in zip(self.streams, readings, strict=True):
+            nll.append(np.where(text.scored, np.asarray(one.nll), np.nan))
+            for name, value in one.counters.items():
+                counters[name] = counters.get(name, 0) + value
+        seconds = sum(one.seconds for one in readings)
+        peak = max(one.pages_peak for one in readings)
+        return Scored(self.label, nll, seconds, counters, peak)
 
 
 @dataclass(frozen=True)
@@ -111,86 +119,36 @@ class Reading:
 
 
 def run(job: Job) -> Scored:
-    """A job in this (child) process; an engine starts if a stream is missing."""
-    llm: list[LLM] = []
-
-    def read(group: Sequence[Stream]) -> list[Reading]:
-        if not llm:
-            llm.append(job.engine.start())
-            _prepare(llm[0], job, group[0])
-        return _read(llm[0], job, group)
-
-    return _run(job, read)
+    """A job in this (child) process."""
+    return run_on(job.engine.start(), job)
 
 
 def run_on(llm: "LLM", job: Job) -> Scored:
     """A job on an engine that is up."""
-    _prepare(llm, job, job.streams[0])
-    return _run(job, lambda group: _read(llm, job, group))
+    _prepare(llm, job.streams[0])
 
+    def work(places: list[int]) -> Iterable[dict[int, Any]]:
+        for begin in range(0, len(places), job.group):
+            group = places[begin : begin + job.group]
+            read = _read(llm, job, [job.streams[place] for place in group])
+            yield {place: one.as_json() for place, one in zip(group, read, strict=True)}
 
-def finished(job: Job) -> Scored | None:
-    """A job's result where every stream of it is kept; None where one is missing."""
-    if job.arm is None:
-        return None
-    kept = job.arm.read()
-    if not set(job.keys) <= set(kept):
-        return None
-    return _scored(job, [Reading(**kept[key]) for key in job.keys])
+    return arms.fill(job, work)
 
 
 def run_all(
     jobs: Sequence[Job], at_a_time: int = 1, kept_in: parts.Parts | None = None
-) -> tuple[dict[str, Scored], dict[str, str]]:
-    """Every job in a process of its own: results by label, and why the others have none.
+) -> arms.Outcome[Scored]:
+    """Every job in a process of its own.
 
     Args:
         kept_in: where finished streams are kept; what is there already is not run again.
     """
     placed = [replace(job, bar_line=index % at_a_time) for index, job in enumerate(jobs)]
-    if kept_in is not None:
-        placed = [job.kept_in(kept_in) for job in placed]
-    found: dict[str, Scored | Failure] = {}
-    for job in placed:
-        if (before := finished(job)) is not None:
-            found[job.label] = before
-    missing = [job for job in placed if job.label not in found]
-    for place, outcome in outcomes(run, missing, at_a_time):
-        found[missing[place].label] = outcome
-    scored, failed = {}, {}
-    for job in placed:
-        outcome = found[job.label]
-        if isinstance(outcome, Failure):
-            failed[job.label] = outcome.reason
-        else:
-            scored[job.label] = outcome
-    return scored, failed
+    return arms.run_all(run, placed, at_a_time, kept_in)
 
 
-def _run(job: Job, read: Callable[[Sequence[Stream]], list[Reading]]) -> Scored:
-    def work(places: list[int]) -> list[dict[str, Any]]:
-        return [one.as_json() for one in read([job.streams[place] for place in places])]
-
-    if job.arm is not None:
-        made = job.arm.fill(job.keys, work, job.group)
-    else:
-        places = list(range(len(job.streams)))
-        groups = [places[begin : begin + job.group] for begin in places[:: job.group]]
-        made = [one for group in groups for one in work(group)]
-    return _scored(job, [Reading(**one) for one in made])
-
-
-def _scored(job: Job, readings: Sequence[Reading]) -> Scored:
-    nll, counters = [], dict[str, int]()
-    for text, one in zip(job.streams, readings, strict=True):
-        nll.append(np.where(text.scored, np.asarray(one.nll), np.nan))
-        for name, value in one.counters.items():
-            counters[name] = counters.get(name, 0) + value
-    seconds = sum(one.seconds for one in readings)
-    return Scored(job.label, nll, seconds, counters, max(one.pages_peak for one in readings))
-
-
-def _prepare(llm: "LLM", job: Job, text: Stream) -> None:
+def _prepare(llm: "LLM", text: Stream) -> None:
     """Scores without detours, and every code path once, on a prompt of a few strides."""
     from benchmarks.running import prompt_scores
 
@@ -290,7 +248,9 @@ def equal_policy(name: str, capacity: int, **settings: Any) -> dict[str, Any]:
 
 def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
     """Least, mean and most tokens cached over a long stream, once the cache has been full."""
-    counts = policy.counts(np.arange(num_tokens + 1))
+    from vllm_cascade.policies import compiled
+
+    counts = compiled(policy).counts(np.arange(num_tokens + 1))
     full = int(counts.argmax())
     steady = counts[full:]
     return int(steady.min()), float(steady.mean()), int(steady.max())
@@ -298,5 +258,7 @@ def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
 
 def eviction_batches(policy: "Policy", num_tokens: int) -> np.ndarray:
     """Tokens after whose step at least two tokens were dropped at once."""
-    counts = policy.counts(np.arange(num_tokens + 1))
+    from vllm_cascade.policies import compiled
+
+    counts = compiled(policy).counts(np.arange(num_tokens + 1))
     return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)

@@ -23,8 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.running import leash
 from benchmarks.running.engines import load_tokenizer
 from benchmarks.running.environment import ROOT
+from benchmarks.running.leash import Leash
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 RUNNING = "vllm:num_requests_running"
@@ -104,6 +106,7 @@ class Server:
             start_new_session=True,  # so that its engine process ends with it
             preexec_fn=_end_with_parent,
         )
+        self._leash = Leash(self._process.pid)
 
     def wait(self) -> None:
         """Until it answers.
@@ -157,6 +160,7 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
                 break
+        self._leash.release()
         self._process = None
 
     def tail(self, lines: int = 12) -> str:
@@ -288,7 +292,8 @@ def bench_throughput(
         command += [*arguments, *load.dataset_arguments(), "--disable-detokenize"]
         command += ["--num-warmups", "1", "--output-json", str(out)]
         command += ["--max-num-seqs", str(load.concurrency)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
+        pipe = subprocess.PIPE
+        done = leash.run(command, stdout=pipe, stderr=pipe, env=environment(), cwd=ROOT)
         if done.returncode:
             raise ServerError("\n".join((done.stdout + done.stderr).splitlines()[-6:]))
         result = json.loads(out.read_text())

@@ -18,8 +18,9 @@ from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_cascade.paging import KVPolicySpec
-from vllm_cascade.runtime import policy_of
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.policies import compiled
 
 USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 
@@ -127,7 +128,7 @@ def stream(
         last = time.perf_counter()
     assert output is not None and output.prompt_logprobs is not None
     page_bytes, full_page_bytes = bytes_per_page(config)
-    cached = len(token_ids) if policy is None else policy.count(len(token_ids))
+    cached = len(token_ids) if policy is None else compiled(policy).count_at(len(token_ids))
     return StreamResult(
         nll=-np.asarray(output.prompt_logprobs.logprobs),
         seconds=seconds,

@@ -33,10 +33,10 @@ from benchmarks.gpu_engine import identity
 from tests.conftest import MODEL
 from tests.engine import async_cpu
 from tests.oracle.random_models import write_llama
-from vllm_cascade import refusals
 from vllm_cascade.attention.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+from vllm_cascade.attention.cuda.builder import TritonMetadataBuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.engine import refusals
 
 
 def like_a_gpu() -> None:

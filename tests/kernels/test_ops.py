@@ -17,7 +17,7 @@ from vllm_cascade.kernels import (
     prefill,
     rotate,
 )
-from vllm_cascade.kernels.checks import Case, make_cache
+from vllm_cascade.kernels.testing.checks import Case, make_cache
 
 CASE = Case(head_size=16, lengths=(9, 17), strides=(5,))
 

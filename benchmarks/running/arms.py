@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arms of a benchmark: each in a process of its own, kept when finished, told when failed."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+from benchmarks.running.children import Failure, outcomes
+from benchmarks.running.parts import Arm, Parts
+
+
+class Job(Protocol):
+    """What an arm's process gets: a frozen dataclass that knows what its result depends on."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def arm(self) -> Arm | None:
+        """Where finished items are kept; None: nowhere."""
+        ...
+
+    @property
+    def keys(self) -> list[str]:
+        """What stands for each item among the kept ones."""
+        ...
+
+    def determines(self) -> dict[str, Any]:
+        """All that a result depends on besides the items."""
+        ...
+
+    def result(self, values: list[Any]) -> Any:
+        """The arm's result, from the kept values of its items."""
+        ...
+
+
+AnyJob = TypeVar("AnyJob", bound=Job)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[Result]):
+    """By label, in the jobs' order: results, and why the other arms have none."""
+
+    done: dict[str, Result]
+    failed: dict[str, str]
+
+
+def run_all(
+    work: Callable[[AnyJob], Result],
+    jobs: Sequence[AnyJob],
+    at_a_time: int = 1,
+    kept_in: Parts | None = None,
+) -> Outcome[Result]:
+    """``work(job)`` for every job, whose items are not all kept already."""
+    if kept_in is not None:
+        jobs = [replace(job, arm=kept_in.arm(job.label, job.determines())) for job in jobs]
+    found: dict[str, Result | Failure] = {}
+    for job in jobs:
+        kept = job.arm.read() if job.arm is not None else {}
+        if kept and set(job.keys) <= set(kept):
+            found[job.label] = job.result([kept[key] for key in job.keys])
+    missing = [job for job in jobs if job.label not in found]
+    for place, outcome in outcomes(work, missing, at_a_time):
+        found[missing[place].label] = outcome
+    in_order = [(job.label, found[job.label]) for job in jobs]
+    return Outcome(
+        done={label: one for label, one in in_order if not isinstance(one, Failure)},
+        failed={label: one.reason for label, one in in_order if isinstance(one, Failure)},
+    )
+
+
+def fill(job: Job, work: Callable[[list[int]], Iterable[dict[int, Any]]]) -> Any:
+    """A job's result, in its process: from kept items, and from ``work`` for the others.
+
+    Args:
+        work: gets the places of missing items; yields ``{place: value}`` for those that are
+            finished, which are then kept.
+    """
+    keys, kept = job.keys, job.arm.read() if job.arm is not None else {}
+    missing = [place for place, key in enumerate(keys) if key not in kept]
+    for finished in work(missing) if missing else ():
+        items = {keys[place]: value for place, value in finished.items()}
+        if job.arm is not None:
+            job.arm.add(items)
+        kept |= items
+    return job.result([kept[key] for key in keys])
