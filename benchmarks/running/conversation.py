@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import openai
-
 from benchmarks.running.serving import Server, Watch
 
 TIMEOUT = 600.0
@@ -95,6 +93,8 @@ class Conversation:
 
     def _send(self, messages: list[dict[str, str]]) -> "_Answer":
         """Stream an answer, greedily decoded."""
+        import openai  # takes a second, which the engines' processes need not spend
+
         client = openai.OpenAI(
             base_url=f"{self.server.url}/v1", api_key="none", timeout=TIMEOUT, max_retries=0
         )
@@ -114,7 +114,7 @@ class Conversation:
                 for chunk in stream:
                     answer.take(chunk, time.perf_counter() - start)
         except openai.APIStatusError as error:
-            raise Refused(error.status_code, _words(error)) from error
+            raise Refused(error.status_code, _words(error.body)) from error
         return answer
 
 
@@ -139,9 +139,8 @@ class _Answer:
         self.usage = chunk.usage or self.usage
 
 
-def _words(error: openai.APIStatusError) -> str:
+def _words(body: Any) -> str:
     """The server's message, without the JSON around it."""
-    body = error.body
     while isinstance(body, dict) and "error" in body:
         body = body["error"]
-    return str(body.get("message", body)) if isinstance(body, dict) else str(error)
+    return str(body.get("message", body) if isinstance(body, dict) else body)
