@@ -69,6 +69,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         '{"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; '
         "`benchmarks/inputs/studies` has some",
     )
+    parser.add_argument("--no-full", action="store_true", help="leave stock attention out")
     parser.add_argument("--base", default="sink", help="policy that differences are to")
     parser.add_argument(
         "--reference-stride",
@@ -136,7 +137,7 @@ def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]
 
     controls.register()
     shared = {"num_sinks": args.num_sinks, "prefill_stride": stride}
-    if args.arms is not None:
+    if getattr(args, "arms", None) is not None:  # other commands have policies by name only
         arms = {label: {**shared, **settings} for label, settings in args.arms.items()}
         arms = {args.base: {**shared, "name": args.base}} | arms
         return {
@@ -173,7 +174,8 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
     ]
     held = min(native, longest + 2)
     heads = tuple(stream.cut(native - 2) for stream in streams)
-    plan.append(Job("full", replace(engine, max_model_len=held), heads, group=args.streams))
+    if not args.no_full:
+        plan.append(Job("full", replace(engine, max_model_len=held), heads, group=args.streams))
     if args.reference_stride:
         window = min(args.capacity, native - 1)
         stock = replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8)

@@ -173,7 +173,6 @@ CONFIGURATION = (
         "vllm.platforms.interface.Platform",
         is_cpu=called("the device", "(self)", CONFIGURE, REFUSALS),
         is_cuda=called("the device", "(self)", ADMISSION, REFUSALS),
-        device_type=read("the device", "str", DEVICES, REFUSALS),
     ),
     *rows(
         "vllm.tokenizers",
