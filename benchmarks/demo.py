@@ -264,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the demo."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines and servers end with it
     quiet()
+    sys.stdout.reconfigure(line_buffering=True)  # also where it goes through a pipe
     args = parse_args(argv)
     model, positions = settle(args)
     screen = console()

@@ -5,12 +5,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 BLOCK = 64
 """Tokens whose mean is kept as one number."""
@@ -47,6 +47,8 @@ def digest(stream: dict[str, Any]) -> str:
 
 def draw(stream: dict[str, Any], path: Path) -> None:
     """Write the picture of a demo's ``stream`` data."""
+    from matplotlib.figure import Figure  # not in every engine's process
+
     positions, longest = stream["positions"], stream["tokens"]
     figure = Figure(figsize=(10, 5.2), layout="constrained")
     axes = figure.subplots()
@@ -64,7 +66,9 @@ def draw(stream: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=140, metadata={"Source": digest(stream)})
 
 
-def _line(axes: Axes, label: str, arm: dict[str, Any], at: np.ndarray, values: np.ndarray) -> None:
+def _line(
+    axes: "Axes", label: str, arm: dict[str, Any], at: np.ndarray, values: np.ndarray
+) -> None:
     """One arm's line, with its name and its memory where it ends."""
     stock, colour = bool(arm["refusal"]), COLOURS[label]
     axes.plot(at, values, color=colour, linewidth=2.2 if stock else 1.8, zorder=3 if stock else 2)
@@ -88,7 +92,7 @@ def _line(axes: Axes, label: str, arm: dict[str, Any], at: np.ndarray, values: n
     )
 
 
-def _beyond(axes: Axes, positions: int, longest: int) -> None:
+def _beyond(axes: "Axes", positions: int, longest: int) -> None:
     """Mark where the model's positions end."""
     axes.axvline(positions, color=DARK, linestyle="--", linewidth=1.2)
     axes.axvspan(positions, longest, color="#f2e8d5", alpha=0.6, zorder=0, linewidth=0)
@@ -104,7 +108,9 @@ def _beyond(axes: Axes, positions: int, longest: int) -> None:
     )
 
 
-def _axes(axes: Axes, longest: int) -> None:
+def _axes(axes: "Axes", longest: int) -> None:
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
     low, high = axes.get_ylim()
     axes.set_yscale("log")
     axes.set_ylim(low * 0.85, high * 1.1)

@@ -5,12 +5,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import openai
-
 from benchmarks.running.serving import Server, Watch
 
 TIMEOUT = 600.0
 """Seconds that one answer may take."""
+
+LOOK = 0.05
+"""Seconds between two looks at a server's pages while it answers."""
 
 
 class Refused(RuntimeError):
@@ -71,7 +72,7 @@ class Conversation:
             Refused: the server did not take it; the conversation stays as it was.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
-        with Watch(self.server, every=0.1) as watch:
+        with Watch(self.server, every=LOOK) as watch:
             answer = self._send(asked)
         usage = answer.usage
         self.messages = [*asked, {"role": "assistant", "content": answer.text}]
@@ -92,6 +93,8 @@ class Conversation:
 
     def _send(self, messages: list[dict[str, str]]) -> "_Answer":
         """Stream an answer, greedily decoded."""
+        import openai  # takes a second, which the engines' processes need not spend
+
         client = openai.OpenAI(
             base_url=f"{self.server.url}/v1", api_key="none", timeout=TIMEOUT, max_retries=0
         )
@@ -111,7 +114,7 @@ class Conversation:
                 for chunk in stream:
                     answer.take(chunk, time.perf_counter() - start)
         except openai.APIStatusError as error:
-            raise Refused(error.status_code, _words(error)) from error
+            raise Refused(error.status_code, _words(error.body)) from error
         return answer
 
 
@@ -136,9 +139,8 @@ class _Answer:
         self.usage = chunk.usage or self.usage
 
 
-def _words(error: openai.APIStatusError) -> str:
+def _words(body: Any) -> str:
     """The server's message, without the JSON around it."""
-    body = error.body
     while isinstance(body, dict) and "error" in body:
         body = body["error"]
-    return str(body.get("message", body)) if isinstance(body, dict) else str(error)
+    return str(body.get("message", body) if isinstance(body, dict) else body)

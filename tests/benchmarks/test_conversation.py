@@ -2,20 +2,15 @@
 """A chat's client, against a stand-in that speaks a server's HTTP."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
-import psutil
 import pytest
 
 from benchmarks.running.conversation import Conversation, Refused
-from benchmarks.running.environment import ROOT
 from benchmarks.running.serving import Server
 
 METRICS = """\
@@ -131,28 +126,3 @@ def test_a_refusal_has_the_servers_words(
         chat.ask("third")
     assert refused.value.status == 400 and words in refused.value.message
     assert chat.messages == before and len(handler.asked) == 3, "asked once, and not kept"
-
-
-def test_a_server_ends_with_whoever_started_it() -> None:
-    """Even where that is killed, and cannot stop it."""
-    script = """
-import sys, time
-from benchmarks.running import serving
-serving.VLLM = [sys.executable, "-c", "import time; time.sleep(600)"]
-server = serving.Server("model", [])
-server._command = serving.VLLM
-server.start()
-print(server._process.pid, flush=True)
-time.sleep(600)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    starter = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    assert starter.stdout is not None
-    server = psutil.Process(int(starter.stdout.readline()))
-    assert server.is_running()
-    starter.kill()
-    starter.wait()
-    _, alive = psutil.wait_procs([server], timeout=30)
-    assert not alive

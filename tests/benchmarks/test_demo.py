@@ -92,15 +92,14 @@ def test_stock_reads_what_its_positions_hold() -> None:
 
 
 def test_both_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
-    both = demo.servers(settled(), SMALL, POSITIONS)
+    both = demo.servers(settled("--dtype", "bfloat16"), SMALL, POSITIONS)
     stock, ours = (server._command for server in both.values())
     assert "--kv-policy" not in stock and ours[ours.index("--kv-policy") + 1] == CASCADE
     assert ours[ours.index("--max-model-len") + 1] == "1000000" and "--max-model-len" not in stock
-    pools = [words[words.index("--kv-cache-memory-bytes") + 1] for words in (stock, ours)]
-    assert pools[0] == pools[1]
-    # 6 layers, keys and values of one head of 64 numbers, 4 bytes: what 1,024 positions need.
-    per_token = int(pools[0]) / POSITIONS
-    assert per_token > 0
+    pools = [int(words[words.index("--kv-cache-memory-bytes") + 1]) for words in (stock, ours)]
+    # Keys and values of 6 layers, 2 heads and 64 numbers of 2 bytes: what 1,024 positions need.
+    needed = POSITIONS * 2 * 6 * 2 * 64 * 2
+    assert pools[0] == pools[1] and needed < pools[0] < 1.5 * needed
     assert "--chat-template" in stock, "the small model has none"
     words = demo.commands(settled("--stride", "64"))[CASCADE]
     assert json.loads(words[words.index("--kv-policy-config") + 1]) == {"prefill_stride": 64}
