@@ -177,11 +177,8 @@ def read_novel(args: argparse.Namespace, model: Model, positions: int) -> dict[s
         "arms": {},
     }
     console().print(demo_report.NOVEL.format(**kept), highlight=False, markup=False)
-    plan = arms(args, model, positions, token_ids)
-    for arm, (label, read) in zip(plan, novel.run_all(plan, args.engines), strict=True):
-        policy = arm.engine.policy
-        held = resolve(policy).capacity if policy else len(arm.readable)
-        kept["arms"][label] = demo_report.numbers(read, held, head)
+    for label, read in novel.run_all(arms(args, model, positions, token_ids), args.engines):
+        kept["arms"][label] = demo_report.numbers(read, head)
     return kept
 
 

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.running import leash
+
 ROOT = Path(__file__).resolve().parent.parent
 POLICIES: dict[str, dict[str, Any]] = {
     "window": {"name": "window"},
@@ -90,7 +92,7 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
     print(f"{job['kind']} {job['label']} {job.get('model', '')}", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_engine", "--job", json.dumps(job)]
     begin = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = leash.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     row = {"what": job["kind"], "policy": job["label"]}
     row |= {key: job[key] for key in ("model",) if key in job}
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -19,12 +19,12 @@ KEEPS = {
 }
 
 NOVEL = """\
-1. A novel. {model} is a language model made for at most {positions:,} tokens at a time (a token
-is about three quarters of a word). It reads the first {tokens:,} tokens of {book} and guesses each
-of them before it sees it. Perplexity is how unsure it was: 40 means as unsure as between 40 equally
-likely tokens; lower is better. What it has read it keeps in a cache, so stock vLLM's grows with
-every token; three policies of this plugin keep {budget:,} tokens or little more, and forget the
-others. One engine each, {engines} at a time:
+1. A novel. {model} is a language model made for at most {positions:,} tokens at a time (a token \
+is about three quarters of a word). It reads the first {tokens:,} tokens of {book} and guesses \
+each of them before it sees it. Perplexity is how unsure it was: 40 means as unsure as between \
+40 equally likely tokens; lower is better. What it has read it keeps in a cache, so stock vLLM's \
+grows with every token; three policies of this plugin keep {budget:,} tokens or little more, and \
+forget the others. One engine each, {engines} at a time:
 """
 
 CHAT = """\
@@ -33,9 +33,9 @@ CHAT = """\
    {stock}
    {ours}
 
-The user pastes the novel part by part and asks each time what it is about; every turn sends the
-whole conversation so far. A page holds {block} tokens. "Until first" is the time from the question
-to the answer's first token, "a token" the time of each token after it.
+The user pastes the novel part by part and asks each time what it is about; every turn sends the \
+whole conversation so far. A page holds {block} tokens. "Until first" is the time from the \
+question to the answer's first token, "a token" the time of each token after it.
 """
 
 FORGETS = """\
@@ -43,11 +43,10 @@ What it is not: the cascade's server goes on because it forgets. It answers from
 are still cached, and a question about one that is not will be answered wrongly."""
 
 
-def numbers(read: Read, cached: int, head: int) -> dict[str, Any]:
+def numbers(read: Read, head: int) -> dict[str, Any]:
     """What is kept of an arm that read the novel, as JSON values.
 
     Args:
-        cached: tokens that it holds at most.
         head: tokens that every arm read: perplexity is reported up to there and after.
     """
     result = read.result
@@ -55,7 +54,7 @@ def numbers(read: Read, cached: int, head: int) -> dict[str, Any]:
     return {
         "refusal": read.refusal,
         "tokens": result.num_tokens,
-        "tokens_cached": cached,
+        "tokens_cached": result.cached,
         "perplexity_head": result.perplexity(end=head),
         "perplexity_beyond": result.perplexity(start=head) if beyond else None,
         "pages_peak": result.pages_peak,

@@ -5,17 +5,18 @@ from .row import called, given, read, replaced, rows
 
 ASYNC_CPU = "tests/engine/async_cpu.py"
 CPU_ATTENTION = "benchmarks/cpu_attention.py"
+ENGINES_OF_BENCHMARKS = "benchmarks/running/engines.py"
 POOL = "tests/engine/pool.py"
 RUNNER_V2 = "tests/engine/runner_v2.py"
 STEPS = "tests/attention/steps.py"
-STREAM = "benchmarks/stream.py"
+STREAM = "benchmarks/running/stream.py"
 TEST_ADMISSION = "tests/engine/test_admission.py"
 TEST_BATCHING = "tests/engine/test_batching.py"
 TEST_CUDA = "tests/attention/test_cuda.py"
 TEST_OPS = "tests/kernels/test_ops.py"
 TEST_PAGES = "tests/cache/test_pages.py"
 TEST_REPLAY = "tests/attention/test_replay.py"
-TEST_ROWS = "tests/attention/test_rows.py"
+TEST_ROWS = "tests/attention/test_requests.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py"
 TEST_SNAPSHOTS = "tests/cache/test_snapshots.py"
 TOKEN_TIME = "benchmarks/token_time.py"
@@ -292,9 +293,17 @@ STOCK = (
         ),
     ),
     *rows(
+        "vllm.v1.outputs",
+        LogprobsTensors=called(
+            "log-probabilities of prompts, some rows at a time",
+            "(logprob_token_ids, logprobs, selected_token_ranks, ...)",
+            "benchmarks/running/prompt_scores.py",
+        ),
+    ),
+    *rows(
         "vllm.benchmarks.serve",
-        add_cli_args=called("vLLM's own load", "(parser)", "benchmarks/serving.py"),
-        main=called("vLLM's own load", "(args)", "benchmarks/serving.py"),
+        add_cli_args=called("vLLM's own load", "(parser)", "benchmarks/running/serving.py"),
+        main=called("vLLM's own load", "(args)", "benchmarks/running/serving.py"),
     ),
 )
 
@@ -311,6 +320,11 @@ INTERPRETER = (
     *rows(
         "triton.backends",
         backends=replaced("vLLM looks for one for CPUs", "dict[str, Backend]", RUNNER_V2),
+    ),
+    *rows(
+        "torch.cpu",
+        _is_avx512_bf16_supported=called("whether bf16 is fast", "()", ENGINES_OF_BENCHMARKS),
+        _is_amx_tile_supported=called("whether bf16 is fast", "()", ENGINES_OF_BENCHMARKS),
     ),
     *rows(
         "torch._subclasses.fake_tensor",

@@ -10,17 +10,17 @@ REQUEST_CHECKS = "patches/request_checks.py"
 STAT_LOGGERS = "patches/stat_loggers.py"
 ADMISSION = "vllm_cascade/engine/admission.py"
 BACKEND = "vllm_cascade/attention/backend.py"
-BUILDER = "vllm_cascade/attention/metadata.py"
+BUILDER = "vllm_cascade/attention/builder.py"
 CLI = "vllm_cascade/cli.py"
 CONFIGURE = "vllm_cascade/engine/configure.py"
 CUDA_BUILDER = "vllm_cascade/attention/cuda/builder.py"
+DEVICES = "vllm_cascade/engine/devices.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
 LOOKUP = "vllm_cascade/engine/lookup.py"
 MANAGER = "vllm_cascade/cache/manager.py"
 METRICS = "vllm_cascade/engine/metrics.py"
-PER_REQUEST = "vllm_cascade/policies/per_request.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
-ROWS = "vllm_cascade/attention/rows.py"
+ROWS = "vllm_cascade/attention/requests.py"
 SCHEDULER = "vllm_cascade/engine/scheduler.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
@@ -165,12 +165,14 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.platforms",
-        current_platform=called("the device", "Platform", CONFIGURE, PER_REQUEST, REFUSALS),
+        current_platform=called(
+            "the device", "Platform", *(ADMISSION, CONFIGURE, DEVICES, REFUSALS)
+        ),
     ),
     *rows(
         "vllm.platforms.interface.Platform",
         is_cpu=called("the device", "(self)", CONFIGURE, REFUSALS),
-        is_cuda=called("the device", "(self)", PER_REQUEST, REFUSALS),
+        is_cuda=called("the device", "(self)", ADMISSION, REFUSALS),
     ),
     *rows(
         "vllm.tokenizers",
@@ -234,16 +236,14 @@ REQUESTS = (
         extra_args=read(
             "a request's own policy and budget",
             "dict[str, Any] | None",
-            *(ADMISSION, PER_REQUEST, ROWS, SCHEDULER),
+            *(ADMISSION, ROWS, SCHEDULER),
         ),
         max_tokens=read("how long a stream may become", "int | None", ADMISSION),
     ),
-    *rows("vllm.pooling_params", PoolingParams=given("a request's arguments", PER_REQUEST)),
+    *rows("vllm.pooling_params", PoolingParams=given("a request's arguments", ADMISSION)),
     *rows(
         "vllm.exceptions",
-        VLLMValidationError=called(
-            "status 400", "(message, *, parameter=, value=)", ADMISSION, PER_REQUEST
-        ),
+        VLLMValidationError=called("status 400", "(message, *, parameter=, value=)", ADMISSION),
     ),
 )
 

@@ -5,15 +5,19 @@ from .row import called, given, overridden, read, replaced, rows
 
 AOT = "kernels/testing/aot.py"
 BACKEND = "vllm_cascade/attention/backend.py"
-BUILDER = "vllm_cascade/attention/metadata.py"
+BUILDER = "vllm_cascade/attention/builder.py"
 CONFIGURE = "vllm_cascade/engine/configure.py"
-CPU_IMPL = "vllm_cascade/attention/cpu/impl.py"
+CPU_BACKEND = "vllm_cascade/attention/cpu/backend.py"
+CPU_BUILDER = "vllm_cascade/attention/cpu/builder.py"
+CUDA_BACKEND = "vllm_cascade/attention/cuda/backend.py"
+DEVICES = "vllm_cascade/engine/devices.py"
+LAYER = "vllm_cascade/attention/layer.py"
 CUDA_BUILDER = "vllm_cascade/attention/cuda/builder.py"
 CUDA_IMPL = "vllm_cascade/attention/cuda/impl.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
 POSITIONS = "vllm_cascade/cache/positions.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
-ROWS = "vllm_cascade/attention/rows.py"
+ROWS = "vllm_cascade/attention/requests.py"
 SEEDS = "vllm_cascade/engine/seeds.py"
 TILES = "kernels/triton/tiles.py"
 WORKER = "vllm_cascade/engine/worker.py"
@@ -37,7 +41,7 @@ WORKERS = (
         parallel_config=read("ranks that keep the same tokens", "", WORKER),
         vllm_config=read("the policy", "", WORKER),
     ),
-    *rows("vllm.v1.worker.cpu_worker", CPUWorker=given("the base of ours", REFUSALS, WORKER)),
+    *rows("vllm.v1.worker.cpu_worker", CPUWorker=given("the base of ours", DEVICES, WORKER)),
     *rows(
         "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         attn_groups=read("the metadata builder", "list[list[AttentionGroup]]", WORKER),
@@ -93,28 +97,26 @@ ATTENTION = (
         "vllm.v1.attention.backend.AttentionBackend",
         customize_spec=overridden("a layer's cache becomes a bounded one", "(spec)", BACKEND),
         forward_includes_kv_cache_update=overridden("nobody else writes", "bool", BACKEND),
-        get_builder_cls=overridden("our builder", "()", BACKEND, CUDA_IMPL),
-        get_impl_cls=overridden("our implementation", "()", BACKEND, CUDA_IMPL),
-        get_name=overridden("a name that vLLM knows", "()", BACKEND, CUDA_IMPL),
+        get_builder_cls=overridden("our builder", "()", CPU_BACKEND, CUDA_BACKEND),
+        get_impl_cls=overridden("our implementation", "()", CPU_BACKEND, CUDA_BACKEND),
+        get_name=overridden("a name that vLLM knows", "()", CPU_BACKEND, CUDA_BACKEND),
         get_supported_kernel_block_sizes=overridden(
-            "pages we can have", "(kv_cache_spec=)", BACKEND, CUDA_IMPL
+            "pages we can have", "(kv_cache_spec=)", CPU_BACKEND, CUDA_BACKEND
         ),
-        supported_dtypes=overridden(
-            "models we can have", "ClassVar[list[torch.dtype]]", BACKEND, CUDA_IMPL
-        ),
+        supported_dtypes=overridden("models we can have", "ClassVar[list[torch.dtype]]", BACKEND),
         supported_kv_cache_layouts=overridden("pages we can have", "()", BACKEND),
         supports_attn_type=overridden("decoders only", "(attn_type)", BACKEND),
-        supports_head_size=overridden("models the kernels can have", "(head_size)", CUDA_IMPL),
+        supports_head_size=overridden("models the kernels can have", "(head_size)", CUDA_BACKEND),
     ),
     *rows(
         "vllm.v1.attention.backend",
-        AttentionLayer=given("the layer that calls us", CPU_IMPL, CUDA_IMPL),
-        AttentionMetadata=given("the base of ours", BUILDER, CUDA_BUILDER),
-        MultipleOf=called("pages we can have", "(base)", BACKEND, CUDA_IMPL),
+        AttentionLayer=given("the layer that calls us", LAYER),
+        AttentionMetadata=given("the base of ours", BUILDER, CPU_BUILDER, CUDA_BUILDER),
+        MultipleOf=called("pages we can have", "(base)", CPU_BACKEND, CUDA_BACKEND),
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionType",
-        DECODER=read("decoders only", "", BACKEND, CPU_IMPL),
+        DECODER=read("decoders only", "", BACKEND, LAYER),
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionImpl",
@@ -122,32 +124,34 @@ ATTENTION = (
             "refuses what no policy supports",
             "(self, num_heads, head_size, scale, num_kv_heads=, alibi_slopes=, sliding_window=, "
             "kv_cache_dtype=, logits_soft_cap=, attn_type=, kv_sharing_target_layer_name=)",
-            CPU_IMPL,
+            LAYER,
         ),
         forward=overridden(
             "attends, and moves the cache to its next state",
             "(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=, "
             "output_block_scale=)",
-            *(CPU_IMPL, CUDA_IMPL),
+            LAYER,
         ),
-        head_size=overridden("kept where vLLM looks for it", "int", CPU_IMPL),
-        kv_cache_dtype=overridden("kept where vLLM looks for it", "str", CPU_IMPL),
-        num_heads=overridden("kept where vLLM looks for it", "int", CPU_IMPL),
-        scale=overridden("kept where vLLM looks for it", "float", CPU_IMPL),
+        head_size=overridden("kept where vLLM looks for it", "int", LAYER),
+        kv_cache_dtype=overridden("kept where vLLM looks for it", "str", LAYER),
+        num_heads=overridden("kept where vLLM looks for it", "int", LAYER),
+        scale=overridden("kept where vLLM looks for it", "float", LAYER),
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionMetadataBuilder",
         __init__=overridden(
             "positions and counters",
             "(self, kv_cache_spec, layer_names, vllm_config, device)",
-            *(BUILDER, CUDA_BUILDER),
+            BUILDER,
         ),
         build=overridden(
             "plans a step",
             "(self, common_prefix_len, common_attn_metadata, fast_build=)",
-            *(BUILDER, CUDA_BUILDER),
+            *(CPU_BUILDER, CUDA_BUILDER),
         ),
-        _cudagraph_support=overridden("no full graphs", "ClassVar[AttentionCGSupport]", BUILDER),
+        _cudagraph_support=overridden(
+            "no full graphs", "ClassVar[AttentionCGSupport]", CPU_BUILDER
+        ),
         get_cudagraph_support=overridden(
             "full graphs for decode", "(vllm_config, kv_cache_spec)", CUDA_BUILDER
         ),
@@ -158,12 +162,12 @@ ATTENTION = (
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionCGSupport",
-        NEVER=read("no full graphs", "", BUILDER, CUDA_BUILDER),
+        NEVER=read("no full graphs", "", CPU_BUILDER, CUDA_BUILDER),
         UNIFORM_SINGLE_TOKEN_DECODE=read("full graphs for decode", "", CUDA_BUILDER),
     ),
     *rows(
         "vllm.v1.attention.backend.CommonAttentionMetadata",
-        block_table_tensor=read("pages of each row", "torch.Tensor", BUILDER, CUDA_BUILDER),
+        block_table_tensor=read("pages of each row", "torch.Tensor", CPU_BUILDER, CUDA_BUILDER),
         is_prefilling=read(
             "rows that read their prompts", "torch.Tensor | None", CUDA_BUILDER, ROWS
         ),
@@ -185,8 +189,8 @@ ATTENTION = (
     ),
     *rows(
         "vllm.v1.attention.backends.registry.AttentionBackendEnum",
-        CPU_ATTN=read("the only backend on CPUs", "", WORKER),
-        CUSTOM=read("a backend from outside", "", CONFIGURE, GPU_WORKER, REFUSALS),
+        CPU_ATTN=read("the only backend on CPUs", "", DEVICES),
+        CUSTOM=read("a backend from outside", "", CONFIGURE, DEVICES, REFUSALS),
         clear_override=called("later engines find vLLM's own", "(self)", WORKER),
     ),
     *rows(
@@ -204,14 +208,14 @@ ATTENTION = (
     *rows(
         "vllm.distributed",
         tensor_model_parallel_all_gather=called(
-            "ranks keep the same tokens", "(input_, dim=)", CPU_IMPL, CUDA_IMPL
+            "ranks keep the same tokens", "(input_, dim=)", CUDA_IMPL, LAYER
         ),
     ),
     *rows(
         "vllm.model_executor.layers.attention.Attention",
         impl=read("ours", "", POSITIONS, WORKER),
         kv_cache=read("a layer's pages", "", WORKER),
-        layer_name=read("whose kept tokens are recorded", "", CPU_IMPL, CUDA_IMPL),
+        layer_name=read("whose kept tokens are recorded", "", LAYER),
     ),
 )
 

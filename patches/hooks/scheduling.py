@@ -5,11 +5,10 @@ from .row import called, given, overridden, read, rows
 
 ADMISSION = "vllm_cascade/engine/admission.py"
 BACKEND = "vllm_cascade/attention/backend.py"
-BUILDER = "vllm_cascade/attention/metadata.py"
 LAYOUT = "vllm_cascade/cache/layout.py"
 MANAGER = "vllm_cascade/cache/manager.py"
 METRICS = "vllm_cascade/engine/metrics.py"
-ROWS = "vllm_cascade/attention/rows.py"
+ROWS = "vllm_cascade/attention/requests.py"
 SCHEDULER = "vllm_cascade/engine/scheduler.py"
 SNAPSHOTS = "vllm_cascade/cache/snapshots.py"
 WORKER = "vllm_cascade/engine/worker.py"
@@ -177,7 +176,7 @@ PAGES = (
     ),
     *rows(
         "vllm.utils.math_utils",
-        cdiv=called("pages of so many slots", "(a, b)", ADMISSION, BUILDER, MANAGER, METRICS),
+        cdiv=called("pages of so many slots", "(a, b)", ADMISSION, MANAGER, METRICS),
     ),
 )
 

@@ -6,6 +6,7 @@ error after it would need weights to be read.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 import vllm_cascade.engine.refusals as refusals
 from tests.conftest import MODEL
 from vllm_cascade.engine import configure as engine
+from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.policies import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -253,9 +255,10 @@ def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KVPolicyError, match="VLLM_CASCADE_CUDA=1"):
         create(MODEL)
     monkeypatch.setenv("VLLM_CASCADE_CUDA", "1")
-    monkeypatch.setattr(refusals, "STOCK_GPU_WORKER", refusals.STOCK_CPU_WORKER)
+    stock = replace(DEVICES["cuda"], stock_worker=DEVICES["cpu"].stock_worker)  # this machine's
+    monkeypatch.setitem(DEVICES, "cuda", stock)
     config = create(MODEL)
-    assert config.parallel_config.worker_cls == refusals.GPU_WORKER
+    assert config.parallel_config.worker_cls == DEVICES["cuda"].worker
     assert config.attention_config.backend.name == "CUSTOM"
     assert config.cache_config.enable_prefix_caching
 

@@ -20,8 +20,8 @@ from tests.engine.test_against_oracle import compare, oracle_model
 from tests.oracle.model import stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings
-from vllm_cascade.attention.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda.builder import TritonMetadataBuilder
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 
 TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
@@ -51,7 +51,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: TritonMetadataBuilder)
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
     yield
 
 

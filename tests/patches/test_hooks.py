@@ -130,6 +130,11 @@ def covered(hooks: Any) -> tuple[set[str], set[str]]:
     return targets | above, {part[-1] for part in parts}
 
 
+@cache
+def ours() -> Code:
+    return Code(ROOT, *PACKAGES)
+
+
 def mro(dotted: str) -> tuple[type, ...]:
     found, rest = resolve(dotted)
     for name in rest:
@@ -160,14 +165,14 @@ def missing(code: Code, hooks: Any) -> list[str]:
 
 
 def test_every_use_has_a_row() -> None:
-    rowless = missing(Code(ROOT, *PACKAGES), TABLE.HOOKS)
+    rowless = missing(ours(), TABLE.HOOKS)
     assert not rowless, "add rows to patches/hooks, then run python -m vllm_cascade.patches.hooks"
 
 
 def test_every_private_use_in_tests_and_benchmarks_has_a_row() -> None:
     code = Code(ROOT, "tests", "benchmarks")
     names, lasts = covered(EVERY)
-    own = Code(ROOT, *PACKAGES).own_members
+    own = ours().own_members
     rowless = {
         f"{module.file}: {name}"
         for module in code.modules.values()
@@ -251,12 +256,12 @@ def test_the_files_that_a_row_names_use_it() -> None:
 
 
 def test_what_is_said_to_be_overridden_is() -> None:
-    ours = [(mro(base), front) for _, base, front in Code(ROOT, *PACKAGES).subclasses()]
+    classes = [(mro(base), front) for _, base, front in ours().subclasses()]
     for hook in TABLE.HOOKS:
         owner, _, name = hook.target.rpartition(".")
         if hook.kind == "overridden":
             cls = mro(owner)[0]
-            assert any(cls in parents and name in front for parents, front in ours), hook.target
+            assert any(cls in parents and name in front for parents, front in classes), hook.target
 
 
 def source(folder: str) -> list[Path]:

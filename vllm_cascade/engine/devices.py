@@ -12,7 +12,7 @@ class Device:
     """How a policy gets into vLLM on one kind of device.
 
     Attributes:
-        platform: vLLM's name of the device type.
+        platform: vLLM's word for it, as in ``current_platform.is_cpu``.
         stock_worker, worker: vLLM's worker class, and ours that takes its place.
         slot: the backend's name under which layers find ours while they are built.
         backend: our backend class.
@@ -48,4 +48,5 @@ DEVICES = {
 
 def this_device() -> Device | None:
     """The device that vLLM runs on here; None where policies know none such."""
-    return DEVICES.get(current_platform.device_type)
+    found = (name for name in DEVICES if getattr(current_platform, f"is_{name}")())
+    return DEVICES.get(next(found, ""))

@@ -15,7 +15,7 @@ from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
-from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.engine.devices import this_device
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -63,11 +63,12 @@ def _unrotated_layers(config: VllmConfig) -> bool:
 
 def _device(config: VllmConfig, policy: Policy) -> bool:
     untried = current_platform.is_cuda() and os.environ.get(TRY_CUDA) != "1"
-    return current_platform.device_type not in DEVICES or untried
+    return this_device() is None or untried
 
 
 def _worker(config: VllmConfig, policy: Policy) -> bool:
-    device = DEVICES[current_platform.device_type]
+    device = this_device()
+    assert device is not None, "refused above"
     return config.parallel_config.worker_cls not in (device.worker, device.stock_worker)
 
 

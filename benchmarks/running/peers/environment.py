@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments for the peers: their pins clash with vLLM's, so each gets a folder of its own.
+
+A peer's environment lies over the one that runs this file: it holds what ``requirements/PEER.txt``
+pins, and takes torch, numpy and all else from below. It is made once, in
+``$XDG_CACHE_HOME/vllm-cascade/peers`` (``~/.cache/...``) or ``$VLLM_CASCADE_PEERS``.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.running.environment import ROOT
+
+FOLDER = "VLLM_CASCADE_PEERS"
+"""Environment variable: where the environments are kept instead of the user's cache folder."""
+
+PEERS = {"kvpress": "kvpress", "llama-cpp": "llama_cpp"}
+"""Peers by the name of their requirements file, and the module that each installs."""
+
+SAID = 12
+"""Lines of pip's that a message repeats."""
+
+
+class PeerUnavailable(RuntimeError):
+    """A peer is not installed and cannot be; the message says why."""
+
+
+def python_of(peer: str) -> Path:
+    """The interpreter of a peer's environment, which the first call makes.
+
+    Raises:
+        PeerUnavailable: no package index, no C++ compiler for llama.cpp, no room, or a package
+            that cannot be imported when it is installed.
+    """
+    from filelock import FileLock
+
+    requirements = ROOT / f"requirements/{peer}.txt"
+    place = _folder() / f"{peer}-{_identity(requirements)}"
+    python = place / "bin/python"
+    if (place / "complete").exists():
+        return python
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(place.with_suffix(".lock")):
+            if not (place / "complete").exists():
+                _make(peer, place, requirements)
+                (place / "complete").touch()
+    except OSError as error:
+        raise _unavailable(peer, f"{error}; {FOLDER} names another folder") from error
+    return python
+
+
+def _folder() -> Path:
+    if named := os.environ.get(FOLDER):
+        return Path(named).expanduser().absolute()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    return cache / "vllm-cascade/peers"
+
+
+def _below() -> list[str]:
+    """Folders of packages that this interpreter sees."""
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+
+
+def _identity(requirements: Path) -> str:
+    """Changes with the pins, the Python and the packages below."""
+    parts = [requirements.read_text("utf-8"), sys.version, *_below()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def _make(peer: str, place: Path, requirements: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    print(f"peers: installing {peer} into {place}", file=sys.stderr, flush=True)
+    if peer == "llama-cpp":
+        if not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))):
+            raise _unavailable(peer, "it is compiled, and there is no C++ compiler: install g++")
+        print("peers: llama.cpp is compiled: some minutes", file=sys.stderr, flush=True)
+    _run(peer, [sys.executable, "-m", "venv", "--without-pip", str(place)])
+    python = str(place / "bin/python")
+    (packages,) = place.glob("lib/python*/site-packages")
+    (packages / "below.pth").write_text("\n".join(_below()) + "\n", "utf-8")
+    command = ["nice", "-n", "10", python, "-m", "pip", "install", "--no-deps"]
+    command += ["--ignore-installed", "--retries=2", "--timeout=60", "--progress-bar=off"]
+    command += ["--disable-pip-version-check", "--requirement", str(requirements)]
+    _run(peer, command)
+    _run(peer, [python, "-c", f"import {PEERS[peer]}"])
+
+
+def _run(peer: str, command: list[str]) -> None:
+    """A step of making an environment; llama.cpp is compiled without what reads pictures."""
+    cores = str(len(os.sched_getaffinity(0)))
+    flags = {"CMAKE_BUILD_PARALLEL_LEVEL": cores, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
+    environment = {**flags, **os.environ}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        last = "\n  ".join(lines[-SAID:])
+        raise _unavailable(peer, f"`{' '.join(command)}` failed:\n  {last}")
+
+
+def _unavailable(peer: str, why: str) -> PeerUnavailable:
+    return PeerUnavailable(f"the peer {peer} cannot be installed: {why}")
