@@ -190,21 +190,20 @@ class PagedLayer:
 
     def operation(self, step: int) -> None:
         """Score update and insertion alone, in PyTorch, from made-up probabilities."""
-        from vllm_cascade.attention.torch import token
+        from vllm_cascade.attention.torch import tokens
+        from vllm_cascade.kernels.columns import OLD_SLOTS
 
         (wave,) = self.metadata(step).waves
-        (batch,), config = wave.tokens, self.impl._layer
-        rank = token._gather_words(self.pages.rank, batch)
-        rank = rank.masked_fill(rank.new_tensor(range(rank.shape[-1])) >= batch.old_slots, -1)
-        probs = self.new.new_full(
-            (len(self.new), self.sizes.num_heads, 1, rank.shape[-1] + 1), 1e-3
-        )
-        mass = config.reduce_heads(probs)
-        score = self.policy.decay * token._gather_words(self.pages.score, batch)
-        score += self.policy.weight * mass[..., :-1]
+        singles, scoring = wave.singles, self.schedule.scoring
+        words = tokens._Words.of(singles, self.pages.block_size)
+        rank = words.gather(self.pages.rank)
+        slot = rank.new_tensor(range(rank.shape[-1]))
+        rank = rank.masked_fill(slot >= singles.column(OLD_SLOTS), -1)
+        shape = len(self.new), self.sizes.num_heads, 1, rank.shape[-1] + 1
+        score = scoring.weight * self.impl._layer.reduce_heads(self.new.new_full(shape, 1e-3))
+        score[..., :-1] += scoring.decay * words.gather(self.pages.score)
         new_kv = self.new.repeat(1, 1, 2)
-        new_score = self.policy.weight * mass[..., -1:]
-        token._insert(config, self.pages, batch, rank, score, new_score, new_kv)
+        tokens._insert(self.pages, singles, words, rank, score, new_kv)
 
 
 def measure(num_subcaches: int | None, sizes: Sizes) -> tuple[list[float], list[float]]:

@@ -136,7 +136,7 @@ def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]
 
     controls.register()
     shared = {"num_sinks": args.num_sinks, "prefill_stride": stride}
-    if args.arms is not None:
+    if getattr(args, "arms", None) is not None:  # other commands have policies by name only
         arms = {label: {**shared, **settings} for label, settings in args.arms.items()}
         arms = {args.base: {**shared, "name": args.base}} | arms
         return {

@@ -78,12 +78,13 @@ def refusal(llm: "LLM", token_ids: list[int]) -> str:
         AssertionError: it takes the text.
     """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     try:
         llm.llm_engine.add_request(
             "too long", {"prompt_token_ids": token_ids}, SamplingParams(max_tokens=1)
         )
-    except ValueError as error:
+    except VLLMValidationError as error:
         return str(error)
     llm.llm_engine.abort_request(["too long"])
     raise AssertionError(f"{len(token_ids)} tokens were to be too many, and are not")

@@ -13,6 +13,7 @@ import collections
 import contextvars
 import importlib.util
 import logging
+import os
 import pathlib
 import re
 from collections.abc import Iterator
@@ -251,7 +252,7 @@ class Code:
             for module in self.modules.values()
             for node in module.attributes
             if node.attr.startswith("_") and not node.attr.startswith("__")
-            if node.attr not in self._ordinary
+            if node.attr not in self._ordinary and not hasattr(os, node.attr)  # os._exit
         }
 
     def likely_attributes(self) -> set[tuple[str, str]]:
