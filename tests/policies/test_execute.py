@@ -95,9 +95,9 @@ def lists_of_rules(draw: st.DrawFn) -> tuple[int, list[Rules]]:
         length += 1
         todo: list[Rule] = []
         if "lowest" in flavour:
-            late = flavour == "nearly lowest" and draw(st.integers(0, 5)) == 0
-            if length > full and not late:
-                todo = [Rule(first, length - newer, 1)]
+            odd = draw(st.integers(0, 9)) if flavour == "nearly lowest" else 9  # one is enough
+            if length > full and odd:
+                todo = [Rule(first + (odd == 1), length - newer - (odd == 2), 1)]
                 length -= 1
         else:
             for _ in range(draw(st.integers(0, 3))):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every policy, with and without ``overflow``, against its simulation: kept tokens and counts."""
 
+import copy
 import pickle
 import subprocess
 import sys
@@ -191,12 +192,13 @@ def test_values_by_age() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_schedule_is_compiled_once(name: str) -> None:
-    """Equal settings have the same one, also after a trip through pickle; no two share a number."""
+    """Equal settings have the same one, also after a copy or pickle; no two share a number."""
     policy, other = resolve({"name": name, "budget": 64}), resolve({"name": name, "budget": 96})
     schedule = compiled(policy)
     assert compiled(resolve({"name": name, "budget": 64})) is schedule
     assert pickle.loads(pickle.dumps(schedule)) is schedule
     assert pickle.loads(pickle.dumps({"own": [schedule]}))["own"][0] is schedule
+    assert copy.deepcopy(schedule) is schedule, "as vLLM copies what holds it"
     assert compiled(other).number != schedule.number
     assert schedule.policy == policy and schedule.scoring == policy.scoring
 
