@@ -21,8 +21,10 @@ FOLDER = "VLLM_CASCADE_PEERS"
 PEERS = {"kvpress": "kvpress", "llama-cpp": "llama_cpp"}
 """Peers by the name of their requirements file, and the module that each installs."""
 
-SAID = 12
-"""Lines of pip's that a message repeats."""
+SHOWN = 30
+"""Last lines of pip's that are shown when it fails."""
+WORDS = 200
+"""Most characters of what it said that a table repeats."""
 
 
 class PeerUnavailable(RuntimeError):
@@ -38,8 +40,7 @@ def python_of(peer: str) -> Path:
     """
     from filelock import FileLock
 
-    requirements = ROOT / f"requirements/{peer}.txt"
-    place = _folder() / f"{peer}-{_identity(requirements)}"
+    place = _folder() / f"{peer}-{_identity(peer)}"
     python = place / "bin/python"
     if (place / "complete").exists():
         return python
@@ -47,11 +48,16 @@ def python_of(peer: str) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(place.with_suffix(".lock")):
             if not (place / "complete").exists():
-                _make(peer, place, requirements)
+                _make(peer, place)
                 (place / "complete").touch()
     except OSError as error:
         raise _unavailable(peer, f"{error}; {FOLDER} names another folder") from error
     return python
+
+
+def requirements(peer: str) -> Path:
+    """The file that pins a peer and what it needs of its own."""
+    return ROOT / f"requirements/{peer}.txt"
 
 
 def _folder() -> Path:
@@ -66,13 +72,13 @@ def _below() -> list[str]:
     return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
 
 
-def _identity(requirements: Path) -> str:
+def _identity(peer: str) -> str:
     """Changes with the pins, the Python and the packages below."""
-    parts = [requirements.read_text("utf-8"), sys.version, *_below()]
+    parts = [requirements(peer).read_text("utf-8"), sys.version, *_below()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
 
 
-def _make(peer: str, place: Path, requirements: Path) -> None:
+def _make(peer: str, place: Path) -> None:
     shutil.rmtree(place, ignore_errors=True)
     print(f"peers: installing {peer} into {place}", file=sys.stderr, flush=True)
     if peer == "llama-cpp":
@@ -85,7 +91,7 @@ def _make(peer: str, place: Path, requirements: Path) -> None:
     (packages / "below.pth").write_text("\n".join(_below()) + "\n", "utf-8")
     command = ["nice", "-n", "10", python, "-m", "pip", "install", "--no-deps"]
     command += ["--ignore-installed", "--retries=2", "--timeout=60", "--progress-bar=off"]
-    command += ["--disable-pip-version-check", "--requirement", str(requirements)]
+    command += ["--disable-pip-version-check", "--requirement", str(requirements(peer))]
     _run(peer, command)
     _run(peer, [python, "-c", f"import {PEERS[peer]}"])
 
@@ -94,12 +100,12 @@ def _run(peer: str, command: list[str]) -> None:
     """A step of making an environment; llama.cpp is compiled without what reads pictures."""
     cores = str(len(os.sched_getaffinity(0)))
     flags = {"CMAKE_BUILD_PARALLEL_LEVEL": cores, "CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
-    environment = {**flags, **os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env={**flags, **os.environ})
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        last = "\n  ".join(lines[-SAID:])
-        raise _unavailable(peer, f"`{' '.join(command)}` failed:\n  {last}")
+        print("\n".join(lines[-SHOWN:]), file=sys.stderr, flush=True)
+        wrong = [line for line in lines if "error" in line.lower()] or lines
+        raise _unavailable(peer, " ".join(wrong[-1].split())[:WORDS])
 
 
 def _unavailable(peer: str, why: str) -> PeerUnavailable:

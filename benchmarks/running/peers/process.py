@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One program, one question, one process: ``python -m benchmarks.running.peers.process TASK OUT``.
+"""One way to bound a cache, one question, one process, in the environment of its program.
 
-Runs in the environment of the program that it asks, so nothing here imports vLLM, transformers or
-llama.cpp before it knows which. TASK and OUT are JSON files.
+This project's own entries run in the process that is asked. A peer's process is started from it,
+with ``python -m benchmarks.running.peers.process FD``: it reads its task from standard input and
+writes an answer a line to the file descriptor FD. What it prints is shown if it fails.
 """
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
+from benchmarks.running import arms, parts
+from benchmarks.running.children import ChildError
 from benchmarks.running.environment import ROOT
-from benchmarks.running.peers.environment import python_of
-from benchmarks.running.peers.questions import WARM_UP, Cannot, Program
+from benchmarks.running.peers.environment import python_of, requirements
+from benchmarks.running.peers.questions import ASK, Program
 
 PROGRAMS = {
     "vLLM": ("with_vllm", None),
@@ -28,74 +29,98 @@ PROGRAMS = {
 }
 """By program: the module that runs it, and the environment it needs (None: this one)."""
 
-QUESTIONS = ("stream", "continuation", "passkey", "speed")
-LOG_LINES = 15
-PR_SET_PDEATHSIG = 1
+SAID = 3
+"""Last lines of a failed process that its reason repeats."""
 
 
 @dataclass(frozen=True)
-class Arm:
-    """A program with one way to bound its cache.
+class Entry:
+    """A program with one way to bound its cache: a row of the table.
 
     Attributes:
         program: a key of ``PROGRAMS``.
         settings: what its module's ``load`` takes.
         bounded: False for full attention, the ceiling.
+        cannot: why, by question, for those that are not asked.
     """
 
     label: str
     program: str
     settings: dict[str, Any] = field(default_factory=dict)
     bounded: bool = True
+    cannot: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A question to an arm.
+    """What a program's process needs.
 
     Attributes:
         model: the model's folder. ``gguf``: the file it was made from.
-        items: what is asked, as the question's function below reads it.
     """
 
-    arm: Arm
-    question: str
+    program: str
+    settings: dict[str, Any]
     model: str
     gguf: str
     threads: int
-    items: list[Any] = field(repr=False)
 
 
-class Failed(RuntimeError):
-    """A process that did not answer; the message holds the end of what it said."""
+@dataclass(frozen=True)
+class Asked:
+    """A question to an entry, all its items; a job for ``arms.run_all``.
+
+    Attributes:
+        items: what ``ASK[question]`` reads, JSON.
+        arm: where answers are kept; None: nowhere.
+    """
+
+    entry: Entry
+    question: str
+    task: Task
+    items: tuple[Any, ...] = field(repr=False)
+    arm: parts.Arm | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.entry.label}, {self.question}"
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"{place}-{parts.digest(item)}" for place, item in enumerate(self.items)]
+
+    def determines(self) -> dict[str, Any]:
+        """The model stands for its GGUF, too. Threads change no answer but the time."""
+        _, peer = PROGRAMS[self.entry.program]
+        return {
+            "program": self.entry.program,
+            "settings": self.entry.settings,
+            "question": self.question,
+            "model": parts.model(self.task.model),
+            "pins": requirements(peer).read_text("utf-8") if peer else None,
+            "threads": self.task.threads if self.question == "speed" else None,
+        }
+
+    def result(self, values: list[Any]) -> list[Any]:
+        return values
 
 
-def ask(task: Task) -> dict[str, Any]:
-    """The answer of a fresh process: ``{"found": ..., "held": ..., ...}`` or ``{"cannot": why}``.
+def ask(job: Asked) -> list[Any]:
+    """An entry's answers, in this (child) process: ``{"found": ..., "held": ...}`` an item.
 
     Raises:
-        Failed: the process ended without an answer.
-        PeerUnavailable: the program is not installed and cannot be.
+        ChildError: a peer's process has ended without all answers.
+        PeerUnavailable: the peer is not installed and cannot be.
     """
-    _, environment = PROGRAMS[task.arm.program]
-    python = sys.executable if environment is None else str(python_of(environment))
-    with tempfile.TemporaryDirectory(prefix="peers-") as scratch:
-        asked, answered = Path(scratch) / "task.json", Path(scratch) / "answer.json"
-        asked.write_text(json.dumps(asdict(task)), "utf-8")
-        command = [python, "-m", __name__, str(asked), str(answered)]
-        done = subprocess.run(
-            command, cwd=ROOT, env=_variables(task), text=True, stdout=-1, stderr=subprocess.STDOUT
-        )
-        if not answered.exists():
-            said = "\n".join(done.stdout.splitlines()[-LOG_LINES:])
-            raise Failed(f"ended with status {done.returncode}:\n{said}")
-        return json.loads(answered.read_text("utf-8"))
+    print(f"peers: {job.label}", file=sys.stderr, flush=True)
+    os.environ |= variables(job.task.threads)
+    return arms.fill(job, lambda places: _answers(job, places))
 
 
-def _variables(task: Task) -> dict[str, str]:
-    """A child's environment: its threads, no network, no progress bars."""
-    own = {
-        "OMP_NUM_THREADS": str(task.threads),
+def variables(threads: int) -> dict[str, str]:
+    """Environment of a process that answers: its threads, no network, no progress bars."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -103,80 +128,66 @@ def _variables(task: Task) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "TRANSFORMERS_VERBOSITY": "error",
     }
-    return {**os.environ, **own}
 
 
-# --- in the child -------------------------------------------------------------------------------
+def _answers(job: Asked, places: Sequence[int]) -> Iterator[dict[int, Any]]:
+    items = [job.items[place] for place in places]
+    _, peer = PROGRAMS[job.entry.program]
+    if peer is None:
+        found = answers(load(job.task), job.question, items)
+    else:
+        found = _from_process(str(python_of(peer)), job.task, job.question, items)
+    for place, answer in zip(places, found, strict=True):
+        yield {place: answer}
 
 
-def answer(task: Task, program: Program) -> dict[str, Any]:
-    """What the question's function finds, and the most that the cache held for it."""
-    ask_for = {"stream": _stream, "continuation": _continuation, "passkey": _passkey}
-    found = {**ask_for, "speed": _speed}[task.question](program, task.items)
-    return {"found": found, "held": asdict(program.held())}
+def _from_process(
+    python: str, task: Task, question: str, items: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
+    """The same from a process of another interpreter, an answer as soon as it is there."""
+    asked = json.dumps({"task": asdict(task), "question": question, "items": items}).encode()
+    readable, writable = os.pipe()
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
+        given.write(asked)
+        given.seek(0)
+        child = subprocess.Popen(
+            [python, "-m", __name__, str(writable)],
+            cwd=ROOT,
+            stdin=given,
+            stdout=said,
+            stderr=said,
+            pass_fds=[writable],
+        )
+        os.close(writable)
+        with child, open(readable, encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+        if child.returncode:
+            said.seek(0)
+            last = [line for line in said.read().decode(errors="replace").splitlines() if line]
+            raise ChildError(f"status {child.returncode}: " + " / ".join(last[-SAID:]))
 
 
-def _stream(program: Program, items: list[list[int]]) -> list[list[float]]:
-    """Nats of each text's tokens; a program whose positions end stops there."""
-    return [program.stream(ids[: program.positions]).tolist() for ids in items]
+def load(task: Task) -> Program:
+    """The program, its model in memory."""
+    module, _ = PROGRAMS[task.program]
+    return import_module(f"benchmarks.running.peers.{module}").load(task)
 
 
-def _continuation(program: Program, items: list[dict[str, Any]]) -> list[list[float]]:
-    """Items: ``{"prompt": ids, "following": ids}``. Nats of the following tokens."""
-    return [program.continuation(i["prompt"], i["following"]).tolist() for i in items]
+def answers(program: Program, question: str, items: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """What a program answers to each item, and the most that its cache held so far."""
+    for place, item in enumerate(items):
+        found = ASK[question](program, item, place == 0)
+        yield {"found": found, "held": asdict(program.held())}
 
 
-def _passkey(program: Program, items: list[dict[str, Any]]) -> list[list[int]]:
-    """Items: ``{"context": ids, "question": ids, "most": n}``. Answers as token ids."""
-    return [program.answer(i["context"], i["question"], i["most"]) for i in items]
-
-
-def _speed(program: Program, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """Items: ``{"prompt": ids, "new": n}``, a trial each. Seconds, and resident memory in bytes."""
-    program.speed(items[0]["prompt"][:WARM_UP], 4)
-    program.speed(items[0]["prompt"], 4)
-    fresh = forget_peak()
-    times = [asdict(program.speed(i["prompt"], i["new"])) for i in items]
-    return {"times": times, "resident_peak": resident_peak(), "load_included": not fresh}
-
-
-def resident_peak() -> int:
-    """Most bytes of memory that this process had since ``forget_peak``."""
-    for line in Path("/proc/self/status").read_text("utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise OSError("/proc/self/status has no VmHWM")
-
-
-def forget_peak() -> bool:
-    """Count resident memory from now on; False where the kernel does not let us."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", "utf-8")
-    except OSError:
-        return False
-    return True
-
-
-def end_with_parent() -> None:
-    """Be told to end when the parent does, however that ends."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before it was to be watched
-        sys.exit(1)
-
-
-def main(argv: list[str]) -> None:
-    """Answer the task in the file ``argv[0]`` into the file ``argv[1]``."""
-    end_with_parent()
-    raw = json.loads(Path(argv[0]).read_text("utf-8"))
-    task = Task(**{**raw, "arm": Arm(**raw["arm"])})
-    module, _ = PROGRAMS[task.arm.program]
-    try:
-        program = import_module(f"benchmarks.running.peers.{module}").load(task)
-        found = answer(task, program)
-    except Cannot as why:
-        found = {"cannot": str(why)}
-    Path(argv[1]).write_text(json.dumps(found), "utf-8")
+def main(words: Sequence[str]) -> None:
+    """A peer's process."""
+    given = json.loads(sys.stdin.read())
+    with open(int(words[0]), "w", encoding="utf-8") as out:
+        program = load(Task(**given["task"]))
+        for answer in answers(program, given["question"], given["items"]):
+            print(json.dumps(answer), file=out, flush=True)
 
 
 if __name__ == "__main__":

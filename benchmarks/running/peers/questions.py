@@ -7,26 +7,20 @@ bounded, which positions its tokens get) is the program's own.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 CHUNK = 256
 """Tokens whose logits a stepwise program gives at a time: 256 rows of 49,152 are 50 MB."""
 
-WARM_UP = 64
-"""Tokens read before anything is timed."""
-
-
-class Cannot(Exception):
-    """The program cannot do what was asked; the message says why."""
-
 
 @dataclass(frozen=True)
 class Held:
-    """The most that a cache held over all questions of a process.
+    """The most that a cache held since its program was loaded.
 
     Attributes:
         tokens: of one layer and head.
@@ -147,6 +141,70 @@ class Stepwise:
             made.append(token)
             token_ids = [token]
         return made
+
+
+# --- the questions: of a program and an item, the first of its process or not ---------------------
+
+
+def _stream(program: Program, item: Sequence[int], first: bool) -> list[float]:
+    """Token ids. Nats of tokens 1, 2, ...; a program whose positions end stops there."""
+    return program.stream(item[: program.positions]).tolist()
+
+
+def _continuation(program: Program, item: dict[str, Any], first: bool) -> list[float]:
+    """``{"prompt": ids, "following": ids}``. Nats of the following tokens."""
+    return program.continuation(item["prompt"], item["following"]).tolist()
+
+
+def _pass_key(program: Program, item: dict[str, Any], first: bool) -> list[int]:
+    """``{"context": ids, "question": ids, "most": n}``. The answer's token ids."""
+    return program.answer(item["context"], item["question"], item["most"])
+
+
+def _speed(program: Program, item: dict[str, Any], first: bool) -> dict[str, Any]:
+    """``{"prompt": ids, "new": n}``. Seconds, resident bytes at most, and when it was.
+
+    What is done for the first time (allocating, choosing kernels) happens before anything counts.
+    """
+    if first:
+        program.speed(item["prompt"], 4)
+    fresh = forget_peak()
+    timing = program.speed(item["prompt"], item["new"])
+    return {
+        "read": timing.read,
+        "decode": timing.decode,
+        "resident_peak": resident_peak(),
+        "load_included": not fresh,
+        "at": time.time(),
+    }
+
+
+ASK: dict[str, Callable[[Program, Any, bool], Any]] = {
+    "stream": _stream,
+    "continuation": _continuation,
+    "passkey": _pass_key,
+    "speed": _speed,
+}
+
+
+# --- small parts ----------------------------------------------------------------------------------
+
+
+def resident_peak() -> int:
+    """Most bytes of memory that this process had since ``forget_peak``."""
+    for line in Path("/proc/self/status").read_text("utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no VmHWM")
+
+
+def forget_peak() -> bool:
+    """Count resident memory from now on; False where the kernel does not let us."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
+    except OSError:
+        return False
+    return True
 
 
 def nats(logits: np.ndarray, targets: Sequence[int]) -> np.ndarray:

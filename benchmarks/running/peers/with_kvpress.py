@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.running.peers.process import Task
 from benchmarks.running.peers.questions import (
-    Cannot,
     Held,
     Program,
     Reader,
@@ -28,13 +27,9 @@ from benchmarks.running.peers.questions import (
 
 
 def load(task: Task) -> Program:
-    """The task's model, with the press that its arm's settings name (see ``KVPress``)."""
+    """The task's model, with the press that its settings name (see ``KVPress``)."""
     torch.set_num_threads(task.threads)
-    settings = dict(task.arm.settings)
-    if task.question == "stream" and settings.get("press") and not settings.get("decoding"):
-        raise Cannot(settings.get("why_not") or "bounds the cache once, after the prompt")
-    settings.pop("why_not", None)
-    return Stepwise(KVPress(task.model, **settings))
+    return Stepwise(KVPress(task.model, **task.settings))
 
 
 class KVPress(Reader):

@@ -34,7 +34,7 @@ def load(task: Task) -> Program:
     ``keep`` and ``discard`` (None: half) say how the context is shifted; without ``keep`` it is
     never shifted.
     """
-    return Stepwise(LlamaCpp(task.gguf, task.threads, **task.arm.settings))
+    return Stepwise(LlamaCpp(task.gguf, task.threads, **task.settings))
 
 
 class LlamaCpp(Reader):

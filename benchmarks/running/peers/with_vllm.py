@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """This project's own arms, and stock vLLM: a text is a prompt, which the engine cuts into steps."""
 
-import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,49 +11,33 @@ from benchmarks.running.engines import EngineSettings
 from benchmarks.running.peers.process import Task
 from benchmarks.running.peers.questions import Held, Program, Timing
 
-BLOCK = 32
-SPARE_PAGES = 8
-
 
 def load(task: Task) -> Program:
-    """An engine under ``settings["policy"]`` (None: stock), compiled unless ``settings["eager"]``.
-
-    ``settings["positions"]``: longest text, prompt and answer together.
-    """
-    return Engine(task.model, **task.arm.settings)
-
-
-def pool_bytes(model: str, num_tokens: int) -> int:
-    """A pool in which one request of so many cached tokens fits, in bf16 with a policy's numbers.
-
-    Raises:
-        KeyError: a configuration without the usual names.
-    """
-    config = json.loads((Path(model) / "config.json").read_text("utf-8"))
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    token = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * size * 2
-    scores = config["num_hidden_layers"] * config["num_key_value_heads"] * 16
-    return (num_tokens + SPARE_PAGES * BLOCK) * (token + scores)
+    """An engine under ``settings["policy"]`` (None: stock); see ``Engine``."""
+    return Engine(task.model, **task.settings)
 
 
 class Engine:
-    """A ``Program``: one engine, one request at a time."""
+    """A ``Program``: one engine, one request at a time.
+
+    Args:
+        positions: longest text, prompt and answer together.
+        compiled: by torch.compile, as vLLM does by itself; quality does not need it.
+    """
 
     def __init__(
-        self, model: str, policy: dict | None, cached: int, positions: int, eager: bool = False
+        self, model: str, policy: dict[str, Any] | None, positions: int, compiled: bool = False
     ) -> None:
-        self.positions = None if policy else positions
+        self.positions = None if policy else positions - 2  # two tokens are written
         self._llm = EngineSettings(
             model=model,
             policy=policy,
             dtype="bfloat16",
             max_model_len=positions,
             max_num_batched_tokens=1024,
-            block_size=BLOCK,
-            memory_bytes=pool_bytes(model, cached),
-            arguments={"enforce_eager": eager, "use_tqdm_on_load": False},
+            arguments={"enforce_eager": not compiled, "use_tqdm_on_load": False},
         ).start()
-        self._most, self._count = Held(0, 0), 0
+        self._most, self._count, self._scoring = Held(0, 0), 0, False
 
     def stream(self, token_ids: Sequence[int]) -> np.ndarray:
         return self._costs(list(token_ids))
@@ -84,6 +66,11 @@ class Engine:
     def _costs(self, token_ids: list[int]) -> np.ndarray:
         from vllm import SamplingParams
 
+        from benchmarks.running import prompt_scores
+
+        if not self._scoring:
+            prompt_scores.install(self._llm)
+            self._scoring = True
         params = SamplingParams(
             max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=0, flat_logprobs=True
         )
@@ -94,11 +81,10 @@ class Engine:
         """The last output of a request, and when it came, gave its first token and ended."""
         from benchmarks.running.stream import bytes_per_page, pages_in_use
 
-        engine, output, first = self._llm.llm_engine, None, 0.0
+        engine, output, first, pages = self._llm.llm_engine, None, 0.0, 0
         self._count += 1
         start = time.perf_counter()
         engine.add_request(str(self._count), {"prompt_token_ids": token_ids}, params)
-        pages = 0
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if not first and output.outputs and output.outputs[0].token_ids:
@@ -106,7 +92,8 @@ class Engine:
             pages = max(pages, pages_in_use(self._llm))
         end = time.perf_counter()
         page, _ = bytes_per_page(engine.vllm_config)
+        block = engine.vllm_config.cache_config.block_size
         self._most = Held(
-            max(self._most.tokens, pages * BLOCK), max(self._most.bytes, pages * page)
+            max(self._most.tokens, pages * block), max(self._most.bytes, pages * page)
         )
         return output, (start, first, end)
