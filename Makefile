@@ -17,14 +17,15 @@ help: ## show this list
 setup: ## make .venv with everything (every target below does this by itself)
 	@tools/setup.sh
 
-demo: setup ## stream a whole book through a bounded cache, on a real vLLM engine
+demo: setup ## a novel and a chat past a real model's positions, beside stock vLLM
 	@$(PY) -m benchmarks.demo
 
 bench: setup ## the quick form of every benchmark, into benchmarks/results and docs/RESULTS.md
 	@$(PY) -m benchmarks.quick
 
-results: setup ## write docs/RESULTS.md from benchmarks/results
+results: setup ## write docs/RESULTS.md and the README's block from benchmarks/results
 	@$(PY) -m benchmarks.reporting.results
+	@$(PY) -m benchmarks.reporting.readme
 
 test: setup ## the tests, less the slow ones
 	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile

@@ -95,11 +95,12 @@ class PagedLayer:
         import torch
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        from vllm_cascade.attention.cpu import CPUKVPolicyImpl
-        from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
-        from vllm_cascade.paging import KVPolicySpec, page_views
+        from vllm_cascade.attention.cpu.builder import CPUBuilder
+        from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+        from vllm_cascade.cache.layout import page_views
+        from vllm_cascade.cache.manager import KVPolicySpec
+        from vllm_cascade.cache.positions import Rotary
         from vllm_cascade.policies import resolve
-        from vllm_cascade.positions import Rotary
 
         self.sizes = sizes
         self.policy = resolve(
@@ -118,6 +119,7 @@ class PagedLayer:
             dtype=torch.float32,
         )
         spec = KVPolicySpec.from_full(full, self.policy)
+        self.schedule = spec.schedule
         per_request = spec.num_pages(STREAM_LENGTH)
         pool = torch.zeros(1 + sizes.batch * per_request, spec.page_size_bytes // 4)
         view = torch.as_strided(
@@ -136,14 +138,14 @@ class PagedLayer:
         self.impl.prepare(spec, view, Rotary(frequencies, True))
         scheduler = SimpleNamespace(max_num_batched_tokens=max(sizes.batch, 16))
         config: Any = SimpleNamespace(scheduler_config=scheduler)
-        self.builder = KVPolicyMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+        self.builder = CPUBuilder(spec, ["layer"], config, torch.device("cpu"))
         self.new = torch.randn(sizes.batch, sizes.num_heads, sizes.head_size)
 
     def _fill(self, per_request: int) -> None:
         """Slots hold ranks in a random order, as after a long stream."""
         import torch
 
-        pages, count = self.pages, self.policy.count(STREAM_LENGTH)
+        pages, count = self.pages, self.schedule.count_at(STREAM_LENGTH)
         slots = per_request * self.sizes.block_size
         for request in self.table.long():
             rank = torch.full((slots,), -1, dtype=torch.int32)
@@ -188,21 +190,20 @@ class PagedLayer:
 
     def operation(self, step: int) -> None:
         """Score update and insertion alone, in PyTorch, from made-up probabilities."""
-        from vllm_cascade.attention import token
+        from vllm_cascade.attention.torch import tokens
+        from vllm_cascade.kernels.columns import OLD_SLOTS
 
         (wave,) = self.metadata(step).waves
-        (batch,), config = wave.tokens, self.impl._layer
-        rank = token._gather_words(self.pages.rank, batch)
-        rank = rank.masked_fill(rank.new_tensor(range(rank.shape[-1])) >= batch.old_slots, -1)
-        probs = self.new.new_full(
-            (len(self.new), self.sizes.num_heads, 1, rank.shape[-1] + 1), 1e-3
-        )
-        mass = config.reduce_heads(probs)
-        score = self.policy.decay * token._gather_words(self.pages.score, batch)
-        score += self.policy.weight * mass[..., :-1]
+        singles, scoring = wave.singles, self.schedule.scoring
+        words = tokens._Words.of(singles, self.pages.block_size)
+        rank = words.gather(self.pages.rank)
+        slot = rank.new_tensor(range(rank.shape[-1]))
+        rank = rank.masked_fill(slot >= singles.column(OLD_SLOTS), -1)
+        shape = len(self.new), self.sizes.num_heads, 1, rank.shape[-1] + 1
+        score = scoring.weight * self.impl._layer.reduce_heads(self.new.new_full(shape, 1e-3))
+        score[..., :-1] += scoring.decay * words.gather(self.pages.score)
         new_kv = self.new.repeat(1, 1, 2)
-        new_score = self.policy.weight * mass[..., -1:]
-        token._insert(config, self.pages, batch, rank, score, new_score, new_kv)
+        tokens._insert(self.pages, singles, words, rank, score, new_kv)
 
 
 def measure(num_subcaches: int | None, sizes: Sizes) -> tuple[list[float], list[float]]:

@@ -59,11 +59,12 @@ class Ours:
     def __init__(self, dtype: torch.dtype, head_size: int, cached: int, batch: int, new: int):
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-        from vllm_cascade.attention.cpu import CPUKVPolicyImpl
-        from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
-        from vllm_cascade.paging import KVPolicySpec, page_views
+        from vllm_cascade.attention.cpu.builder import CPUBuilder
+        from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+        from vllm_cascade.cache.layout import page_views
+        from vllm_cascade.cache.manager import KVPolicySpec
+        from vllm_cascade.cache.positions import Rotary
         from vllm_cascade.policies import resolve
-        from vllm_cascade.positions import Rotary
 
         settings = {"budget": cached - SINKS, "num_sinks": SINKS, "prefill_stride": STRIDE}
         policy = resolve({"name": "cascade", **settings})
@@ -92,7 +93,7 @@ class Ours:
         self.pages = page_views(view, spec)
         self._fill(cached, policy.max_position)
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=4096))
-        builder = KVPolicyMetadataBuilder(spec, ["layer"], config, torch.device("cpu"))
+        builder = CPUBuilder(spec, ["layer"], config, torch.device("cpu"))
         table = 1 + torch.arange(batch * num_pages, dtype=torch.int32).view(batch, num_pages)
         self.metadata = builder.build(0, self._common(table, cached, batch, new))
 

@@ -1,202 +1,286 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole book through a bounded KV cache, once per policy: ``python -m benchmarks.demo``.
+"""What the bounded cache is for, on a real model: ``python -m benchmarks.demo`` or ``make demo``.
 
-Prints one table and a generated continuation, and writes two pictures and all numbers as JSON.
-Every policy gets an engine in a process of its own, one on each of two cores at a time: an engine
-that shares its caller's process starts in seconds, and nothing of one policy (vLLM's registered
-backend, its metrics) is left when the next one starts. ``--help=all`` lists the options.
+A novel goes past the model's positions (stock vLLM stops there, a plain window gets much worse,
+sink and cascade go on), then a chat does, with a server of stock vLLM beside one of ours. Prints
+two tables and a dialogue, and writes the numbers as JSON and a picture. ``--help`` lists the
+options.
 """
 
 import argparse
-import json
 import os
-import time
-from dataclasses import dataclass, replace
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.inputs.texts import passages
+from benchmarks.models import Model, best_model
+from benchmarks.reporting import demo_pictures, demo_report, results
+from benchmarks.reporting.demo_report import CASCADE, STOCK
+from benchmarks.reporting.tables import console, show
+from benchmarks.running import novel, pools
+from benchmarks.running.conversation import Conversation, Refused
 from benchmarks.running.engines import (
     BOOK,
-    MODEL,
     EngineSettings,
-    in_children,
     load_tokenizer,
     native_positions,
     quiet,
+    settle_dtype,
 )
-from benchmarks.running.environment import ROOT, fingerprint
+from benchmarks.running.environment import ROOT
+from benchmarks.running.serving import Server
 
-if TYPE_CHECKING:
-    from benchmarks.running.stream import StreamResult
-
-CONTINUATION_TOKENS = 80
-FULL_NEW_TOKENS = 2
-TEMPERATURE = 0.8
-BATCHED_TOKENS = 1024
 BLOCK_SIZE = 32
+BATCHED_TOKENS = 1024
+NEW_TOKENS = 48
+"""Generated after the novel, to time a token."""
+ANSWER_TOKENS = 40
+ENDLESS = 1_000_000
+"""``--max-model-len`` of our server."""
+QUESTION = (
+    "I am reading a novel. Part {number}:\n\n{passage}\n\n"
+    "What is this part about? Answer in one short sentence, in your own words."
+)
+PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
+"""For a model without a chat template."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One policy's run: what a child process needs to know."""
-
-    label: str
-    policy: dict[str, Any] | None
-    model: str
-    token_ids: list[int]
-    max_model_len: int
-    new_tokens: int
-    memory_bytes: int
-    bar_line: int = 0
-
-
-def run(job: Job) -> "StreamResult":
-    """Stream a job's tokens through an engine in this (child) process."""
-    quiet()  # before vLLM is imported
-    from benchmarks.running.stream import stream
-
-    llm = EngineSettings(
-        model=job.model,
-        policy=job.policy,
-        max_model_len=job.max_model_len,
-        max_num_batched_tokens=BATCHED_TOKENS,
-        block_size=BLOCK_SIZE,
-        memory_bytes=job.memory_bytes,
-        arguments={"use_tqdm_on_load": False},
-    ).start()
-    return stream(
-        llm,
-        job.token_ids,
-        label=job.label,
-        max_new_tokens=job.new_tokens,
-        temperature=TEMPERATURE,
-        bar_line=job.bar_line,
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options; sizes that are not given follow from the model's positions (``settle``)."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-
-
-def jobs(args: argparse.Namespace, token_ids: list[int], native_len: int) -> list[Job]:
-    """The demo's runs, a row each; ``full`` stops where the model's positions do."""
-    shared = {"budget": args.budget, "prefill_stride": args.stride, "trace": True}
-    policies = {
-        "window": {"name": "window", **shared},
-        "sink": {"name": "sink", **shared},
-        "cascade": {"name": "cascade", **shared},
-        "cascade per KV head": {"name": "cascade", "head_policy": "per_kv_head", **shared},
-        "beehive": {"name": "beehive", **shared},
-        "lazy": {"name": "lazy", **shared},
-        "dgc": {"name": "dgc", **shared},
-        "h2o": {"name": "h2o", **shared},
-    }
-    bounded = [
-        Job(
-            label=label,
-            policy=policy,
-            model=args.model,
-            token_ids=token_ids,
-            max_model_len=len(token_ids) + CONTINUATION_TOKENS,
-            new_tokens=CONTINUATION_TOKENS,
-            memory_bytes=32 << 20,
-        )
-        for label, policy in policies.items()
-    ]
-    # Its positions must also hold what it generates.
-    head = token_ids[: native_len - FULL_NEW_TOKENS]
-    full = Job("full", None, args.model, head, native_len, FULL_NEW_TOKENS, 32 << 20)
-    return [*bounded, full]
-
-
-def check(plan: list[Job], native_len: int) -> None:
-    """Fail before any engine starts.
-
-    Raises:
-        KVPolicyError: a budget or stride that cannot work.
-    """
-    from vllm_cascade.policies import resolve
-
-    for job in plan:
-        if job.policy:
-            resolve(job.policy, max_position=native_len, max_num_batched_tokens=BATCHED_TOKENS)
-
-
-def run_all(plan: list[Job], engines: int = 1) -> dict[str, "StreamResult"]:
-    """Run the jobs, ``engines`` at a time, each in a fresh process."""
-    plan = [replace(job, bar_line=index % engines) for index, job in enumerate(plan)]
-    results = in_children(run, plan, engines)
-    return {job.label: result for job, result in zip(plan, results, strict=True)}
-
-
-def parse_args(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """vLLM's own parser, so that options may be spelled as vLLM's are."""
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = FlexibleArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("--book", default=str(BOOK), help="text file to stream")
-    parser.add_argument("--model", default=str(MODEL), help="model, by path or name")
-    parser.add_argument("--budget", type=int, default=512, help="cached tokens besides the sinks")
+    parser.add_argument("--model", help="path or name; default: the real model of the benchmarks")
+    parser.add_argument("--book", type=Path, default=BOOK, help="text file")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--budget", type=int, help="default: an eighth of the positions")
     parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
-    parser.add_argument("--tokens", type=int, help="stop after this many tokens of the book")
+    parser.add_argument("--tokens", type=int, help="of the novel; default: twice the positions")
+    parser.add_argument(
+        "--chat-tokens", type=int, help="the chat's length; default: one and a half the positions"
+    )
+    parser.add_argument("--passage", type=int, help="tokens a turn; default: 2/3 of the budget")
     parser.add_argument(
         "--engines",
         type=int,
         default=min(2, os.cpu_count() or 1),
-        help="engines at a time; each uses one core",
+        help="engines that read the novel at a time; each uses one core",
     )
-    parser.add_argument("--out", default=str(ROOT / "results/demo"), help="folder for the output")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "results/demo.json",
+        help="the JSON to write, with a picture beside it (default: %(default)s); "
+        "benchmarks/results/ is what the documents show",
+    )
     args = parser.parse_args(argv)
     if args.engines < 1:
         parser.error("--engines must be at least 1")
-    if args.tokens is not None and args.tokens < 2:
-        parser.error("--tokens must be at least 2")
-    return parser, args
+    return args
 
 
-def load(args: argparse.Namespace) -> tuple[list[int], int]:
-    """The book's tokens and the number of positions the model has."""
-    text = Path(args.book).read_text(encoding="utf-8")
-    token_ids = load_tokenizer(args.model)(text)["input_ids"][: args.tokens]
-    return token_ids, native_positions(args.model)
+def settle(args: argparse.Namespace) -> tuple[Model, int]:
+    """The model and its positions; sizes that were not given are filled in.
 
-
-def main(argv: list[str] | None = None) -> None:
-    """Run the demo."""
-    started = time.perf_counter()
-    quiet()
-    parser, args = parse_args(argv)
-    token_ids, native_len = load(args)
-    plan = jobs(args, token_ids, native_len)
-
+    Raises:
+        SystemExit: a size that cannot show anything, or cannot work; it is named.
+    """
     from vllm_cascade import KVPolicyError
+    from vllm_cascade.policies import resolve
 
+    path = args.model
+    model = Model(Path(path), Path(path).name, real=True) if path else best_model()
+    positions = native_positions(str(model.path))
+    defaults = {"tokens": 2 * positions, "budget": positions // 8}
+    defaults["chat_tokens"] = positions * 3 // 2
+    for name, value in defaults.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.passage = args.passage or args.budget * 2 // 3
+    args.dtype = settle_dtype(args.dtype, str(model.path))
+    for name in ("tokens", "chat_tokens"):
+        if getattr(args, name) <= positions:
+            option = "--" + name.replace("_", "-")
+            raise SystemExit(
+                f"{option} {getattr(args, name)} does not go past the model's {positions:,} "
+                "positions, which is what the demo shows: take more"
+            )
     try:
-        check(plan, native_len)
+        for policy in policies(args).values():
+            resolve(policy, max_position=positions, max_num_batched_tokens=BATCHED_TOKENS)
     except KVPolicyError as error:
-        parser.error(str(error))
+        raise SystemExit(str(error)) from error
+    return model, positions
 
-    from benchmarks.reporting import demo_pictures, demo_report
 
-    demo_report.introduce(args, len(token_ids), native_len)
-    results = run_all(plan, args.engines)
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    demo_pictures.perplexity(results, native_len, out / "perplexity.png")
-    demo_pictures.kept_tokens(results, out / "kept_tokens.png")
-    seconds = time.perf_counter() - started
-    head = plan[-1].token_ids
-    numbers = demo_report.numbers(results, len(head), native_len)
-    settings = {key: value for key, value in vars(args).items() if key != "out"}
-    (out / "demo.json").write_text(
-        json.dumps(
-            {
-                "settings": settings,
-                "seconds": round(seconds, 1),
-                "environment": fingerprint(),
-                "policies": numbers,
-            },
-            indent=1,
-        )
-        + "\n"
+def policies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The arms beside stock vLLM."""
+    shared = {"budget": args.budget, "prefill_stride": args.stride}
+    return {name: {"name": name, **shared} for name in ("window", "sink", CASCADE)}
+
+
+def engine(args: argparse.Namespace, model: Model, **settings: Any) -> EngineSettings:
+    """What every arm has in common."""
+    return EngineSettings(
+        model=str(model.path),
+        dtype=args.dtype,
+        max_num_batched_tokens=BATCHED_TOKENS,
+        block_size=BLOCK_SIZE,
+        **settings,
     )
-    demo_report.show(results, len(head), native_len, out, seconds)
+
+
+def arms(
+    args: argparse.Namespace, model: Model, positions: int, token_ids: list[int]
+) -> list[novel.Arm]:
+    """The engines that read the novel."""
+    quiet_bar = {"arguments": {"use_tqdm_on_load": False}}
+    longest = len(token_ids) + NEW_TOKENS
+    stock = engine(args, model, max_model_len=positions, **quiet_bar)
+    bounded = {
+        label: engine(args, model, max_model_len=longest, policy=policy, **quiet_bar)
+        for label, policy in policies(args).items()
+    }
+    return [
+        novel.Arm(label, settings, token_ids, NEW_TOKENS)
+        for label, settings in {STOCK: stock, **bounded}.items()
+    ]
+
+
+def read_novel(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Any]:
+    """The novel under every arm, as what is kept of it."""
+    from vllm_cascade.policies import resolve
+
+    text = args.book.read_text(encoding="utf-8")
+    token_ids = load_tokenizer(str(model.path))(text)["input_ids"][: args.tokens]
+    if len(token_ids) <= positions:
+        raise SystemExit(
+            f"{args.book} has {len(token_ids):,} tokens: too few to pass {positions:,}"
+        )
+    head = positions - NEW_TOKENS
+    kept = {
+        "model": model.name,
+        "book": args.book.name,
+        "positions": positions,
+        "tokens": len(token_ids),
+        "head": head,
+        "new_tokens": NEW_TOKENS,
+        "budget": args.budget,
+        "sinks": resolve(policies(args)[CASCADE]).num_sinks,
+        "engines": args.engines,
+        "arms": {},
+    }
+    console().print(demo_report.NOVEL.format(**kept), highlight=False, markup=False)
+    for label, read in novel.run_all(arms(args, model, positions, token_ids), args.engines):
+        kept["arms"][label] = demo_report.numbers(read, head)
+    return kept
+
+
+def commands(args: argparse.Namespace) -> dict[str, list[str]]:
+    """What makes each server of the chat what it is: the flags after ``vllm serve MODEL``."""
+    ours = ["--kv-policy", CASCADE, "--kv-budget", str(args.budget)]
+    if args.stride != 256:
+        ours += ["--kv-policy-config", f'{{"prefill_stride": {args.stride}}}']
+    return {STOCK: [], CASCADE: [*ours, "--max-model-len", str(ENDLESS)]}
+
+
+def servers(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Server]:
+    """Stock vLLM's and ours, not started; each has the pool that stock vLLM needs."""
+    pool = pools.pool_bytes(engine(args, model, max_model_len=positions))
+    shared = ["--dtype", args.dtype, "--enforce-eager", "--block-size", str(BLOCK_SIZE)]
+    shared += ["--max-num-seqs", "1", "--max-num-batched-tokens", str(BATCHED_TOKENS)]
+    shared += ["--kv-cache-memory-bytes", str(pool), "--enable-prompt-tokens-details"]
+    shared += ["--distributed-executor-backend", "uni"]  # one process less, and faster up
+    if load_tokenizer(str(model.path)).chat_template is None:
+        shared += ["--chat-template", PLAIN_CHAT]
+    return {
+        label: Server(str(model.path), [*flags, *shared]) for label, flags in commands(args).items()
+    }
+
+
+def talk(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Any]:
+    """The chat with both servers, turn by turn, as what is kept of it."""
+    flags = {label: " ".join(words) for label, words in commands(args).items()}
+    command = {label: f"vllm serve {model.name} {words}".strip() for label, words in flags.items()}
+    kept = {"model": model.name, "positions": positions, "block_size": BLOCK_SIZE, "arms": {}}
+    console().print(
+        demo_report.CHAT.format(stock=command[STOCK], ours=command[CASCADE], block=BLOCK_SIZE),
+        highlight=False,
+    )
+    settings = {
+        STOCK: engine(args, model),
+        CASCADE: engine(args, model, policy=policies(args)[CASCADE]),
+    }
+    with ExitStack() as stack:
+        up = servers(args, model, positions)
+        for label, server in up.items():
+            stack.callback(server.stop)
+            server.start()
+            page = pools.page_bytes(settings[label])
+            arm = {"command": command[label], "page_bytes": page, "turns": [], "refused": None}
+            kept["arms"][label] = arm
+        for server in up.values():
+            server.wait()
+        tokenizer = load_tokenizer(str(model.path))
+        parts = passages(args.book.read_text(encoding="utf-8"), tokenizer, args.passage)
+        converse(up, kept["arms"], parts, args.chat_tokens)
+    return kept
+
+
+def converse(
+    up: dict[str, Server], kept: dict[str, Any], parts: Iterator[str], chat_tokens: int
+) -> None:
+    """Ask every server about part after part, in turn, until ours has ``chat_tokens``.
+
+    Stock vLLM drops out when it refuses; a refusal of ours is an error.
+    """
+    chats = {label: Conversation(server, ANSWER_TOKENS) for label, server in up.items()}
+    print(demo_report.live_head(kept), flush=True)
+    for number, passage in enumerate(parts, 1):
+        question = QUESTION.format(number=number, passage=passage)
+        for label, chat in chats.items():
+            arm = kept[label]
+            if arm["refused"]:
+                continue
+            try:
+                arm["turns"].append(demo_report.turn_numbers(chat.ask(question)))
+            except Refused as refused:
+                if label != STOCK:
+                    raise
+                arm["refused"] = demo_report.refusal_numbers(refused)
+        print(demo_report.live_row(kept, number - 1), flush=True)
+        if kept[CASCADE]["turns"][-1]["context"] >= chat_tokens:
+            return
+    raise SystemExit("the book is too short for such a long chat: lower --chat-tokens")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the demo."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines and servers end with it
+    quiet()
+    args = parse_args(argv)
+    model, positions = settle(args)
+    screen = console()
+    if not model.real:
+        screen.print(model.why_not, highlight=False, markup=False)
+    read = read_novel(args, model, positions)
+    tables = [demo_report.novel_table(read)]
+    show(tables)
+    screen.print(demo_report.compared(read) + "\n", highlight=False, markup=False)
+    chat = talk(args, model, positions)
+    tables.append(demo_report.chat_table(chat))
+    demo_report.show_chat(chat)
+    picture = args.out.with_suffix(".png")
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    demo_pictures.draw(read, picture)
+    results.save(args.out, tables, {"novel": read, "chat": chat}, vars(args), argv, printed=True)
+    print(f"The picture of the novel's perplexity is {picture}.")
 
 
 if __name__ == "__main__":

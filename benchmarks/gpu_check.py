@@ -106,7 +106,7 @@ def cases(interpret: bool) -> dict[str, Any]:
 
     from benchmarks.gpu.kernels_alone import load
 
-    case = load("checks").Case
+    case = load("testing.checks").Case
     if interpret:
         small = {"head_size": 16, "num_heads": 1, "lengths": (0, 17, None), "strides": (9,)}
         return {"fp32": case(**small), "bf16": case(**small, group=1, dtype=torch.bfloat16)}
@@ -131,8 +131,8 @@ def cases(interpret: bool) -> dict[str, Any]:
         "logit scale": {"logit_scale": True},
         "max": {"reduction": "max"},
         "median": {"reduction": "median", "group": 8},
-        "resident": {"keep_later": False},
-        "per query": {"per_query": True},
+        "resident": {"newest_stays": False},
+        "per query": {"per_age": True},
     }
     for name, option in options.items():
         found[name] = case(**base, **option)
@@ -143,7 +143,7 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
     """Every kernel against its reference, and a captured step against an eager one."""
     from benchmarks.gpu.kernels_alone import load
 
-    checks = load("checks")
+    checks = load("testing.checks")
     rows = []
 
     def check(name: str, call: Any) -> None:
@@ -193,7 +193,7 @@ def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
     head[0, :3] = torch.tensor([len(one.table), 0, 4])
     tables = torch.cat([one.table, other]), torch.cat([one.heads, head])
     rules = torch.tensor([[50, 54, 2, -2]], dtype=torch.int32, device=device)
-    return load("schedule").Schedule(*tables), rules
+    return load("triton.schedule").ScheduleTables(*tables), rules
 
 
 def graph_equals_eager(device: Any) -> float:
@@ -203,11 +203,11 @@ def graph_equals_eager(device: Any) -> float:
     from benchmarks.gpu.kernels_alone import load
     from benchmarks.gpu.timings import Layer
 
-    ops = {name: load(name) for name in ("combine", "insert", "schedule")}
+    ops = {name: load(f"triton.{name}") for name in ("combine", "insert", "schedule")}
     torch.manual_seed(0)
     batch, heads, cached = 5, 8, 4 + 4 * 64
     tables, rules = two_policies(device, cached)
-    policy_of = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int32, device=device)
+    schedule_of = torch.tensor([0, 1, 0, 0, 1], dtype=torch.int32, device=device)
     twins = [Layer.make(device, batch, heads, 128, cached, torch.float16, spare=0)]
     first = twins[0]
     copies = {name: getattr(first, name).clone() for name in ("kv", "rank", "born", "score")}
@@ -226,9 +226,9 @@ def graph_equals_eager(device: Any) -> float:
         layer = twins[i]
         lengths[i].add_((lengths[i] > 0).int())
         ops["schedule"].schedule(
-            *(lengths[i], layer.table, tables, policy_of, layer.steps, positions)
+            *(lengths[i], layer.table, tables, schedule_of, layer.steps, positions)
         )
-        attend = load("attend").attend
+        attend = load("triton.attend").attend
         parts, parts_lse, logits, own = attend(
             *(query, key, key, layer.kv, layer.rank, layer.born, layer.table, layer.steps),
             *(layer.rotation, None, None, 0.088, 0.0, False, 4, True),

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.running import leash
+
 ROOT = Path(__file__).resolve().parent.parent
 POLICIES: dict[str, dict[str, Any]] = {
     "window": {"name": "window"},
@@ -90,7 +92,7 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
     print(f"{job['kind']} {job['label']} {job.get('model', '')}", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_engine", "--job", json.dumps(job)]
     begin = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = leash.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     row = {"what": job["kind"], "policy": job["label"]}
     row |= {key: job[key] for key in ("model",) if key in job}
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -110,7 +112,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
     from tests.oracle.model import load_model, stream
     from tests.oracle.random_models import write_llama
     from tests.oracle.settings import oracle_settings, token_scores
-    from vllm_cascade.idf import sentence_ends
+    from vllm_cascade.policies.idf import sentence_ends
 
     # The smallest settings that wrap the cache often.
     policy = {**policy, "budget": 64, "prefill_stride": 16}
@@ -266,7 +268,7 @@ def write_idf(path: Path, vocab: int) -> str:
     """A table of document frequencies for a model without a tokenizer."""
     import numpy as np
 
-    from vllm_cascade.importance import IdfTable
+    from vllm_cascade.policies.text_importance import IdfTable
 
     counts = np.arange(vocab) % 97 + 1
     IdfTable(1000, counts, counts, np.arange(vocab) % 20 == 0, "none").save(path)

@@ -17,7 +17,7 @@ OUT = Path(__file__).resolve().parent.parent / "docs" / "kernel_resources.md"
 
 
 def main() -> None:
-    aot = load("aot")
+    aot = load("testing.aot")
     shapes = (*aot.DEFAULT_SHAPES, *aot.OTHER_SHAPES)
     found: dict[tuple[str, str, int], dict[int, object]] = {}
     for shape in shapes:

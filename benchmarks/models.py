@@ -72,7 +72,7 @@ def best_model() -> Model:
     except ModelUnavailable as error:
         why = (
             f"{error}\nThe small model {MODEL.relative_to(ROOT)} is used instead (5.5 million "
-            "parameters, trained on nineteenth-century books, 1,024 positions): it shows that "
+            "parameters, trained on old novels, 1,024 positions): it shows that "
             "everything works and how fast, but it is too small to rank policies."
         )
         return Model(MODEL, MODEL.name, real=False, why_not=why)

@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.inputs import texts
@@ -61,6 +62,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default={},
         help='settings by policy name, JSON: {"cascade": {"head_reduction": "max"}}',
     )
+    parser.add_argument(
+        "--arms",
+        type=arms_of,
+        help="a JSON file of arms, each a label and settings, instead of --policies: "
+        '{"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; '
+        "`benchmarks/inputs/studies` has some",
+    )
+    parser.add_argument("--no-full", action="store_true", help="leave stock attention out")
     parser.add_argument("--base", default="sink", help="policy that differences are to")
     parser.add_argument(
         "--reference-stride",
@@ -81,6 +90,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.reference_stride is None:
         args.reference_stride = max(args.capacity // 8, 1)
     return args
+
+
+def arms_of(path: str) -> dict[str, dict[str, Any]]:
+    """The arms in a file.
+
+    Raises:
+        ArgumentTypeError: no such file, or no object of objects that have a name.
+    """
+    try:
+        arms = json.loads(Path(path).read_text("utf-8"))
+        named = all("name" in settings for settings in arms.values())
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+    if not named:
+        raise argparse.ArgumentTypeError(f'{path}: every arm needs a "name", that of its policy')
+    return arms
 
 
 def load(args: argparse.Namespace) -> list[texts.Stream]:
@@ -111,11 +136,18 @@ def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]
     from vllm_cascade.policies import POLICIES
 
     controls.register()
+    shared = {"num_sinks": args.num_sinks, "prefill_stride": stride}
+    if getattr(args, "arms", None) is not None:  # other commands have policies by name only
+        arms = {label: {**shared, **settings} for label, settings in args.arms.items()}
+        arms = {args.base: {**shared, "name": args.base}} | arms
+        return {
+            label: scoring.equal_policy(capacity=args.capacity, **settings)
+            for label, settings in arms.items()
+        }
     names = args.policies or [name for name in POLICIES if name not in controls.CONTROLS] + [
         "random"
     ]
     names = list(dict.fromkeys([*names, args.base]))
-    shared = {"num_sinks": args.num_sinks, "prefill_stride": stride}
     return {
         name: scoring.equal_policy(
             name, args.capacity, **shared, **args.policy_config.get(name, {})
@@ -142,7 +174,8 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
     ]
     held = min(native, longest + 2)
     heads = tuple(stream.cut(native - 2) for stream in streams)
-    plan.append(Job("full", replace(engine, max_model_len=held), heads, group=args.streams))
+    if not args.no_full:
+        plan.append(Job("full", replace(engine, max_model_len=held), heads, group=args.streams))
     if args.reference_stride:
         window = min(args.capacity, native - 1)
         stock = replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.reporting.results import FOLDER
+from benchmarks.running import leash
 from benchmarks.running.environment import ROOT
 
 AT_A_TIME = str(min(2, os.cpu_count() or 1))
@@ -73,7 +74,7 @@ def main() -> None:
     for name in args.questions or PLAN:
         start = time.perf_counter()
         print(f"\n== {name}", flush=True)
-        done = subprocess.run(command(name, args.folder), cwd=ROOT)
+        done = leash.run(command(name, args.folder), cwd=ROOT)
         print(f"== {name}: {time.perf_counter() - start:,.0f} s", flush=True)
         if done.returncode:
             failed.append(name)

@@ -15,15 +15,15 @@ from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
-from vllm_cascade.config import (
+from vllm_cascade.patches import max_model_len
+from vllm_cascade.policies import CHOICES, policy_class
+from vllm_cascade.policies.settings import (
     CONFIG_KEY,
     DEFAULT_BUDGET,
     DEFAULT_PREFILL_STRIDE,
     KVPolicyError,
     raw_settings,
 )
-from vllm_cascade.patches import max_model_len
-from vllm_cascade.policies import CHOICES, policy_class
 
 ARGUMENTS = ("kv_policy", "kv_budget", "kv_policy_config")
 
@@ -162,7 +162,7 @@ def _wrap_create(original):
             self.additional_config.pop(CONFIG_KEY, None)
             return original(self, *args, **kwargs)
         policy_class(raw["name"])
-        from vllm_cascade.engine import apply_policy
+        from vllm_cascade.engine.configure import apply_policy
 
         with max_model_len.positions_are_bounded() as native:
             config = original(self, *args, **kwargs)

@@ -22,7 +22,7 @@ def apply() -> None:
     def _check_enough_kv_cache_memory(
         available_memory: int, get_needed_memory: Callable[[], int], *args
     ) -> None:
-        from vllm_cascade.runtime import policy_of
+        from vllm_cascade.engine.lookup import policy_of
 
         # partial(_max_memory_usage_bytes_from_groups, vllm_config, groups)
         bound = getattr(get_needed_memory, "args", ())

@@ -31,7 +31,7 @@ def apply() -> None:
 def _wrap_process_inputs(original):
     @functools.wraps(original)
     def process_inputs(self, *args: Any, **kwargs: Any) -> EngineCoreRequest:
-        from vllm_cascade.limits import check_request
+        from vllm_cascade.engine.admission import check_request
 
         request = original(self, *args, **kwargs)
         length = length_from_prompt_token_ids_or_embeds(
@@ -48,7 +48,7 @@ def _wrap_generate(original):
     def generate(
         self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        from vllm_cascade.limits import check_request
+        from vllm_cascade.engine.admission import check_request
 
         # The API server's prompts are tokenised already; others are checked by process_inputs.
         if isinstance(prompt, dict) and "type" in prompt:

@@ -19,7 +19,7 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 
 def apply() -> None:
     """Change both; ``patches.apply_all`` calls this once, before any engine exists."""
-    from vllm_cascade.metrics import KVPolicySchedulerStats
+    from vllm_cascade.engine.metrics import KVPolicySchedulerStats
 
     # msgspec reads this when a front-end makes its decoder, and would drop the unknown field.
     EngineCoreOutputs.__annotations__["scheduler_stats"] = KVPolicySchedulerStats | None
@@ -30,8 +30,8 @@ def _wrap_init(original):
     @functools.wraps(original)
     def __init__(self, vllm_config, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        from vllm_cascade.metrics import KVPolicyStatLogger
-        from vllm_cascade.runtime import policy_of
+        from vllm_cascade.engine.lookup import policy_of
+        from vllm_cascade.engine.metrics import KVPolicyStatLogger
 
         if policy_of(vllm_config) is not None:
             self.stat_loggers.append(KVPolicyStatLogger(vllm_config, self.engine_indexes))

@@ -12,9 +12,9 @@ import torch
 
 from tests.attention.test_paged import CASES, PagedLayer, Shape, oracle_for
 from tests.oracle.settings import make_sim
+from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cli import main, runs
 from vllm_cascade.policies import POLICIES
-from vllm_cascade.trace import kept_tokens
 
 
 def trace(tmp_path: Path, settings: dict[str, Any], *flags: str) -> dict[str, Any]:
@@ -69,7 +69,8 @@ def test_with_an_engines_probabilities_it_keeps_what_the_engine_keeps(
             [1], [t], [False], table, query[row], key[row], value[row], rotate=literal.rotate
         )
         literal.step(query[row], key[row], value[row])
-        kept.append(kept_tokens(layer.pages, table[0].long(), layer.policy.peak(t + 1))[0])
+        slots = layer.spec.schedule.peak_at(t + 1)
+        kept.append(kept_tokens(layer.pages, table[0].long(), slots)[0])
     probs = np.zeros((2, total, total))
     for t, row in enumerate(literal.probs):
         probs[1, t, list(row)] = list(row.values())

@@ -165,7 +165,7 @@ def test_wheel(tmp_path: Path) -> None:
         for file in (source / folder).rglob("*"):
             if file.suffix in (".py", ".cpp", ".h"):
                 assert prefix + file.relative_to(source).as_posix() in files
-    assert "vllm_cascade/kernels/native/tokens.cpp" in files
+    assert "vllm_cascade/kernels/cpp/tokens.cpp" in files
 
 
 def test_the_vllm_command_works(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ if ! found=$("$bin/vllm" --version 2>>"$LOG" | tail -n 1) || [[ -z $found ]]; th
 fi
 command -v g++ >/dev/null || command -v c++ >/dev/null \
     || say "note: no C++ compiler found: vLLM can't compile models here; pass --enforce-eager"
-# --- the benchmarks' model -------------------------------------------------------------------------
+# --- the benchmarks' model ----------------------------------------------------------------------
 say "the model of the benchmarks"
 if ! "$bin/python" -m benchmarks.models >>"$LOG" 2>&1; then
     say "note: the model of the benchmarks could not be had; they run with a smaller one that cannot" \

@@ -14,7 +14,7 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "setup.py").is_file() and (_checkout / "patches").is_dir():
     __path__.append(str(_checkout))
 
-from vllm_cascade.config import KVPolicyConfig, KVPolicyError  # noqa: E402
+from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = ["KVPolicyConfig", "KVPolicyError", "__version__", "register"]

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from vllm_cascade.config import KVPolicyConfig, KVPolicyError
 from vllm_cascade.policies import POLICIES, Policy, resolve
-from vllm_cascade.simulate import Step, simulate
+from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
+from vllm_cascade.policies.simulate import Step, simulate
 
 
 def show_policies() -> None:
@@ -81,7 +81,7 @@ def idf(args: argparse.Namespace) -> None:
     """
     from vllm.tokenizers import get_tokenizer
 
-    from vllm_cascade.idf import build_from_files
+    from vllm_cascade.policies.idf import build_from_files
 
     tokenizer = get_tokenizer(
         args.tokenizer,

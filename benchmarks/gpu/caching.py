@@ -10,8 +10,12 @@ import torch
 from benchmarks.gpu.kernels_alone import load
 from benchmarks.gpu.timings import AVERAGE, Bench, Layer, Row, Sizes
 
-combine_ops, insert_ops, schedule_ops = load("combine"), load("insert"), load("schedule")
-tile_ops = load("tiles")
+combine_ops, insert_ops, schedule_ops = (
+    load("triton.combine"),
+    load("triton.insert"),
+    load("triton.schedule"),
+)
+tile_ops = load("triton.tiles")
 
 
 def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int) -> Any:
@@ -33,7 +37,7 @@ def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int)
         torch.tensor(lines, dtype=torch.int32, device=device)
         for lines in (rows, [[0, 0, len(rows), 0, 1, *average]])
     )
-    return schedule_ops.Schedule(table, heads)
+    return schedule_ops.ScheduleTables(table, heads)
 
 
 def caching_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
@@ -81,12 +85,12 @@ def _our_caching(bench: Bench, sizes: Sizes, dtype: torch.dtype, levels: int) ->
     logits = torch.randn(batch, heads, slots, device=device)
     own, lse = torch.randn(batch, heads, device=device), torch.full((batch, heads), 8.0).to(device)
     fixed = torch.zeros(batch, 1, device=device)
-    policy_of = torch.zeros(batch, dtype=torch.int32, device=device)
+    schedule_of = torch.zeros(batch, dtype=torch.int32, device=device)
     no_rules = torch.zeros(1, 4, dtype=torch.int32, device=device)
 
     def step() -> None:
         seq_lens.add_(1)
-        schedule_ops.schedule(seq_lens, layer.table, tables, policy_of, layer.steps, positions)
+        schedule_ops.schedule(seq_lens, layer.table, tables, schedule_of, layer.steps, positions)
         new = fixed
         if levels > 1:
             new = combine_ops.update(

@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.gpu.kernels_alone import load
 
-attend_ops, combine_ops = load("attend"), load("combine")
-prefill_ops, mass_ops = load("prefill"), load("column_sums")
-rotate_ops, configs = load("rotate"), load("configs")
-stride_ops, xformers_ops = load("insert_stride"), load("xformers_prefill")
+attend_ops, combine_ops = load("triton.attend"), load("triton.combine")
+prefill_ops, mass_ops = load("triton.prefill"), load("triton.column_sums")
+rotate_ops, configs = load("triton.rotate"), load("triton.configs")
+stride_ops, xformers_ops = load("triton.insert_stride"), load("triton.xformers_prefill")
 
-tile_ops = load("tiles")
+tile_ops = load("triton.tiles")
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -137,7 +137,7 @@ class Layer:
         rank[table.long(), 0] = one.view(pages, page)
         born = rank + torch.randint_like(rank, 0, cached)
         average = [tile_ops.float_bits(value) for value in AVERAGE]
-        first = [10 * cached, cached, cached, cached, 4, 5, 1, 0, 0, 0, 0, 1, *average]
+        first = [10 * cached, cached, cached, cached, 0, 1, 4, 5, 1, 0, 0, 0, 0, 1, *average]
         steps = torch.tensor(first, dtype=torch.int32)
         exponent = torch.arange(0, head_size, 2) / head_size
         return cls(

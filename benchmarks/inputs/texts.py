@@ -17,8 +17,9 @@ A protocol turns texts into streams:
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,18 @@ def _lines(texts: dict[str, str], tokenize: Tokenize) -> Stream:
     scored = np.ones(len(token_ids), dtype=bool)
     scored[first] = False
     return Stream("lines", token_ids, scored[1:])
+
+
+def passages(text: str, tokenizer: Any, size: int) -> Iterator[str]:
+    """A text in parts of at most ``size`` tokens that end where sentences do."""
+    words = text.split()
+    ends = [place for place, word in enumerate(words, 1) if word.rstrip("\"')_”’")[-1:] in ".!?"]
+    lengths = [len(ids) for ids in tokenizer([f" {word}" for word in words])["input_ids"]]
+    begin = last = held = 0
+    for start, end in pairwise([0, *ends, len(words)]):
+        more = sum(lengths[start:end])
+        if held + more > size and last > begin:
+            yield " ".join(words[begin:last])
+            begin, held = last, 0
+        last, held = end, held + more
+    yield " ".join(words[begin:])

@@ -1,176 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's two pictures: perplexity over the stream, and the tokens each policy still holds."""
+"""The demo's picture: perplexity while a novel goes past the positions that a model has."""
 
+import hashlib
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from benchmarks.running.stream import StreamResult
+BLOCK = 64
+"""Tokens whose mean is kept as one number."""
 
-COLOURS = {
-    "window": "#d55e00",
-    "sink": "#009e73",
-    "cascade": "#0072b2",
-    "cascade per KV head": "#cc79a7",
-    "beehive": "#e69f00",
-    "lazy": "#56b4e9",
-    "dgc": "#8c6d31",
-    "h2o": "#7b5aa6",
-    "full": "#222222",
-}
-SPREAD = ("cascade", "cascade per KV head")
-"""Policies of which every layer and head set gets a row of its own; of others, the first."""
-THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.0f}")
+SMOOTHED = 16
+"""Blocks that a point of the picture is the mean of: 1,024 tokens."""
+
+COLOURS = {"stock vLLM": "#222222", "window": "#d55e00", "sink": "#009e73", "cascade": "#0072b2"}
+DARK = "#555555"
+TICKS = (5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 700, 1000)
 
 
-def sliding_perplexity(nll: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Perplexity of the ``width`` tokens up to each token: ``(token indices, values)``."""
-    width = min(width, len(nll))
-    sums = np.concatenate([[0.0], np.cumsum(nll)])
-    return np.arange(width, len(nll) + 1), np.exp((sums[width:] - sums[:-width]) / width)
+def block_means(nll: np.ndarray) -> list[float]:
+    """Mean of every ``BLOCK`` values; what is left over at the end makes no block."""
+    whole = len(nll) // BLOCK
+    return [round(float(mean), 4) for mean in nll[: whole * BLOCK].reshape(whole, BLOCK).mean(1)]
 
 
-def perplexity(results: dict[str, StreamResult], native_len: int, path: Path) -> None:
-    """Left: the stream's beginning, where full attention can still run. Right: all of it.
+def curve(blocks: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """``(tokens read, perplexity of the last SMOOTHED blocks)``; of as many as there are at first.
 
-    The text itself moves perplexity far more than any policy does, so a second row of axes shows
-    every policy relative to the plain window.
+    The first point has a quarter of them behind it.
     """
-    longest = max(result.num_tokens for result in results.values())
-    ends = (min(4 * native_len, longest), longest)
-    widths = (native_len // 4, min(4 * native_len, max(longest // 8, 1)))
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    grid = figure.subplots(
-        2, 2, sharex="col", sharey="row", width_ratios=(1, 1.7), height_ratios=(1.5, 1)
+    sums = np.concatenate([[0.0], np.cumsum(blocks)])
+    ends = np.arange(SMOOTHED // 4, len(blocks) + 1)
+    begins = np.maximum(ends - SMOOTHED, 0)
+    return ends * BLOCK, np.exp((sums[ends] - sums[begins]) / (ends - begins))
+
+
+def digest(stream: dict[str, Any]) -> str:
+    """Of the numbers that the picture shows; the picture carries it (PNG text ``Source``)."""
+    return hashlib.sha256(json.dumps(stream, sort_keys=True).encode()).hexdigest()
+
+
+def draw(stream: dict[str, Any], path: Path) -> None:
+    """Write the picture of a demo's ``stream`` data."""
+    positions, longest = stream["positions"], stream["tokens"]
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
+    axes = figure.subplots()
+    for label, arm in stream["arms"].items():
+        at, values = curve(arm["mean_nll_per_block"])
+        if len(at):
+            _line(axes, label, arm, at, values)
+    axes.set_xlim(0, longest * 1.2)
+    _beyond(axes, positions, longest)
+    _axes(axes, longest)
+    model = stream["model"]
+    axes.set_title(
+        f"A novel read past the {positions:,} positions of {model}, by vLLM", fontsize=12, pad=10
     )
-    for column, (end, width) in enumerate(zip(ends, widths, strict=True)):
-        _perplexity_lines(grid[0, column], grid[1, column], results, width, end)
-        grid[1, column].set_xlabel("tokens streamed")
-        grid[1, column].set_xlim(0, end)
-    for axes in grid.flat:
-        axes.axvline(native_len, color="#888888", linestyle="--", linewidth=1)
-        axes.xaxis.set_major_formatter(THOUSANDS)
-        axes.grid(alpha=0.25)
-    _annotate_limit(grid[0, 0], native_len)
-    grid[0, 0].set_ylabel("perplexity (lower is better)")
-    grid[1, 0].set_ylabel("difference from window, %")
-    grid[0, 0].set_title(f"the beginning (mean of {widths[0]:,} tokens)", fontsize=10)
-    grid[0, 1].set_title(f"the whole stream (mean of {widths[1]:,} tokens)", fontsize=10)
-    handles, labels = grid[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
-    figure.suptitle("Perplexity while a book streams through a bounded KV cache")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=140, metadata={"Source": digest(stream)})
 
 
-def _annotate_limit(axes: Axes, native_len: int) -> None:
+def _line(axes: Axes, label: str, arm: dict[str, Any], at: np.ndarray, values: np.ndarray) -> None:
+    """One arm's line, with its name and its memory where it ends."""
+    stock, colour = bool(arm["refusal"]), COLOURS[label]
+    axes.plot(at, values, color=colour, linewidth=2.2 if stock else 1.8, zorder=3 if stock else 2)
+    memory = f"{arm['peak_kv_bytes'] / 2**20:,.1f} MiB"
+    if stock:
+        axes.plot(at[-1], values[-1], marker="X", color=colour, markersize=10, zorder=4)
+        text, place, align = f"stock vLLM stops\n({memory})", (0, -14), "center"
+    else:
+        up = {"window": 0, "sink": 9, "cascade": -9}[label]
+        text, place, align = f"{label} ({memory})", (8, up), "left"
     axes.annotate(
-        f"the model's\n{native_len:,} positions end",
-        (native_len, 0.97),
+        text,
+        (at[-1], values[-1]),
+        xytext=place,
+        textcoords="offset points",
+        color=colour,
+        ha=align,
+        va="top" if stock else "center",
+        fontsize=10,
+        fontweight="bold",
+    )
+
+
+def _beyond(axes: Axes, positions: int, longest: int) -> None:
+    """Mark where the model's positions end."""
+    axes.axvline(positions, color=DARK, linestyle="--", linewidth=1.2)
+    axes.axvspan(positions, longest, color="#f2e8d5", alpha=0.6, zorder=0, linewidth=0)
+    axes.annotate(
+        f"the model's {positions:,} positions end here",
+        (positions, 0.98),
         xycoords=("data", "axes fraction"),
         xytext=(6, 0),
         textcoords="offset points",
         va="top",
-        fontsize=9,
-        color="#555555",
-        bbox={"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 1},
+        fontsize=9.5,
+        color=DARK,
     )
 
 
-def _perplexity_lines(
-    top: Axes, bottom: Axes, results: dict[str, StreamResult], width: int, end: int
-) -> None:
-    _, reference = sliding_perplexity(results["window"].nll[: end - 1], width)
-    for label, result in results.items():
-        if len(result.nll) < width:
-            continue
-        at, values = sliding_perplexity(result.nll[: end - 1], width)
-        relative = 100 * (values / reference[: len(values)] - 1)
-        step = max(len(at) // 2000, 1)
-        front, wide = label == "full", label in ("full", "window")  # seen around other lines
-        for axes, line in ((top, values), (bottom, relative)):
-            axes.plot(
-                at[::step],
-                line[::step],
-                label=label,
-                color=COLOURS[label],
-                linewidth=2.6 if wide else 1.1,
-                linestyle=":" if front else "-",
-                zorder=3 if front else 2,
-            )
-
-
-def kept_tokens(results: dict[str, StreamResult], path: Path) -> None:
-    """One row of ticks per policy, layer and head set; the long gap after the sinks is cut out.
-
-    The right part begins where the cascades' oldest token is; a row that holds older ones (heavy
-    hitters may be from anywhere) says how many.
-    """
-    rows = _rows(results)
-    end = max(result.num_tokens for result in results.values())
-    num_sinks = 4
-    old = [
-        index
-        for _, label, kept in rows
-        for index in kept
-        if index >= 2 * num_sinks and label in SPREAD
-    ]
-    begin = max(min(old, default=0) - (end - min(old, default=0)) // 30, 0)
-    rows = [
-        (name + _elsewhere(kept, 2 * num_sinks, begin), label, kept) for name, label, kept in rows
-    ]
-    figure = Figure(figsize=(13, 1.6 + 0.24 * len(rows)), layout="constrained")
-    first, rest = figure.subplots(1, 2, sharey=True, width_ratios=(1, 14))
-    for place, (_, label, kept) in enumerate(rows):
-        for axes in (first, rest):
-            axes.vlines(kept, place - 0.38, place + 0.38, color=COLOURS[label], linewidth=0.7)
-    first.set_xlim(-1, 2 * num_sinks)
-    rest.set_xlim(begin, end + (end - begin) // 100)
-    first.set_ylim(len(rows) - 0.4, -0.6)
-    first.set_yticks(range(len(rows)), [name for name, _, _ in rows], fontsize=8)
-    rest.tick_params(axis="y", length=0)
-    rest.xaxis.set_major_formatter(THOUSANDS)
-    _cut(first, rest)
-    first.set_xlabel("first tokens")
-    rest.set_xlabel("token's index in the stream (the newest at the right; the gap is cut out)")
-    figure.suptitle(f"Tokens still in the cache after {end:,} tokens", fontsize=12)
-    figure.savefig(path, dpi=150)
-
-
-def _rows(results: dict[str, StreamResult]) -> list[tuple[str, str, list[int]]]:
-    """``(row name, policy, kept tokens)``; one row where all layers keep the same tokens."""
-    rows = []
-    for label, result in results.items():
-        sets = [
-            (layer, head, kept)
-            for layer, heads in enumerate(result.kept.values())
-            for head, kept in enumerate(heads)
-        ]
-        if sets and all(kept == sets[0][2] for _, _, kept in sets):
-            rows.append((f"{label}, every layer", label, sets[0][2]))
-            continue
-        many = len(sets) > len(result.kept)
-        if label not in SPREAD:
-            sets = sets[:1]
-        rows += [
-            (f"{label}, layer {layer}" + (f", head {head}" if many else ""), label, kept)
-            for layer, head, kept in sets
-        ]
-    return rows
-
-
-def _elsewhere(kept: list[int], begin: int, end: int) -> str:
-    """How many tokens of a row are in the part that is cut out."""
-    hidden = sum(begin <= index < end for index in kept)
-    return f" (+{hidden} older)" if hidden else ""
-
-
-def _cut(left: Axes, right: Axes) -> None:
-    """Draw the two axes as one with a piece missing."""
-    left.spines["right"].set_visible(False)
-    right.spines["left"].set_visible(False)
-    marks = {"marker": [(-1, -2), (1, 2)], "markersize": 8, "color": "k", "linestyle": "none"}
-    left.plot([1, 1], [0, 1], transform=left.transAxes, clip_on=False, **marks)
-    right.plot([0, 0], [0, 1], transform=right.transAxes, clip_on=False, **marks)
+def _axes(axes: Axes, longest: int) -> None:
+    low, high = axes.get_ylim()
+    axes.set_yscale("log")
+    axes.set_ylim(low * 0.85, high * 1.1)
+    axes.set_yticks([tick for tick in TICKS if low * 0.85 <= tick <= high * 1.1])
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    step = 2 ** max(round(np.log2(longest / 6)), 0)
+    axes.set_xticks(range(0, longest + 1, step))
+    axes.set_xlabel("tokens of the novel read")
+    axes.set_ylabel(f"perplexity of the last {BLOCK * SMOOTHED:,} tokens\n(lower is better; log)")
+    axes.grid(alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,153 +1,243 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo prints, and the same numbers as JSON values."""
+"""What the demo prints and keeps, for a reader who has never heard of any of it."""
 
-import argparse
-import itertools
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-import numpy as np
-from rich import box
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
+from benchmarks.reporting.demo_pictures import block_means
+from benchmarks.reporting.tables import Table, console, number
+from benchmarks.running.conversation import Refused, Turn
+from benchmarks.running.novel import Read
 
-from benchmarks.running.stream import StreamResult
+STOCK, CASCADE = "stock vLLM", "cascade"
+KEEPS = {
+    STOCK: "all tokens",
+    "window": "the last {budget:,}",
+    "sink": "the first {sinks} and the last {budget:,}",
+    CASCADE: "the first {sinks}, and of {budget:,} more the fewer the older",
+}
 
-MIN_WIDTH = 112
-"""The table's width; narrower consoles (a pipe, a log) would break its numbers in two."""
+NOVEL = """\
+1. A novel. {model} is a language model made for at most {positions:,} tokens at a time (a token \
+is about three quarters of a word). It reads the first {tokens:,} tokens of {book} and guesses \
+each of them before it sees it. Perplexity is how unsure it was: 40 means as unsure as between \
+40 equally likely tokens; lower is better. What it has read it keeps in a cache, so stock vLLM's \
+grows with every token; three policies of this plugin keep {budget:,} tokens or little more, and \
+forget the others. One engine each, {engines} at a time:
+"""
 
-CAVEAT = """\
-[bold]What this shows:[/] vLLM streams a text far longer than the {native_len:,} positions of the \
-model through a cache of constant size, and its perplexity does not blow up past them.
-[bold]What it does not show:[/] which policy is better. The 5M-parameter model was trained too \
-briefly to use distant context (full attention over 1,024 tokens predicts no better than a window \
-of 128) or to lean on its first tokens, so neither older tokens nor attention sinks can help it, \
-and differences between the rows say nothing about larger models. A bounded cache never lets a \
-model attend to more tokens at once than it holds."""
+CHAT = """\
+2. A chat. Two servers, run as a user runs them, each asked in turn:
 
+   {stock}
+   {ours}
 
-def console() -> Console:
-    """Standard output, wide enough for the table."""
-    plain = Console()
-    return plain if plain.width >= MIN_WIDTH else Console(width=MIN_WIDTH)
+The user pastes the novel part by part and asks each time what it is about; every turn sends the \
+whole conversation so far. A page holds {block} tokens. "Until first" is the time from the \
+question to the answer's first token, "a token" the time of each token after it.
+"""
 
-
-def introduce(args: argparse.Namespace, num_tokens: int, native_len: int) -> None:
-    """Say what is about to run."""
-    console().print(
-        f"Streaming [bold]{Path(args.book).name}[/] ({num_tokens:,} tokens) through "
-        f"[bold]{Path(args.model).name}[/] ({native_len:,} positions): budget {args.budget}, "
-        f"prefill stride {args.stride}, one vLLM engine per policy, "
-        f"{args.engines} at a time on a core each.",
-        highlight=False,
-    )
-
-
-def numbers(
-    results: dict[str, StreamResult], head: int, native_len: int
-) -> dict[str, dict[str, Any]]:
-    """Every measured number, by policy; ``head``: the tokens that full attention could read."""
-    return {label: _numbers(result, head, native_len) for label, result in results.items()}
+FORGETS = """\
+What it is not: the cascade's server goes on because it forgets. It answers from the tokens that \
+are still cached, and a question about one that is not will be answered wrongly."""
 
 
-def _numbers(result: StreamResult, head: int, native_len: int) -> dict[str, Any]:
-    total = result.num_tokens
-    quarters = [total * part // 4 for part in range(5)]
-    blocks = range(0, len(result.nll), native_len)
+def numbers(read: Read, head: int) -> dict[str, Any]:
+    """What is kept of an arm that read the novel, as JSON values.
+
+    Args:
+        head: tokens that every arm read: perplexity is reported up to there and after.
+    """
+    result = read.result
+    beyond = result.num_tokens > head
     return {
-        "tokens": total,
-        "perplexity": result.perplexity(),
-        f"perplexity_first_{head}": result.perplexity(end=head),
-        "perplexity_quarters": [
-            result.perplexity(*bounds) for bounds in itertools.pairwise(quarters)
-        ],
-        f"mean_nll_per_{native_len}": [
-            round(float(np.mean(result.nll[at : at + native_len])), 5) for at in blocks
-        ],
+        "refusal": read.refusal,
+        "tokens": result.num_tokens,
         "tokens_cached": result.cached,
-        "tokens_evicted": evicted(result),
-        "pages_end": result.pages_end,
+        "perplexity_head": result.perplexity(end=head),
+        "perplexity_beyond": result.perplexity(start=head) if beyond else None,
         "pages_peak": result.pages_peak,
-        "block_size": result.block_size,
-        "page_bytes_all_layers": result.page_bytes,
+        "page_bytes": result.page_bytes,
         "peak_kv_bytes": result.peak_bytes,
         "full_attention_kv_bytes": result.full_bytes,
-        "seconds": round(result.seconds, 3),
-        "tokens_per_second": round(result.tokens_per_second, 1),
-        "counters": result.counters,
-        "kept_tokens": result.kept,
-        "continuation": result.continuation,
-        "continuation_tokens": result.num_generated,
+        "read_ms": 1e3 * result.seconds / result.num_tokens,
+        "write_ms": 1e3 * median(result.token_seconds),
+        "mean_nll_per_block": block_means(result.nll),
     }
 
 
-def evicted(result: StreamResult) -> int:
-    """Tokens of the prompt that the engine dropped, by its own count; stock vLLM drops none."""
-    return result.counters.get("evicted_tokens", 0)
+def mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
 
 
-def show(
-    results: dict[str, StreamResult], head: int, native_len: int, out: Path, seconds: float
-) -> None:
-    """Print the table, what it means, the continuation and where the files are."""
-    screen = console()
-    screen.print(table(results, head))
-    screen.print(CAVEAT.format(native_len=native_len), highlight=False)
-    last = results["cascade"]
-    screen.print(
-        Panel(
-            last.continuation.strip(),
-            title=f"cascade goes on after {last.num_tokens:,} tokens "
-            f"({last.num_generated} tokens, temperature 0.8)",
-            title_align="left",
-        ),
-        highlight=False,
-        markup=False,
-    )
-    screen.print(
-        f"Wrote perplexity.png, kept_tokens.png and demo.json to {out} in {seconds:.0f} s.",
-        highlight=False,
-        soft_wrap=True,
-    )
+def keeps(label: str, novel: Mapping[str, Any]) -> str:
+    """What an arm keeps, in words."""
+    return KEEPS[label].format(budget=novel["budget"], sinks=novel["sinks"])
 
 
-def table(results: dict[str, StreamResult], head: int) -> Table:
-    """One row a policy."""
-    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
-    grid.add_column("policy", no_wrap=True)
-    columns = (
-        "tokens\nstreamed",
-        "perplexity\nwhole book",
-        f"perplexity\nfirst {head:,}",
-        "tokens\ncached",
-        "pages\nheld",
-        "peak\nKV",
-        "full KV\nwould be",
-        "tokens\nevicted",
-        "tokens\nper s",
-    )
-    for column in columns:
-        grid.add_column(column, justify="right", no_wrap=True)
-    longest = max(result.num_tokens for result in results.values())
-    for label, result in results.items():
-        whole = result.num_tokens == longest
-        grid.add_row(
+def novel_table(novel: Mapping[str, Any]) -> Table:
+    """A row an arm."""
+    head = novel["head"]
+    rows = [
+        (
             label,
-            f"{result.num_tokens:,}",
-            f"{result.perplexity():.2f}" if whole else "-",
-            f"{result.perplexity(end=head):.2f}",
-            f"{result.cached:,}",
-            f"{result.pages_end:,}",
-            size(result.peak_bytes),
-            size(result.full_bytes),
-            f"{evicted(result):,}",
-            f"{result.tokens_per_second:,.0f}",
+            keeps(label, novel),
+            f"{arm['tokens']:,}" + (", stops" if arm["refusal"] else ""),
+            number(arm["perplexity_head"]),
+            number(arm["perplexity_beyond"]),
+            mib(arm["peak_kv_bytes"]),
+            number(arm["read_ms"]),
+            number(arm["write_ms"], 1),
         )
-    return grid
+        for label, arm in novel["arms"].items()
+    ]
+    return Table(
+        f"The first {novel['tokens']:,} tokens of a novel, {novel['model']}",
+        (
+            *("", "keeps", "tokens read", f"perplexity of the first {head:,}"),
+            *("of those after", "cache", "ms a token read", "ms a token written"),
+        ),
+        tuple(rows),
+        f"Written: {novel['new_tokens']} tokens after what was read, their median; with those "
+        f"stock vLLM has used all {novel['positions']:,} positions. Engines at a time, on a core "
+        f"each: {novel['engines']}.",
+    )
 
 
-def size(num_bytes: int) -> str:
-    """Bytes in a unit that leaves at most four digits."""
-    kib = num_bytes / 1024
-    return f"{kib:,.0f} KiB" if kib < 10_000 else f"{kib / 1024:,.1f} MiB"
+def compared(novel: Mapping[str, Any]) -> str:
+    """What the novel's numbers say, in whole sentences."""
+    arms = novel["arms"]
+    stock, window, ours = arms[STOCK], arms["window"], arms[CASCADE]
+    share = 100 * ours["peak_kv_bytes"] / stock["peak_kv_bytes"]
+    lines = [
+        f"Stock vLLM stops at the model's {novel['positions']:,} positions. Of the whole text it "
+        f'says: "{stock["refusal"]}"',
+        f"Up to there, cascade's perplexity is {_against(ours, stock)} stock's, with "
+        f"{share:.0f} % of its memory; window's is {_against(window, stock)} stock's: it has "
+        "forgotten the first tokens, on which such models lean.",
+        "Perplexity rises and falls with the text, for all of them alike.",
+    ]
+    return "\n".join(lines)
+
+
+def _against(arm: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """``1.8 % above``."""
+    more = 100 * (arm["perplexity_head"] / other["perplexity_head"] - 1)
+    return f"{abs(more):.1f} % {'above' if more >= 0 else 'below'}"
+
+
+def turn_numbers(turn: Turn) -> dict[str, Any]:
+    """What is kept of a turn."""
+    return {
+        "context": turn.context,
+        "prompt": turn.prompt,
+        "reused": turn.reused,
+        "generated": turn.generated,
+        "first_seconds": turn.first_seconds,
+        "token_ms": turn.token_ms,
+        "pages": turn.pages,
+        "question": shortened(turn.question),
+        "answer": turn.answer + ("" if turn.complete else " ..."),
+    }
+
+
+def refusal_numbers(refused: Refused) -> dict[str, Any]:
+    return {"status": refused.status, "message": refused.message}
+
+
+def shortened(text: str, words: int = 12) -> str:
+    """Its first and last words, and how many are left out."""
+    found = text.split()
+    left = len(found) - 2 * words
+    if left < words:
+        return " ".join(found)
+    return f"{' '.join(found[:words])} [... {left:,} words ...] {' '.join(found[-words:])}"
+
+
+def live_head(arms: Mapping[str, Any]) -> str:
+    """Two lines above the turns, which are printed as they come."""
+    names = " " * 6 + "".join(f"{label:^42}" for label in arms)
+    columns = f"{'tokens':>10}{'pages':>8}{'until first':>13}{'a token':>11}"
+    return f"{names}\n{'turn':<6}{columns * len(arms)}"
+
+
+def live_row(arms: Mapping[str, Any], turn: int) -> str:
+    """One turn."""
+    line = f"{turn + 1:<6}"
+    for arm in arms.values():
+        tokens, pages, first, token = cells(arm, turn)
+        line += f"{tokens:>10}{pages:>8}{first:>13}{token:>11}"
+    return line
+
+
+def chat_table(chat: Mapping[str, Any]) -> Table:
+    """A row a turn: stock vLLM's numbers, until it refuses, and ours."""
+    arms = chat["arms"]
+    columns = ["turn"]
+    for label in arms:
+        columns += [f"{label}: tokens", "pages", "until first", "a token"]
+    rows = [
+        (str(turn + 1), *(cell for arm in arms.values() for cell in cells(arm, turn)))
+        for turn in range(max(len(arm["turns"]) for arm in arms.values()))
+    ]
+    page = {label: mib(arm["page_bytes"]) for label, arm in arms.items()}
+    return Table(
+        f"A chat that goes on past {chat['positions']:,} tokens, {chat['model']}",
+        tuple(columns),
+        tuple(rows),
+        f"A page takes {page[STOCK]} in stock vLLM and {page[CASCADE]} under cascade, all layers "
+        f"together. {stopped(chat)}",
+    )
+
+
+def cells(arm: Mapping[str, Any], turn: int) -> tuple[str, str, str, str]:
+    """One server's part of a turn's row."""
+    if turn < len(arm["turns"]):
+        found = arm["turns"][turn]
+        token = "-" if found["token_ms"] is None else f"{found['token_ms']:.0f} ms"
+        first = f"{found['first_seconds']:.1f} s"
+        return f"{found['context']:,}", f"{found['pages']:,}", first, token
+    if arm["refused"] and turn == len(arm["turns"]):
+        return f"HTTP {arm['refused']['status']}", "-", "-", "-"
+    return "-", "-", "-", "-"
+
+
+def stopped(chat: Mapping[str, Any]) -> str:
+    """Where stock vLLM stopped, in its own words."""
+    stock = chat["arms"][STOCK]
+    if not stock["refused"]:
+        return "Stock vLLM was not brought to its limit."
+    return (
+        f"Stock vLLM answers turn {len(stock['turns']) + 1} with HTTP "
+        f'{stock["refused"]["status"]}: "{stock["refused"]["message"]}"'
+    )
+
+
+def dialogue(chat: Mapping[str, Any], shown: Sequence[int] = (0, -1)) -> list[tuple[str, str]]:
+    """Who says what in the first and the last turn under cascade; between them, how many more."""
+    turns = chat["arms"][CASCADE]["turns"]
+    places = sorted({place % len(turns) for place in shown})
+    lines, last = [], -1
+    for place in places:
+        if place > last + 1:
+            lines.append(("", f"... {place - last - 1} more turns ..."))
+        turn, last = turns[place], place
+        lines.append((f"user, turn {place + 1}", turn["question"]))
+        lines.append(("model", turn["answer"]))
+    return lines
+
+
+def show_chat(chat: Mapping[str, Any]) -> None:
+    """Print what is to be said about the turns, and what was said in them."""
+    screen = console()
+    share = [
+        f"{label} {mib(arm['page_bytes'] * max(turn['pages'] for turn in arm['turns']))}"
+        for label, arm in chat["arms"].items()
+    ]
+    screen.print(
+        f"\n{stopped(chat)}\nMost memory: {', '.join(share)}.\n", highlight=False, markup=False
+    )
+    for who, words in dialogue(chat):
+        screen.print(f"{who + ':' if who else '':<16}{words}", highlight=False, markup=False)
+    screen.print(f"\n{FORGETS}\n", highlight=False, markup=False)

@@ -92,9 +92,16 @@ def save(
     data: dict[str, Any],
     settings: dict[str, Any],
     argv: Sequence[str] | None = None,
+    *,
+    printed: bool = False,
 ) -> None:
-    """Print the tables, then write them with all numbers, the command and the environment."""
-    show(tables)
+    """Print the tables, then write them with all numbers, the command and the environment.
+
+    Args:
+        printed: whether the tables have been printed already.
+    """
+    if not printed:
+        show(tables)
     out.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "command": command(argv),

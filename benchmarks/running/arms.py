@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms of a benchmark: each in a process of its own, kept when finished, told when failed."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -58,8 +59,12 @@ def run_all(
     found: dict[str, Result | Failure] = {}
     for job in jobs:
         kept = job.arm.read() if job.arm is not None else {}
-        if kept and set(job.keys) <= set(kept):
-            found[job.label] = job.result([kept[key] for key in job.keys])
+        here = [key for key in job.keys if key in kept]
+        if here and job.arm is not None:
+            say = f"{job.label}: {len(here)} of {len(job.keys)} taken up from {job.arm.own.parent}"
+            print(say, file=sys.stderr, flush=True)
+        if here == job.keys:
+            found[job.label] = job.result([kept[key] for key in here])
     missing = [job for job in jobs if job.label not in found]
     for place, outcome in outcomes(work, missing, at_a_time):
         found[missing[place].label] = outcome

@@ -5,88 +5,82 @@ They go into the registry of the process that asks for them (``register``) and a
 product: none of them is a good idea, which is what they are there to show.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 
-from vllm_cascade.policies import POLICIES, Policy, StepTables
-from vllm_cascade.policies.beehive import Beehive, Comb
+from vllm_cascade.policies import POLICIES, Policy
+from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
+
+DRAWS = 1 << 16
+"""Random victims before they repeat: more than a cache's tokens can remember."""
 
 
 class Random(Policy):
     """Every insertion into a full cache drops one token that is not a sink, at random.
 
-    Each layer and head set draws for itself, from PyTorch's generator (the engine's ``seed``).
-    A token's age when it leaves is geometric: the cache reaches far back, without any reason to
-    keep what it keeps.
+    Which one is drawn by its rank, the same for all layers and heads, as rules know no chance. A
+    token's age when it leaves is geometric: the cache reaches far back, without any reason to keep
+    what it keeps.
     """
 
     name: ClassVar[str] = "random"
     paper: ClassVar[str] = "control"
-    uses_scores: ClassVar[bool] = False
 
-    def insertions(self) -> StepTables:
-        fill = self.base_capacity
-        t = np.arange(fill + 1, dtype=np.int32)
-        return StepTables(
-            lo=np.zeros_like(t),
-            hi=np.zeros_like(t),
-            count=np.minimum(t + 1, fill),
-            transient=fill,
-            batch=t >= fill,  # `choose` decides, also about a single token
-        )
+    draw: int = Field(7, description="seed of the victims")
 
-    def plan_insertions(self, t: int, num_tokens: int) -> tuple[int, int]:
-        return self.base_count(t), num_tokens
+    def insertions(self) -> Insertions:
+        rng = np.random.default_rng(self.draw)
+        victims = rng.integers(self.num_sinks, self.base_capacity + 1, DRAWS).tolist()
+        rules = [(Rule(rank, rank + 1, 1),) for rank in victims]
+        return Insertions([()] * self.base_capacity + rules, period=DRAWS)
 
-    def base_regions(self, t: int) -> list[str]:
+    def regions(self, t: int, count: int) -> list[str]:
         sinks = min(t, self.num_sinks)
-        return ["sink"] * sinks + ["random"] * (self.base_count(t) - sinks)
-
-    def choose(self, scores: torch.Tensor, plan: tuple[int, int]) -> torch.Tensor:
-        cached, num_tokens = plan
-        mask = torch.zeros(scores.shape, dtype=torch.bool)
-        draws = torch.rand(len(scores), num_tokens, dtype=torch.float64).tolist()
-        for row, draw in zip(mask, draws, strict=True):
-            kept = list(range(cached))
-            for token, chance in enumerate(draw, start=cached):
-                kept.append(token)
-                if len(kept) > self.base_capacity:
-                    del kept[self.num_sinks + int(chance * (len(kept) - self.num_sinks))]
-            row[kept] = True
-        return mask.to(scores.device)
+        return ["sink"] * sinks + ["random"] * (count - sinks)
 
 
 class CascadeWithoutSelection(Cascade):
     """The cascade without token selection (the paper's Table 3): a contest's resident stays."""
 
     name: ClassVar[str] = "cascade_unselected"
-    uses_scores: ClassVar[bool] = False
 
     tie: Literal["resident"] = Field("resident", description="every contest is a tie")
 
-    def insertions(self) -> StepTables:
-        tables = super().insertions()
-        contests = tables.hi - tables.lo == 2
-        return StepTables(tables.lo + contests, tables.hi, tables.count, tables.transient)
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring("none", newest_stays=False)
 
-    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
-        return super().choose(torch.zeros_like(scores), plan)
+    def insertions(self) -> Insertions:
+        made = super().insertions()
+        return Insertions([self._decided(todo) for todo in made.rules], made.period)
+
+    @staticmethod
+    def _decided(todo: Rules) -> Rules:
+        return tuple(Rule(rule.hi - 1, rule.hi, 1) if rule.size == 2 else rule for rule in todo)
 
 
 class BeehiveIntervals(Beehive):
     """BUZZ without its segment maxima: of new tokens, too, every ``stride``-th stays (Figure 8)."""
 
     name: ClassVar[str] = "beehive_intervals"
-    uses_scores: ClassVar[bool] = False
 
     tie: Literal["resident"] = Field("resident", description="the first of a segment stays")
 
-    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
-        return super().choose(torch.zeros_like(scores), plan)
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring("none", newest_stays=False)
+
+    def insertions(self) -> Insertions:
+        made = super().insertions()
+        rules = [
+            tuple(Rule(rule.lo, rule.hi, rule.evicts, -abs(rule.cell)) for rule in todo)
+            for todo in made.rules
+        ]
+        return Insertions(rules, made.period)
 
 
 class BeehiveSwapped(Beehive):
@@ -96,23 +90,11 @@ class BeehiveSwapped(Beehive):
 
     @property
     def segment(self) -> int:
-        """New tokens of which one stays; of old ones, every ``stride``-th."""
-        return (self.stride + 1) // 2
+        return super().interval
 
-    def _survivors(self, length: int, old: int) -> int:
-        middle = length - self.num_sinks - self.recent
-        return -(-old // self.stride) + -(-(middle - old) // self.segment)
-
-    def _comb(self, length: int, old: int, appended: int) -> Comb:
-        sinks, end = self.num_sinks, length - self.recent
-        cells = [[i] for i in (*range(sinks), *range(sinks, sinks + old, self.stride))]
-        for begin in range(sinks + old, end, self.segment):
-            cells.append(list(range(begin, min(begin + self.segment, end))))
-        cells += [[i] for i in range(end, length)]
-        groups = torch.full((len(cells), self.segment), -1, dtype=torch.int64)
-        for row, cell in enumerate(cells):
-            groups[row, : len(cell)] = torch.tensor(cell)
-        return Comb(appended, groups)
+    @property
+    def interval(self) -> int:
+        return self.stride
 
 
 CONTROLS: dict[str, type[Policy]] = {

@@ -94,7 +94,9 @@ class EngineSettings:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "block_size": self.block_size,
             "kv_cache_memory_bytes": memory,
-            "enforce_eager": True,  # compiling takes longer than it saves on a small model
+            # Prompts are read as fast without compiling: nearly all time goes into products of
+            # large matrices and attention, which vLLM does not compile; and it takes minutes.
+            "enforce_eager": True,
             "disable_log_stats": False,
             "additional_config": {"kv_policy": self.policy} if self.policy else {},
             **self.arguments,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large a KV pool an engine needs: the pages of its requests, in bytes of its model."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from benchmarks.running.engines import EngineSettings
+EngineSettings = Any
+"""``engines.EngineSettings``, which asks this file for its pool."""
 
 MARGIN_PAGES = 8
 """Beside vLLM's null block: a pool that is never quite empty."""
@@ -12,7 +12,7 @@ MOST_BYTES = 1 << 30
 """Where one request needs no more: with a smaller pool than all of them need, some wait."""
 
 
-def pool_bytes(settings: "EngineSettings") -> int:
+def pool_bytes(settings: EngineSettings) -> int:
     """Bytes for ``max_num_seqs`` requests of ``max_model_len`` tokens, and a margin.
 
     At most 1 GiB, unless a single request needs more than that; then that.
@@ -23,23 +23,23 @@ def pool_bytes(settings: "EngineSettings") -> int:
     return max(min(all_, MOST_BYTES), (pages + spare) * page)
 
 
-def pages_of_request(settings: "EngineSettings") -> int:
+def pages_of_request(settings: EngineSettings) -> int:
     """Most pages that one request ever holds."""
     from vllm.utils.math_utils import cdiv
 
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies import compiled, resolve
 
     longest = settings.max_model_len or _model(settings).max_model_len
-    held = resolve(settings.policy).peak(longest) if settings.policy else longest
+    held = compiled(resolve(settings.policy)).peak_at(longest) if settings.policy else longest
     return cdiv(held, settings.block_size)
 
 
-def page_bytes(settings: "EngineSettings") -> int:
+def page_bytes(settings: EngineSettings) -> int:
     """Bytes of one page over all layers, a policy's numbers of each slot included."""
     from vllm.config import ParallelConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from vllm_cascade.paging import KVPolicySpec
+    from vllm_cascade.cache.manager import KVPolicySpec
     from vllm_cascade.policies import resolve
 
     model, parallel = _model(settings), ParallelConfig()
@@ -54,7 +54,7 @@ def page_bytes(settings: "EngineSettings") -> int:
     return model.get_num_layers(parallel) * spec.page_size_bytes
 
 
-def _model(settings: "EngineSettings") -> Any:
+def _model(settings: EngineSettings) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     named = {"model": settings.model, "dtype": settings.dtype}

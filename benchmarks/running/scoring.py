@@ -248,7 +248,9 @@ def equal_policy(name: str, capacity: int, **settings: Any) -> dict[str, Any]:
 
 def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
     """Least, mean and most tokens cached over a long stream, once the cache has been full."""
-    counts = policy.counts(np.arange(num_tokens + 1))
+    from vllm_cascade.policies import compiled
+
+    counts = compiled(policy).counts(np.arange(num_tokens + 1))
     full = int(counts.argmax())
     steady = counts[full:]
     return int(steady.min()), float(steady.mean()), int(steady.max())
@@ -256,5 +258,7 @@ def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
 
 def eviction_batches(policy: "Policy", num_tokens: int) -> np.ndarray:
     """Tokens after whose step at least two tokens were dropped at once."""
-    counts = policy.counts(np.arange(num_tokens + 1))
+    from vllm_cascade.policies import compiled
+
+    counts = compiled(policy).counts(np.arange(num_tokens + 1))
     return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)

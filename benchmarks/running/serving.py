@@ -6,6 +6,7 @@ add what a client cannot see: running requests, preemptions, pages.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,8 +23,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from benchmarks.running import leash
 from benchmarks.running.engines import load_tokenizer
 from benchmarks.running.environment import ROOT
+from benchmarks.running.leash import Leash
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 RUNNING = "vllm:num_requests_running"
@@ -31,6 +34,8 @@ USAGE = "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
 CACHE_CONFIG = "vllm:cache_config_info"
 START_TIMEOUT = 600.0
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
@@ -99,7 +104,9 @@ class Server:
             cwd=ROOT,
             text=True,
             start_new_session=True,  # so that its engine process ends with it
+            preexec_fn=_end_with_parent,
         )
+        self._leash = Leash(self._process.pid)
 
     def wait(self) -> None:
         """Until it answers.
@@ -153,6 +160,7 @@ class Server:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
                 break
+        self._leash.release()
         self._process = None
 
     def tail(self, lines: int = 12) -> str:
@@ -179,6 +187,14 @@ class Server:
             text = answer.read().decode()
         for family in text_string_to_metric_families(text):
             yield from family.samples
+
+
+def _end_with_parent() -> None:
+    """In the child, before its program: SIGTERM when the thread that started it is gone.
+
+    However that ends, ``stop`` or not: a server hears the signal and ends its engine.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @dataclass
@@ -276,7 +292,8 @@ def bench_throughput(
         command += [*arguments, *load.dataset_arguments(), "--disable-detokenize"]
         command += ["--num-warmups", "1", "--output-json", str(out)]
         command += ["--max-num-seqs", str(load.concurrency)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT)
+        pipe = subprocess.PIPE
+        done = leash.run(command, stdout=pipe, stderr=pipe, env=environment(), cwd=ROOT)
         if done.returncode:
             raise ServerError("\n".join((done.stdout + done.stderr).splitlines()[-6:]))
         result = json.loads(out.read_text())

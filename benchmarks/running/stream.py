@@ -8,7 +8,7 @@ for two reasons: a progress bar can follow, and the pages in use can be read aft
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_cascade.paging import KVPolicySpec
-from vllm_cascade.runtime import policy_of
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.policies import compiled
 
 USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 
@@ -36,11 +37,9 @@ class StreamResult:
         page_bytes: one page of every layer, with the policy's per-slot numbers.
         full_page_bytes: the same for stock vLLM, which stores keys and values only.
         cached: tokens each layer and head set held at the end of the prompt.
-        kept: indices of those tokens, oldest first, ``{layer: [head sets][cached]}``; empty
-            unless the policy's ``trace`` is on.
         counters: what the policy counted over the prompt; empty for stock vLLM.
-        continuation: text generated after the prompt.
-        num_generated: its tokens.
+        token_seconds: time of each token generated after the prompt, less the first, which the
+            prompt's last step gives.
     """
 
     nll: np.ndarray
@@ -51,10 +50,8 @@ class StreamResult:
     page_bytes: int
     full_page_bytes: int
     cached: int
-    kept: dict[str, list[list[int]]] = field(repr=False)
     counters: dict[str, int]
-    continuation: str
-    num_generated: int
+    token_seconds: list[float]
 
     @property
     def num_tokens(self) -> int:
@@ -88,11 +85,9 @@ def stream(
     *,
     label: str,
     max_new_tokens: int = 2,
-    temperature: float = 0.0,
     bar_line: int = 0,
-    warm_up: bool = True,
 ) -> StreamResult:
-    """Send ``token_ids`` through ``llm`` as one prompt, then generate a continuation.
+    """Send ``token_ids`` through ``llm`` as one prompt, then generate some tokens.
 
     The engine needs ``disable_log_stats=False``: then every one of its steps reports, also those
     that only read a part of the prompt. A short unmeasured request first keeps one-off costs
@@ -105,9 +100,6 @@ def stream(
         max_new_tokens: at least 2: the step of a request's last token also frees its pages, so only
             a step before it can show them.
         bar_line: line of the terminal, for the progress bar of one of several streams at a time.
-        temperature: of the continuation. The engine's ``seed`` makes it repeatable; vLLM 0.32 on a
-            CPU stops with an error where a request with a seed of its own has a prompt in chunks.
-        warm_up: False for an engine that has read something already.
     """
     assert max_new_tokens >= 2, "one token more is needed to see the pages"
     config = llm.llm_engine.vllm_config
@@ -115,29 +107,28 @@ def stream(
     params = SamplingParams(
         max_tokens=max_new_tokens,
         ignore_eos=True,
-        temperature=temperature,
+        temperature=0.0,
         prompt_logprobs=0,
         flat_logprobs=True,
     )
-    if warm_up:
-        _warm_up(llm, token_ids)
+    _warm_up(llm, token_ids)
     before = _counters(llm)
-    tracing = policy is not None and policy.trace
-    if tracing:
-        llm.collective_rpc("kv_policy_trace", args=(len(token_ids),))  # the prompt's end only
     usage, seconds, counters, output = [], 0.0, before, None
-    start = time.perf_counter()
+    token_seconds: list[float] = []
+    start = last = time.perf_counter()
     for outputs in _steps(llm, token_ids, params, label, bar_line):
+        now = time.perf_counter()
         usage.append(pages_in_use(llm))
-        if outputs and output is None:
-            seconds = time.perf_counter() - start
+        if output is not None:
+            token_seconds.append(now - last)
+        elif outputs:
+            seconds = now - start
             counters = _counters(llm)
         output = outputs[0] if outputs else output
+        last = time.perf_counter()
     assert output is not None and output.prompt_logprobs is not None
     page_bytes, full_page_bytes = bytes_per_page(config)
-    cached = len(token_ids) if policy is None else policy.count(len(token_ids))
-    kept = _kept(llm) if tracing else {}
-    assert all(len(row) == cached for rows in kept.values() for row in rows), "not what count says"
+    cached = len(token_ids) if policy is None else compiled(policy).count_at(len(token_ids))
     return StreamResult(
         nll=-np.asarray(output.prompt_logprobs.logprobs),
         seconds=seconds,
@@ -147,10 +138,8 @@ def stream(
         page_bytes=page_bytes,
         full_page_bytes=full_page_bytes,
         cached=cached,
-        kept=kept,
         counters={name: counters[name] - before[name] for name in counters},
-        continuation=output.outputs[0].text,
-        num_generated=len(output.outputs[0].token_ids),
+        token_seconds=token_seconds,
     )
 
 
@@ -161,7 +150,7 @@ class Together:
     Attributes:
         nll: float64 ``[num_tokens - 1]`` a stream, in nats.
         seconds: from the first one's arrival to the end of the last one.
-        pages_peak: most pages in use after any step.
+        pages_peak: most pages in use after any step; a step that ends a text has freed its own.
         counters: what the policy counted; empty for stock vLLM.
     """
 
@@ -175,9 +164,9 @@ def read_together(
     llm: LLM, prompts: Sequence[list[int]], *, label: str, bar_line: int = 0
 ) -> Together:
     """Send prompts through ``llm``, as many at a time as it takes; nothing is kept of an answer."""
-    # Two tokens: the step of a request's last one also frees its pages.
+    # One token: with a second one, the policy would count its step too.
     params = SamplingParams(
-        max_tokens=2, ignore_eos=True, temperature=0.0, prompt_logprobs=0, flat_logprobs=True
+        max_tokens=1, ignore_eos=True, temperature=0.0, prompt_logprobs=0, flat_logprobs=True
     )
     engine, nll = llm.llm_engine, dict[str, np.ndarray]()
     before, peak, start = _counters(llm), 0, time.perf_counter()
@@ -280,9 +269,3 @@ def _counters(llm: LLM) -> dict[str, int]:
     if policy_of(llm.llm_engine.vllm_config) is None:
         return {}
     return dict(llm.collective_rpc("kv_policy_counters")[0])
-
-
-def _kept(llm: LLM) -> dict[str, list[list[int]]]:
-    """Tokens each layer held at the prompt's end, from the one snapshot a layer has."""
-    snapshots = llm.collective_rpc("kv_policy_snapshots")[0]
-    return {snapshot["layer"]: snapshot["tokens"] for snapshot in snapshots}

@@ -18,13 +18,15 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from tests.attention import test_paged
 from tests.attention.steps import step_of
 from tests.attention.test_paged import CASES, ENGINE, OWN, PagedLayer, Shape, oracle_for
-from vllm_cascade.attention.cuda import CUDAKVPolicyBackend, TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
-from vllm_cascade.attention.device_tables import SPARE
-from vllm_cascade.gpu_worker import GPUKVPolicyWorker
-from vllm_cascade.policies import Policy, resolve
-from vllm_cascade.policies.rules import step_rules
-from vllm_cascade.requests import request_policy
+from tests.attention.test_step import literal_rules
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.tables import SPARE
+from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
+from vllm_cascade.kernels import columns
+from vllm_cascade.policies import Schedule, resolve
+from vllm_cascade.policies.per_request import PerRequest
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 RULES: dict[str, dict[str, Any]] = {
@@ -48,7 +50,7 @@ NO_RULES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "KVPolicyMetadataBuilder", TritonMetadataBuilder)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
 
 
 def common(
@@ -73,52 +75,60 @@ def common(
     )
 
 
+def rules_in(step: list[int], more: torch.Tensor) -> tuple[tuple[int, ...], ...]:
+    """The rules that a step row names."""
+    first = step[columns.LO : columns.MORE]
+    begin, num = step[columns.MORE : columns.PER_AGE]
+    rules = [first, *more[begin : begin + num].tolist()] if first[2] else []
+    return tuple(tuple(rule) for rule in rules)
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_decode_rows_are_the_policys(name: str) -> None:
     """Every step of a long stream: position, slots and victims, from sequence lengths alone."""
     layer = PagedLayer(Shape(), {**RULES[name], "prefill_stride": 4}, 3)
-    policy, builder = layer.policy, layer.builder
+    schedule, builder = layer.spec.schedule, layer.builder
     t = np.arange(200)
     lengths = [int(n) for n in t + 1]
     table = torch.ones(200, 2, dtype=torch.int32)
     metadata = builder.build(0, common(lengths, table))
-    steps = metadata.waves[0].tokens.steps
-    columns = np.stack([t, policy.counts(t), policy.peaks(t), policy.peaks(t + 1)], 1)
-    assert torch.equal(steps[:, :4], torch.from_numpy(columns).int())
+    steps = metadata.waves[0].decode.steps
+    counts = schedule.counts(t)
+    expected = np.stack([t, counts, schedule.peaks(t), schedule.peaks(t + 1), t, t * 0 + 1], 1)
+    assert torch.equal(steps[:, : columns.LENGTH + 1], torch.from_numpy(expected).int())
     for i in range(200):
-        *first, more, num_more = steps[i, 4:10].tolist()
-        found = [first, *metadata.rules[more : more + num_more].tolist()]
-        rules = [[r.lo, r.hi, r.evicts, r.cell] for r in step_rules(policy, i)]
-        assert found == (rules or [[0, 0, 0, 0]]), i
-    assert (steps[:, 10] == policy.needs_age).all()
-    assert (steps[:, 11] == (policy.tie == "incoming")).all()
-    average = steps[:, 12:].contiguous().view(torch.float32)
-    assert torch.equal(average, torch.tensor([[policy.decay, policy.weight]]).expand(200, 2))
-    assert torch.equal(builder.positions.buffer[:200], torch.from_numpy(policy.counts(t)))
+        assert rules_in(steps[i].tolist(), metadata.rules) == literal_rules(schedule, i), i
+    scoring = schedule.scoring
+    assert (steps[:, columns.PER_AGE] == scoring.per_age).all()
+    assert (steps[:, columns.NEWEST_STAYS] == (layer.policy.tie == "incoming")).all()
+    average = steps[:, columns.DECAY :].contiguous().view(torch.float32)
+    made = [scoring.decay, scoring.weight] if scoring.source == "attention" else [1.0, 0.0]
+    assert torch.equal(average, torch.tensor([made]).expand(200, 2))
+    assert torch.equal(builder.positions.buffer[:200], torch.from_numpy(counts).long())
     assert builder.counters.tokens == 200
-    assert builder.counters.evicted_tokens == sum(policy.counts(t) + 1 - policy.counts(t + 1))
+    assert builder.counters.evicted_tokens == sum(counts + 1 - schedule.counts(t + 1))
 
 
 @pytest.mark.parametrize("name", [*RULES, *NO_RULES])
 def test_full_graphs_wherever_there_are_rules(name: str) -> None:
     settings = {**RULES, **NO_RULES}[name]
     layer = PagedLayer(Shape(), {**settings, "prefill_stride": 4}, 3)
-    support = TritonMetadataBuilder.get_cudagraph_support(None, layer.spec)
+    support = CUDABuilder.get_cudagraph_support(None, layer.spec)
     has_rules = name in RULES
     expected = (
         AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if has_rules else AttentionCGSupport.NEVER
     )
     assert support == expected
-    assert (layer.builder.tables.schedule is not None) == has_rules
+    assert layer.spec.schedule.moves_tokens != has_rules
 
 
 def test_buffers_stay_where_a_graph_found_them() -> None:
     layer = PagedLayer(Shape(), {**RULES["cascade"], "prefill_stride": 4}, 4)
     table = torch.tensor([[1], [2], [0], [0]], dtype=torch.int32)
     captured = layer.builder.build_for_cudagraph_capture(common([1, 1, 1, 1], table))
-    tokens = captured.waves[0].tokens
+    tokens = captured.waves[0].decode
     assert tokens.steps[:, 0].tolist() == [0, 0, -1, -1]
-    later = layer.builder.build(0, common([7, 31, 0, 0], table)).waves[0].tokens
+    later = layer.builder.build(0, common([7, 31, 0, 0], table)).waves[0].decode
     assert tokens.steps.data_ptr() == later.steps.data_ptr() and tokens.index is None
     assert tokens.steps[:, 0].tolist() == [6, 30, -1, -1], "the captured rows are the new ones"
     assert layer.builder.positions.buffer[:4].tolist() == [6, 18, 0, 0]
@@ -168,7 +178,7 @@ def test_padded_rows_beside_real_ones() -> None:
             torch.testing.assert_close(output[row].double(), expected[0], atol=2e-5, rtol=2e-5)
         assert (output[2:] == 0).all()
     assert torch.equal(layer.pool[0], null)
-    assert layer.builder.counters.evicted_tokens == 2 * (30 - layer.policy.count(30))
+    assert layer.builder.counters.evicted_tokens == 2 * (30 - layer.spec.schedule.count_at(30))
 
 
 MIXED = [
@@ -191,25 +201,26 @@ def test_requests_with_policies_of_their_own() -> None:
     """All of a batch's policies at once: budgets, victim rules, averages and ties of their own."""
     prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]
     layer = test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=OWN)
-    assert len(layer.builder.tables._policies) == len(OWN)
+    assert len(layer.builder.tables._numbers) == len(OWN)
 
 
 def test_a_step_with_a_prompt_has_every_rows_own_numbers() -> None:
     """Planned on the host, decode rows say the same as those that the device makes."""
     layer = PagedLayer(Shape(), {**ENGINE, "prefill_stride": 8}, 30)
-    policies = [request_policy(layer.policy, extra_args) for extra_args, _ in OWN]
+    own = PerRequest(layer.spec.schedule)
+    schedules = [own.schedule(extra_args) for extra_args, _ in OWN]
     builder, rows = layer.builder, len(OWN)
     table = torch.arange(1, 1 + 4 * (rows + 1), dtype=torch.int32).view(rows + 1, 4)
     for t in range(40, 60):
-        builder.batch.policies = lambda _: policies
-        alone = builder.build(0, common([t + 1] * rows, table[:rows])).waves[0].tokens
+        builder.requests.schedules = lambda _: schedules
+        alone = builder.build(0, common([t + 1] * rows, table[:rows])).waves[0].decode
         made = alone.steps.clone()
-        builder.batch.policies = lambda _: [*policies, layer.policy]
+        builder.requests.schedules = lambda _: [*schedules, layer.spec.schedule]
         step = step_of([t] * rows + [0], [1] * rows + [9], [False] * rows + [True], table)
-        planned = builder.build(0, step).waves[0].tokens
+        planned = builder.build(0, step).waves[0].decode
         assert torch.equal(planned.steps, made)
         assert planned.index.tolist() == list(range(rows))
-    averages = made[:, 12:].contiguous().view(torch.float32)
+    averages = made[:, columns.DECAY :].contiguous().view(torch.float32)
     assert len({tuple(row) for row in averages.tolist()}) > 2, "they differ from each other"
 
 
@@ -233,31 +244,28 @@ def test_policies_come_and_go() -> None:
     address = rules.data_ptr()
     table = torch.ones(8, 10, dtype=torch.int32)
 
-    def check(policies: list[Policy], length: int) -> None:
-        builder.batch.policies = lambda _: policies
-        metadata = builder.build(0, common([length] * len(policies), table[: len(policies)]))
-        steps = metadata.waves[0].tokens.steps
-        for policy, step in zip(policies, steps.tolist(), strict=True):
-            *first, more, num_more = step[4:10]
-            found = [first, *metadata.rules[more : more + num_more].tolist()]
-            expected = [[r.lo, r.hi, r.evicts, r.cell] for r in step_rules(policy, length - 1)]
-            assert found == (expected or [[0, 0, 0, 0]])
+    def check(schedules: list[Schedule], length: int) -> None:
+        builder.requests.schedules = lambda _: list(schedules)
+        metadata = builder.build(0, common([length] * len(schedules), table[: len(schedules)]))
+        steps = metadata.waves[0].decode.steps
+        for schedule, step in zip(schedules, steps.tolist(), strict=True):
+            assert rules_in(step, metadata.rules) == literal_rules(schedule, length - 1)
 
+    own = PerRequest(layer.spec.schedule)
     for budget in range(10, 10 + 2 * SPARE):
-        own = request_policy(layer.policy, {"kv_budget": budget})
         for length in (budget + 4, budget + 5, budget + 6, budget + 7):
-            check([layer.policy, own], length)
-    assert 2 < len(builder.tables._policies) <= 8 + SPARE < 2 * SPARE
+            check([layer.spec.schedule, own.schedule({"kv_budget": budget})], length)
+    assert 2 < len(builder.tables._numbers) <= 8 + SPARE < 2 * SPARE
     assert builder.tables.rules.data_ptr() == address, "a captured graph has this address"
 
 
 def test_vllm_finds_and_accepts_the_backend() -> None:
-    worker = GPUKVPolicyWorker
-    register_backend(worker.backend, worker.backend_path)
+    device = GPUKVPolicyWorker.device_entry
+    register_backend(device.slot, device.backend)
     try:
         assert AttentionBackendEnum.CUSTOM.get_class() is CUDAKVPolicyBackend
     finally:
-        worker.backend.clear_override()
+        device.slot.clear_override()
     reasons = {
         size: CUDAKVPolicyBackend.validate_configuration(
             head_size=size,
@@ -283,5 +291,5 @@ def test_resolved_policy_is_used() -> None:
     """A guard for this file: the patched classes are the ones that ran."""
     layer = PagedLayer(Shape(), {**CASCADE, "prefill_stride": 4}, 3)
     assert type(layer.impl) is TritonKVPolicyImpl
-    assert type(layer.builder) is TritonMetadataBuilder
+    assert type(layer.builder) is CUDABuilder
     assert layer.policy == resolve({**CASCADE, "prefill_stride": 4, "trace": True})

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, run_mixed_requests
 from tests.conftest import ROOT
-from vllm_cascade.attention import native, paths
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.kernels.native import build
-from vllm_cascade.kernels.native.library import load
+from vllm_cascade.attention.cpu import native, paths
+from vllm_cascade.kernels.cpp import build
+from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.settings import KVPolicyError
 
 POLICIES = [
     {"name": "sink", "budget": 19},
@@ -114,45 +115,41 @@ def test_long_caches_cross_tiles() -> None:
     run_mixed_requests("native", shape, chosen, [300, 130], [310, 140], 0, tolerance=1e-4)
 
 
-def layer_and_pages(**settings: Any) -> tuple[Any, Any]:
+def layer_and_pages(**settings: Any) -> tuple[Any, Any, int, Any]:
+    """What ``paths.choose`` is asked about."""
     layer = PagedLayer(Shape(), {"name": "sink", "budget": 12, **settings}, 3)
-    return layer.impl.path._config, layer.pages
+    return layer.impl._layer, layer.pages, 4, layer.spec.schedule
 
 
 def test_what_the_library_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, pages = layer_and_pages()
-    assert native.refusal(config, pages, 4, load()) is None
+    config, pages, heads, schedule = layer_and_pages()
+    assert native.refusal(config, pages, heads, schedule, load()) is None
     gathering = replace(config, gather_heads=lambda mass: mass)
-    assert "tensor-parallel" in native.refusal(gathering, pages, 4, load())
-    assert "more than 256" in native.refusal(config, pages, 512, load())
+    assert "tensor-parallel" in native.refusal(gathering, pages, heads, schedule, load())
+    assert "more than 256" in native.refusal(config, pages, 512, schedule, load())
     no_fp32 = SimpleNamespace(dtypes=set())
-    assert "torch.float32" in native.refusal(config, pages, 4, no_fp32)
-
-    class Odd(type(config.policy)):
-        def comparable(self, scores: torch.Tensor, age: torch.Tensor) -> torch.Tensor:
-            return -scores
-
-    odd = replace(config, policy=Odd.model_construct(**dict(config.policy)))
-    assert "compares" in native.refusal(odd, pages, 4, load())
-    assert type(paths.choose(gathering, pages, 4)) is paths.PyTorchPath
+    assert "torch.float32" in native.refusal(config, pages, heads, schedule, no_fp32)
+    moving = compiled(resolve({"name": "dgc", "budget": 9, "importance": "cluster"}))
+    assert "dgc" in native.refusal(config, pages, heads, moving, load())
+    assert type(paths.choose(gathering, pages, heads, schedule)) is paths.PyTorchPath
     monkeypatch.setenv(paths.SWITCH, "native")
     with pytest.raises(KVPolicyError, match="VLLM_CASCADE_CPU=native cannot be: tensor-parallel"):
-        paths.choose(gathering, pages, 4)
+        paths.choose(gathering, pages, heads, schedule)
 
 
 def test_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, pages = layer_and_pages()
-    assert type(paths.choose(config, pages, 4)) is native.NativePath
+    asked = layer_and_pages()
+    assert type(paths.choose(*asked)) is native.NativePath
     monkeypatch.setenv(paths.SWITCH, "pytorch")
-    assert type(paths.choose(config, pages, 4)) is paths.PyTorchPath
+    assert type(paths.choose(*asked)) is paths.PyTorchPath
     monkeypatch.setenv(paths.SWITCH, "numba")
     with pytest.raises(KVPolicyError, match="numba: set it to native or pytorch"):
-        paths.choose(config, pages, 4)
+        paths.choose(*asked)
 
 
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch runs, and the log says so once."""
-    config, pages = layer_and_pages()
+    asked = layer_and_pages()
     warnings: list[str] = []
     monkeypatch.setattr(paths.logger, "warning", lambda text, *args: warnings.append(text % args))
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -162,11 +159,11 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         cached.cache_clear()
     try:
         for _ in range(2):
-            assert type(paths.choose(config, pages, 4)) is paths.PyTorchPath
+            assert type(paths.choose(*asked)) is paths.PyTorchPath
         assert len(warnings) == 1 and "no C++ compiler (no-such-compiler)" in warnings[0]
         monkeypatch.setenv(paths.SWITCH, "native")
         with pytest.raises(KVPolicyError, match="no C\\+\\+ compiler"):
-            paths.choose(config, pages, 4)
+            paths.choose(*asked)
     finally:
         for cached in caches:
             cached.cache_clear()
@@ -195,7 +192,7 @@ def test_compiled_once(compiler: Path, tmp_path: Path) -> None:
     """By any number of processes at the same time; another compiler makes another library."""
     folder = tmp_path / "cache"
     code = f"""
-import sys; sys.path.insert(0, {str(ROOT / "kernels" / "native")!r})
+import sys; sys.path.insert(0, {str(ROOT / "kernels" / "cpp")!r})
 from pathlib import Path; import build
 print(build.build(Path({str(folder)!r})))
 """

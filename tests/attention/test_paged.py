@@ -14,17 +14,18 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.attention.reference import LiteralCache
 from tests.attention.steps import step_of
 from tests.oracle.settings import logit_scale, make_sim, score_rule
-from vllm_cascade.attention.cpu import CPUKVPolicyImpl
-from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
-from vllm_cascade.attention.native import NativePath
-from vllm_cascade.attention.paths import CHOICES, SWITCH, PyTorchPath
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.kernels.native.library import load
-from vllm_cascade.paging import KVPolicySpec, page_views
+from vllm_cascade.attention.cpu.builder import CPUBuilder
+from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+from vllm_cascade.attention.cpu.native import NativePath
+from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH, PyTorchPath
+from vllm_cascade.attention.recorder import kept_tokens
+from vllm_cascade.cache.layout import page_views
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies import resolve
-from vllm_cascade.positions import Rotary
-from vllm_cascade.requests import request_policy
-from vllm_cascade.trace import kept_tokens
+from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.settings import KVPolicyError
 
 
 @dataclass
@@ -97,7 +98,7 @@ class PagedLayer:
         self.pages = page_views(view, self.spec)
         scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
         config = SimpleNamespace(scheduler_config=scheduler)
-        self.builder = KVPolicyMetadataBuilder(self.spec, ["layer"], config, torch.device("cpu"))
+        self.builder = CPUBuilder(self.spec, ["layer"], config, torch.device("cpu"))
 
     def step(
         self,
@@ -242,7 +243,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 
 ENGINE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2, "prefill_stride": 8}
 Asked = tuple[dict[str, Any], dict[str, Any]]
-"""What a request asks for, and what that means to the oracle (``vllm_cascade/requests.py``)."""
+"""What a request asks for, and what that means to the oracle (``policies/per_request.py``)."""
 OWN: list[Asked] = [
     ({}, ENGINE),
     ({"kv_budget": 16}, {**ENGINE, "budget": 16}),
@@ -307,7 +308,8 @@ def run_mixed_requests(
     source = layer.policy.token_scores
     scores = [rng.integers(0, 9, total).astype(float).tolist() for total in totals]
     asked = asked or [({}, settings)] * len(totals)
-    policies = [request_policy(layer.policy, extra_args) for extra_args, _ in asked]
+    own_schedules = PerRequest(layer.spec.schedule)
+    schedules = [own_schedules.schedule(extra_args) for extra_args, _ in asked]
     literal = [
         oracle_for(own, shape, layer, given if source else None)
         for (_, own), given in zip(asked, scores, strict=True)
@@ -323,9 +325,9 @@ def run_mixed_requests(
         rows = [r for r in rng.permutation(len(prompts)) if done[r] < totals[r]]
         lengths = [chunk(done[r], prompts[r], stride, int(rng.integers(1, 50))) for r in rows]
         parts = [slice(done[r], done[r] + n) for r, n in zip(rows, lengths, strict=True)]
-        layer.builder.batch.policies = lambda _, rows=rows: [policies[r] for r in rows]
+        layer.builder.requests.schedules = lambda _, rows=rows: [schedules[r] for r in rows]
         if source is not None:
-            layer.builder.batch.token_scores = lambda _, row, begin, end, lag, rows=rows: judged(
+            layer.builder.requests.token_scores = lambda _, row, begin, end, lag, rows=rows: judged(
                 scores[rows[row]], lag, begin, end
             )
         output = layer.step(
@@ -349,7 +351,7 @@ def run_mixed_requests(
         steps += 1
         for r, n in zip(rows, lengths, strict=True):
             done[r] += n
-            slots = policies[r].peak(done[r])
+            slots = schedules[r].peak_at(done[r])
             kept = kept_tokens(layer.pages, tables[r].long(), slots)
             assert kept == [sim.tokens() for sim in literal[r].sims]
     assert torch.equal(layer.pool[0], null_page), "the null block was written"
@@ -357,7 +359,7 @@ def run_mixed_requests(
     assert ran >= steps if path == "native" else ran == 0
     assert layer.builder.counters.tokens == sum(totals)
     assert layer.builder.counters.evicted_tokens == sum(
-        total - policy.count(total) for total, policy in zip(totals, policies, strict=True)
+        total - schedule.count_at(total) for total, schedule in zip(totals, schedules, strict=True)
     )
     return layer
 

@@ -32,10 +32,10 @@ from tests.attention.test_paged import (
     judged,
     oracle_for,
 )
-from vllm_cascade.attention.cuda import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
-from vllm_cascade.requests import request_policy
-from vllm_cascade.trace import kept_tokens
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.recorder import kept_tokens
+from vllm_cascade.policies.per_request import PerRequest
 
 MAKES_NOTHING = ("aten.empty", "aten.new_empty", "aten.slice", "aten.select", "aten.view",
                  "aten.as_strided", "aten.detach", "aten.alias", "kv_cascade.")  # fmt: skip
@@ -78,7 +78,7 @@ class Graph:
 @pytest.fixture(autouse=True)
 def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
-    monkeypatch.setattr(test_paged, "KVPolicyMetadataBuilder", TritonMetadataBuilder)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
 
 
 def run(
@@ -93,14 +93,15 @@ def run(
     rows, pages = len(asked) + 1, -(-(settings["budget"] + 8) // shape.block_size)
     layer = PagedLayer(shape, settings, 1 + rows * pages)
     builder, heads, size = layer.builder, shape.num_kv_heads, shape.head_size
-    policies = [request_policy(layer.policy, extra_args) for extra_args, _ in asked]
+    own = PerRequest(layer.spec.schedule)
+    schedules = [own.schedule(extra_args) for extra_args, _ in asked]
     scores = np.random.default_rng(0).integers(0, 9, (rows, steps)).astype(float).tolist()
     source = layer.policy.token_scores
     literal = [
         oracle_for(own, shape, layer, given if source else None)
         for (_, own), given in zip(asked, scores, strict=False)
     ]
-    builder.batch.token_scores = lambda _, row, begin, end, lag: judged(
+    builder.requests.token_scores = lambda _, row, begin, end, lag: judged(
         scores[row], lag, begin, end
     )
     table = torch.zeros(rows, pages, dtype=torch.int32)  # the runner's own, written in place
@@ -120,7 +121,7 @@ def run(
             *(captured, output),
         )
     assert torch.equal(layer.pool, before), "capture writes nothing"
-    builder.batch.policies = lambda _: policies
+    builder.requests.schedules = lambda _: list(schedules)
     table[:-1] = torch.arange(1, 1 + (rows - 1) * pages).view(rows - 1, -1).int()
     null = layer.pool[0].clone()
     for step in range(steps):
@@ -141,7 +142,7 @@ def run(
             now = slice(row, row + 1)
             expected = literal[row].step(*(part[now] for part in plain))
             torch.testing.assert_close(output[now].double(), expected, atol=2e-5, rtol=2e-5)
-            slots = policies[row].peak(length)
+            slots = schedules[row].peak_at(length)
             kept = kept_tokens(layer.pages, table[row].long(), slots)
             assert kept == [sim.tokens() for sim in literal[row].sims], (row, length)
     assert torch.equal(layer.pool[0], null), "the null block was written"

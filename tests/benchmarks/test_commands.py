@@ -11,10 +11,8 @@ from benchmarks import quick
 from benchmarks.running.environment import ROOT
 
 DOCUMENTS = (
-    "README.md",
-    "docs/RESULTS.md",
-    "benchmarks/inputs/lm_eval.md",
-    "benchmarks/train_lm.py",
+    *("README.md", "benchmarks/README.md", "benchmarks/inputs/lm_eval.md"),
+    *("benchmarks/train_lm.py", "docs/RESULTS.md", "docs/POLICIES.md", "docs/GPU.md"),
 )
 
 

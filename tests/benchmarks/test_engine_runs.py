@@ -2,27 +2,47 @@
 """One run through real engines: the control is found there, and what it prints is what it did."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks import perplexity, token_time
 from benchmarks.reporting import results
-from benchmarks.running import engines
-from benchmarks.running.scoring import REFERENCE
+from benchmarks.running.scoring import REFERENCE, Job
 
 
-def test_perplexity_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "ppl.json"
-    perplexity.main(
-        [
-            *("--tokens", "500", "--capacity", "68", "--stride", "32", "--policies", "random"),
-            *("--spike-tokens", "0", "--out", str(out)),
+def test_perplexity_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once with an arm that fails, whose row says why; then again, which runs only that one."""
+    out, jobs = tmp_path / "ppl.json", perplexity.jobs
+    options = ["--tokens", "500", "--capacity", "68", "--stride", "32", "--policies", "random"]
+    options += ["--dtype", "float32", "--out", str(out)]
+
+    def too_small(args: Any, streams: Any) -> list[Job]:
+        return [
+            replace(job, engine=replace(job.engine, memory_bytes=1 << 10))
+            if job.label == "random"
+            else job
+            for job in jobs(args, streams)
         ]
-    )
+
+    monkeypatch.setattr(perplexity, "jobs", too_small)
+    with pytest.raises(SystemExit, match=r"1 of the arms failed:\n  random: \w+Error"):
+        perplexity.main(options)
+    before = results.load("ppl", tmp_path)
+    row = before["tables"][0]["rows"][-1]
+    assert row[0] == "random" and "Error" in row[1], row
+    assert row[1].removeprefix("failed: ") == before["data"]["random"]["failed"]
+    monkeypatch.undo()
+    perplexity.main(options)
     kept = results.load("ppl", tmp_path)
     data = kept["data"]
+    for name in ("sink", "full", REFERENCE):
+        assert data[name] == before["data"][name], "not run again: not even the time differs"
     assert list(data) == ["random", "sink", "full", REFERENCE]
     for name in ("random", "sink"):
         assert data[name]["counters"]["tokens"] >= 500
@@ -38,15 +58,10 @@ def test_perplexity_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert abs(nll["sink"][1:] - nll[REFERENCE][1:]).min() > 1e-4
     assert nll["full"][-1] == pytest.approx(nll[REFERENCE][-1], abs=0.2)
     assert [row[1] for row in kept["tables"][0]["rows"]] == ["499"] * 4
+    assert all(float(row[-1]) > 0 for row in kept["tables"][0]["rows"]), "tokens/s"
     assert "random" in capsys.readouterr().out
     assert out.with_suffix(".png").stat().st_size > 10_000
     json.dumps(kept)
-
-
-def test_children_keep_the_order() -> None:
-    assert list(engines.in_children(abs, [-3, 2, -1], 2)) == [3, 2, 1]
-    with pytest.raises(ValueError, match="at least 1"):
-        list(engines.in_children(abs, [1], 0))
 
 
 def test_token_times_end_to_end(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
 import benchmarks.gpu_check, benchmarks.gpu.timings
 from benchmarks.gpu.kernels_alone import load
-load("checks").check_schedule("cpu")
+load("testing.checks").check_schedule("cpu")
 print([name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_cascade")])
 """
     done = subprocess.run(
@@ -49,7 +49,7 @@ def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     from benchmarks import gpu_check
     from benchmarks.gpu.kernels_alone import load
 
-    checks = load("checks")
+    checks = load("testing.checks")
 
     def broken(*_: object) -> None:
         raise AssertionError("output: error 1e+00 > 3e-05")

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.inputs.gguf_llama import LlamaFile
-from benchmarks.models import real_gguf
+from benchmarks.models import STAMP, real_gguf
 from tests.benchmarks.gguf_reader import GGUF, Llama, tokenizer
 from tests.conftest import BOOK
 
@@ -44,6 +44,20 @@ TEXTS = (
     "🙂👩‍👩‍👧 \u200b\u00a0x\u3000y\r\n z\x00\x7f",
     "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><|im_start <|im_end|><repo_name>x<file_sep>",
 )
+
+LLAMA_CPP = {
+    " ": [216],
+    "  leading and trailing  ": [216, 2899, 284, 35079, 256],
+    "DON'T 'tis I'LL he'd they've ''s": (
+        [52, 2154, 23, 68, 637, 34818, 339, 23, 16421, 384, 6737, 502, 3543, 10922, 99]
+    ),
+    "½ ²³ x²": [16738, 216, 19133, 39050, 1792, 19133],
+    "٣٤ ⅷ Ⅻ ①": [164, 113, 164, 114, 216, 173, 223, 132, 216, 173, 223, 121, 216, 173, 235, 250],
+    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><|im_start <|im_end|><repo_name>x<file_sep>": (
+        [1, 4093, 198, 26843, 2, 198, 0, 44, 108, 306, 79, 3738, 216, 2, 3, 104, 5]
+    ),
+}
+"""What llama.cpp (llama-cpp-python 0.3.36) makes of these texts with the same file."""
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +183,22 @@ def test_what_rounding_changes(
     assert change.mean().abs() < 0.01 and change.abs().max() < 0.5 and same > 0.95
 
 
+def test_folder_is_what_the_code_writes(
+    real_model: Path, converted: LlamaFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever changes the conversion must count CONVERSION up, or old folders stay in use."""
+    monkeypatch.setattr(LlamaFile, "weights", lambda self: iter(()))
+    converted.save(tmp_path)
+    names = {file.name for file in real_model.iterdir()}
+    assert names == {file.name for file in tmp_path.iterdir()} | {STAMP}
+    differ = {
+        name
+        for name in names - {STAMP, "model.safetensors"}
+        if (real_model / name).read_bytes() != (tmp_path / name).read_bytes()
+    }
+    assert not differ, "count benchmarks.models.CONVERSION up"
+
+
 @pytest.fixture(scope="module")
 def by_transformers(path: Path) -> Iterator[Any]:
     pytest.importorskip("accelerate", reason="transformers needs it to read GGUF: `make setup`")
@@ -224,6 +254,11 @@ def test_same_tokens(text: str, loaded: Any, encode: Any) -> None:
     ids = loaded(text)["input_ids"]
     assert ids == encode(text)
     assert loaded.decode(ids) == text
+
+
+def test_llama_cpp_agrees(loaded: Any, encode: Any) -> None:
+    for text, ids in LLAMA_CPP.items():
+        assert loaded(text)["input_ids"] == encode(text) == ids
 
 
 def test_same_tokens_of_a_book(loaded: Any, encode: Any) -> None:

@@ -15,7 +15,6 @@ from benchmarks.reporting.tables import Table
 from benchmarks.running import controls
 from benchmarks.train_lm import length_at, rate_at
 from benchmarks.train_lm import parse_args as train_args
-from tests.conftest import MODEL
 from vllm_cascade.policies import POLICIES, resolve
 
 # --- recall -------------------------------------------------------------------------------------
@@ -37,16 +36,6 @@ def test_a_pair_differs_only_in_the_value() -> None:
         recall.pairs(recall.parse_args(["associative", "--lengths", "30"]), [1] * 99, range(99))
 
 
-@pytest.mark.parametrize(("gain", "able"), [(0.02, False), (2.0, True)])
-def test_a_model_that_cannot_recall_is_called_so(gain: float, able: bool) -> None:
-    args = recall.parse_args(["associative", "--lengths", "64", "--depths", "0.5"])
-    made = recall.pairs(args, list(range(1000, 2000)), range(500))
-    values = np.random.default_rng(0).normal(gain, 0.001, len(made))
-    table = recall._associative_table(args, made, {"sink": values}, 9.0)
-    assert ("cannot do the task" in table.note) != able
-    assert table.rows[0][1].startswith(f"{gain:+.2f}"[:4])
-
-
 def test_rewound_text() -> None:
     stream = recall.rewound(list(range(100)), 10, burn_in=50, back=20, again=10)
     assert stream.token_ids == [*range(10, 60), *range(40, 50)]
@@ -58,26 +47,6 @@ def test_rewound_text() -> None:
     assert again == scored, "the same tokens, where they stand for the first time"
     with pytest.raises(ValueError, match="100 tokens"):
         recall.rewound(list(range(100)), 60, 50, 20, 10)
-
-
-def test_pass_keys_are_hidden_where_asked() -> None:
-    from transformers import AutoTokenizer
-
-    args = recall.parse_args(["passkey", "--lengths", "400", "--depths", "0.25", "--samples", "3"])
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    text = "It was a plain day and nothing of note was said by anyone. " * 60
-    prompts = recall.hidden(args, tokenizer, text)
-    assert len({hidden.key for hidden in prompts}) == 3
-    for hidden in prompts:
-        assert 330 < len(tokenizer(hidden.prompt)["input_ids"]) <= 400
-        assert 0.15 < hidden.prompt.index(f"key is {hidden.key}") / len(hidden.prompt) < 0.35
-        assert hidden.prompt.endswith(recall.QUESTION)
-
-
-def test_digits_right() -> None:
-    assert recall.digits_right(" 12345.", "12345") == 1.0
-    assert recall.digits_right("1 2 9 4", "12345") == pytest.approx(3 / 5)
-    assert recall.digits_right("none", "12345") == 0.0
 
 
 # --- generation ---------------------------------------------------------------------------------

@@ -33,17 +33,17 @@ from benchmarks.gpu_engine import identity
 from tests.conftest import MODEL
 from tests.engine import async_cpu
 from tests.oracle.random_models import write_llama
-from vllm_cascade import refusals
-from vllm_cascade.attention.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.engine import refusals
 
 
 def like_a_gpu() -> None:
     """Every engine of this process from here on."""
     async_cpu.turn_on()
     CPUKVPolicyBackend.get_impl_cls = lambda: TritonKVPolicyImpl
-    CPUKVPolicyBackend.get_builder_cls = lambda: TritonMetadataBuilder
+    CPUKVPolicyBackend.get_builder_cls = lambda: CUDABuilder
     refusals.REFUSALS = tuple(
         entry for entry in refusals.REFUSALS if entry.name != "Model Runner V2 on the CPU"
     )

@@ -24,8 +24,8 @@ from tests.oracle.dgc import sentences_of
 from tests.oracle.model import OracleResult, load_model, stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings, token_scores
-from vllm_cascade.attention.paths import SWITCH
-from vllm_cascade.kernels.native.library import load
+from vllm_cascade.attention.cpu.paths import SWITCH
+from vllm_cascade.kernels.cpp.library import load
 
 NUM_TOKENS = 3000
 MAX_ERROR, MEAN_ERROR = 2e-4, 1e-5
@@ -129,7 +129,7 @@ def run_engine(
     llm.collective_rpc("kv_policy_trace", args=(1,))
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     (output,) = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
-    ranks = llm.collective_rpc("kv_policy_snapshots")
+    ranks = llm.collective_rpc("kv_policy_kept")
     kept: dict[tuple[int, str], Any] = {}
     for snapshots in ranks:
         for s in snapshots:

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool
 from tests.engine.server import ASYNC_VLLM, VLLM, Server
-from vllm_cascade.policies import resolve
+from vllm_cascade.policies import compiled, resolve
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
 BLOCK = 32
@@ -61,8 +61,8 @@ def alone(engine_pool: EnginePool, asks: list[Ask], shared: list[Ask]) -> list[l
 
 def pages(asks: list[Ask]) -> list[int]:
     """Pages that each request needs at its end."""
-    policy = resolve(POLICY)
-    return [-(-policy.peak(len(prompt) + max_tokens) // BLOCK) for prompt, max_tokens in asks]
+    schedule = compiled(resolve(POLICY))
+    return [-(-schedule.peak_at(len(prompt) + max_tokens) // BLOCK) for prompt, max_tokens in asks]
 
 
 @pytest.fixture(scope="module", params=[VLLM, ASYNC_VLLM], ids=["sync", "async"])

@@ -52,7 +52,7 @@ def chat(llm: Any, tokens: list[int], turns: int) -> list[Turn]:
 
 
 def counters(llm: Any) -> dict[str, int]:
-    return dict(vars(llm.llm_engine.engine_core.engine_core.scheduler.kv_policy_snapshots))
+    return dict(vars(llm.llm_engine.engine_core.engine_core.scheduler.snapshot_counters))
 
 
 @pytest.mark.parametrize(

@@ -84,18 +84,17 @@ def test_in_one_batch_each_is_its_own_oracles(
         print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
         assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another text"
         assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
-    policies = [llm_policy(llm, asked) for asked in ASKED.values()]
+    schedules = [schedule_of(llm, asked) for asked in ASKED.values()]
     steps = length + decoded - 1  # the last token is sampled and never inserted
-    evicted = sum(steps - policy.count(steps) for policy in policies)
+    evicted = sum(steps - schedule.count_at(steps) for schedule in schedules)
     assert after["evicted_tokens"] - before["evicted_tokens"] == evicted
     assert pool_usage(llm) == 0.0
 
 
-def llm_policy(llm: Any, asked: dict[str, Any]) -> Any:
-    from vllm_cascade.requests import request_policy
-    from vllm_cascade.runtime import policy_of
+def schedule_of(llm: Any, asked: dict[str, Any]) -> Any:
+    from vllm_cascade.engine.lookup import requests_of
 
-    return request_policy(policy_of(llm.llm_engine.vllm_config), asked)
+    return requests_of(llm.llm_engine.vllm_config).schedule(asked)
 
 
 def test_pages_held_are_those_of_the_requests_budget(

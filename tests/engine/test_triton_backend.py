@@ -20,9 +20,9 @@ from tests.engine.test_against_oracle import compare, oracle_model
 from tests.oracle.model import stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings
-from vllm_cascade.attention.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda_metadata import TritonMetadataBuilder
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 
 TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
@@ -51,7 +51,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: TritonMetadataBuilder)
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
     yield
 
 
@@ -158,7 +158,7 @@ def test_decode_of_several_requests(engine_pool: EnginePool, models: dict[str, P
         )
         expected = truth.logprobs[len(prompt) - 1 :]
         assert np.abs(np.asarray(found) - np.asarray(expected)).max() < 2e-4
-    snapshots = llm.llm_engine.engine_core.engine_core.scheduler.kv_policy_snapshots
+    snapshots = llm.llm_engine.engine_core.engine_core.scheduler.snapshot_counters
     assert (snapshots.hits, snapshots.stored) == (0, 3)
     assert ask(llm, prompts[:1], [30]) == answers[:1]
     assert (snapshots.hits, snapshots.hit_tokens) == (1, 32)

@@ -7,11 +7,16 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from vllm_cascade.kernels import configs
-from vllm_cascade.kernels.checks import Case
-from vllm_cascade.kernels.configs import Config, attend_config, attend_splits, prefers_xformers
-from vllm_cascade.kernels.prefill import attend_strides_reference
-from vllm_cascade.kernels.xformers_prefill import (
+from vllm_cascade.kernels.testing.checks import Case
+from vllm_cascade.kernels.triton import configs
+from vllm_cascade.kernels.triton.configs import (
+    Config,
+    attend_config,
+    attend_splits,
+    prefers_xformers,
+)
+from vllm_cascade.kernels.triton.prefill import attend_strides_reference
+from vllm_cascade.kernels.triton.xformers_prefill import (
     attend_with_xformers,
     has_xformers,
     use_xformers,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from tests.kernels.conftest import Guard
-from vllm_cascade.kernels.checks import Case, check_insert
+from vllm_cascade.kernels.testing.checks import Case, check_insert
 
 
 @triton.jit

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_cascade.kernels import checks
-from vllm_cascade.kernels.checks import NUM_RULES, Case
+from vllm_cascade.kernels.testing import checks
+from vllm_cascade.kernels.testing.checks import NUM_RULES, Case
 
 FP16, BF16 = torch.float16, torch.bfloat16
 SMALL = {"head_size": 16, "num_heads": 2}
@@ -76,9 +76,9 @@ def test_prefill_longer_than_its_tiles() -> None:
 INSERTION: dict[str, Case] = {
     "homogeneous": Case(**SMALL, lengths=(0, 1, 15, 16, 17, None, 40)),
     "heads": Case(**SMALL, per_head=True, lengths=(0, 5, 31, 32, 33), block_size=32),
-    "resident": Case(**SMALL, keep_later=False, lengths=(3, 47, 48, 49)),
-    "resident-heads": Case(**{**SMALL, "num_heads": 3}, per_head=True, keep_later=False),
-    "per-query": Case(**SMALL, per_query=True, lengths=(2, 21, 64)),
+    "resident": Case(**SMALL, newest_stays=False, lengths=(3, 47, 48, 49)),
+    "resident-heads": Case(**{**SMALL, "num_heads": 3}, per_head=True, newest_stays=False),
+    "per-query": Case(**SMALL, per_age=True, lengths=(2, 21, 64)),
     "fp16": Case(head_size=80, num_heads=1, dtype=FP16, lengths=(9, 33)),
     "long": Case(head_size=16, num_heads=1, lengths=(4200, 1023), seed=3),  # several tiles
 }

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vllm_cascade.kernels import (
+from vllm_cascade.kernels.testing.checks import Case, make_cache
+from vllm_cascade.kernels.triton import (
     assign,
     attend,
     column_sums,
@@ -17,7 +18,6 @@ from vllm_cascade.kernels import (
     prefill,
     rotate,
 )
-from vllm_cascade.kernels.checks import Case, make_cache
 
 CASE = Case(head_size=16, lengths=(9, 17), strides=(5,))
 

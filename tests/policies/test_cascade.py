@@ -3,14 +3,14 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle.policies import CascadeSim
-from vllm_cascade.policies.base import step_tables
+from tests.policies.literal import apply, rules_of
+from vllm_cascade.policies import compiled
 from vllm_cascade.policies.cascade import Cascade
 
 
@@ -33,32 +33,30 @@ def simulation(policy: Cascade) -> CascadeSim:
 
 
 def stream(policy: Cascade, strides: list[int], scores: list[float]) -> list[list[int]]:
-    """Kept ids after every stride, by ``plan`` and ``keep`` (single tokens by ``victims``)."""
+    """Kept ids after every stride: single tokens by their rules, others by the stride's plan."""
+    schedule = compiled(policy)
     kept: list[int] = []
     snapshots = []
     t = 0
     for length in strides:
         tokens = kept + list(range(t, t + length))
+        values = torch.tensor([[scores[token] for token in tokens]] * 2)
+        mask = schedule.survivors(values, schedule.plan(t, length))
+        assert torch.equal(mask[0], mask[1])
+        kept = [token for token, keep in zip(tokens, mask[0].tolist(), strict=True) if keep]
         if length == 1:
-            lo, hi = (int(v[0]) for v in policy.victims(np.asarray([t])))
-            if lo < hi:
-                ranks = range(lo, hi)
-                low = min(scores[tokens[r]] for r in ranks)
-                tied = [r for r in ranks if scores[tokens[r]] == low]
-                del tokens[tied[0] if policy.tie == "incoming" else tied[-1]]
-            kept = tokens
-        else:
-            values = torch.tensor([[scores[token] for token in tokens]] * 2)
-            mask = policy.keep(values, policy.plan(t, length))
-            assert torch.equal(mask[0], mask[1])
-            kept = [token for token, keep in zip(tokens, mask[0].tolist(), strict=True) if keep]
+            rules = rules_of(schedule, t)
+            assert len(rules) <= 1 and all(rule.size <= 2 for rule in rules)
+            for rule in rules:
+                tokens = apply(rule, tokens, scores, policy.tie == "incoming")
+            assert tokens == kept
         t += length
         snapshots.append(kept)
     return snapshots
 
 
 VECTORS = {
-    # SEMANTICS section 6: S=1, W=4, N=3, base 2; oldest to newest.
+    # docs/INTERNALS.md, "Cascade": S=1, W=4, N=3, base 2; oldest to newest.
     ("resident", False, 5): [0, 1, 2, 3, 4, 5],
     ("resident", False, 10): [0, 1, 3, 5, 7, 8, 9, 10],
     ("resident", False, 13): [0, 1, 3, 5, 7, 9, 10, 11, 12, 13],
@@ -96,10 +94,10 @@ def test_vectors_with_scores(last: int, expected: list[int]) -> None:
 
 
 def test_counts_of_the_vectors() -> None:
-    policy = cascade(4, 3, eager_fill=False)
+    schedule = compiled(cascade(4, 3, eager_fill=False))
     expected = [1, 2, 3, 4, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 10, 10]
     expected += [11] * 4 + [12] * 4 + [13] * 3
-    assert [policy.count(p + 1) for p in range(28)] == expected
+    assert [schedule.count_at(p + 1) for p in range(28)] == expected
 
 
 @pytest.mark.parametrize(
@@ -108,8 +106,8 @@ def test_counts_of_the_vectors() -> None:
 )
 def test_when_it_is_first_full(sinks: int, window: int, num: int, full_at: int) -> None:
     policy = cascade(window, num, sinks, eager_fill=False)
-    assert policy.count(full_at) == policy.capacity - 1
-    assert policy.count(full_at + 1) == policy.capacity
+    assert compiled(policy).count_at(full_at) == policy.capacity - 1
+    assert compiled(policy).count_at(full_at + 1) == policy.capacity
 
 
 @st.composite
@@ -131,7 +129,7 @@ def cases(draw: st.DrawFn) -> tuple[Cascade, list[int], list[float]]:
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_keep_and_victims_follow_algorithm_1(case: tuple[Cascade, list[int], list[float]]) -> None:
+def test_plans_and_rules_follow_algorithm_1(case: tuple[Cascade, list[int], list[float]]) -> None:
     """Any mix of strides keeps what one-by-one insertion with the same scores keeps."""
     policy, strides, scores = case
     sim = simulation(policy)
@@ -141,7 +139,7 @@ def test_keep_and_victims_follow_algorithm_1(case: tuple[Cascade, list[int], lis
             sim.insert(token, lambda token: scores[token])
         t += length
         assert kept == sim.tokens()
-        assert len(kept) == policy.count(t)
+        assert len(kept) == compiled(policy).count_at(t)
 
 
 @settings(max_examples=60, deadline=None)
@@ -150,19 +148,20 @@ def test_counts_far_beyond_the_transient(case: tuple[Cascade, list[int], list[fl
     """The periodic table must hold for ever, not only while it is first filled."""
     policy, _, _ = case
     sim = simulation(policy)
-    table = step_tables(policy)
-    assert table.period == policy.cascade_base ** (policy.num_subcaches - 1)
+    schedule = compiled(policy)
+    assert schedule.period == policy.cascade_base ** (policy.num_subcaches - 1)
     peak = 0
-    for token in range(min(table.transient + 3 * table.period, 2500)):
+    for token in range(min(schedule.transient + 3 * schedule.period, 2500)):
         before = sim.tokens()
-        lo, hi = (int(v[0]) for v in policy.victims(np.asarray([token])))
+        rules = rules_of(schedule, token)
         lost = sim.insert(token, lambda token: float(token % 5))
-        assert (lost is None) == (lo == hi)
+        assert (lost is None) == (not rules)
         if lost is not None:
-            assert lo <= [*before, token].index(lost) < hi
-        assert policy.count(token + 1) == len(sim.tokens())
+            (rule,) = rules
+            assert rule.lo <= [*before, token].index(lost) < rule.hi
+        assert schedule.count_at(token + 1) == len(sim.tokens())
         peak = max(peak, len(sim.tokens()))
-        assert policy.peak(token + 1) == peak
+        assert schedule.peak_at(token + 1) == peak
     assert peak <= policy.capacity
 
 

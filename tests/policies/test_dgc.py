@@ -10,12 +10,12 @@ import torch
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.engine import apply_policy
-from vllm_cascade.idf import sentence_ends
-from vllm_cascade.importance import IdfTable
+from vllm_cascade.engine.configure import apply_policy
 from vllm_cascade.policies import resolve
-from vllm_cascade.simulate import simulate
+from vllm_cascade.policies.idf import sentence_ends
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.simulate import simulate
+from vllm_cascade.policies.text_importance import IdfTable
 
 
 def make(**settings: Any) -> Any:
@@ -40,7 +40,7 @@ def test_sizes() -> None:
     assert (policy.num_global, policy.recent) == (20, 80)
     assert policy.derived() == {"global_size": 20, "recent": 80}
     assert make(budget=100, global_size=99).recent == 1
-    assert make(importance="attention").uses_scores and not make().uses_scores
+    assert make(importance="attention").uses_attention and not make().uses_attention
     assert make().token_scores.lag == 16 and make(importance="cluster").token_scores is None
 
 

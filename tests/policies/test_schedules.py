@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every policy, with and without ``overflow``, against its simulation: kept tokens and counts."""
 
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,138 +13,243 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tests.oracle.settings import make_sim
-from tests.test_oracle_policies import LAZY as LAZY_PERIODS
-from vllm_cascade.policies import POLICIES, Policy, resolve
-
-sizes = st.integers(1, 12)
-
-
-@st.composite
-def raw_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
-    """Random settings that are valid for a policy, every size written out."""
-    raw: dict[str, Any] = {"name": name, "num_sinks": draw(st.integers(0, 4))}
-    raw["overflow"] = draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
-    raw["budget"] = draw(st.integers(2, 40))
-    if name == "window":
-        raw["num_sinks"] = 0
-    if name == "cascade":
-        num, base = draw(st.integers(1, 3)), draw(st.integers(2, 3))
-        raw |= {"num_subcaches": num, "cascade_base": base, "eager_fill": draw(st.booleans())}
-        raw["budget"] = num * base ** (num - 1) * draw(st.integers(1, 4))
-        raw["tie"] = draw(st.sampled_from(["incoming", "resident"]))
-    if name == "lazy":
-        raw |= {"slack": draw(st.integers(0, 25)), "max_drop": draw(st.integers(0, 25))}
-    if name == "h2o":
-        raw |= {"window": draw(st.integers(1, raw["budget"])), "normalise": draw(st.booleans())}
-    if name == "dgc":
-        raw |= {"importance": draw(st.sampled_from(["tfidf", "attention", "cluster"]))}
-        raw |= {"global_size": draw(st.integers(1, raw["budget"] - 1))}
-        raw |= {"tie": draw(st.sampled_from(["incoming", "resident"]))}
-    if name == "beehive":
-        raw |= {"window": draw(sizes), "stride": draw(st.integers(3, 8)), "threshold": draw(sizes)}
-        raw["threshold_counts"] = draw(st.sampled_from(["middle", "new"]))
-        raw["budget"] = 60
-    return raw
+from tests.oracle.dgc import ClusterSim, DGCSim
+from tests.oracle.policies import BeehiveSim, CascadeSim, H2OSim, LazySim, OverflowSim, WindowSim
+from tests.oracle.settings import PerToken, make_sim
+from tests.oracle.test_oracle_policies import LAZY as LAZY_PERIODS
+from tests.policies.cases import literal_scores, raw_settings
+from tests.policies.literal import rules_of
+from vllm_cascade.policies import POLICIES, Schedule, compiled, resolve
+from vllm_cascade.policies.rules import Scoring
+from vllm_cascade.policies.schedule import compared
 
 
-def literal_scores(rng: np.random.Generator, num: int, values: int) -> list[float]:
-    """Few different values make ties, many make every token a possible loser."""
-    return rng.integers(0, values, num).astype(float).tolist()
+def regions_of(sim: Any) -> list[str]:
+    """What part of the cache each of a simulation's tokens is in."""
+    if isinstance(sim, PerToken):
+        return regions_of(sim.inner)
+    if isinstance(sim, OverflowSim):
+        return regions_of(sim.inner) + ["waiting"] * len(sim.pending)
+    waiting, parts = 0, {"sink": len(sim.sinks)}
+    if isinstance(sim, CascadeSim):
+        parts |= {f"sub{i}": len(part) for i, part in reversed([*enumerate(sim.subcaches)])}
+    elif isinstance(sim, DGCSim | ClusterSim):
+        middle = sim.centres if isinstance(sim, ClusterSim) else sim.global_part
+        parts |= {"global": len(middle), "recent": len(sim.recent)}
+    elif isinstance(sim, WindowSim | LazySim):
+        parts["window"] = len(sim.tokens()) - len(sim.sinks)
+    else:
+        if isinstance(sim, H2OSim):  # which batches itself
+            waiting = min((sim.seen - sim.num_sinks - sim.budget) % sim.overflow, len(sim.cached))
+        rest = len(sim.cached) - waiting
+        recent = min(sim.window, rest)
+        if isinstance(sim, BeehiveSim):
+            parts |= {"old": sim.num_old, "new": rest - recent - sim.num_old, "window": recent}
+        else:
+            parts |= {"heavy": rest - recent, "window": recent}
+    return [name for name, num in (parts | {"waiting": waiting}).items() for _ in range(num)]
+
+
+def check_regions(schedule: Schedule, t: int, sim: Any) -> None:
+    inserted = int(schedule.inserted(np.asarray(t)))
+    expected = regions_of(sim)
+    if inserted < schedule.policy.num_sinks:  # to the simulation a sink never waits
+        expected = ["sink"] * inserted + ["waiting"] * (t - inserted)
+    assert schedule.regions(t) == expected
+    assert expected.count("waiting") == t - inserted
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_any_strides_keep_what_the_simulation_keeps(name: str, data: st.DataObject) -> None:
+    """By the plans of strides, single tokens among them; each head set has scores of its own."""
     raw = data.draw(raw_settings(name))
-    policy = resolve(raw)
+    schedule = compiled(resolve(raw))
     decode = st.integers(20, 120).map(lambda num: [1] * num)
     strides = data.draw(st.one_of(st.lists(st.integers(1, 45), min_size=1, max_size=12), decode))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    scores = literal_scores(rng, sum(strides), data.draw(st.sampled_from([4, 1000])))
-    sim = make_sim(raw)
-    kept: list[int] = []
+    num_sets, different = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 1000]))
+    scores = [literal_scores(rng, sum(strides), different) for _ in range(num_sets)]
+    sims = [make_sim(raw) for _ in range(num_sets)]
+    kept: list[list[int]] = [[]] * num_sets
     t = 0
     for length in strides:
-        line = kept + list(range(t, t + length))
         end = t + length
-        kept = survivors(policy, t, length, line, scores)
+        lines = [own + list(range(t, end)) for own in kept]
+        kept = survivors(schedule, t, length, lines, scores)
+        for sim, own in zip(sims, scores, strict=True):
 
-        def compared(token: int, end: int = end, sim: Any = sim) -> float:
-            return scores[token] / (end - token if sim.normalise else 1)
+            def compared(token: int, own: list[float] = own, end: int = end) -> float:
+                return own[token] / (end - token if sims[0].normalise else 1)
 
-        for token in range(t, end):
-            sim.insert(token, compared)
+            for token in range(t, end):
+                sim.insert(token, compared)
         t = end
-        assert kept == sim.tokens()
-        assert len(kept) == policy.count(t) == len(policy.regions(t))
-        inserted = int(policy.inserted(np.asarray(t)))
-        assert policy.regions(t).count("waiting") == t - inserted
-        sinks = [i for i, name in zip(kept, policy.regions(t), strict=True) if name == "sink"]
-        assert sinks == list(range(min(inserted, policy.num_sinks)))
+        assert kept == [sim.tokens() for sim in sims]
+        assert {len(own) for own in kept} == {schedule.count_at(t)}
+        check_regions(schedule, t, sims[0])
 
 
 def survivors(
-    policy: Policy, t: int, length: int, line: list[int], scores: list[float]
-) -> list[int]:
-    """As the engine decides: single tokens by ``victims`` where possible, else by ``keep``."""
-    values = torch.tensor([[scores[token] for token in line]] * 2)
-    if policy.needs_age:
-        age = torch.tensor([[t + length - token for token in line]])
-        values = policy.comparable(values, age)
-    if length == 1 and not policy.batches(np.asarray(t)):
-        lo, hi = (int(bound) for bound in policy.victims(np.asarray(t)))
-        if lo < hi:
-            part = values[0, lo:hi].tolist()
-            tied = [i for i, value in enumerate(part) if value == min(part)]
-            line = line.copy()
-            del line[lo + tied[0 if policy.tie == "incoming" else -1]]
-        return line
-    mask = policy.keep(values, policy.plan(t, length))
-    assert torch.equal(mask[0], mask[1])
-    return [token for token, keep in zip(line, mask[0].tolist(), strict=True) if keep]
+    schedule: Schedule, t: int, length: int, lines: list[list[int]], scores: list[list[float]]
+) -> list[list[int]]:
+    """As the engine decides."""
+    values = torch.tensor([[own[i] for i in line] for line, own in zip(lines, scores, strict=True)])
+    age = t + length - torch.tensor(lines)
+    values = compared(schedule.scoring, values, age if schedule.scoring.per_age else None)
+    mask = schedule.survivors(values, schedule.plan(t, length))
+    tokens = torch.tensor(lines)
+    return [row[keep].tolist() for row, keep in zip(tokens, mask, strict=True)]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_counts_for_ten_thousand_tokens(name: str, data: st.DataObject) -> None:
-    """Far into the period: counts, peaks, and when a single token needs a batch."""
+    """Far into the period: counts, peaks, regions, and how many each token's rules delete."""
     raw = data.draw(raw_settings(name))
-    policy, sim = resolve(raw), make_sim(raw)
+    schedule, sim = compiled(resolve(raw)), make_sim(raw)
     counts = []
     for token in range(10_000):
         sim.insert(token, lambda token: float(token % 7))
         counts.append(len(sim.tokens()))
+        if token % 499 == 0:
+            check_regions(schedule, token + 1, sim)
     t = np.arange(1, 10_001)
-    assert policy.counts(t).tolist() == counts
-    assert policy.peaks(t).tolist() == np.maximum.accumulate(counts).tolist()
-    assert [policy.peak(n) for n in (0, *range(1, 10_001, 17))] == [
-        0,
-        *np.maximum.accumulate(counts)[::17].tolist(),
-    ]
-    assert policy.peak(10**9) == max(counts) <= policy.capacity
-    dropped = 1 - np.diff(counts)
-    assert (policy.batches(t[:-1]) | (dropped <= 1)).all()
+    peaks = np.maximum.accumulate(counts)
+    assert schedule.counts(t).tolist() == counts
+    assert schedule.counts(t.reshape(-1, 10)).tolist() == np.reshape(counts, (-1, 10)).tolist()
+    assert schedule.peaks(t).tolist() == peaks.tolist()
+    for n in (0, *range(1, 10_001, 17)):
+        assert schedule.peak_at(n) == schedule.peaks(np.asarray(n)) == (peaks[n - 1] if n else 0)
+        assert schedule.count_at(n) == schedule.counts(np.asarray(n)) == (counts[n - 1] if n else 0)
+    assert schedule.peak_at(10**9) == max(counts) <= schedule.policy.capacity
+    deleted = 1 - np.diff(counts, prepend=0)
+    rules = [sum(rule.evicts for rule in rules_of(schedule, int(u))) for u in t - 1]
+    assert rules == deleted.tolist()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_tables(name: str, data: st.DataObject) -> None:
+    """What devices copy: rows, rules and where each row's begin."""
+    schedule = compiled(resolve(data.draw(raw_settings(name))))
+    rows = schedule.transient + schedule.period
+    assert len(schedule.count) == len(schedule.peak) == len(schedule.leading) == rows
+    assert {schedule.count.dtype, schedule.peak.dtype, schedule.first.dtype} == {np.dtype("i4")}
+    assert schedule.rules.dtype == schedule.leading.dtype == np.dtype("i4")
+    assert schedule.first.shape == (rows + 1,) and schedule.rules.shape == (schedule.first[-1], 4)
+    t = np.arange(rows + 3 * schedule.period)
+    expected = [*range(rows), *list(range(schedule.transient, rows)) * 3]
+    assert schedule.rows(t).tolist() == expected
+    assert schedule.counts(t + 1).tolist() == schedule.count[expected].tolist()
+    assert schedule.count_at(schedule.transient) == schedule.count_at(rows), "a period's two ends"
+    for row in range(rows):
+        rules = [list(rule.numbers) for rule in rules_of(schedule, row)]
+        *leading, begin, more = schedule.leading[row].tolist()
+        assert leading == (rules[0] if rules else [0, 0, 0, 0])
+        assert schedule.further[begin : begin + more].tolist() == rules[1:]
+    firsts = int((np.diff(schedule.first) > 0).sum())
+    assert schedule.further.shape == (len(schedule.rules) - firsts, 4)
+    assert schedule.further.dtype == np.dtype("i4")
+
+
+@pytest.mark.parametrize(
+    ("raw", "ways", "average"),
+    [
+        ({"name": "sink"}, [0, 1], [1.0, 0.0]),
+        ({"name": "cascade", "ema_gamma": 0.75}, [0, 1], [0.75, 0.25]),
+        ({"name": "cascade", "ema_gamma": 0.75, "tie": "resident"}, [0, 0], [0.75, 0.25]),
+        ({"name": "h2o"}, [0, 1], [1.0, 1.0]),
+        ({"name": "h2o", "normalise": True}, [1, 1], [1.0, 1.0]),
+        ({"name": "beehive"}, [0, 0], [1.0, 1.0]),
+        ({"name": "dgc"}, [0, 1], [1.0, 0.0]),
+        ({"name": "dgc", "importance": "attention"}, [1, 1], [1.0, 1.0]),
+        ({"name": "dgc", "importance": "cluster"}, [0, 1], [1.0, 0.0]),
+    ],
+)
+def test_how_scores_are_made(raw: dict[str, Any], ways: list[int], average: list[float]) -> None:
+    """Per age, newest stays; decay and weight as fp32's bits. Without attention, nothing moves."""
+    columns = compiled(resolve({"budget": 64, **raw})).score_columns
+    assert columns.dtype == np.dtype("i4") and columns[:2].tolist() == ways
+    assert columns[2:].view(np.float32).tolist() == average
+
+
+def test_who_scales_logits() -> None:
+    assert compiled(resolve({"name": "beehive", "budget": 64, "log_n": True})).scales_logits
+    assert not any(compiled(resolve({"name": n, "budget": 64})).scales_logits for n in POLICIES)
+
+
+def test_values_by_age() -> None:
+    scores, age = torch.tensor([[6.0, 6.0, 0.5]]), torch.tensor([[3, 2, 0]])
+    assert compared(Scoring("attention"), scores, None) is scores
+    by_age = compared(Scoring("attention", per_age=True), scores, age)
+    assert by_age.tolist() == [[2.0, 3.0, 0.5]]  # a token that nothing saw yet is one query old
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_schedule_is_compiled_once(name: str) -> None:
+    """Equal settings have the same one, also after a trip through pickle; no two share a number."""
+    policy, other = resolve({"name": name, "budget": 64}), resolve({"name": name, "budget": 96})
+    schedule = compiled(policy)
+    assert compiled(resolve({"name": name, "budget": 64})) is schedule
+    assert pickle.loads(pickle.dumps(schedule)) is schedule
+    assert pickle.loads(pickle.dumps({"own": [schedule]}))["own"][0] is schedule
+    assert compiled(other).number != schedule.number
+    assert schedule.policy == policy and schedule.scoring == policy.scoring
+
+
+def test_a_schedule_travels_to_another_process() -> None:
+    """As settings: a process that never saw them compiles them to the same tables."""
+    schedule = compiled(resolve({"name": "cascade", "budget": 96, "num_subcaches": 3}))
+    code = (
+        "import pickle, sys; sys.modules['vllm'] = None; s = pickle.load(sys.stdin.buffer); "
+        "sys.stdout.buffer.write(pickle.dumps((s.policy, s.rules, s.first, s.count)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=pickle.dumps(schedule), capture_output=True, check=True)
+    policy, *arrays = pickle.loads(done.stdout)
+    assert policy == schedule.policy
+    for array, own in zip(arrays, (schedule.rules, schedule.first, schedule.count), strict=True):
+        assert (array == own).all()
+
+
+def test_the_same_arithmetic() -> None:
+    """Equal where scores are made and compared alike, whatever is evicted."""
+
+    def arithmetic(**raw: Any) -> int:
+        return compiled(resolve(raw)).arithmetic
+
+    plain = {arithmetic(name=name, budget=64) for name in ("window", "sink", "lazy")}
+    assert plain == {arithmetic(name="sink", budget=9, num_sinks=0, overflow=3)}
+    cascade, longer = (arithmetic(name="cascade", budget=budget) for budget in (128, 256))
+    assert cascade == arithmetic(name="cascade", budget=64, num_subcaches=2), "one gamma"
+    h2o, old = (arithmetic(name="h2o", budget=64, normalise=on) for on in (False, True))
+    assert old == arithmetic(name="dgc", budget=64, importance="attention")
+    beehive, text = (arithmetic(name=name, budget=64) for name in ("beehive", "dgc"))
+    assert beehive == arithmetic(name="h2o", budget=99, tie="resident")
+    assert len({*plain, cascade, longer, h2o, old, beehive, text}) == 7
 
 
 @pytest.mark.parametrize("sizes", LAZY_PERIODS)
 def test_lazy_periods(sizes: tuple[int, int, int]) -> None:
-    """SEMANTICS section 6, C = 2048: (R, slack, max_drop) -> (period, length after pruning)."""
+    """docs/INTERNALS.md, "Lazy pruning", C = 2048: (R, slack, max_drop) -> (period, left)."""
     overflow, slack, drop = sizes
     policy = resolve(
         {"name": "lazy", "budget": 2044, "overflow": overflow, "slack": slack, "max_drop": drop}
     )
+    schedule = compiled(policy)
     first = 2048 + overflow  # the token that fills the slack is the one that prunes
     period, after = LAZY_PERIODS[sizes]
-    assert policy.tables().period == period
-    assert policy.count(first) == policy.count(first + 10 * period) == after
-    assert policy.peak(10**6) == 2048 + overflow - 1 == policy.capacity
+    assert schedule.period == period
+    assert schedule.count_at(first) == schedule.count_at(first + 10 * period) == after
+    assert schedule.peak_at(10**6) == 2048 + overflow - 1 == policy.capacity
 
 
 def test_lazy_staging_after_a_long_append() -> None:
-    """SEMANTICS 5.2's example, where slack and max_drop do act: 2090 -> 2058, 4096 -> 2064."""
+    """Where slack and max_drop do act (docs/INTERNALS.md, "Lazy pruning"): 2090 -> 2058."""
     policy = resolve({"name": "lazy", "budget": 2044, "overflow": 32, "slack": 16, "max_drop": 32})
     assert [policy.pruned(length) for length in (2079, 2080, 2090, 4096)] == [
         2079,
@@ -163,15 +271,17 @@ def test_lazy_says_what_is_inert() -> None:
     assert "more than max_drop 8" in remarks(slack=16, max_drop=8)
 
 
-def test_beehive_counts_of_semantics() -> None:
+def test_beehive_counts_by_hand() -> None:
     small = {"name": "beehive", "budget": 6, "window": 2, "threshold": 4, "stride": 3}
-    policy = resolve({**small, "num_sinks": 1})
-    assert [policy.count(t) for t in range(1, 15)] == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
-    policy = resolve({"name": "beehive", "budget": 560, "window": 160, "threshold": 400})
-    evicts = [t for t in range(1, 2500) if policy.count(t) <= policy.count(t - 1)]
+    schedule = compiled(resolve({**small, "num_sinks": 1}))
+    counts = [schedule.count_at(t) for t in range(1, 15)]
+    assert counts == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7, 5, 6, 7, 5]
+    sizes = {"budget": 560, "window": 160, "threshold": 400}
+    schedule = compiled(resolve({"name": "beehive", **sizes}))
+    evicts = [t for t in range(1, 2500) if schedule.count_at(t) <= schedule.count_at(t - 1)]
     assert evicts[:5] == [565, 885, 1195, 1503, 1811]
-    assert [policy.count(t) - 164 for t in evicts[:4]] == [81, 91, 93, 93]
-    assert policy.tables().period == 308
+    assert [schedule.count_at(t) - 164 for t in evicts[:4]] == [81, 91, 93, 93]
+    assert schedule.period == 308
 
 
 def test_beehive_defaults_follow_the_theorem() -> None:
@@ -185,7 +295,7 @@ def test_beehive_defaults_follow_the_theorem() -> None:
     for budget in range(6, 300):
         for counts in ("middle", "new"):
             policy = resolve({"name": "beehive", "budget": budget, "threshold_counts": counts})
-            assert policy.peak(10**6) <= policy.base_capacity
+            assert compiled(policy).peak_at(10**6) <= policy.base_capacity
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend that vLLM sees: what all devices share, and the CPU's."""
+"""The attention backend that vLLM sees: what all devices share (``engine/devices.py``)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
 
-from vllm_cascade.attention.cpu import CPUKVPolicyImpl
-from vllm_cascade.attention.metadata import KVPolicyMetadataBuilder
-from vllm_cascade.config import KVPolicyError
-from vllm_cascade.paging import KVPolicySpec
-from vllm_cascade.runtime import policy_of
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.policies.settings import KVPolicyError
 
 
 class KVPolicyBackend(AttentionBackend):
@@ -39,23 +37,3 @@ class KVPolicyBackend(AttentionBackend):
                 "whose layers all use plain full attention"
             )
         return KVPolicySpec.from_full(spec, policy)
-
-
-class CPUKVPolicyBackend(KVPolicyBackend):
-    """Takes the place of vLLM's ``CPU_ATTN`` while a policy is on."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type[CPUKVPolicyImpl]:
-        return CPUKVPolicyImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[KVPolicyMetadataBuilder]:
-        return KVPolicyMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(1)]

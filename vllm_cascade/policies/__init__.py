@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies, by name. The registry drives the flags, the tests and the README's table."""
+"""The policies, by name. The registry drives the flags, the tests and docs/POLICIES.md."""
 
 import difflib
 from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_cascade.config import DEFAULT_BUDGET, DEFAULT_PREFILL_STRIDE, KVPolicyError
-from vllm_cascade.config import describe_errors as _describe_errors
-from vllm_cascade.policies.base import Policy, StepTables, step_tables, stride_plan
 from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.cascade import Cascade
 from vllm_cascade.policies.dgc import DGC
 from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.lazy import Lazy
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.policies.settings import DEFAULT_BUDGET, DEFAULT_PREFILL_STRIDE, KVPolicyError
+from vllm_cascade.policies.settings import describe_errors as _describe_errors
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
 
@@ -26,11 +27,10 @@ __all__ = [
     "CHOICES",
     "POLICIES",
     "Policy",
-    "StepTables",
+    "Schedule",
+    "compiled",
     "policy_class",
     "resolve",
-    "step_tables",
-    "stride_plan",
 ]
 
 

@@ -2,16 +2,14 @@
 """Beehive sampling: between sinks and window, one token of every cell of a comb stays."""
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
-import torch
 from pydantic import Field, model_validator
 
-from vllm_cascade.policies.base import MAX_POLICIES, Policy, Rule, StepTables
-from vllm_cascade.policies.contest import contest
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
 
 
 class Beehive(Policy):
@@ -19,7 +17,8 @@ class Beehive(Policy):
 
     When the tokens between sinks and window are more than ``threshold``, the survivors of the
     last time are thinned to every ``floor((stride + 1) / 2)``-th, and of every ``stride`` newer
-    ones the one with the most accumulated attention stays (the code's reading; SEMANTICS 3.1).
+    ones the one with the most accumulated attention stays (the code's reading;
+    docs/INTERNALS.md, "Beehive").
     The check runs after every token, also inside a prompt's stride, and again until the middle
     is within the threshold: the bound always holds, and the count is a function of the tokens
     seen.
@@ -30,7 +29,6 @@ class Beehive(Policy):
         "BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for Efficient LLM "
         "Inference, https://arxiv.org/abs/2410.23079"
     )
-    uses_scores: ClassVar[bool] = True
     inert_keys: ClassVar[frozenset[str]] = frozenset({"ema_gamma"})
 
     head_policy: Literal["homogeneous", "per_kv_head"] = Field(
@@ -73,7 +71,7 @@ class Beehive(Policy):
                 f"{self.budget}; lower the threshold to at most {self.budget - self.recent}"
             )
         if self.threshold_counts == "new":
-            peak = int(self.insertions().count.max()) - self.num_sinks
+            peak = self._most_cached() - self.num_sinks
             if peak > self.budget:
                 raise ValueError(
                     f"threshold {self.comb} counting new tokens needs up to {peak} cached tokens, "
@@ -113,121 +111,81 @@ class Beehive(Policy):
     def derived(self) -> dict[str, Any]:
         return {"window": self.recent, "threshold": self.comb}
 
+    @property
+    def scoring(self) -> Scoring:
+        return Scoring("attention", newest_stays=self.tie == "incoming")
+
+    def insertions(self) -> Insertions:
+        rules, _, period = self._walk()
+        return Insertions(rules, period)
+
+    def regions(self, t: int, count: int) -> list[str]:
+        sinks = min(t, self.num_sinks)
+        old = _survivors(self)[t - 1] if t else 0
+        recent = min(count - sinks, self.recent)
+        new = count - sinks - recent - old
+        return ["sink"] * sinks + ["old"] * old + ["new"] * new + ["window"] * recent
+
+    def _walk(self) -> tuple[list[Rules], list[int], int]:
+        """Insert tokens until an eviction leaves as many survivors as an earlier one did.
+
+        Returns:
+            The rules of every token, the survivors in the middle after it, and the period.
+        """
+        length = old = 0
+        rules: list[Rules] = []
+        olds: list[int] = []
+        seen: dict[int, int] = {}
+        while True:
+            length += 1
+            todo: list[Rule] = []
+            while self._evicts(length, old):
+                thinned, old = self._thin(length, old)
+                todo += thinned
+                length = self.num_sinks + self.recent + old
+            rules.append(tuple(todo))
+            olds.append(old)
+            if todo and old in seen:
+                return rules, olds, len(rules) - seen[old]
+            if todo:
+                seen[old] = len(rules)
+
+    def _most_cached(self) -> int:
+        length = most = 0
+        for todo in self._walk()[0]:
+            length += 1 - sum(rule.evicts for rule in todo)
+            most = max(most, length)
+        return most
+
     def _evicts(self, length: int, old: int) -> bool:
         middle = length - self.num_sinks - self.recent
         return middle - (old if self.threshold_counts == "new" else 0) > self.comb
 
-    def _survivors(self, length: int, old: int) -> int:
-        """Tokens left between sinks and window by one eviction."""
-        middle = length - self.num_sinks - self.recent
-        interval = (self.stride + 1) // 2
-        return -(-old // interval) + -(-(middle - old) // self.stride)
+    @property
+    def segment(self) -> int:
+        """Of so many new tokens the one with the highest score stays."""
+        return self.stride
 
-    def insertions(self) -> StepTables:
-        return _walk(self)[0]
+    @property
+    def interval(self) -> int:
+        """Of so many survivors of earlier evictions the first one stays."""
+        return (self.stride + 1) // 2
 
-    def plan_insertions(self, t: int, num_tokens: int) -> list["Comb"]:
-        """The evictions of a stride, each as cells of the line as it then is."""
-        length, old = self.base_count(t), self._old(t)
-        combs = []
-        appended = 0
-        for _ in range(num_tokens):
-            length, appended = length + 1, appended + 1
-            while self._evicts(length, old):
-                combs.append(self._comb(length, old, appended))
-                old = self._survivors(length, old)
-                length, appended = self.num_sinks + self.recent + old, 0
-        return [*combs, Comb(appended, None)]
+    def _thin(self, length: int, old: int) -> tuple[list[Rule], int]:
+        """One eviction: its rules, and the survivors that it leaves in the middle.
 
-    def _old(self, t: int) -> int:
-        """Survivors of earlier evictions in the middle after ``t`` tokens."""
-        table, old = _walk(self)
-        return int(old[table.rows(np.asarray(t - 1))]) if t else 0
-
-    def batch_rules(self, t: int) -> list[Rule]:
-        length, old = self.base_count(t) + 1, self._old(t)
-        interval, rules = (self.stride + 1) // 2, []
-        while self._evicts(length, old):
-            first, end = self.num_sinks + old, length - self.recent
-            survivors = self._survivors(length, old)
-            old_left = -(-old // interval)
-            # The newer ones first: what they leave does not move the older ones.
-            thinned = [
-                (first, end, end - first - (survivors - old_left), self.stride),
-                (self.num_sinks, first, old - old_left, -interval),
-            ]
-            rules += [Rule(*rule) for rule in thinned if rule[2]]
-            old, length = survivors, self.num_sinks + self.recent + survivors
-        return rules
-
-    def _comb(self, length: int, old: int, appended: int) -> "Comb":
-        """Which cells keep one token: int64 ``[cells, stride]`` into the line, padded with -1."""
-        sinks, end = self.num_sinks, length - self.recent
-        interval = (self.stride + 1) // 2
-        single = [*range(sinks), *range(sinks, sinks + old, interval)]
-        cells = [[i] for i in single]
-        cells += [
-            list(range(begin, min(begin + self.stride, end)))
-            for begin in range(sinks + old, end, self.stride)
+        The newer tokens come first: what they leave does not move the older ones.
+        """
+        first, end = self.num_sinks + old, length - self.recent
+        new_left, old_left = -(-(end - first) // self.segment), -(-old // self.interval)
+        thinned = [
+            (first, end, end - first - new_left, self.segment),
+            (self.num_sinks, first, old - old_left, -self.interval),
         ]
-        cells += [[i] for i in range(end, length)]
-        groups = torch.full((len(cells), self.stride), -1, dtype=torch.int64)
-        for row, cell in enumerate(cells):
-            groups[row, : len(cell)] = torch.tensor(cell)
-        return Comb(appended, groups)
-
-    def base_regions(self, t: int) -> list[str]:
-        sinks, old = min(t, self.num_sinks), self._old(t)
-        stored = self.base_count(t) - sinks
-        recent = min(stored, self.recent)
-        new = stored - recent - old
-        return ["sink"] * sinks + ["old"] * old + ["new"] * new + ["window"] * recent
-
-    def choose(self, scores: torch.Tensor, plan: list["Comb"]) -> torch.Tensor:
-        num_sets, total = scores.shape
-        first = total - sum(comb.appended for comb in plan)
-        line = torch.arange(first, device=scores.device).expand(num_sets, -1)
-        for comb in plan:
-            new = torch.arange(first, first + comb.appended, device=scores.device)
-            line = torch.cat([line, new.expand(num_sets, -1)], dim=1)
-            first += comb.appended
-            if comb.groups is not None:
-                line = contest(scores, line, comb.groups, newest_wins=self.tie == "incoming")
-        mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-        return mask.scatter_(1, line, True)
+        return [Rule(*rule) for rule in thinned if rule[2]], new_left + old_left
 
 
-@dataclass(frozen=True)
-class Comb:
-    """Tokens appended, then an eviction (None: no eviction, the stride is over)."""
-
-    appended: int
-    groups: torch.Tensor | None
-
-
-@lru_cache(maxsize=MAX_POLICIES)
-def _walk(policy: Beehive) -> tuple[StepTables, np.ndarray]:
-    """Counts until an eviction leaves as many survivors as an earlier one did: one period.
-
-    Returns:
-        The schedule, and the survivors in the middle after each of its rows.
-    """
-    length = old = 0
-    count, batch, olds, seen = [], [], [], dict[int, int]()
-    while True:
-        length += 1
-        evicts = False
-        while policy._evicts(length, old):
-            evicts = True
-            old = policy._survivors(length, old)
-            length = policy.num_sinks + policy.recent + old
-        count.append(length)
-        batch.append(evicts)
-        olds.append(old)
-        if evicts:
-            if old in seen:
-                break
-            seen[old] = len(count)
-    none = np.zeros(len(count), dtype=np.int32)
-    counts, batches = np.asarray(count, np.int32), np.asarray(batch)
-    return StepTables(none, none, counts, seen[old], batches), np.asarray(olds)
+@lru_cache(maxsize=8)
+def _survivors(policy: Beehive) -> list[int]:
+    """Survivors in the middle after every token; a trace asks again and again."""
+    return policy._walk()[1]

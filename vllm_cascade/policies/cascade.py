@@ -8,15 +8,12 @@ them is dropped. The sub-caches are only boundaries in one chronological list: d
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-import numpy as np
-import torch
 from pydantic import Field, model_validator
 
-from vllm_cascade.policies.base import Policy, StepTables
-from vllm_cascade.policies.contest import contest
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
 
 
 class Cascade(Policy):
@@ -27,7 +24,6 @@ class Cascade(Policy):
         "Training-Free Exponential Context Extension via Cascading KV Cache, "
         "https://arxiv.org/abs/2406.17808"
     )
-    uses_scores: ClassVar[bool] = True
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {
             "num_sinks": 4,
@@ -85,144 +81,57 @@ class Cascade(Policy):
         """The paper's ``exp(-ln(100) / window)`` unless ``ema_gamma`` is given."""
         return math.exp(-math.log(100) / self.window) if self.ema_gamma is None else self.ema_gamma
 
-    def accepts(self, level: int, t: np.ndarray) -> np.ndarray:
-        """Whether sub-cache ``level`` accepts while token ``t`` (sinks counted) is inserted."""
-        on_step = (t - self.num_sinks) % self.cascade_base**level == 0
-        return on_step | (t <= self.base_capacity) if self.eager_fill else on_step
-
     def derived(self) -> dict[str, Any]:
         return {"window": self.window, "gamma": round(self.gamma, 6)}
 
     @property
-    def decay(self) -> float:
-        return self.gamma
+    def scoring(self) -> Scoring:
+        newest = self.tie == "incoming"
+        return Scoring("attention", self.gamma, 1.0 - self.gamma, newest_stays=newest)
 
-    @property
-    def weight(self) -> float:
-        return 1.0 - self.gamma
-
-    def insertions(self) -> StepTables:
+    def insertions(self) -> Insertions:
         sizes = [0] * self.num_subcaches
-        lo, hi, count = [], [], []
+        rules: list[Rules] = []
         period = self.cascade_base ** (self.num_subcaches - 1)
-        t, full_at = 0, None
-        while full_at is None or t < full_at + period:
-            victim = self._insert(sizes, t)
-            lo.append(victim[0])
-            hi.append(victim[1])
-            count.append(min(t + 1, self.num_sinks) + sum(sizes))
-            t += 1
+        full_at = None
+        while full_at is None or len(rules) < full_at + period:
+            rules.append(self._insert(sizes, len(rules)))
             # `t <= base_capacity` accepts everywhere under eager_fill: no part of the period yet.
-            if full_at is None and sum(sizes) == self.budget and t > self.base_capacity:
-                full_at = t
-        as_array = [np.asarray(column, dtype=np.int32) for column in (lo, hi, count)]
-        return StepTables(*as_array, transient=t - period)
+            full = sum(sizes) == self.budget and len(rules) > self.base_capacity
+            if full_at is None and full:
+                full_at = len(rules)
+        return Insertions(rules, period)
 
-    def _insert(self, sizes: list[int], t: int) -> tuple[int, int]:
-        """Walk one token through sub-caches of these ``sizes`` (updated): its victim range."""
+    def _insert(self, sizes: list[int], t: int) -> Rules:
+        """Walk one token through sub-caches of these ``sizes`` (updated): whom it drives out."""
         if t < self.num_sinks:
-            return 0, 0
-        step = np.asarray(t)
+            return ()
         for level, size in enumerate(sizes):
-            if self.accepts(level, step):
+            if self._accepts(level, t):
                 if size < self.window:
                     sizes[level] += 1
-                    return 0, 0
+                    return ()
                 continue  # full: its oldest moves on to the next sub-cache
             if size == 0:
                 sizes[level] = 1
-                return 0, 0
+                return ()
             newest = self.num_sinks + sum(sizes[level:]) - 1
-            return newest, newest + 2  # the resident and, right after it, the incoming token
-        return self.num_sinks, self.num_sinks + 1
+            # The resident and, right after it, the incoming token.
+            return (Rule(newest, newest + 2, 1),)
+        return (Rule(self.num_sinks, self.num_sinks + 1, 1),)
 
-    def plan_insertions(self, t: int, num_tokens: int) -> "CascadePlan":
-        cached = self.base_count(t)
-        sinks_now = min(t, self.num_sinks)
-        sizes = self._sizes(t)
-        first = cached + max(self.num_sinks - t, 0)  # first new token that is not a sink
-        steps = np.arange(max(t, self.num_sinks), t + num_tokens)
-        levels, end = [], cached
-        for level, size in enumerate(sizes):
-            resident = np.arange(end - size, end)
-            end -= size
-            plan, steps = self._plan_level(level, size, steps)
-            levels.append(Level(torch.from_numpy(resident), *plan))
-        assert end == sinks_now
-        new = torch.arange(min(first, cached + num_tokens), cached + num_tokens)
-        sinks = torch.cat(
-            [torch.arange(sinks_now), torch.arange(cached, min(first, cached + num_tokens))]
-        )
-        return CascadePlan(tuple(levels), new, sinks, self.tie == "incoming")
+    def _accepts(self, level: int, t: int) -> bool:
+        """Whether sub-cache ``level`` accepts while token ``t`` (sinks counted) is inserted."""
+        if self.eager_fill and t <= self.base_capacity:
+            return True
+        return (t - self.num_sinks) % self.cascade_base**level == 0
 
-    def _sizes(self, t: int) -> list[int]:
-        """Sub-cache sizes after ``t`` tokens; ``count`` and acceptance alone decide them."""
-        stored = self.base_count(t) - min(t, self.num_sinks)
+    def regions(self, t: int, count: int) -> list[str]:
+        sinks = min(t, self.num_sinks)
+        stored, names = count - sinks, []
         # Sub-caches fill front to back, and a full one never shrinks.
-        sizes = []
-        for _ in range(self.num_subcaches):
-            sizes.append(min(stored, self.window))
-            stored -= sizes[-1]
-        return sizes
-
-    def _plan_level(
-        self, level: int, size: int, steps: np.ndarray
-    ) -> tuple[tuple[torch.Tensor, int], np.ndarray]:
-        """Group one sub-cache's residents and offers into slots.
-
-        A slot opens with every resident, and with an offer that is accepted (or that finds the
-        sub-cache empty); every other offer contests the slot before it. The oldest slots that
-        no longer fit leave at the step that opened the slot pushing them out.
-
-        Returns:
-            ``(groups, leaving)``: int64 ``[slots, most contenders]`` into residents + offers,
-            padded with -1, and how many slots leave; then the steps at which they leave.
-        """
-        opens = np.concatenate([np.ones(size, bool), self.accepts(level, steps)])
-        if size == 0 and len(opens):
-            opens[0] = True
-        slot = np.cumsum(opens) - 1
-        starts = np.flatnonzero(opens)
-        widest = int(np.bincount(slot).max()) if len(slot) else 1
-        groups = np.full((len(starts), widest), -1, dtype=np.int64)
-        members = np.arange(len(slot))
-        groups[slot, members - starts[slot] if len(slot) else members] = members
-        leaving = max(len(starts) - self.window, 0)
-        pushers = starts[self.window : self.window + leaving] - size
-        return (torch.from_numpy(groups), leaving), steps[pushers]
-
-    def base_regions(self, t: int) -> list[str]:
-        names = ["sink"] * min(t, self.num_sinks)
-        for level, size in reversed(list(enumerate(self._sizes(t)))):
-            names += [f"sub{level}"] * size
-        return names
-
-    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
-        mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
-        mask[:, plan.sinks] = True
-        offers = plan.new.expand(scores.shape[0], -1)
-        for level in plan.levels:
-            line = torch.cat([level.resident.expand(scores.shape[0], -1), offers], dim=1)
-            winners = contest(scores, line, level.groups, plan.newest_wins)
-            offers = winners[:, : level.leaving]
-            mask.scatter_(1, winners[:, level.leaving :], True)
-        return mask
-
-
-@dataclass(frozen=True)
-class Level:
-    """One sub-cache in a stride: its residents' ranks, slots of contenders, slots that leave."""
-
-    resident: torch.Tensor
-    groups: torch.Tensor
-    leaving: int
-
-
-@dataclass(frozen=True)
-class CascadePlan:
-    """Everything about a stride that scores do not decide."""
-
-    levels: tuple[Level, ...]
-    new: torch.Tensor
-    sinks: torch.Tensor
-    newest_wins: bool
+        for level in range(self.num_subcaches):
+            size = min(stored, self.window)
+            names = [f"sub{level}"] * size + names
+            stored -= size
+        return ["sink"] * sinks + names

@@ -3,12 +3,11 @@
 
 from typing import Any, ClassVar, Literal, Self
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 
-from vllm_cascade.policies.base import Policy, StepTables, TokenScores
-from vllm_cascade.policies.contest import drop_lowest
+from vllm_cascade.policies.policy import Policy, TokenScores
+from vllm_cascade.policies.rules import Insertions, Rule, Scoring
 
 GLOBAL_SHARE = 5
 """The papers' tables are best with 60 to 160 of 510 tokens in the global part: a fifth."""
@@ -28,7 +27,7 @@ class DGC(Policy):
       token is gone for good);
     - ``cluster``: no token is deleted from the global part: its first ``global_size`` tokens become
       cluster centres, and a token that leaves the recent part is averaged into the nearest
-      (Algorithms 3 and 4 for a KV cache; ``vllm_cascade/attention/merge.py``).
+      (Algorithms 3 and 4 for a KV cache; ``vllm_cascade/attention/torch/merge.py``).
     """
 
     name: ClassVar[str] = "dgc"
@@ -83,18 +82,17 @@ class DGC(Policy):
         return self.budget - self.num_global
 
     @property
-    def uses_scores(self) -> bool:
-        return self.importance == "attention"
+    def scoring(self) -> Scoring:
+        newest = self.tie == "incoming"
+        if self.importance == "attention":
+            return Scoring("attention", per_age=True, newest_stays=newest)
+        return Scoring("none" if self.token_scores is None else "text", newest_stays=newest)
 
     @property
     def token_scores(self) -> TokenScores | None:
         if self.importance not in ("tfidf", "tfidf_sklearn"):
             return None
         return TokenScores(self.importance, self.idf, self.recent)
-
-    @property
-    def needs_age(self) -> bool:
-        return self.importance == "attention"
 
     @property
     def merge_into(self) -> tuple[int, int] | None:
@@ -109,52 +107,30 @@ class DGC(Policy):
     def arrange(self, values: torch.Tensor, t: int) -> torch.Tensor:
         """Once a token has been deleted, the global part from the most important down."""
         ranks = torch.arange(values.shape[1]).repeat(len(values), 1)
-        if self.inserted(np.asarray(t)) > self.base_capacity:
+        if t > self.base_capacity:
             middle = slice(self.num_sinks, self.num_sinks + self.num_global)
             order = values[:, middle].sort(dim=1, descending=True, stable=True).indices
             ranks[:, middle] = order + self.num_sinks
         return ranks
 
-    def insertions(self) -> StepTables:
-        fill, first = self.base_capacity, self.num_sinks
-        t = np.arange(fill + 1, dtype=np.int32)
-        candidates = self.num_global + 1
+    def insertions(self) -> Insertions:
+        first, candidates = self.num_sinks, self.num_global + 1
         if self.merge_into is not None:
             first, candidates = first + self.num_global, 1  # what leaves the recent part
-        lo = np.full_like(t, first)
-        return StepTables(
-            lo=lo,
-            hi=np.where(t >= fill, lo + candidates, lo).astype(np.int32),
-            count=np.minimum(t + 1, fill),
-            transient=fill,
-        )
+        least = Rule(first, first + candidates, 1)
+        return Insertions([()] * self.base_capacity + [(least,)])
 
-    def plan_insertions(self, t: int, num_tokens: int) -> tuple[int, int]:
-        """Tokens in all, and how many between sinks and recent part must leave."""
-        total = self.base_count(t) + num_tokens
-        return total, total - self.base_count(t + num_tokens)
-
-    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
-        total, excess = plan
-        if self.merge_into is None:
-            return drop_lowest(scores, self.num_sinks, total - self.recent, excess, self.tie)
-        mask = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-        last = self.merge_into[1]
-        mask[:, last : last + excess] = False
-        return mask
-
-    def base_regions(self, t: int) -> list[str]:
+    def regions(self, t: int, count: int) -> list[str]:
         sinks = min(t, self.num_sinks)
-        stored = self.base_count(t) - sinks
-        recent = min(stored, self.recent)
-        return ["sink"] * sinks + ["global"] * (stored - recent) + ["recent"] * recent
+        recent = min(count - sinks, self.recent)
+        return ["sink"] * sinks + ["global"] * (count - sinks - recent) + ["recent"] * recent
 
     def derived(self) -> dict[str, Any]:
         return {"global_size": self.num_global, "recent": self.recent}
 
     def remarks(self) -> list[str]:
         fields = type(self).model_fields
-        unused = ["head_reduction"] if not self.uses_scores else []
+        unused = ["head_reduction"] if not self.uses_attention else []
         if self.merge_into is not None:
             unused.append("tie")
         return [

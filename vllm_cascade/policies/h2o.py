@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heavy hitters: the tokens that have received most attention, and the most recent ones."""
 
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-import numpy as np
-import torch
 from pydantic import Field, model_validator
 
-from vllm_cascade.policies.base import Policy, StepTables
-from vllm_cascade.policies.contest import drop_lowest
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.rules import Insertions, Rule, Scoring
 
 
 class H2O(Policy):
@@ -19,7 +17,6 @@ class H2O(Policy):
         "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, "
         "https://arxiv.org/abs/2306.14048"
     )
-    uses_scores: ClassVar[bool] = True
     inert_keys: ClassVar[frozenset[str]] = frozenset({"ema_gamma"})
 
     window: int | None = Field(
@@ -44,32 +41,16 @@ class H2O(Policy):
         return max(self.budget // 2, 1) if self.window is None else self.window
 
     @property
-    def needs_age(self) -> bool:
-        return self.normalise
+    def scoring(self) -> Scoring:
+        newest = self.tie == "incoming"
+        return Scoring("attention", per_age=self.normalise, newest_stays=newest)
 
-    def insertions(self) -> StepTables:
-        fill = self.base_capacity
-        t = np.arange(fill + 1, dtype=np.int32)
-        lo = np.full_like(t, self.num_sinks)
-        candidates = self.budget + 1 - self.recent
-        return StepTables(
-            lo=lo,
-            hi=np.where(t >= fill, lo + candidates, lo).astype(np.int32),
-            count=np.minimum(t + 1, fill),
-            transient=fill,
-        )
+    def insertions(self) -> Insertions:
+        first = self.num_sinks
+        lowest = Rule(first, first + self.budget + 1 - self.recent, 1)
+        return Insertions([()] * self.base_capacity + [(lowest,)])
 
-    def plan_insertions(self, t: int, num_tokens: int) -> tuple[int, int]:
-        """Tokens in all, and how many between sinks and window must leave."""
-        total = self.base_count(t) + num_tokens
-        return total, total - self.base_count(t + num_tokens)
-
-    def base_regions(self, t: int) -> list[str]:
+    def regions(self, t: int, count: int) -> list[str]:
         sinks = min(t, self.num_sinks)
-        stored = self.base_count(t) - sinks
-        recent = min(stored, self.recent)
-        return ["sink"] * sinks + ["heavy"] * (stored - recent) + ["window"] * recent
-
-    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
-        total, excess = plan
-        return drop_lowest(scores, self.num_sinks, total - self.recent, excess, self.tie)
+        recent = min(count - sinks, self.recent)
+        return ["sink"] * sinks + ["heavy"] * (count - sinks - recent) + ["window"] * recent

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy pruning: a window that is cut back seldom, and then by a bounded amount."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-import torch
 from pydantic import Field
 
-from vllm_cascade.policies.base import Policy, Rule, StepTables
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.rules import Insertions, Rule
 
 
 class Lazy(Policy):
@@ -22,7 +21,6 @@ class Lazy(Policy):
     paper: ClassVar[str] = (
         "Lazy Pruning, Slack, and Staged Eviction for streaming LLMs (Algorithm 1)"
     )
-    uses_scores: ClassVar[bool] = False
     batches_itself: ClassVar[bool] = True
     inert_keys: ClassVar[frozenset[str]] = frozenset({"head_reduction", "ema_gamma", "tie"})
 
@@ -39,40 +37,15 @@ class Lazy(Policy):
             return capacity
         return min(max(length - self.max_drop, capacity), capacity + self.slack)
 
-    def insertions(self) -> StepTables:
+    def insertions(self) -> Insertions:
         peak = self.base_capacity + self.overflow
-        floor = self.pruned(peak)
-        period = peak - floor  # tokens dropped at once, and tokens until the next time
-        t = np.arange(peak - 1 + period, dtype=np.int32)
-        prunes = t == peak - 1
-        count = np.where(t < peak - 1, t + 1, floor + t - (peak - 1)).astype(np.int32)
-        single = prunes if period == 1 else np.zeros_like(prunes)
-        lo = np.full_like(t, self.num_sinks)
-        return StepTables(
-            lo=lo,
-            hi=(lo + single).astype(np.int32),
-            count=count,
-            transient=peak - 1,
-            batch=prunes if period > 1 else None,
-        )
+        dropped = peak - self.pruned(peak)  # at once, and so many tokens until the next time
+        prune = Rule(self.num_sinks, self.num_sinks + dropped, dropped)
+        return Insertions([()] * (peak - 1) + [(prune,)] + [()] * (dropped - 1), period=dropped)
 
-    def plan_insertions(self, t: int, num_tokens: int) -> torch.Tensor:
-        """bool ``[count(t) + T]``: sinks and the most recent tokens, however often it was cut."""
-        total = self.base_count(t) + num_tokens
-        recent = self.base_count(t + num_tokens) - min(t + num_tokens, self.num_sinks)
-        rank = torch.arange(total)
-        return (rank < self.num_sinks) | (rank >= total - recent)
-
-    def batch_rules(self, t: int) -> list[Rule]:
-        dropped = self.base_count(t) + 1 - self.base_count(t + 1)
-        return [Rule(self.num_sinks, self.num_sinks + dropped, dropped)]
-
-    def base_regions(self, t: int) -> list[str]:
+    def regions(self, t: int, count: int) -> list[str]:
         sinks = min(t, self.num_sinks)
-        return ["sink"] * sinks + ["window"] * (self.base_count(t) - sinks)
-
-    def choose(self, scores: torch.Tensor, plan: Any) -> torch.Tensor:
-        return plan.to(scores.device).expand(scores.shape)
+        return ["sink"] * sinks + ["window"] * (count - sinks)
 
     def remarks(self) -> list[str]:
         if self.max_drop >= self.overflow or (self.slack == 0 and self.max_drop == 0):

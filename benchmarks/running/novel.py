@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One text through several engines, stock vLLM's among them, which stops where its model does."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from benchmarks.running.engines import EngineSettings, in_children
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+    from benchmarks.running.stream import StreamResult
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One engine and what it reads.
+
+    Attributes:
+        token_ids: the whole text; stock vLLM reads as much of it as its positions leave room for.
+        new_tokens: generated after it, to time them.
+    """
+
+    label: str
+    engine: EngineSettings
+    token_ids: list[int] = field(repr=False)
+    new_tokens: int
+    bar_line: int = 0
+
+    @property
+    def stock(self) -> bool:
+        return self.engine.policy is None
+
+    @property
+    def readable(self) -> list[int]:
+        """The part of the text that this engine can read."""
+        if not self.stock:
+            return self.token_ids
+        assert self.engine.max_model_len is not None, "stock vLLM's own limit"
+        return self.token_ids[: self.engine.max_model_len - self.new_tokens]
+
+
+@dataclass(frozen=True)
+class Read:
+    """What an arm gave.
+
+    Attributes:
+        refusal: what the engine says to the whole text; empty if it takes it.
+    """
+
+    result: "StreamResult"
+    refusal: str
+
+
+def run(arm: Arm) -> Read:
+    """An arm, in this (child) process."""
+    llm = arm.engine.start()
+    from benchmarks.running import prompt_scores
+    from benchmarks.running.stream import stream
+
+    prompt_scores.install(llm)
+    refused = refusal(llm, arm.token_ids) if len(arm.readable) < len(arm.token_ids) else ""
+    result = stream(
+        llm,
+        arm.readable,
+        label=arm.label,
+        max_new_tokens=arm.new_tokens,
+        bar_line=arm.bar_line,
+    )
+    return Read(result, refused)
+
+
+def refusal(llm: "LLM", token_ids: list[int]) -> str:
+    """The engine's own words when it is given a text that is too long for it.
+
+    Raises:
+        AssertionError: it takes the text.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    try:
+        llm.llm_engine.add_request(
+            "too long", {"prompt_token_ids": token_ids}, SamplingParams(max_tokens=1)
+        )
+    except VLLMValidationError as error:
+        return str(error)
+    llm.llm_engine.abort_request(["too long"])
+    raise AssertionError(f"{len(token_ids)} tokens were to be too many, and are not")
+
+
+def run_all(arms: Sequence[Arm], at_a_time: int) -> Iterable[tuple[str, Read]]:
+    """Every arm in a process of its own, ``at_a_time`` at once; as they come, in their order."""
+    placed = [replace(arm, bar_line=index % at_a_time) for index, arm in enumerate(arms)]
+    labels = [arm.label for arm in arms]
+    yield from zip(labels, in_children(run, placed, at_a_time), strict=True)

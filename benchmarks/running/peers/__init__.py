@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Other programs that bound a KV cache, asked the same questions as this one."""

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// A stride of one request: attention of its tokens, as products of plain fp32 matrices.
+#pragma once
+
+#include "layer.h"
+#include "panel.h"
+
+struct Stride {
+  const int32_t *step, *pages;
+  int64_t moved;
+  const float* logit_scale;      // one a token, or null: all 1
+  const float* given;            // scores that attention doesn't make, or null
+  int64_t scored;                // rank of the first token that gets one; those below 0 get none
+  const int32_t *rules, *first;  // [any, RULE_COLUMNS]; row i applies first[i] .. first[i + 1] - 1
+  int64_t transient, period;     // rows that occur once, and rows that repeat for ever
+};
+
+namespace {
+
+constexpr int64_t LOGITS = 1 << 16;  // fp32 logits at once and thread: a quarter of an L2 cache
+constexpr int64_t DEPTH = 128;       // keys whose values stay in L1 over a tile's rows
+
+// The cache and the stride as plain fp32 matrices, in slot order, the new tokens behind.
+struct Packed {
+  int64_t padded, width;         // keys, rounded up to COLUMNS; channels, rounded up to W
+  int64_t tile, tiles;           // queries at once
+  float* keys;                   // [H, padded / COLUMNS, D, COLUMNS], transposed blocks
+  float* values;                 // [H, padded, width]
+  float* mass;                   // [H * G, tiles, padded]
+  int32_t *slot, *rank;          // [S, cached], of the keys in this order
+};
+
+template <class T>
+struct Work {
+  Layer layer;
+  const Stride& stride;
+  const Rows& rows;
+  const Step step{stride.step};
+  const int64_t stream = step[STREAM], start = step[START], num_tokens = step[LENGTH];
+  const int64_t cached = step[CACHED], old_slots = step[OLD_SLOTS], new_slots = step[NEW_SLOTS];
+  const int64_t total = cached + num_tokens;
+
+  // Whether attention makes scores here.
+  bool scored() const { return layer.uses_scores && step.weight() != 0; }
+
+  const T* query(int64_t t, int64_t head) const {
+    return (const T*)rows.query + (start + t) * rows.query_stride + head * layer.head_size;
+  }
+  const T* key(int64_t t, int64_t head) const {
+    return (const T*)rows.key + (start + t) * rows.key_stride + head * layer.head_size;
+  }
+  const T* value(int64_t t, int64_t head) const {
+    return (const T*)rows.value + (start + t) * rows.value_stride + head * layer.head_size;
+  }
+  T* output(int64_t t, int64_t head) const {
+    return (T*)rows.output + (start + t) * rows.output_stride + head * layer.head_size;
+  }
+  T* slot_row(int64_t slot, int64_t head) {
+    return layer.template row<T>(stride.pages[slot / layer.block_size], head,
+                                 slot % layer.block_size);
+  }
+};
+
+// Slots that hold a token, and their ranks. Returns how many: `work.cached`.
+template <class T>
+void list_slots(const Work<T>& work, const Packed& packed, int64_t set) {
+  const Stride& stride = work.stride;
+  std::vector<int32_t> rank(work.old_slots);
+  gather(work.layer, stride.pages, set, (const int32_t*)work.layer.rank, rank.data(), 0,
+         work.old_slots);
+  int64_t n = set * work.cached;
+  const int64_t end = n + work.cached;
+  for (int64_t slot = 0; slot < work.old_slots && n < end; slot++)
+    if (rank[slot] >= 0) {
+      packed.slot[n] = (int32_t)slot;
+      packed.rank[n++] = rank[slot];
+    }
+}
+
+// Keys (rotated to where they are now, transposed) and values of one block of COLUMNS tokens.
+template <class T>
+void pack(Work<T>& work, const Packed& packed, int64_t head, int64_t block) {
+  static thread_local Scratch scratch;
+  const Layer& layer = work.layer;
+  const Stride& stride = work.stride;
+  const int64_t size = layer.head_size, set = layer.set_of(head);
+  float* key = scratch.take(packed.width);
+  float* keys = packed.keys + (head * packed.padded + block * COLUMNS) * size;
+  float* values = packed.values + (head * packed.padded + block * COLUMNS) * packed.width;
+  for (int64_t i = 0; i < COLUMNS; i++) {
+    const int64_t j = block * COLUMNS + i;
+    float* to = values + i * packed.width;
+    if (j >= work.total) {
+      std::fill(key, key + packed.width, 0.0f);
+      std::fill(to, to + packed.width, 0.0f);
+    } else if (j >= work.cached) {
+      widen_row(key, work.key(j - work.cached, head), size);
+      widen_row(to, work.value(j - work.cached, head), size);
+    } else {
+      const int64_t slot = packed.slot[set * work.cached + j];
+      const T* row = work.slot_row(slot, head);
+      widen_row(key, row, size);
+      widen_row(to, row + size, size);
+      if (stride.moved && layer.rotation) {
+        int64_t page = stride.pages[slot / layer.block_size];
+        int64_t born = layer.born[layer.word(page, set) + slot % layer.block_size];
+        rotate(layer, key, born - packed.rank[set * work.cached + j]);
+      }
+    }
+    for (int64_t c = 0; c < size; c++) keys[c * COLUMNS + i] = key[c];
+  }
+}
+
+// Logits of one query to exponentials; returns 1 / their sum. `visible` keys, then masked ones.
+inline float softmax_row(float* x, int64_t visible, int64_t end) {
+  vf top = splat(-INFINITY);
+  for (int64_t j = visible; j < end; j++) x[j] = -INFINITY;
+  for (int64_t j = 0; j < end; j += W) top = vmax(top, load(x + j));
+  const float most = largest(top);
+  vf total{};
+  for (int64_t j = 0; j < end; j += W) {
+    vf e = vexp(load(x + j) - most);
+    store(x + j, e);
+    total += e;
+  }
+  return 1.0f / sum(total);
+}
+
+// Attention of one query head over a tile of the stride's queries.
+template <class T>
+void attend(const Work<T>& work, const Packed& packed, const float* weights, int64_t head,
+            int64_t tile) {
+  static thread_local Scratch scratch;
+  const Layer& layer = work.layer;
+  const Stride& stride = work.stride;
+  const int64_t size = layer.head_size, width = packed.width, kv_head = head / layer.group;
+  const int64_t begin = tile * packed.tile;
+  const int64_t n = std::min(packed.tile, work.num_tokens - begin);
+  const int64_t end = round_up(work.cached + begin + n, COLUMNS);  // later keys are not seen
+  float* query = scratch.take(n * (2 * width + end));
+  float* acc = query + n * width;
+  float* logits = acc + n * width;
+  for (int64_t r = 0; r < n; r++) {
+    const float factor = stride.logit_scale ? stride.logit_scale[begin + r] : 1.0f;
+    widen_row(query + r * width, work.query(begin + r, head), size);
+    for (int64_t c = 0; c < width; c += W)
+      store(query + r * width + c, load(query + r * width + c) * (layer.scale * factor));
+  }
+  for (int64_t j = 0; j < end; j += COLUMNS)
+    multiply(n, COLUMNS, query, width, packed.keys + (kv_head * packed.padded + j) * size, COLUMNS,
+             logits + j, end, size, false);
+  float* mass = packed.mass + (head * packed.tiles + tile) * packed.padded;
+  if (weights) std::fill(mass, mass + packed.padded, 0.0f);
+  float inverse[LOGITS / COLUMNS];
+  for (int64_t r = 0; r < n; r++) {
+    float* x = logits + r * end;
+    const int64_t position = work.cached + begin + r;
+    if (layer.softcap)
+      for (int64_t j = 0; j < end; j++) x[j] = layer.soft_cap(x[j]);
+    if (layer.slopes) {
+      const int32_t* rank = packed.rank + layer.set_of(kv_head) * work.cached;
+      const float slope = layer.slopes[head];
+      for (int64_t j = 0; j < work.cached; j++) x[j] += slope * (rank[j] - position);
+      for (int64_t j = work.cached; j < end; j++) x[j] += slope * (j - position);
+    }
+    inverse[r] = softmax_row(x, position + 1, end);
+    if (!weights) continue;
+    const float weight = weights[begin + r] * inverse[r];
+    for (int64_t j = 0; j < end; j += W) store(mass + j, load(mass + j) + load(x + j) * weight);
+  }
+  for (int64_t j = 0; j < end; j += DEPTH)
+    multiply(n, width, logits + j, end, packed.values + (kv_head * packed.padded + j) * width,
+             width, acc, width, std::min(DEPTH, end - j), j > 0);
+  for (int64_t r = 0; r < n; r++) {
+    T* to = work.output(begin + r, head);
+    narrow_row(to, acc + r * width, inverse[r], size);
+  }
+}
+
+}  // namespace

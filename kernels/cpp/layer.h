@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the calls are given. library.py has the same structures, field by field, as ctypes.
+//
+// Sizes: H KV heads, G query heads a KV head, D channels, S head sets (1 or H), N slots.
+// A page is [H, block_size, 2 D], K then V, with per-slot words [S, block_size] of their own
+// strides. Scores, logits and sums are fp32.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "step.h"
+#include "vec.h"
+
+enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum Reduction : int64_t { MEAN = 0, MAX = 1, MEDIAN = 2 };
+
+// One layer's cache and what no step changes about it.
+struct Layer {
+  char* kv;
+  int32_t *rank, *born;
+  float* score;
+  int32_t* token;         // null: not kept
+  const float* slopes;    // [H * G] of ALiBi, or null
+  const float* rotation;  // [distance, 2, half]: cos and sin of a rotation back, or null
+  int64_t page_bytes;     // between two pages' K/V
+  int64_t page_words;     // between two pages' words
+  int64_t num_heads, group, head_size, num_sets, block_size;
+  int64_t half;  // rotary_dim / 2
+  int64_t is_neox;
+  int64_t dtype;
+  int64_t uses_scores;  // whether the scores in pages mean anything
+  int64_t reduction;
+  float scale, softcap;
+
+  int64_t num_queries() const { return num_heads * group; }
+  int64_t set_of(int64_t head) const { return num_sets == 1 ? 0 : head; }
+  template <class T>
+  const T* row(int64_t page, int64_t head, int64_t offset) const {
+    return (const T*)(kv + page * page_bytes) + (head * block_size + offset) * 2 * head_size;
+  }
+  template <class T>
+  T* row(int64_t page, int64_t head, int64_t offset) {
+    return (T*)(kv + page * page_bytes) + (head * block_size + offset) * 2 * head_size;
+  }
+  // Whether a whole key turns, in halves of whole registers.
+  bool turns_by_registers() const {
+    return rotation && is_neox && half % W == 0 && 2 * half == head_size;
+  }
+  float soft_cap(float x) const { return softcap ? softcap * std::tanh(x / softcap) : x; }
+  vf soft_cap(vf x) const {
+    for (int i = 0; i < W; i++) x[i] = soft_cap(x[i]);
+    return x;
+  }
+  int64_t word(int64_t page, int64_t set) const { return page * page_words + set * block_size; }
+};
+
+// New tokens' rows; strides in elements between tokens, heads and channels are contiguous.
+struct Rows {
+  const void *query, *key, *value;
+  void* output;
+  int64_t query_stride, key_stride, value_stride, output_stride;
+};
+
+// Slots `from .. to` of one of the per-slot words, page by page.
+template <class Word, class Each>
+static inline void each_page(const Layer& layer, const int32_t* pages, int64_t set, Word* words,
+                             int64_t from, int64_t to, Each each) {
+  for (int64_t slot = from; slot < to;) {
+    int64_t offset = slot % layer.block_size;
+    int64_t n = std::min(layer.block_size - offset, to - slot);
+    each(slot - from, words + layer.word(pages[slot / layer.block_size], set) + offset, n);
+    slot += n;
+  }
+}
+template <class Word>
+static inline void gather(const Layer& layer, const int32_t* pages, int64_t set, const Word* words,
+                          Word* to, int64_t begin, int64_t end) {
+  each_page(layer, pages, set, words, begin, end,
+            [=](int64_t at, const Word* page, int64_t n) { std::memcpy(to + at, page, 4 * n); });
+}
+template <class Word>
+static inline void scatter(const Layer& layer, const int32_t* pages, int64_t set, Word* words,
+                           const Word* from, int64_t begin, int64_t end) {
+  each_page(layer, pages, set, words, begin, end,
+            [=](int64_t at, Word* page, int64_t n) { std::memcpy(page, from + at, 4 * n); });
+}
+
+// Turn an fp32 row in place by a distance; channels beyond the rotary ones stay.
+static inline void rotate(const Layer& layer, float* x, int64_t distance) {
+  const int64_t half = layer.half;
+  const float* cos = layer.rotation + distance * 2 * half;
+  const float* sin = cos + half;
+  if (layer.is_neox) {
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+      vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+      store(x + i, a * c - b * s);
+      store(x + half + i, b * c + a * s);
+    }
+    for (; i < half; i++) {
+      float a = x[i], b = x[half + i];
+      x[i] = a * cos[i] - b * sin[i];
+      x[half + i] = b * cos[i] + a * sin[i];
+    }
+  } else {
+    for (int64_t i = 0; i < half; i++) {
+      float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[i] - b * sin[i];
+      x[2 * i + 1] = b * cos[i] + a * sin[i];
+    }
+  }
+}
+
+// A register's lanes over `n` rows, reduced to one; `rows` is scratch for the median.
+static inline vf reduce_heads(int64_t reduction, vf* rows, int64_t n) {
+  if (reduction == MEDIAN) {  // the lower one: bubble the k + 1 smallest to the front
+    for (int64_t k = 0; k <= (n - 1) / 2; k++)
+      for (int64_t i = n - 1; i > k; i--) {
+        vf a = rows[i - 1], b = rows[i];
+        rows[i - 1] = vmin(a, b);
+        rows[i] = vmax(a, b);
+      }
+    return rows[(n - 1) / 2];
+  }
+  vf total = rows[0];
+  for (int64_t i = 1; i < n; i++) total = reduction == MAX ? vmax(total, rows[i]) : total + rows[i];
+  return reduction == MAX ? total : total * (1.0f / n);
+}
+
+// Memory that is kept between calls and only grows; fp32 rows in it are register-aligned.
+struct Scratch {
+  std::vector<float> memory;
+  float* take(int64_t n) {
+    if ((int64_t)memory.size() < n + 16) memory.resize(n + 16);
+    return (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+  }
+};

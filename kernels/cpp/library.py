@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled library's calls and their arguments: the structures of the C++ files as ctypes.
+
+Addresses are ``data_ptr()`` of CPU tensors that the caller keeps alive. A call releases the GIL.
+"""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from vllm_cascade.kernels.cpp.build import BuildError, build
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+REDUCTIONS = {"mean": 0, "max": 1, "median": 2}
+MAX_QUERY_HEADS = 256
+
+
+def _of(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Layer(ctypes.Structure):
+    """One layer's cache and what no step changes about it."""
+
+    _fields_: ClassVar = [
+        *_of(c_void_p, "kv rank born score token slopes rotation"),
+        *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size half"),
+        *_of(c_int64, "is_neox dtype uses_scores reduction"),
+        *_of(c_float, "scale softcap"),
+    ]
+
+
+class Rows(ctypes.Structure):
+    """New tokens' rows: addresses, and elements between two tokens."""
+
+    _fields_: ClassVar = [
+        *_of(c_void_p, "query key value output"),
+        *_of(c_int64, "query_stride key_stride value_stride output_stride"),
+    ]
+
+
+class Tokens(ctypes.Structure):
+    """Single tokens of many requests: step rows, block numbers, and addresses as in C++."""
+
+    _fields_: ClassVar = [
+        *_of(c_int64, "count num_pages"),
+        *_of(c_void_p, "steps pages logit_scale given scored rules"),
+        *_of(c_int64, "moved"),
+    ]
+
+
+class Stride(ctypes.Structure):
+    """One request's stride, and the rules of its schedule."""
+
+    _fields_: ClassVar = [
+        *_of(c_void_p, "step pages"),
+        *_of(c_int64, "moved"),
+        *_of(c_void_p, "logit_scale given"),
+        *_of(c_int64, "scored"),
+        *_of(c_void_p, "rules first"),
+        *_of(c_int64, "transient period"),
+    ]
+
+
+class Library:
+    """The loaded library; ``calls`` counts what ran in it, for tests and the curious."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.calls = {"tokens": 0, "strides": 0}
+        try:
+            native = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"{path.name} does not load: {error}") from error
+        for name, kind in (
+            ("tokens", Tokens),
+            ("stride", Stride),
+            ("layer", Layer),
+            ("rows", Rows),
+        ):
+            size = getattr(native, f"{name}_size")
+            size.restype = c_int64
+            assert size() == ctypes.sizeof(kind), f"C++ and library.py differ in {name}"
+        self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
+        native.has_fp16.restype = c_int64
+        self.dtypes = {d for d in DTYPES if d != torch.float16 or native.has_fp16()}
+        self._tokens = native.attend_and_insert_tokens
+        self._stride = native.attend_and_insert_stride
+        for function in (self._tokens, self._stride):
+            function.argtypes = [c_void_p, c_void_p, c_void_p]
+            function.restype = None
+
+    def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
+        """Attend, update scores, run each row's rules, insert."""
+        self.calls["tokens"] += 1
+        self._tokens(ctypes.byref(layer), ctypes.byref(batch), ctypes.byref(rows))
+
+    def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
+        """The same for a stride, with the rules of all of its tokens."""
+        self.calls["strides"] += 1
+        self._stride(ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows))
+
+
+@lru_cache(maxsize=1)
+def load() -> Library:
+    """The library, compiled if need be; once a process.
+
+    Raises:
+        BuildError: it cannot be had on this machine.
+    """
+    return Library(build())

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// A stride of one request: attend, update scores, run its tokens' rules, insert; one call a layer.
+#include "insert_stride.h"
+
+namespace {
+
+template <class T>
+void run(const Layer& layer, const Stride& stride, const Rows& rows) {
+  static thread_local Scratch scratch;
+  Work<T> work{layer, stride, rows};
+  const bool scored = work.scored();
+  Packed packed{};
+  packed.padded = round_up(work.total, COLUMNS);
+  packed.width = round_up(layer.head_size, W);
+  packed.tile = std::max<int64_t>(LOGITS / packed.padded / ROWS, 1) * ROWS;
+  packed.tiles = (work.num_tokens + packed.tile - 1) / packed.tile;
+  const int64_t keys = layer.num_heads * packed.padded;
+  const int64_t masses = scored ? layer.num_queries() * packed.tiles * packed.padded : 0;
+  const int64_t listed = layer.num_sets * work.cached;
+  packed.keys = scratch.take(keys * (layer.head_size + packed.width) + masses + 2 * listed + 16);
+  packed.values = packed.keys + round_up(keys * layer.head_size, 16);
+  packed.mass = packed.values + keys * packed.width;
+  packed.slot = (int32_t*)(packed.mass + masses);
+  packed.rank = packed.slot + listed;
+  std::vector<float> weights(work.num_tokens);
+  double weight = work.step.weight(), decay = work.step.decay();
+  for (int64_t t = work.num_tokens; t-- > 0; weight *= decay) weights[t] = (float)weight;
+  for (int64_t set = 0; set < layer.num_sets; set++) list_slots(work, packed, set);
+#pragma omp parallel if (omp_get_max_threads() > 1)
+  {
+#pragma omp for schedule(static) collapse(2)
+    for (int64_t head = 0; head < layer.num_heads; head++)
+      for (int64_t block = 0; block < packed.padded / COLUMNS; block++)
+        pack(work, packed, head, block);
+#pragma omp for schedule(dynamic) collapse(2)
+    for (int64_t head = 0; head < layer.num_queries(); head++)
+      for (int64_t tile = 0; tile < packed.tiles; tile++)
+        attend(work, packed, scored ? weights.data() : nullptr, head, tile);
+#pragma omp for schedule(dynamic)
+    for (int64_t set = 0; set < layer.num_sets; set++)
+      insert(work, packed, set);
+  }
+}
+
+}  // namespace
+
+extern "C" int64_t stride_size() { return sizeof(Stride); }
+
+extern "C" void attend_and_insert_stride(const Layer* layer, const Stride* stride,
+                                         const Rows* rows) {
+  if (layer->dtype == FP32) run<float>(*layer, *stride, *rows);
+  if (layer->dtype == BF16) run<bf16>(*layer, *stride, *rows);
+#ifdef HAS_FP16
+  if (layer->dtype == FP16) run<fp16>(*layer, *stride, *rows);
+#endif
+}

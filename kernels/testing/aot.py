@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile kernels for GPUs that are not here, and read what they need from the binary.
+
+The launchers themselves run, on meta tensors, with the launch replaced by a note of it: what is
+compiled is what would be launched, down to the specialisation on divisible strides.
+``TRITON_INTERPRET`` must not be set.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from ..triton.assign import assign
+from ..triton.attend import attend
+from ..triton.column_sums import column_sums, stride_scores
+from ..triton.combine import merge, update
+from ..triton.insert import insert
+from ..triton.insert_stride import insert_strides
+from ..triton.prefill import attend_strides
+from ..triton.rotate import gather
+from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
+from ..triton.tiles import STEP_COLUMNS
+
+CAPABILITIES = (80, 90, 100)
+MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that one block may use."""
+_TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer as it would be served: batch 64, 2,052 cached tokens, pages of 16."""
+
+    head_size: int = 128
+    num_heads: int = 8
+    group: int = 4
+    dtype: torch.dtype = torch.float16
+    per_head: bool = False
+    interleaved: bool = False
+    rotary: bool = True
+    alibi: bool = False
+    softcap: float = 0.0
+    logit_scale: bool = False
+    reduction: str = "mean"
+    keep_logits: bool = True
+    token: bool = False
+    batch: int = 64
+    splits: int = 2
+    block_size: int = 16
+    pages: int = 130
+    stride: int = 512
+
+    def label(self) -> str:
+        """Differences from the default, in words."""
+        words = [f"{self.num_heads * self.group}/{self.num_heads} x {self.head_size}"]
+        words.append(str(self.dtype).removeprefix("torch."))
+        flags = ("per_head", "interleaved", "alibi", "logit_scale", "token")
+        words += [name for name in flags if getattr(self, name)]
+        words += ["soft cap"] if self.softcap else []
+        words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
+        words += [f"{self.pages} pages"] if self.block_size * self.pages < 2000 else []
+        words += [self.reduction] if self.reduction != "mean" else []
+        words += [] if self.rotary or self.alibi else ["no rotation"]
+        words += [] if self.keep_logits else ["no scores"]
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with the arguments it was launched with."""
+
+    function: JITFunction
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs. ``spilled``: bytes of stack a thread, 0 is none."""
+
+    kernel: str
+    label: str
+    capability: int
+    warps: int
+    registers: int
+    shared: int
+    spilled: int
+
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+
+@contextmanager
+def _recording(launches: list[Launch]) -> Iterator[None]:
+    original = JITFunction.run
+
+    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
+        arguments = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        assert set(arguments) == set(self.arg_names), set(self.arg_names) ^ set(arguments)
+        launches.append(Launch(self, arguments, options))
+
+    JITFunction.run = note
+    try:
+        yield
+    finally:
+        JITFunction.run = original
+
+
+def launches_of(call: Callable[[], Any]) -> list[Launch]:
+    """The kernels that a function would launch; nothing runs."""
+    launches: list[Launch] = []
+    with _recording(launches):
+        call()
+    return launches
+
+
+def compile_launch(launch: Launch, label: str, capability: int) -> Resources:
+    """Compile for a compute capability, such as 90, and read the binary's needs."""
+    assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET to compile"
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(launch.function.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = "*" + _TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    source = ASTSource(launch.function, signature, constants, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    compiled = triton.compile(source, target=target, options=launch.options)
+    registers, stack = _usage(compiled.asm["cubin"])
+    name = launch.function.fn.__name__.removeprefix("_")
+    metadata = compiled.metadata
+    return Resources(name, label, capability, metadata.num_warps, registers, metadata.shared, stack)
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack a thread, from the tool that comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        done = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+    finally:
+        os.unlink(file.name)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    assert found is not None, done.stdout
+    return int(found[1]), int(found[2])
+
+
+def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+class _Layer:
+    """Meta tensors of a shape, and a call of every launcher."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        heads, page, size = shape.num_heads, shape.block_size, shape.head_size
+        sets = heads if shape.per_head else 1
+        blocks = shape.batch * shape.pages + 1
+        f32, i32 = torch.float32, torch.int32
+        self.kv = _meta(blocks, heads, page, 2 * size, dtype=shape.dtype)
+        self.rank = _meta(blocks, sets, page, dtype=i32)
+        self.born, self.token = torch.empty_like(self.rank), torch.empty_like(self.rank)
+        self.score = _meta(blocks, sets, page, dtype=f32)
+        self.table = _meta(shape.batch, shape.pages, dtype=i32)
+        self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
+        half = size // 2 if shape.rotary and not shape.alibi else 0
+        self.rotation = _meta(4096, 2, half, dtype=f32) if half else None
+        queries = heads * shape.group
+        self.slopes = _meta(queries, dtype=f32) if shape.alibi else None
+        self.query = _meta(shape.batch, queries, size, dtype=shape.dtype)
+        self.key = _meta(shape.batch, heads, size, dtype=shape.dtype)
+        self.sets, self.queries = sets, queries
+
+    @property
+    def words(self) -> tuple[torch.Tensor | None, ...]:
+        return (
+            self.kv,
+            self.rank,
+            self.born,
+            self.score,
+            self.token if self.shape.token else None,
+        )
+
+    def decode(self) -> None:
+        """Schedule, attend, merge, update, assign and insert."""
+        shape, f32 = self.shape, torch.float32
+        i32 = torch.int32
+        tables = ScheduleTables(
+            _meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32)
+        )
+        lengths = _meta(shape.batch, dtype=i32)
+        positions = _meta(shape.batch, dtype=torch.int64)
+        schedule(lengths, self.table, tables, lengths, self.steps, positions)
+        scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
+        parts, parts_lse, logits, own = attend._init_fn(
+            *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
+            *(self.steps, self.rotation, self.slopes, scale, 0.088, shape.softcap),
+            *(shape.interleaved, shape.splits, shape.keep_logits),
+        )
+        lse = merge._init_fn(parts, parts_lse, self.steps, torch.empty_like(self.query))
+        if shape.keep_logits:
+            update._init_fn(
+                *(logits, own, lse, self.rank, self.score, self.table, self.steps),
+                shape.reduction,
+            )
+        given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
+        assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps)
+        insert._init_fn(
+            *(self.key, self.key, _meta(shape.batch, self.sets, dtype=f32), *self.words),
+            *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits),
+        )
+
+    def prefill(self) -> None:
+        """Gather, attend, column sums, scores and insert, of one stride."""
+        shape, f32 = self.shape, torch.float32
+        steps, table, tokens = self.steps[:1], self.table[:1], shape.stride
+        query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
+        key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
+        scale = _meta(tokens, dtype=f32) if shape.logit_scale else None
+        keys, values, old, _ = gather._init_fn(
+            *self.words, table, steps, self.rotation, shape.interleaved, 2048
+        )
+        common = (self.slopes, scale)
+        output = torch.empty_like(query)
+        lse = attend_strides._init_fn(
+            *(query, key, key, keys, values, steps, *common, output, 0.088, shape.softcap, tokens)
+        )
+        if not shape.keep_logits:
+            return
+        sums = column_sums._init_fn(
+            *(query, key, keys, lse, _meta(tokens, dtype=f32), steps, *common),
+            *(0.088, shape.softcap, tokens),
+        )
+        scores = stride_scores._init_fn(sums, old, _meta(1, dtype=f32), steps, shape.reduction)
+        keep = _meta(*scores.shape, dtype=torch.bool)
+        insert_strides._init_fn(key, key, keep, scores, *self.words, table, steps, tokens)
+
+
+def resources_of(shape: Shape, capability: int) -> list[Resources]:
+    """Every kernel of both paths, compiled for one capability."""
+    layer = _Layer(shape)
+    launches = launches_of(lambda: (layer.decode(), layer.prefill()))
+    return [compile_launch(launch, shape.label(), capability) for launch in launches]
+
+
+DEFAULT_SHAPES = tuple(
+    Shape(head_size=size, dtype=dtype)
+    for size in (64, 80, 96, 128, 256)
+    for dtype in (torch.float16, torch.bfloat16)
+)
+"""What models use: every head size, both 16-bit types."""
+OTHER_SHAPES = (
+    Shape(group=1),
+    Shape(group=8, num_heads=4),
+    Shape(dtype=torch.float32),
+    Shape(dtype=torch.float32, head_size=64),
+    Shape(dtype=torch.float32, group=1, num_heads=32),
+    Shape(per_head=True),
+    Shape(per_head=True, reduction="max", token=True),
+    Shape(reduction="median"),
+    Shape(interleaved=True, head_size=64),
+    Shape(alibi=True),
+    Shape(softcap=30.0, logit_scale=True),
+    Shape(rotary=False, keep_logits=False),
+    Shape(keep_logits=False),
+    Shape(block_size=32, pages=65),
+    Shape(pages=30),
+)

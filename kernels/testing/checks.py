@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel against its fp64 reference on a random, poisoned page pool.
+
+Used by ``tests/kernels`` (in Triton's interpreter) and by ``benchmarks.gpu_check`` (on a GPU), so
+that both mean the same by "correct". A check raises ``AssertionError``, or returns its largest
+error.
+"""
+
+import random
+
+import torch
+
+from ..triton.attend import attend, attend_reference
+from ..triton.column_sums import column_sums, column_sums_reference, stride_scores
+from ..triton.combine import merge, update, update_reference
+from ..triton.configs import attend_splits
+from ..triton.prefill import attend_strides, attend_strides_reference
+from ..triton.rotate import gather, gather_reference, rotate_reference, rotation_table
+from ..triton.schedule import (
+    HEAD_COLUMNS,
+    TABLE_COLUMNS,
+    ScheduleTables,
+    schedule,
+    schedule_reference,
+)
+from ..triton.tiles import CACHED, DECAY, LENGTH, START, STEP_COLUMNS, WEIGHT, float_bits
+from .insertion_checks import NUM_RULES, check_assign, check_insert, check_insert_strides
+from .random_pool import (
+    TOLERANCE,
+    Case,
+    chronological,
+    close,
+    make_cache,
+    new_tokens,
+    on,
+    real_rows,
+    same,
+    stride_steps,
+    table_of,
+)
+
+__all__ = [
+    "NUM_RULES",
+    "Case",
+    "check_assign",
+    "check_decode",
+    "check_insert",
+    "check_insert_strides",
+    "check_prefill",
+    "check_rotation_table",
+    "check_schedule",
+    "make_cache",
+]
+
+
+def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
+    """``attend``, ``merge`` and ``update`` of one token a request."""
+    cache, steps = make_cache(case)
+    num_rows = len(case.lengths)
+    averages = [(0.9 - 0.1 * (row % 3), 0.1 + 0.2 * (row % 2)) for row in range(num_rows)]
+    for row in real_rows(case):
+        bits = [float_bits(value) for value in averages[row]]
+        steps[row, DECAY.value], steps[row, WEIGHT.value] = bits[0], bits[1]
+    query, key, value = new_tokens(case, num_rows)
+    factors = torch.rand(num_rows) + 0.5 if case.logit_scale else None
+    scale = case.head_size**-0.5
+    ours = cache.to(device)
+    dsteps, dq, dk, dv, slopes, dfactors = on(
+        device, steps, query, key, value, case.slopes, factors
+    )
+    splits = case.splits
+    if splits is None:
+        slots = ours.table.shape[1] * case.block_size
+        splits = attend_splits(ours.pool.device, num_rows, case.num_heads, slots)
+    splits = 1 << (splits - 1).bit_length()
+    before = ours.pool.clone()
+    parts, parts_lse, logits, own = attend(
+        *(dq, dk, dv, ours.kv, ours.rank, ours.born, ours.table, dsteps),
+        *(table_of(case, device), slopes, dfactors, scale, case.softcap, case.interleaved),
+        *(splits, True),
+    )
+    output = torch.full_like(dq, torch.nan)
+    lse = merge(parts, parts_lse, dsteps, output)
+    same("attend writes no page", ours.pool, before.cpu())
+    new_score = update(
+        *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction)
+    )
+    tolerance = TOLERANCE[case.dtype]
+    errors = {"output": 0.0, "lse": 0.0, "score": 0.0}
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        blocks = cache.table[row]
+        expected, norm, raw = attend_reference(
+            *(query[row], key[row], value[row], cache.kv, cache.rank, cache.born, blocks, step),
+            case.inv_freq,
+            scale=scale,
+            slopes=case.slopes,
+            logit_scale=1.0 if factors is None else float(factors[row]),
+            softcap=case.softcap,
+            interleaved=case.interleaved,
+        )
+        errors["output"] = max(errors["output"], close("output", output[row], expected, tolerance))
+        errors["lse"] = max(errors["lse"], close("lse", lse[row], norm, tolerance))
+        _, _, old, slots = gather_reference(
+            *(cache.kv, cache.rank, cache.born, cache.score, blocks, step, None, False)
+        )
+        scores = update_reference(raw, old, *averages[row], case.reduction)
+        actual = ours.to("cpu").words("score", row).gather(1, slots)
+        errors["score"] = max(
+            errors["score"],
+            close("scores", actual, scores[:, :-1], tolerance),
+            close("new scores", new_score[row], scores[:, -1], tolerance),
+        )
+    for row in set(range(num_rows)) - set(real_rows(case)):
+        same("output of padding", output[row], torch.zeros_like(query[row]))
+    after = ours.to("cpu")
+    after.score.copy_(cache.score)
+    same("update writes scores only", after.pool, cache.pool)
+    return errors
+
+
+def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
+    """``gather``, ``attend_strides``, ``column_sums`` and ``stride_scores``."""
+    cache, steps = make_cache(case)
+    num_tokens = stride_steps(case, steps)
+    query, key, value = new_tokens(case, num_tokens)
+    factors = torch.rand(num_tokens) + 0.5 if case.logit_scale else None
+    scale, decay, weight = case.head_size**-0.5, 0.97, 0.03
+    ours = cache.to(device)
+    longest = max(case.strides)
+    decays = (weight * decay ** torch.arange(longest, dtype=torch.float64)).float()
+    fades = (decay ** steps[:, LENGTH.value].double()).float()
+    dsteps, dq, dk, dv, slopes, dfactors, ddecays, dfades = on(
+        device, steps, query, key, value, case.slopes, factors, decays, fades
+    )
+    max_cached = max(n or 0 for n in case.lengths)
+    keys, values, scores, tokens = gather(
+        *(ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table, dsteps),
+        *(table_of(case, device), case.interleaved, max_cached),
+    )
+    output = torch.full_like(dq, torch.nan)
+    common = (slopes, dfactors)
+    lse = attend_strides(
+        *(dq, dk, dv, keys, values, dsteps, *common, output, scale, case.softcap, longest)
+    )
+    sums = column_sums(*(dq, dk, keys, lse, ddecays, dsteps, *common, scale, case.softcap, longest))
+    new_scores = stride_scores(sums, scores, dfades, dsteps, case.reduction)
+    same("prefill attention writes no page", ours.pool, cache.pool)
+    tolerance = TOLERANCE[case.dtype]
+    errors = {"keys": 0.0, "output": 0.0, "lse": 0.0, "sums": 0.0, "scores": 0.0}
+    written = torch.zeros(num_tokens, dtype=torch.bool)
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        n, length = step[CACHED.value], step[LENGTH.value]
+        rows = slice(step[START.value], step[START.value] + length)
+        written[rows] = True
+        old = gather_reference(
+            *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
+            *(case.inv_freq, case.interleaved),
+        )
+        expected, norm, probs = attend_strides_reference(
+            *(query[rows], key[rows], value[rows], old[0], old[1]),
+            scale=scale,
+            slopes=case.slopes,
+            logit_scale=None if factors is None else factors[rows],
+            softcap=case.softcap,
+        )
+        mass = column_sums_reference(probs, decay, weight)
+        final = mass.unflatten(0, (case.num_sets, -1))
+        final = {"mean": final.mean(1), "max": final.amax(1), "median": final.median(1).values}[
+            case.reduction
+        ]
+        final[:, :n] += decay**length * old[2]
+        same("values", values[row, :, :n].double(), old[1])
+        same("old scores", scores[row, :, :n].double(), old[2])
+        same("tokens", tokens[row, :, :n], chronological(cache, row, step)[2])
+        for name, actual, wanted in (
+            ("keys", keys[row, :, :n], old[0]),
+            ("output", output[rows], expected),
+            ("lse", lse[rows], norm),
+            ("sums", sums[row, :, : n + length], mass),
+            ("scores", new_scores[row, :, : n + length], final),
+        ):
+            errors[name] = max(errors[name], close(name, actual, wanted, tolerance))
+    assert output[~written.to(output.device)].isnan().all(), "wrote rows of other requests"
+    return errors
+
+
+def check_schedule(device: torch.device | str, seed: int = 0) -> float:
+    """``schedule`` on random tables of three policies, with rows of length 0."""
+    rng = random.Random(seed)
+    rows: list[list[int]] = []
+    heads = []
+    for _ in range(3):
+        transient, period = rng.randrange(0, 40), rng.randrange(1, 9)
+        scores = [rng.randrange(10**9) for _ in range(HEAD_COLUMNS - 3)]
+        heads.append([len(rows), transient, period, *scores])
+        for _ in range(transient + period):
+            rows.append([rng.randrange(0, 999) for _ in range(TABLE_COLUMNS)])
+    lengths = [rng.choice([0, 1, 2, 39, 40, 41, 777, 10**6]) for _ in range(300)]
+    policy_of = [rng.randrange(3) for _ in lengths]
+    int32 = {"dtype": torch.int32, "device": device}
+    tables = ScheduleTables(torch.tensor(rows, **int32), torch.tensor(heads, **int32))
+    steps = torch.full((310, STEP_COLUMNS), -99, **int32)
+    positions = torch.full((310,), -99, dtype=torch.int64, device=device)
+    blocks = [rng.choice([0, 7, 8, 9]) for _ in lengths]
+    block_table = torch.tensor([[block, 5] for block in blocks], **int32)
+    seq_lens, of = torch.tensor(lengths, **int32), torch.tensor(policy_of, **int32)
+    schedule(seq_lens, block_table, tables, of, steps, positions)
+    expected = schedule_reference(lengths, blocks, rows, heads, policy_of)
+    same("steps", steps[:300], torch.tensor(expected, dtype=torch.int32))
+    same("positions", positions[:300], torch.tensor([row[1] for row in expected]))
+    assert (steps[300:] == -99).all() and (positions[300:] == -99).all(), "wrote past the batch"
+    return 0.0
+
+
+def check_rotation_table(device: torch.device | str) -> float:
+    """The table turns an fp32 vector as fp64 trigonometry does, up to large distances."""
+    case = Case()
+    table = rotation_table(case.inv_freq, 40000, device).cpu()
+    distance = torch.tensor([0, 1, 977, 40000])
+    x = torch.randn(4, case.head_size, generator=torch.Generator().manual_seed(0))
+    cos, sin = table[distance].unbind(1)
+    first, second = x[:, : case.half], x[:, case.half :]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=1)
+    return close("table", turned, rotate_reference(x, distance, case.inv_freq, False), 1e-6)

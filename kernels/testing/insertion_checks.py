@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What puts tokens into pages, against its reference: the whole pool, byte by byte."""
+
+import torch
+
+from ..triton.assign import assign, assign_reference
+from ..triton.insert import insert, survivors_reference
+from ..triton.insert_stride import insert_strides
+from ..triton.tiles import (
+    CACHED,
+    CELL,
+    LENGTH,
+    LO,
+    MORE,
+    NEW_SLOTS,
+    NEWEST_STAYS,
+    NUM_MORE,
+    PER_AGE,
+    START,
+    STREAM,
+)
+from .random_pool import (
+    Cache,
+    Case,
+    chronological,
+    make_cache,
+    new_tokens,
+    on,
+    real_rows,
+    same,
+    stride_steps,
+)
+
+
+def _cells(lo: int, hi: int, size: int) -> tuple[int, int, int, int]:
+    """A rule of cells, or none where the range is too short."""
+    evicts = hi - lo - -(-(hi - lo) // abs(size)) if hi > lo else 0
+    return (lo, hi, evicts, size) if evicts else (0, 0, 0, 0)
+
+
+def _lists_of_rules(n: int) -> list[list[tuple[int, int, int, int]]]:
+    """Every family of rules on a line of ``n`` cached tokens and the incoming one."""
+    lo = min(2, n)
+    middle = max(lo + (n - lo) // 3, lo)
+    several = [(min(lo, n - i), n + 1 - i, 1, 0) for i in range(min(3, n + 1))]
+    return [
+        [(0, 0, 0, 0)],  # grow
+        [(lo, lo + 1, 1, 0)],  # the oldest after the sinks
+        [(max(n - 1, 0), n + 1, 1, 0)],  # the newest or the incoming
+        [(n // 2, min(n // 2 + 2, n + 1), 1, 0)],  # two neighbours
+        [(lo, n + 1, 1, 0)],  # any but the sinks
+        [(min(1, n), max(n - 2, min(1, n) + 1), 1, 0)],  # between sinks and window
+        [(lo, max(n - 3, lo + 1), max(n - 3, lo + 1) - lo, 0)],  # all of a range
+        [(n, n + 1, 1, 0)],  # the incoming itself
+        [_cells(lo, n, 3)],  # the best of every three
+        [_cells(middle, n, 5), _cells(lo, middle, -2)],  # a comb
+        several,  # the lowest, three times: a batch
+        [(n, n + 1, 1, 0), (0, min(n, 1), min(n, 1), 0), _cells(0, n - 1, 2)],
+    ]
+
+
+NUM_RULES = 12
+
+
+def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch.Tensor:
+    """Give every row a list of rules; ``variant`` rotates through them. Returns further ones."""
+    more = [[99, 99, 99, 99]]  # belongs to nobody
+    for row in real_rows(case):
+        n = int(steps[row, CACHED.value])
+        first, *others = _lists_of_rules(n)[(row + variant) % NUM_RULES]
+        steps[row, LO.value : CELL.value + 1] = torch.tensor(first)
+        steps[row, MORE.value], steps[row, NUM_MORE.value] = len(more), len(others)
+        more += others
+        if first[2] == 0:
+            steps[row, NEW_SLOTS.value] = max(cache.slots[row], n + 1)
+    steps[:, PER_AGE.value] = int(case.per_age)
+    steps[:, NEWEST_STAYS.value] = int(case.newest_stays)
+    return torch.tensor(more, dtype=torch.int32)
+
+
+def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> float:
+    """``insert``: the whole pool, byte by byte, up to which free slot a token takes."""
+    cache, steps = make_cache(case)
+    more = _rules(case, steps, cache, variant)
+    num_rows = len(case.lengths)
+    _, key, value = new_tokens(case, num_rows)
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    new_score = torch.rand(num_rows, case.num_sets, generator=generator)
+    new_score = (new_score * 8).round() / 8 - 0.5
+    ours = cache.to(device)
+    dsteps, dk, dv, dscore, dmore = on(device, steps, key, value, new_score, more)
+    insert(
+        *(dk, dv, dscore, ours.kv, ours.rank, ours.born, ours.score, ours.token),
+        *(ours.table, dsteps, dmore, True),
+    )
+    after = ours.to("cpu")
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        first, last = step[MORE.value], step[MORE.value] + step[NUM_MORE.value]
+        rules = [step[LO.value : CELL.value + 1], *more[first:last].tolist()]
+        for head_set, kept in enumerate(_expected_ranks(case, cache, row, step, rules, new_score)):
+            _apply_one(case, cache, after, row, head_set, step, kept, (key, value, new_score))
+    same("pool", after.pool, cache.pool)
+    return 0.0
+
+
+def check_assign(case: Case, device: torch.device | str) -> float:
+    """``assign``: one score a request changes in every head set, and nothing else."""
+    cache, steps = make_cache(case)
+    num_rows = len(case.lengths)
+    generator = torch.Generator().manual_seed(case.seed + 4)
+    given = torch.rand(num_rows, generator=generator)
+    # A row that only pads brings any number, here what the null block seems to hold.
+    wanted = [3 if n is None else n - 1 - row % 3 for row, n in enumerate(case.lengths)]
+    ranks = torch.tensor(wanted, dtype=torch.int32)
+    ours = cache.to(device)
+    dgiven, dranks, dsteps = on(device, given, ranks, steps)
+    assign(dgiven, dranks, ours.rank, ours.score, ours.table, dsteps)
+    for row in real_rows(case):
+        valid = cache.words("rank", row)
+        valid[:, cache.slots[row] :] = -1  # stale: must not be taken for the token
+        old = cache.words("score", row)
+        value = assign_reference(float(given[row]), int(ranks[row]), valid, old)
+        cache.put_all("score", row, value)
+    same("pool", ours.pool, cache.pool)
+    return 0.0
+
+
+def _expected_ranks(
+    case: Case,
+    cache: Cache,
+    row: int,
+    step: list[int],
+    rules: list[list[int]],
+    new_score: torch.Tensor,
+) -> list[list[int]]:
+    _, scores, tokens = chronological(cache, row, step)
+    compared = torch.cat([scores, new_score[row][:, None]], dim=1)
+    if case.per_age:
+        now = step[STREAM.value] + 1
+        age = torch.cat([now - tokens, torch.ones(len(tokens), 1)], dim=1)
+        compared = compared / age.float()
+    return survivors_reference(step[CACHED.value], rules, compared, case.newest_stays)
+
+
+def _apply_one(
+    case: Case,
+    cache: Cache,
+    after: Cache,
+    row: int,
+    head_set: int,
+    step: list[int],
+    kept: list[int],
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Do to the reference pool what one insertion must do; the free slot is read from ours."""
+    cached = step[CACHED.value]
+    slots = chronological(cache, row, step)[0][head_set].tolist()
+    used = {slots[r] for r in kept if r < cached}
+    ranks = cache.words("rank", row)
+    ranks[head_set, : step[NEW_SLOTS.value]] = -1
+    for index, r in enumerate(kept):
+        if r < cached:
+            ranks[head_set, slots[r]] = index
+    cache.put_all("rank", row, ranks)
+    if cached not in kept:
+        return
+    last = len(kept) - 1
+    ranks = after.words("rank", row)[head_set, : step[NEW_SLOTS.value]]
+    (found,) = (ranks == last).nonzero(as_tuple=True)
+    assert len(found) == 1 and int(found) not in used, "the new token needs one free slot"
+    slot = int(found)
+    _put_token(case, cache, row, head_set, slot, last, cached, step[STREAM.value], new[2][row])
+    _put_kv(case, cache, row, head_set, slot, new[0][row], new[1][row])
+
+
+def _put_token(
+    case: Case,
+    cache: Cache,
+    row: int,
+    head_set: int,
+    slot: int,
+    rank: int,
+    born: int,
+    token: int,
+    score: torch.Tensor,
+) -> None:
+    cache.put("rank", row, head_set, slot, rank)
+    cache.put("born", row, head_set, slot, born)
+    cache.put("token", row, head_set, slot, token)
+    cache.put("score", row, head_set, slot, score[head_set].item())
+
+
+def _put_kv(
+    case: Case,
+    cache: Cache,
+    row: int,
+    head_set: int,
+    slot: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    block, offset = cache.table[row, slot // case.block_size], slot % case.block_size
+    for head in [head_set] if case.per_head else range(case.num_heads):
+        cache.kv[block, head, offset] = torch.cat([key[head], value[head]])
+
+
+def check_insert_strides(case: Case, device: torch.device | str) -> float:
+    """``insert_strides`` with random keep-masks: ranks, words, keys and values of survivors."""
+    cache, steps = make_cache(case)
+    num_tokens = stride_steps(case, steps)
+    _, key, value = new_tokens(case, num_tokens)
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    columns = max(n or 0 for n in case.lengths) + max(case.strides)
+    keep = torch.zeros(len(case.lengths), case.num_sets, columns, dtype=torch.bool)
+    for row in real_rows(case):
+        total = int(steps[row, CACHED.value] + steps[row, LENGTH.value])
+        survivors = int(torch.randint(1, total + 1, (1,), generator=generator))
+        if row % 3 == 0:
+            survivors = total  # nothing leaves
+        for head_set in range(case.num_sets):
+            keep[row, head_set, torch.randperm(total, generator=generator)[:survivors]] = True
+        keep[row, :, total:] = True  # beyond the stride: must be ignored
+        steps[row, NEW_SLOTS.value] = max(cache.slots[row], survivors)
+    scores = torch.rand(keep.shape, generator=generator)
+    ours = cache.to(device)
+    dsteps, dk, dv, dkeep, dscores = on(device, steps, key, value, keep, scores)
+    insert_strides(
+        *(dk, dv, dkeep, dscores, ours.kv, ours.rank, ours.born, ours.score, ours.token),
+        *(ours.table, dsteps, max(case.strides)),
+    )
+    after = ours.to("cpu")
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        for head_set in range(case.num_sets):
+            _apply_stride(case, cache, after, row, head_set, step, keep, scores, key, value)
+    same("pool", after.pool, cache.pool)
+    return 0.0
+
+
+def _apply_stride(
+    case: Case,
+    cache: Cache,
+    after: Cache,
+    row: int,
+    head_set: int,
+    step: list[int],
+    keep: torch.Tensor,
+    scores: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> None:
+    n, length, start = step[CACHED.value], step[LENGTH.value], step[START.value]
+    kept = keep[row, head_set, : n + length].nonzero()[:, 0].tolist()
+    slots = chronological(cache, row, step)[0][head_set].tolist()
+    used = {slots[r] for r in kept if r < n}
+    final = after.words("rank", row)[head_set, : step[NEW_SLOTS.value]]
+    ranks, old_scores = cache.words("rank", row), cache.words("score", row)
+    ranks[head_set, : step[NEW_SLOTS.value]] = -1
+    for index, r in enumerate(kept):
+        if r < n:
+            ranks[head_set, slots[r]] = index
+            old_scores[head_set, slots[r]] = scores[row, head_set, r]
+    cache.put_all("rank", row, ranks)
+    cache.put_all("score", row, old_scores)
+    for index, r in enumerate(kept):
+        if r < n:
+            continue
+        (found,) = (final == index).nonzero(as_tuple=True)
+        assert len(found) == 1 and int(found) not in used, "a survivor needs one free slot"
+        slot, i = int(found), r - n
+        used.add(slot)
+        _put_token(
+            *(case, cache, row, head_set, slot, index, n + i, step[STREAM.value] + i),
+            scores[row, :, r],
+        )
+        _put_kv(case, cache, row, head_set, slot, key[start + i], value[start + i])

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A random, poisoned page pool and new tokens for it: what every check of a kernel starts from.
+
+Whatever a kernel must not read is NaN or absurd; whatever it must not write is compared byte by
+byte.
+"""
+
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..triton.rotate import rotation_table
+from ..triton.tiles import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STEP_COLUMNS, STREAM
+
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+POISON = 0xFF
+"""Byte of fresh memory: NaN as fp16, bf16 and fp32, -1 as int32 (also a rank that means empty)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer's shape, a batch's cache lengths (None: a row that only pads), and options.
+
+    ``holes``: empty slots among each request's; 0: a few, at random.
+    """
+
+    lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
+    num_heads: int = 2
+    group: int = 2
+    head_size: int = 64
+    block_size: int = 16
+    per_head: bool = False
+    dtype: torch.dtype = torch.float32
+    rotary_dim: int | None = None
+    interleaved: bool = False
+    alibi: bool = False
+    softcap: float = 0.0
+    logit_scale: bool = False
+    reduction: str = "mean"
+    newest_stays: bool = True
+    per_age: bool = False
+    splits: int | None = 3
+    strides: tuple[int, ...] = (1, 7, 33, 16, 5)
+    holes: int = 0
+    max_distance: int = 300
+    seed: int = 0
+
+    @property
+    def num_sets(self) -> int:
+        return self.num_heads if self.per_head else 1
+
+    @property
+    def half(self) -> int:
+        return (self.head_size if self.rotary_dim is None else self.rotary_dim) // 2
+
+    @property
+    def inv_freq(self) -> torch.Tensor | None:
+        if self.alibi:
+            return None
+        return 100.0 ** -(torch.arange(self.half) / self.half)
+
+    @property
+    def slopes(self) -> torch.Tensor | None:
+        count = self.num_heads * self.group
+        return 2.0 ** -(torch.arange(count) % 8 + 1.0) if self.alibi else None
+
+
+@dataclass
+class Cache:
+    """A page pool with its views, and the block tables of a batch, all on one device."""
+
+    case: Case
+    pool: torch.Tensor
+    table: torch.Tensor
+    slots: list[int]
+
+    def __post_init__(self) -> None:
+        case, words = self.case, 4
+        page, heads, size = case.block_size, case.num_heads, case.head_size
+        kv_bytes = heads * page * 2 * size * case.dtype.itemsize
+        flat = self.pool.view(case.dtype)
+        self.kv = (
+            flat[:, : kv_bytes // case.dtype.itemsize]
+            .view(flat.dtype)
+            .as_strided(
+                (len(flat), heads, page, 2 * size), (flat.stride(0), page * 2 * size, 2 * size, 1)
+            )
+        )
+        tail = self.pool.view(torch.int32)
+        first = kv_bytes // 4
+        views = tail.as_strided(
+            (len(tail), words, case.num_sets, page),
+            (tail.stride(0), case.num_sets * page, page, 1),
+            first,
+        ).unbind(1)
+        self.rank, self.born, score, self.token = views
+        self.score = score.view(torch.float32)
+
+    def to(self, device: torch.device | str) -> "Cache":
+        """A copy, also on the same device."""
+        pool = self.pool.to(device, copy=True)
+        return Cache(self.case, pool, self.table.to(device), self.slots)
+
+    def words(self, which: str, row: int) -> torch.Tensor:
+        """A copy of one word of a request, ``[S, N]`` by slot."""
+        blocks = self.table[row].long()
+        return getattr(self, which)[blocks].transpose(0, 1).flatten(1)
+
+    def put_all(self, which: str, row: int, values: torch.Tensor) -> None:
+        """Write one word of a request, ``[S, N]`` by slot."""
+        blocks = self.table[row].long()
+        paged = values.unflatten(1, (-1, self.case.block_size)).transpose(0, 1)
+        getattr(self, which)[blocks] = paged.to(getattr(self, which).dtype)
+
+    def put(self, which: str, row: int, head_set: int, slot: int, value: float) -> None:
+        block = int(self.table[row, slot // self.case.block_size])
+        getattr(self, which)[block, head_set, slot % self.case.block_size] = value
+
+
+def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
+    """``_make_cache``, made once for the checks of one case."""
+    cache, steps = _make_cache(case)
+    return cache.to("cpu"), steps.clone()
+
+
+@lru_cache(maxsize=1)
+def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
+    """A pool on the CPU and the step rows of a batch (columns for both kinds filled by callers).
+
+    Slots in use are a random subset in random order; the others, and slots that never held a
+    token, hold NaN keys and values. Block 0 is the null block.
+    """
+    rng = random.Random(case.seed)
+    generator = torch.Generator().manual_seed(case.seed)
+    room = max(case.strides)
+    per_row = max(n or 0 for n in case.lengths) + case.holes + 2 * room + 2 * case.block_size
+    pages = -(-per_row // case.block_size)
+    num_blocks = 1 + pages * len(case.lengths)
+    kv_bytes = case.num_heads * case.block_size * 2 * case.head_size * case.dtype.itemsize
+    page_bytes = kv_bytes + 4 * 4 * case.num_sets * case.block_size
+    pool = torch.full((num_blocks, page_bytes), POISON, dtype=torch.uint8)
+    order = torch.randperm(num_blocks - 1, generator=generator).int() + 1
+    table = order.view(len(case.lengths), pages)
+    slots = [
+        0 if n is None else n + (case.holes or rng.choice([0, 0, 1, 5])) * (n > 0)
+        for n in case.lengths
+    ]
+    cache = Cache(case, pool, table, slots)
+    cache.rank[0] = 3  # the null block may hold anything, also what looks like tokens
+    steps = torch.zeros(len(case.lengths), STEP_COLUMNS, dtype=torch.int32)
+    for row, length in enumerate(case.lengths):
+        if length is None:
+            steps[row] = 50  # warm-up brings numbers without pages
+            steps[row, STREAM.value] = -1
+            cache.table[row] = 0  # vLLM pads block tables with the null block
+            continue
+        stream = length + (rng.randrange(1, 200) if length else 0)
+        _fill(cache, row, length, stream, generator)
+        steps[row, STREAM.value] = stream
+        steps[row, CACHED.value] = length
+        steps[row, OLD_SLOTS.value] = slots[row]
+        steps[row, NEW_SLOTS.value] = slots[row]
+    # Beyond a request's slots ranks look valid, as stale memory may.
+    every = torch.arange(pages * case.block_size, dtype=torch.int32)
+    for row, length in enumerate(case.lengths):
+        if length is not None:
+            ranks = cache.words("rank", row)
+            ranks[:, slots[row] :] = every[slots[row] :] % 3
+            cache.put_all("rank", row, ranks)
+    return cache, steps
+
+
+def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Generator) -> None:
+    case, blocks = cache.case, cache.table[row].long()
+    page = case.block_size
+    for head_set in range(case.num_sets):
+        heads = [head_set] if case.per_head else range(case.num_heads)
+        slots = torch.randperm(cache.slots[row], generator=generator)[:length]
+        block, offset = blocks[slots // page], slots % page
+        rank = torch.arange(length, dtype=torch.int32)
+        moved = torch.randint(0, case.max_distance, (length,), generator=generator)
+        cache.rank[blocks[: -(-cache.slots[row] // page)], head_set] = -1
+        cache.rank[block, head_set, offset] = rank
+        cache.born[block, head_set, offset] = rank + moved.int()
+        score = torch.rand(length, generator=generator)
+        cache.score[block, head_set, offset] = (
+            score * 8
+        ).round() / 8 - 0.5  # many ties, also below 0
+        tokens = torch.randperm(max(stream, 1), generator=generator)[:length].sort().values
+        cache.token[block, head_set, offset] = tokens.int()
+        for head in heads:
+            row_kv = torch.randn(length, 2 * case.head_size, generator=generator)
+            cache.kv[block, head, offset] = row_kv.to(case.dtype)
+
+
+def new_tokens(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of new tokens."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    shape = num_tokens, case.num_heads, case.head_size
+    query = torch.randn(
+        num_tokens, case.num_heads * case.group, case.head_size, generator=generator
+    )
+    key, value = torch.randn(2, *shape, generator=generator)
+    return query.to(case.dtype), key.to(case.dtype), value.to(case.dtype)
+
+
+def table_of(case: Case, device: torch.device | str) -> torch.Tensor | None:
+    return (
+        None
+        if case.inv_freq is None
+        else rotation_table(case.inv_freq, case.max_distance + 1, device)
+    )
+
+
+def on(device: torch.device | str, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.to(device) for tensor in tensors]
+
+
+def close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """Largest error relative to ``1 + |expected|``; NaN and anything too large raise."""
+    actual = actual.detach().cpu().double()
+    error = (
+        ((actual - expected.double()).abs() / (1 + expected.double().abs())).max().item()
+        if actual.numel()
+        else 0.0
+    )
+    assert error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.0e}"
+    return error
+
+
+def same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+    actual = actual.cpu()
+    assert torch.equal(actual, expected), (
+        f"{name}: {int((actual != expected).sum())} of {actual.numel()} entries differ"
+    )
+
+
+def real_rows(case: Case) -> list[int]:
+    return [row for row, length in enumerate(case.lengths) if length is not None]
+
+
+def stride_steps(case: Case, steps: torch.Tensor) -> int:
+    """Fill ``START`` and ``LENGTH``; tokens in the step."""
+    place = 3  # the step's first tokens belong to others
+    for row in real_rows(case):
+        length = case.strides[row % len(case.strides)]
+        steps[row, START.value], steps[row, LENGTH.value] = place, length
+        place += length + 2
+    return place
+
+
+def chronological(cache: Cache, row: int, step: list[int]) -> tuple[torch.Tensor, ...]:
+    """Slots, scores and tokens ``[S, n]``, oldest first."""
+    ranks = cache.words("rank", row)[:, : step[OLD_SLOTS.value]]
+    order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, : step[CACHED.value]]
+    return order, *(cache.words(w, row).gather(1, order) for w in ("score", "token"))

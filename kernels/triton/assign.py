@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give one cached token a request the score that the host worked out for it.
+
+Scores that follow from the text alone (Dynamic Global Context's tf-idf,
+https://github.com/aaron-jx-li/augmented_streamingLLM) come with the step, not from attention.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import OLD_SLOTS, STREAM, check_steps, slot_tile
+
+
+@triton.jit
+def _assign(
+    given,
+    ranks,
+    rank,
+    score,
+    table,
+    steps,
+    word_stride,
+    table_stride,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head_set = tl.program_id(1)
+    wanted = tl.load(ranks + row)
+    if (tl.load(steps + row * STEP + STREAM) < 0) | (wanted < 0):
+        return
+    slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    value = tl.load(given + row)
+    table += row * table_stride
+    first = tl.program_id(2) * TILE
+    _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
+    found = tl.load(rank + word, mask=inside, other=-1) == wanted
+    tl.store(score + word, tl.zeros([TILE], tl.float32) + value, mask=found)
+
+
+@torch.library.custom_op("kv_cascade::assign", mutates_args=("score",))
+def assign(
+    given: torch.Tensor,
+    ranks: torch.Tensor,
+    rank: torch.Tensor,
+    score: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+) -> None:
+    """Set the score of one rank a request, in every head set.
+
+    Args:
+        given: fp32 ``[>= B]``.
+        ranks: int32 ``[>= B]``; negative: none.
+        rank, score: ``Pages`` views; ``score`` is written.
+        table: int32 ``[>= B, P]``.
+        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing.
+    """
+    check_steps(steps, table)
+    num_rows, (num_sets, page) = steps.shape[0], rank.shape[1:]
+    assert given.dtype == torch.float32 and ranks.dtype == torch.int32
+    assert given.is_contiguous() and ranks.is_contiguous()
+    assert min(len(given), len(ranks)) >= num_rows, (given.shape, ranks.shape)
+    if num_rows == 0:
+        return
+    num_slots = table.shape[1] * page
+    tile = min(1024, triton.next_power_of_2(num_slots))
+    _assign[(num_rows, num_sets, triton.cdiv(num_slots, tile))](
+        *(given, ranks, rank, score, table, steps, rank.stride(0), table.stride(0)),
+        STEP=steps.shape[1],
+        PAGE=page,
+        TILE=tile,
+        num_warps=4,
+    )
+
+
+@assign.register_fake
+def _(given, ranks, rank, score, table, steps) -> None:
+    return None
+
+
+def assign_reference(
+    given: float, wanted: int, ranks: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """One request: scores ``[S, N]`` by slot with ``given`` where ``ranks [S, N]`` says so."""
+    return torch.where((ranks == wanted) & (ranks >= 0), given, scores)

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After ``attend``: join the splits, and turn raw logits into the tokens' new scores.
+
+A score is an exponential average (``decay`` gamma, ``weight`` 1 - gamma) or a sum (both 1) of the
+attention probabilities that a token receives, reduced over the query heads of its head set.
+Source: Cascading KV Cache (https://arxiv.org/abs/2406.17808), token selection; H2O
+(https://arxiv.org/abs/2306.14048) for the sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import DECAY, OLD_SLOTS, STREAM, WEIGHT, check_steps, reduce_heads, slot_tile
+
+
+@triton.jit
+def _merge(
+    partial,
+    partial_lse,
+    steps,
+    output,
+    lse,
+    output_stride,
+    NUM_QUERIES: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    STEP: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    channel = tl.arange(0, HEAD_PAD)
+    inside = channel < HEAD
+    target = output + row * output_stride + head * HEAD + channel
+    if tl.load(steps + row * STEP + STREAM) < 0:
+        tl.store(target, tl.zeros([HEAD_PAD], output.dtype.element_ty), mask=inside)
+        return
+    place = (row * NUM_QUERIES + head) * SPLITS
+    split = tl.arange(0, SPLITS)
+    parts = tl.load(partial_lse + place + split)
+    top = tl.max(parts, axis=0)
+    weight = tl.exp(parts - top)
+    total = tl.sum(weight, axis=0)
+    rows = tl.load(
+        partial + (place + split)[:, None] * HEAD + channel[None, :],
+        mask=inside[None, :],
+        other=0.0,
+    )
+    merged = tl.sum(rows * weight[:, None], axis=0) / total
+    tl.store(target, merged.to(output.dtype.element_ty), mask=inside)
+    tl.store(lse + row * NUM_QUERIES + head, top + tl.log(total))
+
+
+@torch.library.custom_op("kv_cascade::merge", mutates_args=("output",))
+def merge(
+    partial: torch.Tensor, partial_lse: torch.Tensor, steps: torch.Tensor, output: torch.Tensor
+) -> torch.Tensor:
+    """Join ``attend``'s parts.
+
+    Args:
+        partial: fp32 ``[B, Hq, splits, D]``; splits are a power of two.
+        partial_lse: fp32 ``[B, Hq, splits]``.
+        steps: int32 ``[B, STEP_COLUMNS]``.
+        output: ``[B, Hq, D]``, written; zeros in rows that are padding.
+
+    Returns:
+        fp32 ``[B, Hq]`` log-sum-exps over all keys; not written in rows that are padding.
+    """
+    num_rows, num_queries, splits, head_size = partial.shape
+    assert partial.is_contiguous() and partial_lse.is_contiguous()
+    assert splits & (splits - 1) == 0, splits
+    assert output.shape == (num_rows, num_queries, head_size), output.shape
+    assert output.stride()[1:] == (head_size, 1), output.stride()
+    lse = partial_lse.new_empty(num_rows, num_queries)
+    if num_rows == 0:
+        return lse
+    _merge[(num_rows, num_queries)](
+        *(partial, partial_lse, steps, output, lse, output.stride(0)),
+        NUM_QUERIES=num_queries,
+        HEAD=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size),
+        STEP=steps.shape[1],
+        SPLITS=splits,
+        num_warps=4 if splits >= 8 else 1,
+    )
+    return lse
+
+
+@merge.register_fake
+def _(partial, partial_lse, steps, output):
+    return partial_lse.new_empty(partial.shape[:2])
+
+
+@triton.jit
+def _update(
+    logits,
+    own,
+    lse,
+    rank,
+    score,
+    table,
+    steps,
+    new_score,
+    word_stride,
+    table_stride,
+    logits_stride,
+    NUM_QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head_set = tl.program_id(1)
+    tile = tl.program_id(2)
+    if tl.load(steps + row * STEP + STREAM) < 0:
+        return
+    slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    decay = tl.load(steps + row * STEP + DECAY).to(tl.float32, bitcast=True)
+    weight = tl.load(steps + row * STEP + WEIGHT).to(tl.float32, bitcast=True)
+    member = tl.arange(0, HEADS_PAD)
+    real = member < HEADS
+    head = row * NUM_QUERIES + head_set * HEADS + member
+    norm = tl.load(lse + head, mask=real, other=0.0)
+    if tile == 0:
+        mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
+        mine = reduce_heads(mine[:, None], HEADS, REDUCTION) * weight
+        place = new_score + row * tl.num_programs(1) + head_set + tl.arange(0, 1)
+        tl.store(place, mine)
+    if tile * TILE < slots:
+        table += row * table_stride
+        slot, inside, _, word = slot_tile(
+            table, tile * TILE, slots, head_set, word_stride, PAGE, TILE
+        )
+        valid = tl.load(rank + word, mask=inside, other=-1) >= 0
+        raw = tl.load(
+            logits + head[:, None] * logits_stride + slot[None, :],
+            mask=real[:, None] & valid[None, :],
+            other=float("-inf"),
+        )
+        mass = reduce_heads(tl.exp(raw - norm[:, None]), HEADS, REDUCTION)
+        old = tl.load(score + word, mask=valid, other=0.0)
+        tl.store(score + word, decay * old + weight * mass, mask=valid)
+
+
+@torch.library.custom_op("kv_cascade::update", mutates_args=("score",))
+def update(
+    logits: torch.Tensor,
+    own: torch.Tensor,
+    lse: torch.Tensor,
+    rank: torch.Tensor,
+    score: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    reduction: str,
+) -> torch.Tensor:
+    """Scores after one query: ``decay * score + weight * reduced probability``.
+
+    Decay and weight are each request's own, in its step row.
+
+    Args:
+        logits: fp32 ``[B, Hq, N]`` by slot, from ``attend``. Under tensor parallelism and one
+            head set, those of all ranks, and so ``own`` and ``lse``.
+        own: fp32 ``[B, Hq]``, the new tokens' logits.
+        lse: fp32 ``[B, Hq]``, from ``merge``.
+        rank, score: ``Pages`` views; ``score`` is written where a slot holds a token.
+        reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
+
+    Returns:
+        fp32 ``[B, S]``: the new tokens' scores; not written in rows that are padding.
+    """
+    check_steps(steps, table)
+    assert reduction in ("mean", "max", "median"), reduction
+    assert logits.is_contiguous() and own.is_contiguous() and lse.is_contiguous()
+    num_rows, num_queries, num_slots = logits.shape
+    num_sets, page = rank.shape[1:]
+    assert num_queries % num_sets == 0 and num_slots == table.shape[1] * page, logits.shape
+    new_score = lse.new_empty(num_rows, num_sets)
+    if num_rows == 0:
+        return new_score
+    heads = num_queries // num_sets
+    tile = 64 if heads > 8 else 128
+    _update[(num_rows, num_sets, triton.cdiv(num_slots, tile))](
+        *(logits, own, lse, rank, score, table, steps, new_score),
+        *(rank.stride(0), table.stride(0), num_slots),
+        NUM_QUERIES=num_queries,
+        HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads),
+        REDUCTION=reduction,
+        STEP=steps.shape[1],
+        PAGE=page,
+        TILE=tile,
+        num_warps=4,
+    )
+    return new_score
+
+
+@update.register_fake
+def _(logits, own, lse, rank, score, table, steps, reduction):
+    return lse.new_empty(lse.shape[0], rank.shape[1])
+
+
+def reduce_reference(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Tensor:
+    """``[Hq, n]`` masses to ``[S, n]``."""
+    mass = mass.unflatten(0, (num_sets, -1))
+    if reduction == "mean":
+        return mass.mean(1)
+    return mass.amax(1) if reduction == "max" else mass.median(1).values
+
+
+def update_reference(
+    logits: torch.Tensor, old: torch.Tensor, decay: float, weight: float, reduction: str
+) -> torch.Tensor:
+    """One request in fp64: chronological logits ``[Hq, n + 1]``, scores ``[S, n]`` to ``[S, n+1]``.
+
+    The new token's score comes last.
+    """
+    mass = reduce_reference(logits.double().softmax(-1), old.shape[0], reduction) * weight
+    mass[:, :-1] += decay * old.double()
+    return mass

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put one new token a request into its pages: find victims, close the gaps, write the row.
+
+A policy's step is a short list of rules, each on the ranks that the last one left, the new token's
+being the highest. Of the ranks ``[lo, hi)`` a rule deletes none (the cache grows), all, the one
+with the lowest score, or all but one of every cell of so many ranks. A fixed victim is a range of
+one, a contest of two neighbours a range of two, heavy hitters the range between sinks and window,
+a beehive's comb two rules of cells, a batch of tokens that waited the rules of each of them.
+The new token takes a freed or fresh slot and the highest rank; nothing else moves.
+Source: Algorithm 1 of Cascading KV Cache (https://arxiv.org/abs/2406.17808) on slots with ranks;
+cells: BUZZ (https://arxiv.org/abs/2410.23079).
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..columns import RULE_COLUMNS
+from .tiles import (
+    CACHED,
+    CELL,
+    EVICTS,
+    HI,
+    LO,
+    MORE,
+    NEVER,
+    NEW_SLOTS,
+    NEWEST_STAYS,
+    NUM_MORE,
+    OLD_SLOTS,
+    PER_AGE,
+    STREAM,
+    check_pages,
+    check_steps,
+    copy_rows,
+    slot_tile,
+    victim_key,
+    victim_rank,
+)
+
+
+@triton.jit
+def _compared(score, token, word, candidate, now, per_age, HAS_TOKEN: tl.constexpr):
+    """Scores of candidates as they are compared: as they are, or per query that saw the token."""
+    value = tl.load(score + word, mask=candidate, other=0.0)
+    if HAS_TOKEN:
+        if per_age != 0:
+            born_at = tl.load(token + word, mask=candidate, other=0)
+            value = value / tl.maximum(now - born_at, 1).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _best_of_cells(place, inside, values, lo, hi, cell, newest_stays):
+    """New ranks of ranks ``place`` in ``[lo, hi)``, -1 for all that do not stay.
+
+    ``values`` holds what is compared, by rank. Successive contests of neighbours end with the
+    highest ``victim_key`` of a cell, so a cell is one maximum.
+    """
+    size = tl.abs(cell)
+    index = (place - lo) // size
+    first = lo + index * size
+    stays = first
+    if cell > 0:
+        top = tl.full(place.shape, -0x8000000000000000, tl.int64)
+        for i in range(size):
+            real = inside & (first + i < hi)
+            value = tl.load(values + first + i, mask=real, other=0.0)
+            key = victim_key(value, first + i, newest_stays)
+            top = tl.maximum(top, tl.where(real, key, -0x8000000000000000))
+        stays = victim_rank(top, newest_stays)
+    return tl.where(place == stays, lo + index, -1)
+
+
+@triton.jit
+def _thin_cells(
+    rank,
+    score,
+    token,
+    values,
+    table,
+    slots,
+    head_set,
+    word_stride,
+    lo,
+    hi,
+    cell,
+    now,
+    per_age,
+    newest_stays,
+    HAS_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Delete all but one token of every cell of ``[lo, hi)``; higher ranks stay as they are.
+
+    In tiles of its own: a comb comes once in many steps, and must not take registers from all.
+    """
+    if cell > 0:
+        for first in range(0, slots, TILE):
+            _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
+            place = tl.load(rank + word, mask=inside, other=-1)
+            candidate = (place >= lo) & (place < hi)
+            theirs = _compared(score, token, word, candidate, now, per_age, HAS_TOKEN)
+            tl.store(values + place, theirs, mask=candidate)
+        tl.debug_barrier()  # every slot looks at all of its cell
+    for first in range(0, slots, TILE):
+        _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
+        place = tl.load(rank + word, mask=inside, other=-1)
+        candidate = (place >= lo) & (place < hi)
+        left = _best_of_cells(place, candidate, values, lo, hi, cell, newest_stays)
+        tl.store(rank + word, left, mask=candidate)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _insert(
+    key,
+    value,
+    new_score,
+    kv,
+    rank,
+    born,
+    score,
+    token,
+    table,
+    steps,
+    rules,
+    values,
+    key_stride,
+    value_stride,
+    page_stride,
+    word_stride,
+    table_stride,
+    values_stride,
+    NUM_SETS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    HAS_TOKEN: tl.constexpr,
+    HAS_CELLS: tl.constexpr,
+    RULE: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    CELL_TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head_set = tl.program_id(1)
+    step = steps + row * STEP
+    stream = tl.load(step + STREAM)
+    if stream < 0:
+        return
+    cached = tl.load(step + CACHED)
+    slots = tl.load(step + OLD_SLOTS)  # that hold valid metadata
+    new_slots = tl.load(step + NEW_SLOTS)
+    per_age = tl.load(step + PER_AGE)
+    newest_stays = tl.load(step + NEWEST_STAYS)
+    more = rules + tl.load(step + MORE) * RULE - RULE
+    num_rules = 1 + tl.load(step + NUM_MORE)
+    table += row * table_stride
+    mine = tl.load(new_score + row * NUM_SETS + head_set)
+    values += (row * NUM_SETS + head_set) * values_stride
+    own = cached  # the new token's rank; -1 once it is deleted itself
+    target = tl.full([], NEVER, tl.int32)
+
+    for i in range(num_rules):
+        rule = tl.where(i == 0, step + LO, more + i * RULE)
+        lo = tl.load(rule)
+        hi = tl.load(rule + (HI - LO))
+        evicts = tl.load(rule + (EVICTS - LO))
+        cell = tl.load(rule + (CELL - LO))
+        if (cell == 0) & (evicts > 0) & (evicts < hi - lo):  # one of several: the lowest score
+            best = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+            if (own >= lo) & (own < hi):
+                best = victim_key(mine, own, newest_stays)
+            for first in range(0, slots, TILE):
+                _, inside, _, word = slot_tile(
+                    table, first, slots, head_set, word_stride, PAGE, TILE
+                )
+                place = tl.load(rank + word, mask=inside, other=-1)
+                candidate = (place >= lo) & (place < hi)
+                theirs = _compared(score, token, word, candidate, stream + 1, per_age, HAS_TOKEN)
+                keys = victim_key(theirs, place, newest_stays)
+                keys = tl.where(candidate, keys, 0x7FFFFFFFFFFFFFFF)
+                best = tl.minimum(best, tl.min(keys, axis=0))
+            lo = victim_rank(best, newest_stays)
+            hi = lo + 1
+        hi = tl.where(evicts > 0, hi, lo)  # from here on: all of [lo, hi) are deleted
+        if HAS_CELLS:
+            if cell != 0:
+                _thin_cells(
+                    *(rank, score, token, values, table, slots, head_set, word_stride),
+                    *(lo, hi, cell, stream + 1, per_age, newest_stays),
+                    *(HAS_TOKEN, PAGE, CELL_TILE),
+                )
+                lo = hi - evicts  # what stays has the lowest of these ranks now
+
+        # Renumber, and find the first slot that is free afterwards.
+        target = tl.full([], NEVER, tl.int32)
+        for first in range(0, new_slots, TILE):
+            slot, inside, _, word = slot_tile(
+                table, first, new_slots, head_set, word_stride, PAGE, TILE
+            )
+            place = tl.load(rank + word, mask=slot < slots, other=-1)
+            gone = (place >= lo) & (place < hi)
+            left = tl.where(place >= hi, place - evicts, place)
+            left = tl.where(gone | (place < 0), -1, left)
+            tl.store(rank + word, left, mask=inside)
+            free = tl.where(inside & (left < 0), slot, NEVER)
+            target = tl.minimum(target, tl.min(free, axis=0))
+        own = tl.where(own >= hi, own - evicts, tl.where(own >= lo, -1, own))
+        tl.debug_barrier()  # the next rule reads what this one wrote
+
+    if (own < 0) | (target == NEVER):
+        return  # the new token was deleted itself
+    block = tl.load(table + target // PAGE).to(tl.int64)
+    word = block * word_stride + head_set * PAGE + target % PAGE
+    tl.store(rank + word, own)
+    tl.store(born + word, cached)
+    tl.store(score + word, mine)
+    if HAS_TOKEN:
+        tl.store(token + word, stream)
+    head = head_set * HEADS + tl.arange(0, HEADS_PAD)
+    real = tl.arange(0, HEADS_PAD) < HEADS
+    key_rows = key + row * key_stride + head * HEAD
+    value_rows = value + row * value_stride + head * HEAD
+    rows = kv + block * page_stride + (head * PAGE + target % PAGE) * (2 * HEAD)
+    copy_rows(key_rows, value_rows, rows, real, HEAD, HEAD_PAD)
+
+
+@torch.library.custom_op(
+    "kv_cascade::insert", mutates_args=("kv", "rank", "born", "score", "token")
+)
+def insert(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    new_score: torch.Tensor,
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    score: torch.Tensor,
+    token: torch.Tensor | None,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    rules: torch.Tensor,
+    has_cells: bool,
+) -> None:
+    """Insert one token a request; ``steps`` and ``rules`` say which ranks may be deleted.
+
+    Args:
+        key, value: ``[B, H, D]``, keys rotated at position ``cached``.
+        new_score: fp32 ``[B, S]``, the new tokens' scores.
+        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
+        table: int32 ``[>= B, P]``.
+        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing. Rows that
+            compare scores per query need ``token``.
+        rules: int32 ``[n, 4]``, what rows have beyond their first rule.
+        has_cells: whether any rule may be one of cells.
+    """
+    words = (rank, born, score) if token is None else (rank, born, score, token)
+    check_pages(kv, *words)
+    check_steps(steps, table)
+    num_rows, num_heads, head_size = key.shape
+    assert key.stride()[1:] == (head_size, 1) and value.stride()[1:] == (head_size, 1)
+    assert new_score.is_contiguous() and new_score.shape == (num_rows, rank.shape[1])
+    assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
+    assert rules.dtype == torch.int32 and rules.is_contiguous() and rules.shape[1] == RULE_COLUMNS
+    if num_rows == 0:
+        return
+    num_sets, page = rank.shape[1:]
+    heads = num_heads // num_sets
+    # One program a request and set: latency decides, so all slots are one tile where they can be.
+    num_slots = table.shape[1] * page
+    tile = min(4096, triton.next_power_of_2(num_slots))
+    values = score.new_empty((num_rows, num_sets, num_slots) if has_cells else (1,))
+    _insert[(num_rows, num_sets)](
+        *(key, value, new_score, kv, rank, born, score),
+        *(token if token is not None else rank, table, steps, rules, values),
+        *(key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
+        num_slots,
+        NUM_SETS=num_sets,
+        HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads),
+        HEAD=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size),
+        HAS_TOKEN=token is not None,
+        HAS_CELLS=has_cells,
+        RULE=RULE_COLUMNS,
+        STEP=steps.shape[1],
+        PAGE=page,
+        TILE=tile,
+        CELL_TILE=min(tile, 512),
+        num_warps=8 if tile > 1024 else 4,
+        maxnreg=128,  # two blocks a multiprocessor; left to itself, ptxas may spill for more
+    )
+
+
+@insert.register_fake
+def _(key, value, new_score, kv, rank, born, score, token, table, steps, rules, has_cells) -> None:
+    return None
+
+
+def survivors_reference(
+    cached: int, rules: list[list[int]], compared: torch.Tensor, newest_stays: bool
+) -> list[list[int]]:
+    """Ranks among ``cached + 1`` that stay, per head set, from literal lists.
+
+    Args:
+        rules: lo, hi, evicts and cell of each.
+        compared: fp64 ``[S, cached + 1]``, what is compared, chronological.
+    """
+    kept = []
+    for row in compared.tolist():
+        line = list(range(cached + 1))
+
+        def order(r: int, row: list[float] = row) -> tuple[float, int]:
+            return row[r], r if newest_stays else -r
+
+        for lo, hi, evicts, cell in rules:
+            middle = line[lo:hi] if evicts else []
+            if cell:
+                cells = [middle[i : i + abs(cell)] for i in range(0, len(middle), abs(cell))]
+                stay = [max(one, key=order) if cell > 0 else one[0] for one in cells]
+            elif evicts == len(middle):
+                stay = []
+            else:
+                victim = min(middle, key=order)
+                stay = [r for r in middle if r != victim]
+            line = line[:lo] + stay + line[lo + len(middle) :]
+        kept.append(line)
+    return kept

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put a stride's surviving tokens into its request's pages, given which tokens survive.
+
+The keep-mask is the policy's batch rule: a tournament by arg-max over groups, or a fixed pattern.
+New ranks are its prefix sums; the k-th survivor of the stride takes the k-th free slot. No step
+loops over tokens. Tokens that do not survive never touch a page.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import (
+    CACHED,
+    LENGTH,
+    NEW_SLOTS,
+    OLD_SLOTS,
+    START,
+    STREAM,
+    block_of,
+    check_pages,
+    check_steps,
+    copy_rows,
+    slot_tile,
+)
+
+
+@triton.jit
+def _number(
+    keep,
+    steps,
+    ranks,
+    survivors,
+    columns_stride,
+    tokens_stride,
+    STEP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """New ranks of all columns (-1: deleted), and how many new tokens survive: which ones."""
+    row = tl.program_id(0).to(tl.int64)
+    mine = row * tl.num_programs(1) + tl.program_id(1)
+    if tl.load(steps + row * STEP + STREAM) < 0:
+        return
+    cached = tl.load(steps + row * STEP + CACHED)
+    columns = cached + tl.load(steps + row * STEP + LENGTH)
+    kept_before = tl.full([], 0, tl.int32)
+    new_before = tl.full([], 0, tl.int32)
+    for first in range(0, columns, TILE):
+        column = first + tl.arange(0, TILE)
+        inside = column < columns
+        kept = tl.load(keep + mine * columns_stride + column, mask=inside, other=0) != 0
+        count = kept.to(tl.int32)
+        rank = tl.where(kept, kept_before + tl.cumsum(count, 0) - 1, -1)
+        tl.store(ranks + mine * columns_stride + column, rank, mask=inside)
+        new = kept & (column >= cached)
+        index = new_before + tl.cumsum(new.to(tl.int32), 0) - 1
+        tl.store(survivors + mine * tokens_stride + 1 + index, column - cached, mask=new)
+        kept_before += tl.sum(count, 0)
+        new_before += tl.sum(new.to(tl.int32), 0)
+    tl.store(survivors + mine * tokens_stride, new_before)
+
+
+@triton.jit
+def _place(
+    ranks,
+    survivors,
+    scores,
+    rank,
+    born,
+    score,
+    token,
+    table,
+    steps,
+    targets,
+    word_stride,
+    table_stride,
+    columns_stride,
+    tokens_stride,
+    HAS_TOKEN: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Renumber the slots, give free ones to survivors; ``targets``: each survivor's slot."""
+    row = tl.program_id(0).to(tl.int64)
+    head_set = tl.program_id(1)
+    mine = row * tl.num_programs(1) + head_set
+    stream = tl.load(steps + row * STEP + STREAM)
+    if stream < 0:
+        return
+    cached = tl.load(steps + row * STEP + CACHED)
+    old_slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    new_slots = tl.load(steps + row * STEP + NEW_SLOTS)
+    table += row * table_stride
+    ranks += mine * columns_stride
+    scores += mine * columns_stride
+    survivors += mine * tokens_stride
+    free_before = tl.full([], 0, tl.int32)
+    num_survivors = tl.load(survivors)
+    for first in range(0, new_slots, TILE):
+        slot, inside, _, word = slot_tile(
+            table, first, new_slots, head_set, word_stride, PAGE, TILE
+        )
+        place = tl.load(rank + word, mask=slot < old_slots, other=-1)
+        held = place >= 0
+        new_rank = tl.load(ranks + place, mask=held, other=-1)
+        stays = new_rank >= 0
+        column = tl.where(stays, place, 0)
+        free = inside & (new_rank < 0)
+        index = free_before + tl.cumsum(free.to(tl.int32), 0) - 1
+        taken = free & (index < num_survivors)
+        who = tl.load(survivors + 1 + index, mask=taken, other=0)
+        column = tl.where(taken, cached + who, column)
+        new_rank = tl.where(taken, tl.load(ranks + column, mask=taken, other=-1), new_rank)
+        tl.store(rank + word, new_rank, mask=inside)
+        value = tl.load(scores + column, mask=stays | taken, other=0.0)
+        tl.store(score + word, value, mask=stays | taken)
+        tl.store(born + word, cached + who, mask=taken)
+        if HAS_TOKEN:
+            tl.store(token + word, stream + who, mask=taken)
+        tl.store(targets + mine * tokens_stride + who, slot, mask=taken)
+        free_before += tl.sum(free.to(tl.int32), 0)
+
+
+@triton.jit
+def _write(
+    key,
+    value,
+    keep,
+    targets,
+    kv,
+    table,
+    steps,
+    key_stride,
+    value_stride,
+    page_stride,
+    table_stride,
+    columns_stride,
+    tokens_stride,
+    NUM_SETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Keys and values of survivors into their slots."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    if tl.load(steps + row * STEP + STREAM) < 0:
+        return
+    length = tl.load(steps + row * STEP + LENGTH)
+    cached = tl.load(steps + row * STEP + CACHED)
+    start = tl.load(steps + row * STEP + START).to(tl.int64)
+    mine = row * NUM_SETS + head % NUM_SETS
+    index = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside = index < length
+    kept = tl.load(keep + mine * columns_stride + cached + index, mask=inside, other=0) != 0
+    slot = tl.load(targets + mine * tokens_stride + index, mask=kept, other=0)
+    block = block_of(table + row * table_stride, slot, kept, PAGE)
+    keys = key + (start + index) * key_stride + head * HEAD
+    values = value + (start + index) * value_stride + head * HEAD
+    slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
+    copy_rows(keys, values, slots, kept, HEAD, HEAD_PAD)
+
+
+@torch.library.custom_op(
+    "kv_cascade::insert_strides", mutates_args=("kv", "rank", "born", "score", "token")
+)
+def insert_strides(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keep: torch.Tensor,
+    scores: torch.Tensor,
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    score: torch.Tensor,
+    token: torch.Tensor | None,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    max_length: int,
+) -> None:
+    """Insert ``R`` strides.
+
+    Args:
+        key, value: ``[num_tokens, H, D]`` of the whole step, keys rotated at cache positions.
+        keep: bool ``[R, S, C]``, chronological columns: cached tokens, then the stride's.
+        scores: fp32 ``[R, S, C]``, every column's score after the stride.
+        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
+        table: int32 ``[>= R, P]``.
+        steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides.
+        max_length: the longest stride.
+    """
+    words = (rank, born, score) if token is None else (rank, born, score, token)
+    check_pages(kv, *words)
+    check_steps(steps, table)
+    num_rows, num_sets, num_columns = keep.shape
+    num_heads, head_size = key.shape[1:]
+    assert keep.dtype == torch.bool and keep.is_contiguous() and scores.is_contiguous()
+    assert scores.shape == keep.shape and num_sets == rank.shape[1], scores.shape
+    assert key.stride()[1:] == (head_size, 1) and value.stride()[1:] == (head_size, 1)
+    assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
+    if num_rows == 0 or max_length == 0:
+        return
+    page = kv.shape[2]
+    ranks = rank.new_empty(num_rows, num_sets, num_columns)
+    survivors = rank.new_empty(num_rows, num_sets, max_length + 1)
+    targets = torch.empty_like(survivors)
+    _number[(num_rows, num_sets)](
+        *(keep, steps, ranks, survivors, num_columns, max_length + 1),
+        STEP=steps.shape[1],
+        TILE=min(1024, triton.next_power_of_2(num_columns)),
+        num_warps=4,
+    )
+    _place[(num_rows, num_sets)](
+        *(ranks, survivors, scores, rank, born, score, token if token is not None else rank),
+        *(table, steps, targets, rank.stride(0), table.stride(0), num_columns, max_length + 1),
+        HAS_TOKEN=token is not None,
+        STEP=steps.shape[1],
+        PAGE=page,
+        TILE=min(1024, triton.next_power_of_2(table.shape[1] * page)),
+        num_warps=4,
+    )
+    tile = min(32, triton.next_power_of_2(max_length))
+    _write[(num_rows, num_heads, triton.cdiv(max_length, tile))](
+        *(key, value, keep, targets, kv, table, steps, key.stride(0), value.stride(0)),
+        *(kv.stride(0), table.stride(0), num_columns, max_length + 1),
+        NUM_SETS=num_sets,
+        HEAD=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size),
+        STEP=steps.shape[1],
+        PAGE=page,
+        TILE=tile,
+        num_warps=4,
+    )
+
+
+@insert_strides.register_fake
+def _(key, value, keep, scores, kv, rank, born, score, token, table, steps, max_length) -> None:
+    return None

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys at their ranks: the cos/sin table by distance, and a dense chronological copy of a cache.
+
+A key is rotated when it is written, at the position ``born``; where it is read it must be at its
+``rank``, so it is rotated back by ``born - rank``, in fp32, always from the key as written.
+Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, positions inside the cache.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import (
+    CACHED,
+    OLD_SLOTS,
+    STREAM,
+    check_pages,
+    check_steps,
+    load_pair,
+    load_rows,
+    pair_channels,
+    rotate_pair,
+    slot_tile,
+)
+
+_tables: dict[tuple, torch.Tensor] = {}
+
+
+def rotation_table(
+    inv_freq: torch.Tensor, max_distance: int, device: torch.device | str
+) -> torch.Tensor:
+    """cos and sin of a rotation back by 0 .. ``max_distance`` positions.
+
+    Layers with the same frequencies share one table.
+
+    Args:
+        inv_freq: fp32 ``[rotary_dim / 2]``, radians per position.
+
+    Returns:
+        fp32 ``[max_distance + 1, 2, rotary_dim / 2]`` on ``device``.
+    """
+    key = (tuple(inv_freq.tolist()), max_distance, str(device))
+    if key not in _tables:
+        distance = torch.arange(max_distance + 1, dtype=torch.float64)
+        angle = -distance[:, None] * inv_freq.double().cpu()
+        _tables[key] = torch.stack([angle.cos(), angle.sin()], dim=1).float().to(device)
+    return _tables[key]
+
+
+@triton.jit
+def _gather(
+    kv,
+    rank,
+    born,
+    score,
+    token,
+    table,
+    steps,
+    rotation,
+    keys,
+    values,
+    scores,
+    tokens,
+    page_stride,
+    word_stride,
+    table_stride,
+    out_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    REST: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_TOKEN: tl.constexpr,
+    STEP: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    if tl.load(steps + row * STEP + STREAM) < 0:
+        return
+    slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    table += row * table_stride
+    first = tl.program_id(2) * TILE
+    slot, inside, block, word = slot_tile(
+        table, first, slots, head % NUM_SETS, word_stride, PAGE, TILE
+    )
+    place = tl.load(rank + word, mask=inside, other=-1)
+    valid = place >= 0
+    distance = tl.load(born + word, mask=valid, other=0) - tl.where(valid, place, 0)
+    source = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
+    target = (row * NUM_HEADS + head).to(tl.int64) * out_stride + tl.where(valid, place, 0)
+    out = keys + target * HEAD
+    if HALF > 0:
+        x, y = load_pair(source, valid, HALF, HALF_PAD, INTERLEAVED)
+        x, y = rotate_pair(x, y, rotation, distance, valid, HALF, HALF_PAD)
+        index = tl.arange(0, HALF_PAD)
+        first, second = pair_channels(index, HALF, INTERLEAVED)
+        write = valid[:, None] & (index < HALF)[None, :]
+        tl.store(out[:, None] + first[None, :], x.to(keys.dtype.element_ty), mask=write)
+        tl.store(out[:, None] + second[None, :], y.to(keys.dtype.element_ty), mask=write)
+    if REST > 0:
+        rest = load_rows(source, valid, 2 * HALF, HEAD, REST_PAD)
+        channel = 2 * HALF + tl.arange(0, REST_PAD)
+        write = valid[:, None] & (channel < HEAD)[None, :]
+        tl.store(out[:, None] + channel[None, :], rest, mask=write)
+    value = load_rows(source + HEAD, valid, 0, HEAD, HEAD_PAD)
+    channel = tl.arange(0, HEAD_PAD)
+    write = valid[:, None] & (channel < HEAD)[None, :]
+    tl.store(values + target[:, None] * HEAD + channel[None, :], value, mask=write)
+    if head < NUM_SETS:
+        target = (row * NUM_SETS + head).to(tl.int64) * out_stride + tl.where(valid, place, 0)
+        tl.store(scores + target, tl.load(score + word, mask=valid, other=0.0), mask=valid)
+        if HAS_TOKEN:
+            tl.store(tokens + target, tl.load(token + word, mask=valid, other=0), mask=valid)
+
+
+@torch.library.custom_op("kv_cascade::gather", mutates_args=())
+def gather(
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    score: torch.Tensor,
+    token: torch.Tensor | None,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    rotation: torch.Tensor | None,
+    interleaved: bool,
+    max_cached: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A dense copy of ``R`` requests' caches, oldest token first, keys at their ranks.
+
+    Args:
+        kv, rank, born, score, token: ``Pages`` views, ``[blocks, heads or sets, block_size, ..]``.
+        table: int32 ``[R, P]`` block numbers.
+        steps: int32 ``[R, STEP_COLUMNS]`` step rows (``tiles``).
+        rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys stay as they are.
+        interleaved: rotary pairs are (2i, 2i + 1).
+        max_cached: the largest number of cached tokens among the requests.
+
+    Returns:
+        keys and values ``[R, H, max_cached, D]`` in the cache's dtype, scores fp32 and token
+        indices int32 ``[R, S, max_cached]`` (empty without ``token``). What is beyond a request's
+        own count is not written.
+    """
+    check_pages(kv, rank, born, score)
+    check_steps(steps, table)
+    num_rows, num_heads, head_size = steps.shape[0], kv.shape[1], kv.shape[3] // 2
+    num_sets, page = rank.shape[1], kv.shape[2]
+    half = 0 if rotation is None else rotation.shape[2]
+    keys = kv.new_empty(num_rows, num_heads, max_cached, head_size)
+    values = torch.empty_like(keys)
+    scores = score.new_empty(num_rows, num_sets, max_cached)
+    tokens = rank.new_empty(scores.shape if token is not None else (0,))
+    num_slots = table.shape[1] * page
+    if num_rows == 0 or max_cached == 0:
+        return keys, values, scores, tokens
+    tile = min(16, triton.next_power_of_2(num_slots))
+    _gather[(num_rows, num_heads, triton.cdiv(num_slots, tile))](
+        *(kv, rank, born, score, token if token is not None else rank, table, steps),
+        *(rotation if rotation is not None else score, keys, values, scores, tokens),
+        *(kv.stride(0), rank.stride(0), table.stride(0), max_cached),
+        NUM_HEADS=num_heads,
+        NUM_SETS=num_sets,
+        HEAD=head_size,
+        HALF=half,
+        HALF_PAD=triton.next_power_of_2(max(half, 1)),
+        REST=head_size - 2 * half,
+        REST_PAD=triton.next_power_of_2(max(head_size - 2 * half, 1)),
+        HEAD_PAD=triton.next_power_of_2(head_size),
+        INTERLEAVED=interleaved,
+        HAS_TOKEN=token is not None,
+        STEP=steps.shape[1],
+        PAGE=page,
+        TILE=tile,
+        num_warps=4,
+    )
+    return keys, values, scores, tokens
+
+
+@gather.register_fake
+def _(kv, rank, born, score, token, table, steps, rotation, interleaved, max_cached):
+    num_rows, num_heads, head_size = steps.shape[0], kv.shape[1], kv.shape[3] // 2
+    keys = kv.new_empty(num_rows, num_heads, max_cached, head_size)
+    scores = score.new_empty(num_rows, rank.shape[1], max_cached)
+    tokens = rank.new_empty(scores.shape if token is not None else (0,))
+    return keys, torch.empty_like(keys), scores, tokens
+
+
+def rotate_reference(
+    x: torch.Tensor, distance: torch.Tensor, inv_freq: torch.Tensor | None, interleaved: bool
+) -> torch.Tensor:
+    """fp64 ``[..., D]`` rotated back by ``distance [...]``; channels past the rotary ones pass."""
+    x = x.double().clone()
+    if inv_freq is None:
+        return x
+    half = inv_freq.numel()
+    angle = -distance.double()[..., None] * inv_freq.double()
+    turn = torch.polar(torch.ones_like(angle), angle)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    turned = torch.complex(x[..., first], x[..., second]) * turn
+    x[..., first], x[..., second] = turned.real, turned.imag
+    return x
+
+
+def gather_reference(
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    score: torch.Tensor,
+    blocks: torch.Tensor,
+    step: list[int],
+    inv_freq: torch.Tensor | None,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One request: fp64 keys and values ``[H, n, D]``, scores ``[S, n]``, slots ``[S, n]``."""
+    cached, old_slots = step[CACHED.value], step[OLD_SLOTS.value]
+    num_heads, head_size = kv.shape[1], kv.shape[3] // 2
+    ranks = rank[blocks.long()].transpose(0, 1).flatten(1)[:, :old_slots]
+    slots = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :cached]
+    assert (ranks.gather(1, slots) == torch.arange(cached)).all(), "not a cache of this many tokens"
+    rows = kv[blocks.long()].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    index = slots.expand(num_heads, -1)
+    rows = rows.gather(1, index[..., None].expand(-1, -1, rows.shape[2])).double()
+    births = born[blocks.long()].transpose(0, 1).flatten(1).gather(1, slots)
+    distance = (births - torch.arange(cached)).expand(num_heads, -1)
+    keys = rotate_reference(rows[..., :head_size], distance, inv_freq, interleaved)
+    scores = score[blocks.long()].transpose(0, 1).flatten(1).gather(1, slots)
+    return keys, rows[..., head_size:], scores.double(), slots

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Step rows of a decode batch from sequence lengths, on the device.
+
+Every schedule is a transient followed by a period, so a table row is a function of the number of
+tokens seen. The host never learns anything from the device, and a captured graph reads rows that
+this kernel rewrote before the replay.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import (
+    CACHED,
+    LENGTH,
+    LO,
+    NEW_SLOTS,
+    OLD_SLOTS,
+    PER_AGE,
+    START,
+    STEP_COLUMNS,
+    STREAM,
+)
+
+COUNT, SLOTS, TABLE_COLUMNS = tl.constexpr(6), tl.constexpr(7), 8
+HEAD_COLUMNS = 7
+
+
+@dataclass(frozen=True)
+class ScheduleTables:
+    """One or more schedules on a device.
+
+    Attributes:
+        table: int32 ``[rows, 8]``, one schedule's rows after another's. A row is the insertion of
+            one token: the six numbers of its rules (``LO .. NUM_MORE``), and after it the tokens
+            cached and the most slots ever needed.
+        heads: int32 ``[schedules, 7]``: a schedule's first row, how many of its rows occur once,
+            how many repeat after them, and ``PER_AGE .. WEIGHT``.
+    """
+
+    table: torch.Tensor
+    heads: torch.Tensor
+
+    def __post_init__(self) -> None:
+        assert self.table.dtype == self.heads.dtype == torch.int32
+        assert self.table.shape[1] == TABLE_COLUMNS and self.heads.shape[1] == HEAD_COLUMNS
+        assert self.table.is_contiguous() and self.heads.is_contiguous()
+
+
+@triton.jit
+def _table_row(t, first, transient, period):
+    row = tl.where(t < transient, t, transient + (t - transient) % period)
+    return (first + row).to(tl.int64)
+
+
+@triton.jit
+def _schedule(
+    seq_lens,
+    blocks,
+    table,
+    heads,
+    schedule_of,
+    steps,
+    positions,
+    num_rows,
+    blocks_stride,
+    COLUMNS: tl.constexpr,
+    HEAD: tl.constexpr,
+    STEP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = row < num_rows
+    seen = tl.load(seq_lens + row, mask=inside, other=0).to(tl.int32)
+    # Warm-up and capture bring lengths, but block tables of nothing but the null block.
+    first_block = tl.load(blocks + row.to(tl.int64) * blocks_stride, mask=inside, other=0)
+    real = inside & (seen > 0) & (first_block != 0)
+    stream = seen - 1
+    head = heads + tl.load(schedule_of + row, mask=inside, other=0) * HEAD
+    first = tl.load(head, mask=inside, other=0)
+    transient = tl.load(head + 1, mask=inside, other=0)
+    period = tl.load(head + 2, mask=inside, other=1)
+    now = table + _table_row(tl.maximum(stream, 0), first, transient, period) * COLUMNS
+    before = table + _table_row(tl.maximum(stream - 1, 0), first, transient, period) * COLUMNS
+    older = real & (stream > 0)
+    cached = tl.load(before + COUNT, mask=older, other=0)
+    out = steps + row * STEP
+    tl.store(out + STREAM, tl.where(real, stream, -1), mask=inside)
+    tl.store(out + CACHED, cached, mask=inside)
+    tl.store(out + OLD_SLOTS, tl.load(before + SLOTS, mask=older, other=0), mask=inside)
+    tl.store(out + NEW_SLOTS, tl.load(now + SLOTS, mask=real, other=0), mask=inside)
+    for column in tl.static_range(COUNT):  # the rules
+        tl.store(out + LO + column, tl.load(now + column, mask=real, other=0), mask=inside)
+    for column in tl.static_range(HEAD - 3):  # what scores are
+        value = tl.load(head + 3 + column, mask=real, other=0)
+        tl.store(out + PER_AGE + column, value, mask=inside)
+    tl.store(out + START, tl.where(real, row, 0), mask=inside)
+    tl.store(out + LENGTH, tl.where(real, 1, 0), mask=inside)
+    tl.store(positions + row, cached.to(tl.int64), mask=inside)
+
+
+def schedule(
+    seq_lens: torch.Tensor,
+    blocks: torch.Tensor,
+    tables: ScheduleTables,
+    schedule_of: torch.Tensor,
+    steps: torch.Tensor,
+    positions: torch.Tensor,
+) -> None:
+    """Write the step rows and cache positions of a batch of single tokens.
+
+    Args:
+        seq_lens: int32 or int64 ``[B]``, tokens of each request including the new one; 0: padding.
+        blocks: int32 ``[>= B, P]`` block table; a row that starts with the null block 0 is padding.
+        schedule_of: int32 ``[>= B]``, each request's row of ``tables.heads``.
+        steps: int32 ``[>= B, STEP_COLUMNS]``, written.
+        positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding.
+    """
+    num_rows = seq_lens.shape[0]
+    assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
+    assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP_COLUMNS
+    assert positions.dtype == torch.int64 and min(len(positions), len(steps)) >= num_rows
+    assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_rows, schedule_of.shape
+    if num_rows == 0:
+        return
+    tile = min(128, triton.next_power_of_2(num_rows))
+    _schedule[(triton.cdiv(num_rows, tile),)](
+        *(seq_lens, blocks, tables.table, tables.heads, schedule_of, steps, positions),
+        *(num_rows, blocks.stride(0)),
+        COLUMNS=TABLE_COLUMNS,
+        HEAD=HEAD_COLUMNS,
+        STEP=STEP_COLUMNS,
+        TILE=tile,
+        num_warps=1,
+    )
+
+
+def schedule_reference(
+    seq_lens: list[int],
+    first_blocks: list[int],
+    rows: list[list[int]],
+    heads: list[list[int]],
+    schedule_of: list[int],
+) -> list[list[int]]:
+    """The same, row by row; ``rows`` and ``heads`` are those of ``ScheduleTables``."""
+    result = []
+    for row, (length, block) in enumerate(zip(seq_lens, first_blocks, strict=True)):
+        if length == 0 or block == 0:
+            result.append([-1] + [0] * (STEP_COLUMNS - 1))
+            continue
+        first, transient, period, *scores = heads[schedule_of[row]]
+        own = rows[first : first + transient + period]
+        *rules, _, slots = _at(own, transient, length - 1)
+        *_, cached, old_slots = _at(own, transient, length - 2) if length > 1 else (0, 0)
+        result.append([length - 1, cached, old_slots, slots, row, 1, *rules, *scores])
+    return result
+
+
+def _at(rows: list[list[int]], transient: int, t: int) -> list[int]:
+    period = len(rows) - transient
+    return rows[t if t < transient else transient + (t - transient) % period]

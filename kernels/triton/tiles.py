@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the kernels share: tile loaders, logits, softmax over tiles, head reduction, victim rules.
+
+The columns of a step row are those of ``kernels/columns.py``, as Triton's constants.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import columns
+
+STREAM = tl.constexpr(columns.STREAM)
+CACHED = tl.constexpr(columns.CACHED)
+OLD_SLOTS = tl.constexpr(columns.OLD_SLOTS)
+NEW_SLOTS = tl.constexpr(columns.NEW_SLOTS)
+START = tl.constexpr(columns.START)
+LENGTH = tl.constexpr(columns.LENGTH)
+LO = tl.constexpr(columns.LO)
+HI = tl.constexpr(columns.HI)
+EVICTS = tl.constexpr(columns.EVICTS)
+CELL = tl.constexpr(columns.CELL)
+MORE = tl.constexpr(columns.MORE)
+NUM_MORE = tl.constexpr(columns.NUM_MORE)
+PER_AGE = tl.constexpr(columns.PER_AGE)
+NEWEST_STAYS = tl.constexpr(columns.NEWEST_STAYS)
+DECAY = tl.constexpr(columns.DECAY)
+WEIGHT = tl.constexpr(columns.WEIGHT)
+STEP_COLUMNS = columns.STEP_COLUMNS
+
+NEVER = tl.constexpr(2**31 - 1)
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def check_pages(kv: torch.Tensor, *words: torch.Tensor) -> None:
+    """The layout every kernel relies on: ``vllm_cascade.cache.manager.Pages``."""
+    num_blocks, num_heads, block_size, width = kv.shape
+    assert kv.stride()[1:] == (block_size * width, width, 1), kv.stride()
+    assert width % 2 == 0, kv.shape
+    for word in words:
+        assert word.shape[0] == num_blocks and word.shape[2] == block_size, word.shape
+        assert word.shape[1] in (1, num_heads), word.shape
+        assert word.stride()[1:] == (block_size, 1), word.stride()
+        assert word.stride(0) == words[0].stride(0), "words of one page share its stride"
+        assert word.element_size() == 4, word.dtype
+
+
+def check_steps(steps: torch.Tensor, table: torch.Tensor) -> None:
+    """Step rows and block tables belong together; ``table`` may have more rows."""
+    assert steps.dtype == torch.int32 and steps.shape[1] == STEP_COLUMNS, steps.shape
+    assert steps.is_contiguous() and table.dtype == torch.int32 and table.stride(1) == 1
+    assert table.shape[0] >= steps.shape[0], (table.shape, steps.shape)
+
+
+def float_bits(value: float) -> int:
+    """The int32 that holds the same bits as an fp32, for a step row."""
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+@triton.jit
+def block_of(table, slot, inside, PAGE: tl.constexpr):
+    """Block numbers of slots; int64, because a pool may exceed 2**31 elements."""
+    return tl.load(table + slot // PAGE, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit
+def slot_tile(table, first, end, head_set, word_stride, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """A tile of a request's slots: their numbers, whether before ``end``, blocks, and words.
+
+    A word is the place of a slot's ``rank``, ``born``, ``score`` and ``token`` in these views.
+    """
+    slot = first + tl.arange(0, TILE)
+    inside = slot < end
+    block = block_of(table, slot, inside, PAGE)
+    word = block * word_stride + head_set * PAGE + slot % PAGE
+    return slot, inside, block, word
+
+
+@triton.jit
+def pair_channels(index, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The two channels of each rotary pair: (2i, 2i + 1) or (i, i + rotary_dim / 2)."""
+    if INTERLEAVED:
+        first = 2 * index
+        second = first + 1
+    else:
+        first = index
+        second = index + HALF
+    return first, second
+
+
+@triton.jit
+def load_pair(rows, row_inside, HALF: tl.constexpr, PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both halves ``[n, PAD]`` of the rotary channels of rows, zero outside."""
+    index = tl.arange(0, PAD)
+    first, second = pair_channels(index, HALF, INTERLEAVED)
+    inside = row_inside[:, None] & (index < HALF)[None, :]
+    x = tl.load(rows[:, None] + first[None, :], mask=inside, other=0.0)
+    y = tl.load(rows[:, None] + second[None, :], mask=inside, other=0.0)
+    return x, y
+
+
+@triton.jit
+def load_rows(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr, PAD: tl.constexpr):
+    """Channels ``[FROM, TO)`` of rows, ``[n, PAD]``, zero outside."""
+    channel = FROM + tl.arange(0, PAD)
+    inside = row_inside[:, None] & (channel < TO)[None, :]
+    return tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def copy_rows(keys, values, slots, row_inside, HEAD: tl.constexpr, PAD: tl.constexpr):
+    """Rows of keys and of values to their slots, where a key is followed by its value."""
+    key_rows = load_rows(keys, row_inside, 0, HEAD, PAD)
+    value_rows = load_rows(values, row_inside, 0, HEAD, PAD)
+    channel = tl.arange(0, PAD)
+    where = slots[:, None] + channel[None, :]
+    write = row_inside[:, None] & (channel < HEAD)[None, :]
+    tl.store(where, key_rows, mask=write)
+    tl.store(where + HEAD, value_rows, mask=write)
+
+
+@triton.jit
+def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr, PAD: tl.constexpr):
+    """Rotate fp32 pairs back by ``distance`` positions (``rotate.rotation_table``)."""
+    index = tl.arange(0, PAD)
+    inside = row_inside[:, None] & (index < HALF)[None, :]
+    base = rotation + distance[:, None] * (2 * HALF) + index[None, :]
+    cos = tl.load(base, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(base + HALF, mask=inside, other=0.0).to(tl.float32)
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    return x * cos - y * sin, y * cos + x * sin
+
+
+@triton.jit
+def dot(a, b):
+    """``tl.dot`` with fp32 sums; the interpreter would multiply bf16 as the integers it holds."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_keys(queries, keys):
+    """fp32 ``[m, n]`` products of ``[m, d]`` and ``[n, d]``; one row needs no tensor core."""
+    if queries.shape[0] == 1:
+        return tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[None, :]
+    return dot(queries, tl.trans(keys))
+
+
+@triton.jit
+def dot_values(probs, values):
+    """fp32 ``[m, d]`` products of ``[m, n]`` fp32 probabilities and ``[n, d]``."""
+    if probs.shape[0] == 1:
+        return tl.sum(tl.trans(probs) * values.to(tl.float32), axis=0)[None, :]
+    return dot(probs.to(values.dtype), values)
+
+
+@triton.jit
+def soft_cap(logits, cap, HAS_CAP: tl.constexpr):
+    """``cap * tanh(logits / cap)``."""
+    if HAS_CAP:
+        logits = cap * (2.0 * tl.sigmoid(2.0 * logits / cap) - 1.0)
+    return logits
+
+
+@triton.jit
+def online_softmax(top, total, acc, logits, values):
+    """One more tile of logits ``[m, n]`` and values ``[n, d]`` (-inf: absent)."""
+    highest = tl.maximum(top, tl.max(logits, axis=1))
+    shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen yet
+    probs = tl.exp(logits - shift[:, None])
+    fade = tl.exp(top - shift)
+    total = total * fade + tl.sum(probs, axis=1)
+    acc = acc * fade[:, None] + dot_values(probs, values)
+    return highest, total, acc
+
+
+@triton.jit
+def reduce_heads(mass, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
+    """``[pad, n]`` non-negative masses of ``HEADS`` query heads to one ``[n]``.
+
+    ``median`` is the lower one of an even number: the head that ``(HEADS - 1) // 2`` others
+    precede, counted head by head, so nothing is sorted.
+    """
+    head = tl.arange(0, mass.shape[0])
+    real = (head < HEADS)[:, None]
+    if REDUCTION == "mean":
+        result = tl.sum(tl.where(real, mass, 0.0), axis=0) / HEADS
+    elif REDUCTION == "max":
+        result = tl.max(tl.where(real, mass, 0.0), axis=0)
+    else:
+        tl.static_assert(REDUCTION == "median")
+        before = tl.zeros(mass.shape, tl.int32)
+        for other in range(HEADS):
+            theirs = tl.sum(tl.where((head == other)[:, None], mass, 0.0), axis=0)[None, :]
+            first = (theirs < mass) | ((theirs == mass) & (other < head)[:, None])
+            before += first.to(tl.int32)
+        chosen = real & (before == (HEADS - 1) // 2)
+        result = tl.sum(tl.where(chosen, mass, 0.0), axis=0)
+    return result
+
+
+@triton.jit
+def victim_key(score, rank, newest_stays):
+    """An int64 whose minimum is the lowest score; of equal ones the earliest, or the latest.
+
+    An fp32's bits order like the number once negative ones are mirrored; ``+ 0.0`` makes -0 equal
+    to 0. The rank in the low half breaks ties, so one reduction finds the victim.
+    """
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    tie = tl.where(newest_stays != 0, rank, NEVER - rank)
+    return (ordered.to(tl.int64) << 32) | tie.to(tl.int64)
+
+
+@triton.jit
+def victim_rank(key, newest_stays):
+    """The rank inside a ``victim_key``."""
+    tie = (key & 0xFFFFFFFF).to(tl.int32)
+    return tl.where(newest_stays != 0, tie, NEVER - tie)

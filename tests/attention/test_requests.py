@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose rows a step has, by the tables that vLLM's model runners really keep."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.states import RequestState
+
+from tests.attention.steps import step_of
+from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.text_importance import TokenImportance
+
+SCHEDULE = compiled(resolve({"name": "dgc", "budget": 10, "global_size": 7}))
+LAG = SCHEDULE.lag
+ENDS = np.zeros(50, dtype=bool)
+ENDS[7] = True
+
+
+@pytest.fixture(autouse=True)
+def no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)
+
+
+def judge() -> TokenImportance:
+    return TokenImportance("tfidf", ENDS, None)
+
+
+def expected(tokens: list[int]) -> list[float]:
+    """What a stream of these tokens is worth, judged at once."""
+    return judge().advance("all", np.asarray(tokens), 0, len(tokens), LAG).tolist()
+
+
+def new(name: str, tokens: list[int], prompt_len: int, **extra: Any) -> NewRequestData:
+    return NewRequestData(
+        req_id=name,
+        prompt_token_ids=tokens[:prompt_len],
+        mm_features=[],
+        sampling_params=SamplingParams(extra_args=extra or None),
+        pooling_params=None,
+        block_ids=([1],),
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=tokens,
+    )
+
+
+def output(*added: NewRequestData, finished: tuple[str, ...] = ()) -> SchedulerOutput:
+    made = SchedulerOutput.make_empty()
+    made.scheduled_new_reqs = list(added)
+    made.finished_req_ids = set(finished)
+    return made
+
+
+class Runner:
+    """As much of Model Runner V2 as holds the requests: vLLM's own table of them."""
+
+    def __init__(self) -> None:
+        self.req_states = RequestState(4, 64, 64, 0, 50, torch.device("cpu"))
+
+    def add(self, request: NewRequestData) -> None:
+        tokens = request.prefill_token_ids
+        self.req_states.add_request(request.req_id, request.prompt_len, tokens, 0, 9)
+
+    def rows(self, names: list[str], firsts: list[int], lengths: list[int]) -> Any:
+        common = step_of(firsts, lengths, [True] * len(names), torch.zeros(4, 1))
+        index = [self.req_states.req_id_to_index[name] for name in names]
+        return common.replace(req_idx=np.asarray(index))
+
+    def sample(self, name: str, token: int) -> None:
+        """In new memory, as what the host has read of a device's is a copy."""
+        states = self.req_states
+        states.last_sampled_tokens = states.last_sampled_tokens.clone()
+        states.last_sampled_tokens[states.req_id_to_index[name], 0] = token
+
+
+def test_a_stream_through_the_second_runner() -> None:
+    """Prompt in two chunks, then decoded tokens, beside another request that leaves."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 12, 30).tolist()
+    runner = Runner()
+    batch = RunnerV2Requests(runner, SCHEDULE, judge())
+    requests = new("other", [3, 4, 5], 3), new("mine", tokens[:20], 20)
+    batch.note(output(*requests))
+    for request in requests:
+        runner.add(request)
+    found = []
+    for begin, end in ((0, 11), (11, 20)):
+        common = runner.rows(["other", "mine"], [0, begin], [3, end - begin])
+        found += batch.token_scores(common, 1, begin, end, LAG).tolist()
+    batch.note(output(finished=("other",)))
+    runner.req_states.remove_request("other")
+    for t in range(20, 30):
+        runner.sample("mine", tokens[t])
+        batch.note(output())
+        common = runner.rows(["mine"], [t], [1])
+        found += batch.token_scores(common, 0, t, t + 1, LAG).tolist()
+    assert found == expected(tokens) and any(found)
+    assert list(batch._requests) == ["mine"]
+
+
+def test_a_resumed_request_is_read_again() -> None:
+    """It is sent anew, its generated tokens with it; those are not part of its prompt."""
+    tokens = np.random.default_rng(1).integers(0, 12, 20).tolist()
+    runner = Runner()
+    batch = RunnerV2Requests(runner, SCHEDULE, judge())
+    batch.note(output(new("mine", tokens[:8], 8)))
+    runner.add(new("mine", tokens[:8], 8))
+    batch.token_scores(runner.rows(["mine"], [0], [8]), 0, 0, 8, LAG)
+    runner.req_states.remove_request("mine")
+    resumed = new("mine", tokens, 8)
+    resumed.prompt_token_ids = tokens[:8]
+    batch.note(output(resumed))
+    runner.add(resumed)
+    found = batch.token_scores(runner.rows(["mine"], [0], [8]), 0, 0, 8, LAG).tolist()
+    replayed = runner.rows(["mine"], [8], [12])
+    assert replayed.is_prefilling.tolist() == [True] and not batch.prefilling(replayed)[0]
+    assert batch.prefilling(runner.rows(["mine"], [0], [8])).tolist() == [True]
+    found += batch.token_scores(replayed, 0, 8, 20, LAG).tolist()
+    assert found == expected(tokens)
+
+
+def test_policies_of_rows_in_the_second_runner() -> None:
+    runner = Runner()
+    engine = compiled(resolve({"name": "cascade", "budget": 128}))
+    batch = RunnerV2Requests(runner, engine, None)
+    requests = new("a", [1, 2], 2), new("b", [1], 1, kv_budget=64)
+    batch.note(output(*requests))
+    for request in requests:
+        runner.add(request)
+    assert [s.policy.budget for s in batch.schedules(runner.rows(["b", "a"], [0, 0], [1, 2]))] == [
+        64,
+        128,
+    ]
+    assert batch.schedules(runner.rows(["a"], [2], [1])) == [engine]
+    assert len(batch._requests["a"].tokens) == 0, "token ids are kept for policies that read them"
+    batch.note(output(finished=("a", "b")))
+    assert not batch._requests
+
+
+@pytest.mark.parametrize("index", [None, np.asarray([2, 3])])
+def test_warm_up_rows_are_nobodys(index: np.ndarray | None) -> None:
+    batch = RunnerV2Requests(Runner(), SCHEDULE, judge())
+    common = step_of([4, 0], [1, 1], [False, False], torch.zeros(2, 1)).replace(req_idx=index)
+    assert set(batch.schedules(common)) <= {SCHEDULE}
+    assert batch.prefilling(common).tolist() == [False, False]
+    assert batch.token_scores(common, 1, 0, 1, LAG).tolist() == [0.0]
+    assert Requests().schedules(common) == []
+
+
+def test_rows_of_the_first_runner() -> None:
+    tokens = np.random.default_rng(2).integers(0, 12, (2, 16))
+    params = [SamplingParams(), SamplingParams(extra_args={"kv_budget": 8})]
+    runner = SimpleNamespace(
+        requests={n: SimpleNamespace(sampling_params=p) for n, p in zip("ab", params, strict=True)},
+        input_batch=SimpleNamespace(
+            req_ids=["b", "a"], num_reqs=2, max_num_reqs=4, token_ids_cpu=tokens
+        ),
+    )
+    batch = RunnerV1Requests(runner, SCHEDULE, judge())
+    common = step_of([0, 0], [16, 16], [True, False], torch.zeros(2, 1))
+    assert [s.policy.budget for s in batch.schedules(common)] == [8, 10]
+    assert batch.prefilling(common).tolist() == [True, False]
+    found = batch.token_scores(common, 1, 0, 16, LAG).tolist()
+    assert found == expected(tokens[1].tolist()) and any(found)
+    assert batch.token_scores(common, 2, 4, 5, LAG).tolist() == [0.0], "a row of a warm-up"
+
+
+def test_streams_that_ended_are_forgotten() -> None:
+    runner = Runner()
+    batch = RunnerV2Requests(runner, SCHEDULE, judge())
+    for number in range(100):
+        name = f"request {number}"
+        batch.note(output(new(name, [1, 2, 3], 3), finished=(f"request {number - 1}",)))
+        runner.add(new(name, [1, 2, 3], 3))
+        batch.token_scores(runner.rows([name], [0], [3]), 0, 0, 3, LAG)
+        runner.req_states.remove_request(name)
+    assert len(batch._importance) <= 67

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host plans for a step of many requests, against a loop over their tokens."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.attention.steps import step_of
+from vllm_cascade.attention.cpu.builder import CPUBuilder
+from vllm_cascade.attention.step import RuleBook
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.strides import cut_strides
+from vllm_cascade.kernels import columns
+from vllm_cascade.policies import Schedule, compiled, resolve
+
+SHARED = {"num_sinks": 4, "prefill_stride": 16}
+POLICY = resolve({"name": "cascade", "budget": 64, **SHARED})
+SCHEDULES = [
+    compiled(POLICY),
+    compiled(resolve({"name": "sink", "budget": 32, **SHARED})),
+    compiled(resolve({"name": "sink", "budget": 32, "overflow": 8, **SHARED})),
+    compiled(resolve({"name": "beehive", "budget": 40, **SHARED})),
+    compiled(resolve({"name": "dgc", "budget": 40, "importance": "cluster", **SHARED})),
+]
+ROW = st.tuples(st.sampled_from(SCHEDULES), st.integers(0, 300), st.integers(0, 70), st.booleans())
+
+
+def builder() -> CPUBuilder:
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=1024))
+    spec = KVPolicySpec.from_full(full, POLICY)
+    return CPUBuilder(spec, ["layer"], config, torch.device("cpu"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(ROW, min_size=1, max_size=6))
+def test_a_step_of_many_requests(rows: list[tuple[Schedule, int, int, bool]]) -> None:
+    """(schedule, tokens before, tokens now, in its prompt) for each request."""
+    lengths = [length for _, _, length, _ in rows]
+    table = torch.arange(1, 1 + len(rows) * 32, dtype=torch.int32).view(len(rows), 32)
+    firsts, prefilling = [row[1] for row in rows], [row[3] for row in rows]
+    common = step_of(firsts, lengths, prefilling, table)
+    offsets = common.query_start_loc
+    made = builder()
+    made.requests.schedules = lambda _: [schedule for schedule, *_ in rows]
+    metadata = made.build(0, common)
+
+    positions, planned = [], set()
+    for index, (schedule, first, length, prompt) in enumerate(rows):
+        bounds = cut_strides(first, first + length, POLICY.prefill_stride, prompt)
+        for depth, (begin, end) in enumerate(pairwise(bounds) if length else ()):
+            cached = schedule.count_at(begin)
+            positions += [cached + token - begin for token in range(begin, end)]
+            place = int(offsets[index]) + begin - first
+            single = end - begin == 1 and not schedule.moves_tokens
+            slots = schedule.peak_at(begin), schedule.peak_at(end)
+            row = (begin, cached, *slots, place, end - begin)
+            planned.add((depth, index, row, literal_rules(schedule, begin) if single else None))
+    assert made.positions.buffer[: sum(lengths)].tolist() == positions
+
+    found = set()
+    for depth, wave in enumerate(metadata.waves):
+        if wave.singles is not None:
+            rules = wave.singles.rules.tolist()
+            for step, pages in zip(
+                wave.singles.steps.tolist(), wave.singles.table.tolist(), strict=True
+            ):
+                first, more = step[columns.LO : columns.MORE], step[columns.MORE :]
+                own = [first, *rules[more[0] : more[0] + more[1]]] if first[2] else []
+                request = (pages[0] - 1) // 32
+                todo = tuple(tuple(rule) for rule in own)
+                found.add((depth, request, tuple(step[: columns.LENGTH + 1]), todo))
+        for stride in wave.strides:
+            step = tuple(stride.step[: columns.LENGTH + 1].tolist())
+            request = (int(stride.pages[0]) - 1) // 32
+            assert stride.schedule is rows[request][0]
+            found.add((depth, request, step, None))
+    assert found == planned
+    assert made.counters.tokens == sum(lengths) and made.counters.strides == len(planned)
+    ends = [(schedule, first, first + length) for schedule, first, length, _ in rows]
+    kept = sum(s.count_at(end) - s.count_at(first) for s, first, end in ends)
+    assert made.counters.evicted_tokens == sum(lengths) - kept
+
+
+def literal_rules(schedule: Schedule, t: int) -> tuple[tuple[int, int, int, int], ...]:
+    """The rules of token ``t``, from the policy's own list, batch by batch."""
+    insertions = schedule.policy.insertions()
+    begin, end = schedule.inserted(np.asarray([t, t + 1])).tolist()
+    found = []
+    for token in range(begin, end):
+        transient = len(insertions.rules) - insertions.period
+        late = transient + (token - transient) % insertions.period
+        found += insertions.rules[token if token < transient else late]
+    return tuple(rule.numbers for rule in found)
+
+
+def test_no_tokens_no_waves() -> None:
+    made = builder()
+    common = step_of([5, 0], [0, 0], [False, False], torch.zeros(2, 1, dtype=torch.int32))
+    assert made.build(0, common.replace(max_query_len=0)).waves == []
+    assert not made.positions.buffer.any()
+
+
+def test_rules_of_schedules_that_are_no_longer_in_use_are_forgotten() -> None:
+    book = RuleBook()
+    combs = SCHEDULES[3]
+    assert book.begin(combs) == 0 == book.begin(combs)
+    book.MOST = len(book.rules)
+    other = compiled(resolve({"name": "beehive", "budget": 44, **SHARED}))
+    assert book.begin(other) == 0 and len(book.rules) == len(other.further)
+    assert book.begin(combs) == 0, "added again, in place of the other"

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation by ``rank - born`` against vLLM's own rotary classes, and what the model is given."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from vllm_cascade.cache.positions import CachePositions, find_rotaries, rotary_of, rotate
+from vllm_cascade.policies.settings import KVPolicyError
+
+HEAD, LENGTH = 32, 512
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+def rope(kind: str, *, partial: float = 1.0, is_neox: bool = True) -> Any:
+    parameters = {"rope_type": kind, "rope_theta": 10000.0, "partial_rotary_factor": partial}
+    with set_current_vllm_config(VllmConfig()):
+        return get_rope(
+            HEAD, LENGTH, is_neox, {**parameters, **ROPES.get(kind, {"factor": 2.0})}, torch.float32
+        )
+
+
+@pytest.mark.parametrize("kind", ROPES)
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("partial", [1.0, 0.5])
+def test_moving_a_key_equals_writing_it_there(kind: str, is_neox: bool, partial: float) -> None:
+    """Also far from zero, where drift would show, and with YaRN's magnitude."""
+    module = rope(kind, partial=partial, is_neox=is_neox)
+    rotary = rotary_of(module)
+    assert rotary.rotary_dim == HEAD * partial and rotary.is_neox == is_neox
+    torch.manual_seed(0)
+    key = torch.randn(200, 1, HEAD)
+    born = torch.randint(0, LENGTH, (200,))
+    rank = (born * torch.rand(200)).long()
+    written, _ = module.forward_native(born, key.clone(), key.clone())
+    wanted, _ = module.forward_native(rank, key.clone(), key.clone())
+    table = rotary.table(LENGTH)
+    moved = rotate(written.view(200, HEAD), table[born - rank], is_neox)
+    torch.testing.assert_close(moved, wanted.view(200, HEAD), atol=2e-4, rtol=2e-4)
+    assert torch.equal(moved[..., int(HEAD * partial) :], key[:, 0, int(HEAD * partial) :])
+
+
+def test_table_in_fp64() -> None:
+    rotary = rotary_of(rope("default"))
+    table = rotary.table(100_000)
+    angle = -99_999 * rotary.inv_freq.double()
+    assert torch.allclose(table[99_999].double(), torch.stack([angle.cos(), angle.sin()]))
+
+
+def test_unknown_variants_are_refused() -> None:
+    with pytest.raises(KVPolicyError, match=r"DynamicNTKScaling.*no single frequency table"):
+        rotary_of(rope("dynamic"))
+
+
+def test_a_changed_cache_is_noticed() -> None:
+    module = rope("default")
+    cache = module.cos_sin_cache
+    module.cos_sin_cache = cache.roll(1, dims=0)
+    try:
+        with pytest.raises(KVPolicyError, match="is not that of its frequencies"):
+            rotary_of(module)
+    finally:
+        module.cos_sin_cache = cache
+
+
+class Layer(nn.Module):
+    """Stands in for vLLM's Attention, which needs a whole engine to exist."""
+
+    def __init__(self, slopes: Any = None) -> None:
+        super().__init__()
+        self.impl = SimpleNamespace(alibi_slopes=slopes)
+
+
+@pytest.fixture
+def fake_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_cascade.cache.positions.Attention", Layer)
+
+
+def block(*rotaries: nn.Module, slopes: Any = None) -> nn.Module:
+    module = nn.Module()
+    module.attn = Layer(slopes)
+    for index, rotary in enumerate(rotaries):
+        module.add_module(f"rotary{index}", rotary)
+    return module
+
+
+def test_each_layer_gets_its_own_rotary(fake_attention: None) -> None:
+    near, far = rope("default"), rope("linear")
+    model = nn.Module()
+    model.layers = nn.ModuleList([block(near), block(far), block(slopes=torch.ones(2))])
+    layers = {str(i): layer.attn for i, layer in enumerate(model.layers)}
+    found = find_rotaries(model, layers)
+    assert torch.equal(found["0"].inv_freq, rotary_of(near).inv_freq)
+    assert torch.equal(found["1"].inv_freq, rotary_of(far).inv_freq)
+    assert found["2"] is None
+
+
+def test_layers_without_movable_positions_are_refused(fake_attention: None) -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList([block()])
+    with pytest.raises(KVPolicyError, match="neither rotary embeddings nor ALiBi"):
+        find_rotaries(model, {"a": model.layers[0].attn})
+    model.layers = nn.ModuleList([block(rope("default"), rope("linear"))])
+    with pytest.raises(KVPolicyError, match="more than one rotary"):
+        find_rotaries(model, {"a": model.layers[0].attn})
+
+
+def test_the_model_sees_our_buffer_and_vllms_stays() -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids: Any = None, positions: Any = None) -> torch.Tensor:
+            return positions + 0
+
+    model = Model()
+    ours = CachePositions(16, torch.device("cpu"))
+    ours.install(model)
+    ours.fill(torch.tensor([5, 6, 2]))
+    vllms = torch.arange(3)
+    assert model(positions=vllms).tolist() == [5, 6, 2]
+    assert vllms.tolist() == [0, 1, 2], "the sampler reads vLLM's buffer afterwards"
+    first = ours.buffer.data_ptr()
+    ours.fill(torch.tensor([1]))
+    assert ours.buffer.data_ptr() == first, "a captured graph reads the same memory"

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How large a request may be, what it may ask for, and whose pool may be too small.
+
+The 400 of a live server: ``tests/engine/test_faults.py``.
+"""
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm import PoolingParams, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests.conftest import MODEL
+from tests.policies.test_per_request import CASCADE, UNMET
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.engine import admission
+from vllm_cascade.engine.admission import (
+    check_arguments,
+    check_request,
+    longest_stream,
+    usable_pages,
+)
+from vllm_cascade.engine.lookup import policy_of, requests_of
+from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
+from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.settings import KVPolicyError
+
+POLICY = {"name": "sink", "budget": 64, "prefill_stride": 16}
+
+
+@settings(deadline=None)
+@given(name=st.sampled_from(sorted(POLICIES)), slots=st.integers(0, 90), limit=st.integers(0, 200))
+def test_longest_stream(name: str, slots: int, limit: int) -> None:
+    schedule = compiled(resolve({"name": name, "budget": 64, "prefill_stride": 16}))
+    needed = np.maximum.accumulate([schedule.count_at(t) for t in range(limit + 1)])
+    assert longest_stream(schedule, slots, limit) == np.flatnonzero(needed <= slots)[-1]
+
+
+def config(policy: dict[str, Any] | None = POLICY, **kwargs: Any) -> Any:
+    sizes = {"max_model_len": 1000, "block_size": 16, **kwargs}
+    additional = {} if policy is None else {"kv_policy": policy}
+    made = EngineArgs(model=str(MODEL), additional_config=additional, **sizes)
+    return made.create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        (40, 8, None),
+        (
+            40,
+            9,
+            r"needs 4 KV cache pages of 16 tokens, but the pool has 3.*max_tokens to at most 8",
+        ),
+        (40, None, r"prompt 40 \+ max_tokens 960, at most max_model_len 1000.*at most 8"),
+        (48, 1, "may have 48 tokens, and these are 49 .*shorten the prompt"),
+        (990, 500, "needs 5 KV cache pages .*these are 1000 "),
+    ],
+)
+def test_check_request(prompt: int, max_tokens: int | None, message: str | None) -> None:
+    engine = config()
+    engine.cache_config.num_gpu_blocks = 4
+    params = SamplingParams(max_tokens=max_tokens)
+    if message is None:
+        check_request(engine, prompt, params)
+        return
+    with pytest.raises(VLLMValidationError, match=message):
+        check_request(engine, prompt, params)
+
+
+def test_without_a_policy_nothing_is_checked() -> None:
+    engine = config(None)
+    engine.cache_config.num_gpu_blocks = 4
+    check_request(engine, 990, SamplingParams(max_tokens=500))
+
+
+@pytest.mark.parametrize(
+    ("size", "local", "local_only", "pages"),
+    [(1, 1, False, 99), (4, 1, False, 24), (4, 2, True, 49), (4, 0, True, 24)],
+)
+def test_pages_of_one_of_many_engines(size: int, local: int, local_only: bool, pages: int) -> None:
+    """vLLM tells a front-end the sum of the pools of the engines it talks to."""
+    parallel = SimpleNamespace(
+        data_parallel_size=size, data_parallel_size_local=local, local_engines_only=local_only
+    )
+    cache = SimpleNamespace(num_gpu_blocks=100)
+    assert usable_pages(SimpleNamespace(parallel_config=parallel, cache_config=cache)) == pages
+
+
+def test_only_engines_with_a_policy_may_have_a_small_pool() -> None:
+    def configs(engine: Any, num_pages: int) -> Any:
+        engine.cache_config.kv_cache_layout = "LBHNC"
+        spec: Any = FullAttentionSpec(
+            block_size=16, num_kv_heads=2, head_size=8, dtype=engine.model_config.dtype
+        )
+        policy = policy_of(engine)
+        if policy is not None:
+            spec = KVPolicySpec.from_full(spec, policy)
+        return get_kv_cache_configs(engine, [{"a": spec}], [(num_pages + 1) * spec.page_size_bytes])
+
+    with pytest.raises(ValueError, match="To serve at least one request"):
+        configs(config(None), 62)
+    assert configs(config(None), 63)[0].num_blocks == 64
+    assert configs(config(), 2)[0].num_blocks == 3
+    with pytest.raises(ValueError, match="No available memory for the cache blocks"):
+        configs(config(), 0)
+
+
+def check(policy: Policy | None, **extra_args: Any) -> str:
+    """The message of the refusal of a request's arguments; empty where there is none."""
+    requests = None if policy is None else PerRequest(compiled(policy))
+    try:
+        check_arguments(requests, SamplingParams(extra_args=extra_args))
+    except VLLMValidationError as error:
+        assert error.parameter in extra_args
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("policy", "extra_args", "message"),
+    [
+        *UNMET,
+        (CASCADE, {"kv_bugdet": 5}, "unknown argument 'kv_bugdet'.*did you mean 'kv_budget'"),
+        (CASCADE, {"kv_policy_config": {}}, "unknown argument 'kv_policy_config', choose from"),
+        (None, {"kv_budget": 5}, "this server runs no KV policy; start it with --kv-policy"),
+        (None, {"kv_policy": "sink"}, "this server runs no KV policy"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(
+    policy: Policy | None, extra_args: dict[str, Any], message: str
+) -> None:
+    assert re.search(message, check(policy, **extra_args))
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(sorted(POLICIES)),
+    own=st.sampled_from(sorted(POLICIES)),
+    budget=st.one_of(st.none(), st.integers(1, 300)),
+    overflow=st.integers(1, 40),
+)
+def test_refused_is_what_has_no_schedule(
+    name: str, own: str, budget: int | None, overflow: int
+) -> None:
+    sizes = {"budget": 256, "prefill_stride": 32, "overflow": overflow}
+    engine = resolve({"name": name, **sizes})
+    asked = {"kv_policy": own, "kv_budget": budget}
+    try:
+        PerRequest(compiled(engine)).schedule(asked)
+    except KVPolicyError as error:
+        assert check(engine, **asked).startswith(str(error))
+        return
+    assert check(engine, **asked) == ""
+
+
+def test_arguments_that_are_not_ours_pass() -> None:
+    assert check(None, kv_something=1, forced=2, kv_policy="full") == ""
+    assert check(None) == ""
+    for extra_args in ({}, {"forced": [1]}, {"kv_transfer_params": {}}):
+        assert check(CASCADE, **extra_args) == ""
+    check_arguments(PerRequest(compiled(CASCADE)), PoolingParams())
+
+
+def test_arguments_are_checked_with_the_size() -> None:
+    engine = config()
+    engine.cache_config.num_gpu_blocks = 4
+    with pytest.raises(VLLMValidationError, match="ask for 1 to 64"):
+        check_request(engine, 5, SamplingParams(extra_args={"kv_budget": 65}))
+    longer = SamplingParams(max_tokens=500, extra_args={"kv_budget": 40})  # 44 slots, three pages
+    check_request(engine, 490, longer)
+    with pytest.raises(VLLMValidationError, match="this server runs no KV policy"):
+        check_request(config(None), 5, SamplingParams(extra_args={"kv_budget": 65}))
+    check_request(engine, 490, None)
+
+
+def test_a_front_end_keeps_its_schedules() -> None:
+    """Looked up for every request that comes, in engines with and without a policy."""
+    first, again, other = config(), config(), config({**POLICY, "budget": 96})
+    assert requests_of(config(None)) is None
+    requests = requests_of(first)
+    assert requests_of(again) is requests is requests_of(first) is not requests_of(other)
+    assert requests.engine is compiled(policy_of(first))
+
+
+def test_a_policy_with_too_many_rules_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thinning cascade that evicts in batches while it fills: a rule for nearly every token."""
+    policy = resolve({"name": "cascade", "budget": 2048, "eager_fill": False, "overflow": 8})
+    assert check(policy, kv_budget=1024) == ""
+    monkeypatch.setattr(admission.current_platform, "is_cuda", lambda: True)
+    refused = check(policy, kv_budget=1024)
+    assert re.search(r"kv_budget: cascade with overflow 8 .* rules, more than the 1024", refused)
+    assert check(policy, kv_budget=128) == ""
+    assert check(resolve({"name": "cascade"}), kv_budget=1024) == ""

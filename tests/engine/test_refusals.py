@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every refused engine setting and model: one clear error, before a model is loaded.
+
+The real ``create_engine_config`` runs, on models that are a ``config.json`` and no weights: an
+error after it would need weights to be read.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+import vllm_cascade.engine.refusals as refusals
+from tests.conftest import MODEL
+from vllm_cascade.engine import configure as engine
+from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.policies import resolve
+from vllm_cascade.policies.settings import KVPolicyError
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 128,
+    "max_position_embeddings": 1024,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    return {**LLAMA, "rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "speculative decoding": (
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 2,
+                "prompt_lookup_max": 2,
+            }
+        },
+        "--speculative-config",
+    ),
+    "KV connector": (
+        {
+            "kv_transfer_config": {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+            }
+        },
+        "--kv-transfer-config",
+    ),
+    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+    "quantised KV cache": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+    "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
+    "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
+    "prefill threshold": ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold"),
+}
+MODELS: dict[str, tuple[dict[str, Any], str]] = {
+    "windowed layers": (
+        {
+            **LLAMA,
+            "architectures": ["MistralForCausalLM"],
+            "model_type": "mistral",
+            "sliding_window": 128,
+        },
+        "sliding or chunked windows",
+    ),
+    "rope type": (rope(rope_type="dynamic", factor=2.0), "dynamic NTK"),
+    "M-RoPE": (rope(rope_type="default", mrope_section=[2, 3, 3]), "M-RoPE"),
+    "dual-chunk attention": (
+        {
+            **LLAMA,
+            "dual_chunk_attention_config": {"chunk_size": 256, "local_size": 64},
+        },
+        "dual-chunk",
+    ),
+    "absolute positions": (
+        {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 1,
+            "n_positions": 1024,
+            "vocab_size": 128,
+        },
+        "adds positions to its inputs",
+    ),
+    "layers without rotary positions": (
+        {**LLAMA, "no_rope_layers": [1, 0], "num_hidden_layers": 2},
+        "leave some layers without",
+    ),
+    "encoder-decoder": (
+        {
+            "architectures": ["WhisperForConditionalGeneration"],
+            "model_type": "whisper",
+            "d_model": 64,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "vocab_size": 128,
+            "is_encoder_decoder": True,
+        },
+        "encoder-decoder",
+    ),
+    "MLA": (
+        {
+            **LLAMA,
+            "architectures": ["DeepseekV2ForCausalLM"],
+            "model_type": "deepseek_v2",
+            "kv_lora_rank": 32,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "first_k_dense_replace": 1,
+        },
+        "multi-head latent attention",
+    ),
+    "state-space layers": (
+        {
+            "architectures": ["MambaForCausalLM"],
+            "model_type": "mamba",
+            "hidden_size": 64,
+            "state_size": 8,
+            "num_hidden_layers": 1,
+            "vocab_size": 128,
+        },
+        "Mamba",
+    ),
+}
+FAKED: dict[str, tuple[Any, str]] = {
+    "tensor parallelism": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
+            parallel_config=SimpleNamespace(tensor_parallel_size=4),
+        ),
+        "--tensor-parallel-size must divide",
+    ),
+    # No such machine or configuration can be built here, so the check alone is called.
+    "context parallelism": (
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(
+                decode_context_parallel_size=2, prefill_context_parallel_size=1
+            )
+        ),
+        "--decode-context-parallel-size",
+    ),
+    "clusters over ranks": (
+        SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2)),
+        'set head_policy to "per_kv_head"',
+    ),
+    "micro-batches": (
+        SimpleNamespace(parallel_config=SimpleNamespace(enable_dbo=True)),
+        "--enable-dbo",
+    ),
+    "prefix LM": (
+        SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
+        "attend in both directions",
+    ),
+    "pooling": (
+        SimpleNamespace(model_config=SimpleNamespace(runner_type="pooling")),
+        "text generation only",
+    ),
+}
+ON_CUDA: dict[str, tuple[Any, str]] = {
+    # configuration, message; the platform is faked
+    "attention backend": (
+        SimpleNamespace(attention_config=SimpleNamespace(backend="FLASH_ATTN")),
+        "--attention-backend",
+    ),
+    "data parallelism on CUDA": (
+        SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
+        "--data-parallel-size",
+    ),
+    "cache type on CUDA": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(dtype="torch.bfloat16"),
+            cache_config=SimpleNamespace(cache_dtype="float16"),
+        ),
+        "--kv-cache-dtype",
+    ),
+}
+ENVIRONMENT = {"device", "Model Runner V2 on the CPU"}
+
+
+def create(model: Path, **kwargs: Any) -> Any:
+    policy = {"name": "cascade", "budget": 128, "prefill_stride": 64}
+    return EngineArgs(
+        model=str(model),
+        skip_tokenizer_init=True,
+        additional_config={"kv_policy": policy},
+        **kwargs,
+    ).create_engine_config()
+
+
+def test_the_list_is_complete() -> None:
+    tested = set(SETTINGS) | set(MODELS) | set(FAKED) | set(ON_CUDA) | ENVIRONMENT
+    assert tested == {refusal.name for refusal in refusals.REFUSALS}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_refused_setting(name: str) -> None:
+    settings, message = SETTINGS[name]
+    with pytest.raises(KVPolicyError, match=message):
+        create(MODEL, **settings)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_refused_model(name: str, tmp_path: Path) -> None:
+    config, message = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(KVPolicyError, match=message):
+        create(tmp_path)
+
+
+@pytest.mark.parametrize("name", FAKED)
+def test_refused_configuration(name: str) -> None:
+    config, message = FAKED[name]
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
+    own = {"clusters over ranks": {"name": "dgc", "importance": "cluster"}}
+    raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
+    assert refusal.applies(config, resolve(raw))
+    assert message in refusal.message
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, message = ON_CUDA[name]
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
+    policy = resolve({"name": "cascade"})
+    assert not refusal.applies(config, policy)
+    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    assert refusal.applies(config, policy)
+    assert message in refusal.message
+
+
+def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then the engine is pointed at the GPU worker and vLLM's CUSTOM backend."""
+    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    with pytest.raises(KVPolicyError, match="VLLM_CASCADE_CUDA=1"):
+        create(MODEL)
+    monkeypatch.setenv("VLLM_CASCADE_CUDA", "1")
+    stock = replace(DEVICES["cuda"], stock_worker=DEVICES["cpu"].stock_worker)  # this machine's
+    monkeypatch.setitem(DEVICES, "cuda", stock)
+    config = create(MODEL)
+    assert config.parallel_config.worker_cls == DEVICES["cuda"].worker
+    assert config.attention_config.backend.name == "CUSTOM"
+    assert config.cache_config.enable_prefix_caching
+
+
+@pytest.mark.parametrize(("importance", "warned"), [("attention", False), ("cluster", True)])
+def test_what_no_kernel_does_is_said(
+    importance: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine.logger, "propagate", True)
+    config = SimpleNamespace(parallel_config=SimpleNamespace(), attention_config=SimpleNamespace())
+    with caplog.at_level("WARNING", logger=engine.logger.name):
+        engine._prepare_gpu(config, resolve({"name": "dgc", "importance": importance}))
+    assert ("attention runs in PyTorch" in caplog.text) == warned
+
+
+def test_clusters_of_each_head_are_accepted_over_ranks() -> None:
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == "clusters over ranks"]
+    config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+    raw = {"name": "dgc", "importance": "cluster", "head_policy": "per_kv_head"}
+    assert not refusal.applies(config, resolve(raw))
+
+
+def test_refused_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
+    with pytest.raises(KVPolicyError, match="run on the CPU backend"):
+        create(MODEL)
+
+
+def test_refused_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = create(MODEL)  # where Triton has no CPU backend, vLLM refuses this runner itself
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config.scheduler_config.scheduler_cls = None
+    with pytest.raises(KVPolicyError, match="VLLM_USE_V2_MODEL_RUNNER"):
+        refusals.check(config, resolve({"name": "cascade"}))
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
+def test_accepted_rope_types(rope_type: str, tmp_path: Path) -> None:
+    extra = {
+        "default": {},
+        "linear": {"factor": 2.0},
+        "llama3": {
+            "factor": 2.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+        "yarn": {"factor": 2.0, "original_max_position_embeddings": 512},
+    }[rope_type]
+    (tmp_path / "config.json").write_text(json.dumps(rope(rope_type=rope_type, **extra)))
+    config = create(tmp_path, max_model_len=50_000)
+    assert config.model_config.max_model_len == 50_000
+    assert config.scheduler_config.scheduler_cls.endswith("KVPolicyScheduler")
+    assert config.additional_config["kv_policy"]["budget"] == 128
+
+
+def test_a_full_attention_model_with_layer_types_is_accepted(tmp_path: Path) -> None:
+    config = {**LLAMA, "layer_types": ["full_attention"], "sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    create(tmp_path)
+
+
+def test_positions_are_checked_against_the_model(tmp_path: Path) -> None:
+    with pytest.raises(KVPolicyError, match="but the model has 1024; lower the budget"):
+        EngineArgs(
+            model=str(MODEL), additional_config={"kv_policy": {"name": "sink", "budget": 4096}}
+        ).create_engine_config()
+
+
+def test_without_a_policy_the_length_check_is_vllms() -> None:
+    with pytest.raises(ValueError, match="greater than the derived max_model_len"):
+        EngineArgs(model=str(MODEL), max_model_len=5000).create_engine_config()

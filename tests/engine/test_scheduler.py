@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt chunks end where strides end, under sync and async scheduling, and pages suffice."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.conftest import MODEL
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.strides import aligned_chunk, cut_strides
+from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
+
+STRIDE = 16
+
+
+@given(
+    start=st.integers(0, 300),
+    num=st.integers(1, 300),
+    prompt=st.integers(1, 300),
+    stride=st.integers(1, 64),
+)
+def test_aligned_chunk(start: int, num: int, prompt: int, stride: int) -> None:
+    chunk = aligned_chunk(start, num, prompt, stride)
+    assert 0 <= chunk <= num
+    end = start + chunk
+    if start >= prompt:
+        assert chunk == num
+    else:
+        assert end <= prompt
+        assert chunk == 0 or end == prompt or end % stride == 0
+        assert end == prompt or start + num < end + stride  # no stride that fits is left out
+
+
+@given(
+    prompt=st.integers(1, 200),
+    total=st.integers(1, 260),
+    stride=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+)
+def test_strides_do_not_depend_on_chunks(prompt: int, total: int, stride: int, seed: int) -> None:
+    """Any way of chunking a stream gives the boundaries of the whole stream at once."""
+    total = max(prompt, total)
+    whole = [0, *range(stride, prompt, stride), prompt, *range(prompt + 1, total + 1)]
+    rng = random.Random(seed)
+    seen, t = [0], 0
+    while t < total:
+        chunk = aligned_chunk(t, min(rng.randint(1, 3 * stride), total - t), prompt, stride)
+        if chunk == 0:  # too small a token budget: the scheduler tries again
+            continue
+        seen += cut_strides(t, t + chunk, stride, t < prompt)[1:]
+        t += chunk
+    assert seen == whole
+
+
+def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
+    config = EngineArgs(
+        model=str(MODEL),
+        max_model_len=4096,
+        kv_policy="cascade",
+        kv_budget=64,
+        **{
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 100,
+            "kv_policy_config": {"prefill_stride": STRIDE},
+            **kwargs,
+        },
+    ).create_engine_config()
+    config.scheduler_config.async_scheduling = cls is AsyncKVPolicyScheduler
+    config.cache_config.kv_cache_layout = "LBHNC"
+    config.cache_config.num_gpu_blocks_override = num_pages + 1
+    full = FullAttentionSpec(
+        block_size=16, num_kv_heads=2, head_size=8, dtype=config.model_config.dtype
+    )
+    spec = KVPolicySpec.from_full(full, policy_of(config))
+    groups = get_kv_cache_groups(config, {"a": spec, "b": spec})
+    kv_cache = get_kv_cache_config_from_groups(config, groups, 0)
+    config.cache_config.num_gpu_blocks = kv_cache.num_blocks
+    return cls(
+        vllm_config=config,
+        kv_cache_config=kv_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=16,
+        hash_block_size=16,
+        log_stats=True,
+    )
+
+
+def request(name: str, prompt: int, max_tokens: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    params.update_from_generation_config({}, 0)
+    return Request(name, list(range(1, prompt + 1)), params, None)
+
+
+@pytest.mark.parametrize("cls", [KVPolicyScheduler, AsyncKVPolicyScheduler])
+def test_a_busy_scheduler(cls: type) -> None:
+    """Mixed prompts, pages for a third of them: chunks aligned, pages bounded, none preempted."""
+    rng = random.Random(1)
+    scheduler = make_scheduler(cls, num_pages=15)
+    requests = {
+        f"r{i}": request(f"r{i}", rng.randint(1, 900), rng.randint(1, 40)) for i in range(20)
+    }
+    for r in requests.values():
+        scheduler.add_request(r)
+    (manager,) = scheduler.kv_cache_manager.coordinator.single_type_managers
+    pool = scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    done = dict.fromkeys(requests, 0)
+    in_flight: list[Any] = []
+    ends: dict[str, list[int]] = {name: [] for name in requests}
+    for _ in range(3000):
+        if not scheduler.has_unfinished_requests():
+            break
+        output = scheduler.schedule()
+        for name, num in output.num_scheduled_tokens.items():
+            done[name] += num
+            ends[name].append(done[name])
+            pages = len(manager.req_to_blocks[name])
+            assert pages == manager.kv_cache_spec.num_pages(done[name]) <= 5
+        in_flight.append(output)
+        if len(in_flight) > (cls is AsyncKVPolicyScheduler):
+            finish_step(scheduler, in_flight.pop(0))
+    assert not scheduler.has_unfinished_requests()
+    for name, r in requests.items():
+        assert r.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        assert r.num_preemptions == 0
+        inside = [end for end in ends[name] if end < r.num_prompt_tokens]
+        assert all(end % STRIDE == 0 for end in inside)
+        assert r.num_prompt_tokens in ends[name]
+    assert pool.get_num_free_blocks() == free
+    assert not manager._limits and not any(manager.req_to_blocks.values())
+
+
+def finish_step(scheduler: Any, output: Any) -> None:
+    names = list(output.num_scheduled_tokens)
+    live = scheduler.requests  # async scheduling may have run ahead of a request that finished
+    sampled = [
+        [7]
+        if name in live and live[name].num_computed_tokens >= live[name].num_prompt_tokens
+        else []
+        for name in names
+    ]
+    result = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: i for i, name in enumerate(names)},
+        sampled_token_ids=sampled,
+    )
+    scheduler.update_from_output(output, result)
+
+
+@pytest.mark.parametrize("cls", [KVPolicyScheduler, AsyncKVPolicyScheduler])
+def test_aborts_give_pages_back(cls: type) -> None:
+    scheduler = make_scheduler(cls, num_pages=15)
+    pool = scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    for name, prompt in (("prefilling", 3000), ("short", 20), ("waiting", 3000)):
+        scheduler.add_request(request(name, prompt, 30))
+    for _ in range(3):
+        finish_step(scheduler, scheduler.schedule())
+    assert pool.get_num_free_blocks() < free
+    scheduler.finish_requests(["prefilling", "short", "waiting"], RequestStatus.FINISHED_ABORTED)
+    assert pool.get_num_free_blocks() == free
+    assert not scheduler.has_unfinished_requests()
+
+
+def test_a_pool_too_small_for_the_longest_request_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such requests are refused when they come (test_limits.py); all the others are served."""
+    make_scheduler(KVPolicyScheduler, num_pages=5)
+    assert "needs 5 pages" not in caplog.text
+    make_scheduler(KVPolicyScheduler, num_pages=4)
+    assert "a request of --max-model-len 4096 tokens needs 5 pages of 16 tokens, but" in caplog.text

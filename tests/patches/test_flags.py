@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three flags, the three ``LLM`` arguments, and what they become."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+import vllm_cascade.engine.configure
+from tests.conftest import MODEL
+from vllm_cascade import patches
+from vllm_cascade.policies.settings import KVPolicyError
+
+
+def parse(*flags: str) -> EngineArgs:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(["--model", str(MODEL), *flags]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], None),
+        (["--kv-policy", "full"], None),
+        (["--kv-policy", "cascade"], {"name": "cascade"}),
+        (["--kv-policy", "sink", "--kv-budget", "99"], {"name": "sink", "budget": 99}),
+        (
+            ["--kv-policy", "cascade", "--kv-policy-config", '{"num_subcaches": 2}'],
+            {"name": "cascade", "num_subcaches": 2},
+        ),
+        (
+            ["--kv-policy", "cascade", "--kv-policy-config.num_subcaches", "2"],
+            {"name": "cascade", "num_subcaches": 2},
+        ),
+        (["--kv-policy-config", '{"name": "sink"}'], {"name": "sink"}),
+    ],
+)
+def test_flags(flags: list[str], expected: dict[str, Any] | None) -> None:
+    assert parse(*flags).additional_config.get("kv_policy") == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--kv-policy", "cascad"], "invalid choice: 'cascad'"),
+        (["--kv-budget", "many"], "--kv-budget: invalid int value: 'many'"),
+        (["--kv-policy", "sink", "--kv-policy-config", "{"], "--kv-policy-config: not JSON"),
+        (["--kv-policy", "sink", "--kv-policy-config", "[1]"], "must be a JSON object"),
+    ],
+)
+def test_flags_that_do_not_parse(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    assert message in capsys.readouterr().err
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "budget alone": ({"kv_budget": 64}, "need a policy; add --kv-policy window"),
+    "config alone": ({"kv_policy_config": {"tie": "resident"}}, "need a policy"),
+    "full with a budget": ({"kv_policy": "full", "kv_budget": 64}, "remove budget"),
+    "unknown": ({"kv_policy": "casade"}, "did you mean 'cascade'"),
+    "budget twice": (
+        {"kv_policy": "sink", "kv_budget": 1, "kv_policy_config": {"budget": 1}},
+        "--kv-budget and 'budget' in --kv-policy-config",
+    ),
+    "policy twice": (
+        {"kv_policy": "sink", "kv_policy_config": {"name": "sink"}},
+        "--kv-policy and 'name' in --kv-policy-config",
+    ),
+    "two places": (
+        {"kv_policy": "sink", "additional_config": {"kv_policy": "sink"}},
+        "given twice",
+    ),
+    "config no object": ({"kv_policy": "sink", "kv_policy_config": [1]}, "must be a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("cls", [EngineArgs, AsyncEngineArgs])
+def test_arguments_that_cannot_work(name: str, cls: type[EngineArgs]) -> None:
+    arguments, message = BAD[name]
+    with pytest.raises(KVPolicyError, match=message):
+        cls(model=str(MODEL), **arguments)
+
+
+def test_arguments() -> None:
+    args = EngineArgs(
+        model=str(MODEL),
+        kv_policy="cascade",
+        kv_budget=256,
+        kv_policy_config={"num_subcaches": 2},
+        additional_config={"other": 1},
+    )
+    assert args.additional_config == {
+        "other": 1,
+        "kv_policy": {"name": "cascade", "budget": 256, "num_subcaches": 2},
+    }
+
+
+def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+
+    def log(message: str, *args: Any) -> None:
+        lines.append(message % args)
+
+    monkeypatch.setattr(
+        vllm_cascade.engine.configure, "logger", SimpleNamespace(info=log, warning=log)
+    )
+    config = EngineArgs(
+        model=str(MODEL), kv_policy="sink", kv_policy_config={"tie": "resident"}
+    ).create_engine_config()
+    assert config.cache_config.enable_prefix_caching
+    (summary,) = [line for line in lines if line.startswith("KV policy sink: budget=")]
+    assert "budget=764, num_sinks=4, prefill_stride=256" in summary
+    assert "fits in the model's 1024 positions" in summary
+    assert "KV policy sink: no effect from tie" in lines
+
+
+def test_full_leaves_no_trace() -> None:
+    stock = EngineArgs(model=str(MODEL)).create_engine_config()
+    full = EngineArgs(model=str(MODEL), kv_policy="full").create_engine_config()
+    spelled = EngineArgs(
+        model=str(MODEL), additional_config={"kv_policy": {"name": "full"}}
+    ).create_engine_config()
+    assert stock.compute_hash() == full.compute_hash() == spelled.compute_hash()
+    assert spelled.additional_config == {}
+    assert full.parallel_config.worker_cls == stock.parallel_config.worker_cls
+    assert full.scheduler_config.scheduler_cls is None
+    assert full.cache_config.enable_prefix_caching
+
+
+def test_registering_again_changes_nothing() -> None:
+    before = EngineArgs.__init__, EngineArgs.create_engine_config
+    vllm_cascade.register()
+    patches.apply_all()
+    assert before == (EngineArgs.__init__, EngineArgs.create_engine_config)
+
+
+def test_an_unchecked_vllm_is_refused() -> None:
+    patches.check_version("0.32.9")
+    with pytest.raises(RuntimeError, match=r"works with vLLM 0\.32\.\*, but vLLM 0\.33\.0"):
+        patches.check_version("0.33.0")
+
+
+def test_serve_help_lists_the_flags() -> None:
+    """As a user sees them, through vLLM's own command and the installed entry point."""
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--help=KVPolicy"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = " ".join(text.split())
+    assert "--kv-policy {full,window,sink,cascade,beehive,lazy,dgc,h2o}" in text
+    assert "Which tokens stay in the KV cache." in text and "(default: full)" in text
+    assert "--kv-budget" in text and "(default: 2048, or the largest that fits" in text
+    assert "(default: None)" not in text and "SUPPRESS" not in text
+    assert "--kv-policy-config" in text and "num_subcaches (4)" in text

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random settings of every policy, small enough for a simulation, and scores with ties."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+TIES = st.sampled_from(["incoming", "resident"])
+sizes = st.integers(1, 12)
+
+
+@st.composite
+def raw_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """Random settings that are valid for a policy, every size written out."""
+    raw: dict[str, Any] = {"name": name, "num_sinks": draw(st.integers(0, 4))}
+    raw["overflow"] = draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
+    raw["budget"] = draw(st.integers(2, 40))
+    if name == "window":
+        raw["num_sinks"] = 0
+    if name == "cascade":
+        num, base = draw(st.integers(1, 3)), draw(st.integers(2, 3))
+        raw |= {"num_subcaches": num, "cascade_base": base, "eager_fill": draw(st.booleans())}
+        raw["budget"] = num * base ** (num - 1) * draw(st.integers(1, 4))
+        raw["tie"] = draw(TIES)
+    if name == "lazy":
+        raw |= {"slack": draw(st.integers(0, 25)), "max_drop": draw(st.integers(0, 25))}
+    if name == "h2o":
+        raw |= {"window": draw(st.integers(1, raw["budget"])), "normalise": draw(st.booleans())}
+    if name == "dgc":
+        raw |= {"importance": draw(st.sampled_from(["tfidf", "attention", "cluster"]))}
+        raw |= {"global_size": draw(st.integers(1, raw["budget"] - 1))}
+        raw["tie"] = draw(TIES)
+    if name == "beehive":
+        raw |= {"window": draw(sizes), "stride": draw(st.integers(3, 8)), "threshold": draw(sizes)}
+        raw["threshold_counts"] = draw(st.sampled_from(["middle", "new"]))
+        raw["budget"] = 60
+    return raw
+
+
+def literal_scores(rng: np.random.Generator, num: int, values: int) -> list[float]:
+    """Few different values make ties, many make every token a possible loser."""
+    return rng.integers(0, values, num).astype(float).tolist()

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's own budget and policy: what it gets, and what cannot be had.
+
+How the front-end refuses: ``tests/engine/test_admission.py``; pages and snapshots of such requests:
+``tests/cache/test_own_policies.py``.
+"""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
+from vllm_cascade.policies import per_request as module
+from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.settings import KVPolicyError
+
+CASCADE = resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64, "num_sinks": 8})
+SINK = resolve({"name": "sink", "budget": 1000, "prefill_stride": 64})
+
+
+def own(policy: Policy, **asked: Any) -> Policy:
+    """The policy of one request of an engine."""
+    return PerRequest(compiled(policy)).schedule(asked).policy
+
+
+def test_a_request_that_asks_for_nothing_has_the_engines_schedule() -> None:
+    requests = PerRequest(compiled(CASCADE))
+    nothing: list[Any] = [None, {}, {"forced": [1]}, {"kv_transfer_params": {}}]
+    nothing += [{"kv_budget": None}, {"kv_policy": None, "kv_budget": None}]
+    for extra_args in nothing:
+        assert requests.schedule(extra_args) is requests.engine is compiled(CASCADE)
+
+
+def test_the_same_values_are_the_same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules are told apart by identity: a request's is made once, the engine's never again."""
+    requests = PerRequest(compiled(CASCADE))
+    asked = {"kv_policy": "sink", "kv_budget": 100}
+    small = requests.schedule(asked)
+    assert requests.schedule({**asked, "forced": [1]}) is small is not requests.engine
+    assert requests.schedule({"kv_policy": "sink", "kv_budget": 101}) is not small
+    assert PerRequest(compiled(CASCADE)).schedule(asked) is small, "as in another part of vLLM"
+    compiled.cache_clear()  # a process forgets schedules that were not asked for in a long time
+    monkeypatch.setattr(module, "compiled", lambda _: pytest.fail("compiled again"))
+    assert requests.schedule(asked) is small
+    for values in ({"kv_policy": "cascade"}, {"kv_budget": 1024}):
+        assert requests.schedule(values) is requests.engine
+    assert requests.schedule({"kv_policy": "cascade", "kv_budget": 1024}) is requests.engine
+
+
+def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_SCHEDULES", 5)
+    requests = PerRequest(compiled(SINK))
+    for budget in range(1, 30):
+        assert requests.schedule({"kv_budget": budget}).policy.budget == budget
+        assert len(requests._known) <= 5
+
+
+def test_a_budget_of_ones_own() -> None:
+    half = own(CASCADE, kv_budget=512)
+    assert half == CASCADE.model_copy(update={"budget": 512})
+    assert half.window == 128 and half.scoring.decay != CASCADE.scoring.decay
+
+
+def test_another_policy_inherits_what_means_the_same() -> None:
+    sink = own(CASCADE, kv_policy="sink", kv_budget=100)
+    assert (sink.name, sink.budget, sink.num_sinks, sink.prefill_stride) == ("sink", 100, 8, 64)
+    window = own(CASCADE, kv_policy="window")
+    assert (window.name, window.budget, window.num_sinks) == ("window", 1024, 0)
+    beehive = own(CASCADE, kv_policy="beehive")
+    assert (beehive.tie, beehive.head_policy) == ("resident", "homogeneous")
+    heads = resolve({"name": "cascade", "budget": 64, "head_policy": "per_kv_head"})
+    assert own(heads, kv_policy="h2o").head_policy == "per_kv_head"
+    # Without a budget, the largest that fits: lazy pruning needs slots over its budget.
+    lazy = own(CASCADE, kv_policy="lazy")
+    assert lazy.capacity == CASCADE.capacity and lazy.budget == 1024 - 31
+    wide = resolve({"name": "window", "budget": 100})
+    assert own(wide, kv_policy="sink").num_sinks == 4
+    assert own(wide, kv_policy="sink").budget == 96
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(sorted(POLICIES)),
+    asked=st.sampled_from(sorted(POLICIES)),
+    budget=st.one_of(st.none(), st.integers(1, 300)),
+    heads=st.sampled_from(["homogeneous", "per_kv_head"]),
+    overflow=st.integers(1, 40),
+)
+def test_whatever_is_allowed_fits_the_engines_tables(
+    name: str, asked: str, budget: int | None, heads: str, overflow: int
+) -> None:
+    sizes = {"budget": 256, "prefill_stride": 32, "overflow": overflow}
+    engine = resolve({"name": name, "head_policy": heads, **sizes})
+    try:
+        policy = own(engine, kv_policy=asked, kv_budget=budget)
+    except KVPolicyError as error:
+        assert str(error).startswith(("kv_policy", "kv_budget"))
+        return
+    assert policy.name == asked and policy.budget <= 256
+    assert budget is None or policy.budget == budget
+    assert policy.capacity <= engine.capacity and policy.max_position <= engine.max_position
+    assert compiled(policy).peak_at(10**9) <= compiled(engine).policy.capacity
+    assert policy.head_policy == heads and policy.prefill_stride == 32
+    assert engine.uses_attention or not policy.uses_attention
+    assert engine.keeps_ages or not policy.keeps_ages
+
+
+UNMET: list[tuple[Policy, dict[str, Any], str]] = [
+    (CASCADE, {"kv_budget": 2048}, "kv_budget 2048 is not within .* ask for 1 to 1024"),
+    (CASCADE, {"kv_budget": 0}, "kv_budget 0 is not within"),
+    (CASCADE, {"kv_budget": "512"}, "kv_budget must be an integer number of tokens, not '512'"),
+    (CASCADE, {"kv_budget": True}, "kv_budget must be an integer"),
+    (CASCADE, {"kv_budget": 512.0}, "kv_budget must be an integer"),
+    (CASCADE, {"kv_budget": 500}, "kv_budget 500 .*multiple of .* = 32; nearest .* 480 or 512"),
+    (CASCADE, {"kv_policy": 3}, "kv_policy must be the name of a policy, not 3"),
+    (CASCADE, {"kv_policy": "casc"}, "unknown policy 'casc'.*did you mean 'cascade'"),
+    (CASCADE, {"kv_policy": "full"}, "full cannot be chosen for one request.*choose from"),
+    (CASCADE, {"kv_policy": "lazy", "kv_budget": 1024}, "1063.*1032; .*kv_budget of at most 993"),
+    (SINK, {"kv_policy": "cascade"}, "needs attention scores.*computes none.*--kv-policy"),
+    (CASCADE, {"kv_policy": "dgc"}, "dgc needs scores of token ids.*choose from window, sink,"),
+    (SINK, {"kv_policy": "h2o"}, "choose from window, sink, lazy,"),
+]
+
+
+@pytest.mark.parametrize(("policy", "asked", "message"), UNMET)
+def test_what_cannot_be_honoured_is_an_error(
+    policy: Policy, asked: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        own(policy, **asked)
+
+
+def test_settings_that_bind_a_budget_are_named() -> None:
+    beehive = resolve({"name": "beehive", "budget": 100, "window": 20, "threshold": 80})
+    with pytest.raises(KVPolicyError, match="more than the budget 90"):
+        own(beehive, kv_budget=90)
+
+
+def test_batches_split_only_where_arithmetic_differs() -> None:
+    def arithmetic(policy: Policy, *asked: dict[str, Any]) -> list[int]:
+        requests = PerRequest(compiled(policy))
+        return [requests.schedule(extra_args).arithmetic for extra_args in asked]
+
+    alike = arithmetic(SINK, {}, {"kv_budget": 50}, {"kv_policy": "lazy"}, {"kv_budget": 7})
+    assert len(set(alike)) == 1
+    h2o = {"kv_policy": "h2o"}
+    different = arithmetic(CASCADE, {}, {"kv_budget": 512}, h2o)
+    assert len({alike[0], *different}) == 4
+    assert different[-1:] == arithmetic(CASCADE, {**h2o, "kv_budget": 9})

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Importance by text alone, and the table it reads, against literal counts."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import MODEL
+from tests.oracle.dgc import importance, sentences_of
+from vllm_cascade.cli import main
+from vllm_cascade.policies import idf
+from vllm_cascade.policies.idf import SentenceCounter, ends_sentence, sentence_ends
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.text_importance import MAX_SENTENCE, RULES, IdfTable, TokenImportance
+
+VOCAB = 12
+ENDS = np.arange(VOCAB) >= 10
+streams = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=80)
+long_streams = st.lists(st.integers(0, VOCAB - 1), min_size=600, max_size=900).map(
+    lambda tokens: [token % 10 if i % 400 else token for i, token in enumerate(tokens)]
+)
+
+
+def table_of(corpus: list[int]) -> IdfTable:
+    counter = SentenceCounter(ENDS)
+    counter.add(corpus)
+    counter.close()
+    return IdfTable(counter.num_sentences, counter.sentences, counter.counts, ENDS, "toy")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("with_table", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(tokens=streams, corpus=streams, lag=st.integers(1, 20), data=st.data())
+def test_equals_the_literal_rule(
+    rule: str,
+    with_table: bool,
+    tokens: list[int],
+    corpus: list[int],
+    lag: int,
+    data: st.DataObject,
+) -> None:
+    """In chunks of any size, also when a stream was lost and is read again."""
+    judge = TokenImportance(rule, ENDS, table_of(corpus) if with_table else None)
+    known = sentences_of(corpus, ENDS.__getitem__) if with_table else None
+    expected = importance(tokens, rule, lag, ENDS.__getitem__, known)
+    cuts = sorted({0, len(tokens), *data.draw(st.lists(st.integers(0, len(tokens)), max_size=6))})
+    got: list[float] = []
+    for begin, end in pairwise(cuts):
+        if data.draw(st.booleans()):
+            judge.forget(set())
+        got += judge.advance("request", np.asarray(tokens), begin, end, lag).tolist()
+    assert got[:lag] == [0.0] * len(got[:lag])
+    assert got[lag:] == pytest.approx(expected[: max(len(tokens) - lag, 0)], rel=1e-6, abs=1e-9)
+
+
+def test_requests_are_judged_apart_and_forgotten() -> None:
+    judge = TokenImportance("tfidf", ENDS, None)
+    first, second = np.asarray([1, 2, 10, 1, 3]), np.asarray([5, 5, 5, 10, 1])
+    alone = [importance(list(x), "tfidf", 1, ENDS.__getitem__) for x in (first, second)]
+    parts = [[], []]
+    for begin, end in ((0, 2), (2, 5)):
+        for name, tokens in enumerate((first, second)):
+            parts[name] += judge.advance(str(name), tokens, begin, end, 1).tolist()
+    for got, expected in zip(parts, alone, strict=True):
+        assert got[1:] == pytest.approx(expected[:-1])
+    assert len(judge) == 2
+    judge.forget({"1", "unknown"})
+    assert len(judge) == 1
+
+
+def test_a_reused_name_is_a_new_stream() -> None:
+    judge = TokenImportance("tfidf_sklearn", ENDS, None)
+    tokens = np.asarray([1, 2, 3, 10, 4, 5])
+    judge.advance("request", np.asarray([7] * 6), 0, 6, 2)
+    got = judge.advance("request", tokens, 0, 6, 2)
+    expected = importance(list(tokens), "tfidf_sklearn", 2, ENDS.__getitem__)
+    assert got[2:].tolist() == pytest.approx(expected[:4])
+
+
+@settings(max_examples=60, deadline=None)
+@given(tokens=st.one_of(streams, long_streams), data=st.data())
+def test_counting_in_pieces_is_counting_at_once(tokens: list[int], data: st.DataObject) -> None:
+    """Sentences that cross pieces, and runs longer than a sentence may be."""
+    counter = SentenceCounter(ENDS)
+    cuts = sorted({0, len(tokens), *data.draw(st.lists(st.integers(0, len(tokens)), max_size=6))})
+    for begin, end in pairwise(cuts):
+        counter.add(tokens[begin:end])
+    counter.close()
+    sentences = sentences_of(tokens, ENDS.__getitem__, MAX_SENTENCE)
+    assert counter.num_sentences == len(sentences)
+    assert counter.counts.tolist() == [tokens.count(token) for token in range(VOCAB)]
+    assert counter.sentences.tolist() == [
+        sum(token in sentence for sentence in sentences) for token in range(VOCAB)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        (".", True),
+        (' said."', True),
+        ("?)", True),
+        ("line\n", True),
+        ("\n\n", True),
+        ("。", True),
+        (", ", False),
+        ("a.b", False),
+        ("", False),
+        ('"', False),
+    ],
+)
+def test_what_ends_a_sentence(text: str, ends: bool) -> None:
+    assert ends_sentence(text) is ends
+
+
+def test_blocks_are_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces break at lines, else between words, and lose nothing; one endless word included."""
+    monkeypatch.setattr(idf, "BLOCK_CHARACTERS", 16)
+    text = "One line.\r\nA line longer than a block is, é.\n" + "x" * 50 + " end"
+    path = tmp_path / "text.txt"
+    path.write_bytes(text.encode())
+    pieces = list(idf.blocks(path))
+    assert "".join(piece for piece, _ in pieces) == text
+    assert sum(size for _, size in pieces) == path.stat().st_size
+    texts = [piece for piece, _ in pieces]
+    assert len(texts) > 4
+    assert all(a[-1] == "\n" or b[0] == " " or "x" in a for a, b in pairwise(texts))
+
+
+def test_idf_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    files[0].write_text("The sea was calm. The sea was wide!\n")
+    files[1].write_text("A captain came, and the captain\nwent.")
+    out = tmp_path / "idf.safetensors"
+    command = ["idf", "--tokenizer", str(MODEL), "--out", str(out), "--corpus"]
+    main([*command, *map(str, files)])
+    table = IdfTable.load(out)
+    ends = sentence_ends(tokenizer)
+    ids = [tokenizer.encode(file.read_text(), add_special_tokens=False) for file in files]
+    sentences = sentences_of(ids[0] + ids[1], ends.__getitem__)
+    assert len(sentences) == table.num_sentences == 4
+    sea, captain = (tokenizer.encode(word, add_special_tokens=False)[-1] for word in ("sea", "ain"))
+    for token in {sea, captain, *ids[0]}:
+        assert table.occurrences(token) == max((ids[0] + ids[1]).count(token), 1)
+        assert table.sentences_with(token) == max(sum(token in s for s in sentences), 1)
+    assert f"{len(ids[0] + ids[1])} tokens, 4 sentences" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, b"no table"])
+def test_an_unreadable_table_is_named(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "idf.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(KVPolicyError, match=r"idf = .*vllm-cascade idf --tokenizer"):
+        IdfTable.load(path)
+
+
+def test_another_safetensors_file_is_no_table() -> None:
+    with pytest.raises(KVPolicyError, match="is not an IDF table"):
+        IdfTable.load(MODEL / "model.safetensors")
+
+
+def test_an_empty_corpus_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    command = ["idf", "--tokenizer", str(MODEL), "--corpus", str(tmp_path / "empty.txt")]
+    with pytest.raises(SystemExit):
+        main([*command, "--out", str(tmp_path / "t.safetensors")])
+    assert "no text" in capsys.readouterr().err

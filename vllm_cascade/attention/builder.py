@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's hook before every forward pass: plans the step and publishes its cache positions.
+
+What all devices share; each adds how it mirrors the plan (``cpu/builder.py``, ``cuda/builder.py``).
+"""
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from vllm.config import SchedulerConfig, VllmConfig
+from vllm.v1.attention.backend import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+
+from vllm_cascade.attention.requests import Requests
+from vllm_cascade.attention.step import RequestTokens, Step, describe
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.positions import CachePositions
+from vllm_cascade.policies import Schedule
+
+Metadata = TypeVar("Metadata", bound=AttentionMetadata)
+
+
+@dataclass
+class StepCounters:
+    """What the policy has done in this process, summed over requests (not over layers)."""
+
+    steps: int = 0
+    tokens: int = 0
+    strides: int = 0
+    evicted_tokens: int = 0
+    moved_reads: int = 0
+
+
+class StepBuilder(AttentionMetadataBuilder[Metadata]):
+    """Base of the devices' builders.
+
+    Attributes:
+        schedule: the engine's.
+        requests: whose rows a step has; the worker sets it.
+        positions: what the model sees instead of vLLM's positions.
+    """
+
+    reorder_batch_threshold: int | None = None
+
+    kv_cache_spec: KVPolicySpec
+
+    def __init__(
+        self,
+        kv_cache_spec: KVPolicySpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.schedule = kv_cache_spec.schedule
+        self.requests = Requests()
+        most = vllm_config.scheduler_config.max_num_batched_tokens
+        self.positions = CachePositions(most, device)
+        self.counters = StepCounters()
+        self.make_tables(vllm_config.scheduler_config)
+
+    def make_tables(self, limits: SchedulerConfig) -> None:
+        """What the device keeps between steps; called once, when all else is set."""
+        raise NotImplementedError
+
+    def rules_at(self, schedule: Schedule) -> int:
+        """Where a schedule's further rules begin in the table that the device reads."""
+        raise NotImplementedError
+
+    def plan(self, common: CommonAttentionMetadata) -> Step:
+        """The step that vLLM is about to run, counted and its positions published."""
+        tokens = self._tokens(common)
+        step = describe(tokens, self.schedule.policy.prefill_stride, self.rules_at)
+        if len(step.positions):
+            self.positions.fill(torch.from_numpy(step.positions))
+        counters = self.counters
+        counters.steps += 1
+        counters.tokens += len(step.positions)
+        counters.strides += sum(map(len, step.waves))
+        counters.evicted_tokens += step.evicted
+        counters.moved_reads += step.moved_reads
+        return step
+
+    def _tokens(self, common: CommonAttentionMetadata) -> RequestTokens:
+        offsets = common.query_start_loc_cpu.numpy().astype(np.int64)
+        length = np.diff(offsets)
+        ends = common.seq_lens_cpu_upper_bound.numpy()[: len(length)].astype(np.int64)
+        schedules = self.requests.schedules(common)[: len(length)]
+        schedules += [self.schedule] * (len(length) - len(schedules))
+        prefilling = self.requests.prefilling(common)
+        tokens = RequestTokens(schedules, ends - length, length, offsets[:-1], prefilling)
+        if self.schedule.scoring.source != "text":
+            return tokens
+        return RequestTokens(**{**vars(tokens), "given": self._given(common, tokens)})
+
+    def _given(self, common: CommonAttentionMetadata, tokens: RequestTokens) -> np.ndarray:
+        """Scores by the host, for the tokens of requests that use them."""
+        given = np.zeros(int(tokens.length.sum()), dtype=np.float32)
+        for row in np.flatnonzero(tokens.length > 0).tolist():
+            schedule = tokens.schedules[row]
+            if schedule.scoring.source == "text":
+                first, num, place = (
+                    int(column[row]) for column in (tokens.first, tokens.length, tokens.place)
+                )
+                given[place : place + num] = self.requests.token_scores(
+                    common, row, first, first + num, schedule.lag
+                )
+        return given

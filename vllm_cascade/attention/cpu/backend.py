@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend that takes the place of vLLM's ``CPU_ATTN`` while a policy is on."""
+
+from typing import Any
+
+from vllm.v1.attention.backend import MultipleOf
+
+from vllm_cascade.attention.backend import KVPolicyBackend
+from vllm_cascade.attention.cpu.builder import CPUBuilder
+from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+
+
+class CPUKVPolicyBackend(KVPolicyBackend):
+    """On the CPU."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUKVPolicyImpl]:
+        return CPUKVPolicyImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CPUBuilder]:
+        return CPUBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step for the CPU's implementations: the plan's own arrays, with the requests' pages."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.config import SchedulerConfig
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
+
+from vllm_cascade.attention.builder import StepBuilder
+from vllm_cascade.attention.step import (
+    RuleBook,
+    Singles,
+    Stride,
+    StrideRows,
+    singles_of,
+    split,
+    strides_of,
+)
+from vllm_cascade.policies import Schedule
+
+
+@dataclass(frozen=True)
+class CPUWave:
+    """One stride of each request: single tokens, and longer ones."""
+
+    rows: StrideRows
+    singles: Singles | None
+    strides: list[Stride]
+
+
+@dataclass
+class CPUMetadata(AttentionMetadata):
+    """What every layer of this step shares; ``table`` is the batch's block table."""
+
+    waves: list[CPUWave]
+    table: torch.Tensor
+
+
+class CPUBuilder(StepBuilder[CPUMetadata]):
+    """Plans a step for the CPU."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+
+    def make_tables(self, limits: SchedulerConfig) -> None:
+        self._rules = RuleBook()
+
+    def rules_at(self, schedule: Schedule) -> int:
+        return self._rules.begin(schedule)
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUMetadata:
+        table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
+        step = self.plan(common_attn_metadata)
+        waves = []
+        for rows in step.waves:
+            single, longer = split(rows)
+            singles = None
+            if len(single):
+                singles = singles_of(single, step, table, self._rules.rules, size)
+            waves.append(CPUWave(rows, singles, strides_of(longer, step, table, size)))
+        return CPUMetadata(waves, table)

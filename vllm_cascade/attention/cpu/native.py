@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of one layer on the CPU in C++: one call for all single tokens, one a longer stride."""
+
+from typing import Any
+
+import torch
+
+from vllm_cascade.attention.layer import LayerConfig, NewTokens
+from vllm_cascade.attention.step import Singles, Stride
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.kernels.cpp import library as cpp
+from vllm_cascade.policies import Schedule
+
+
+def refusal(
+    layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule, library: cpp.Library
+) -> str | None:
+    """Why a layer cannot run in the library; None where it can."""
+    if layer.gather_heads is not None:
+        return "tensor-parallel ranks exchange scores in the middle of a step"
+    if pages.kv.dtype not in library.dtypes:
+        return f"the compiler has no {pages.kv.dtype}"
+    if schedule.moves_tokens:
+        return f"policy {schedule.policy.name} merges tokens, or puts them out of order"
+    if num_heads > cpp.MAX_QUERY_HEADS:
+        return f"more than {cpp.MAX_QUERY_HEADS} query heads"
+    return None
+
+
+class NativePath:
+    """One layer's calls into the library; see ``PyTorchPath`` for what they compute."""
+
+    def __init__(
+        self,
+        library: cpp.Library,
+        layer: LayerConfig,
+        pages: Pages,
+        num_heads: int,
+        schedule: Schedule,
+    ) -> None:
+        self._library = library
+        self._kept = layer, pages  # whose tensors the addresses are of
+        self._layer = _layer(layer, pages, num_heads, schedule)
+
+    def tokens(self, singles: Singles, new: NewTokens) -> None:
+        self._library.attend_and_insert_tokens(self._layer, _tokens(singles), _rows(new))
+
+    def stride(self, stride: Stride, new: NewTokens) -> None:
+        self._library.attend_and_insert_stride(self._layer, _stride(stride), _rows(new))
+
+
+def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
+    rotation = layer.rotation
+    for words in (pages.rank, pages.born, pages.score):
+        assert words.stride() == pages.rank.stride() and words[0].is_contiguous(), words.stride()
+    assert rotation is None or rotation.is_contiguous()
+    assert layer.slopes is None or layer.slopes.is_contiguous()
+    return cpp.Layer(
+        kv=pages.kv.data_ptr(),
+        rank=pages.rank.data_ptr(),
+        born=pages.born.data_ptr(),
+        score=pages.score.data_ptr(),
+        token=_address(pages.token),
+        slopes=_address(layer.slopes),
+        rotation=_address(rotation),
+        page_bytes=pages.kv.stride(0) * pages.kv.element_size(),
+        page_words=pages.rank.stride(0),
+        num_heads=layer.num_kv_heads,
+        group=num_heads // layer.num_kv_heads,
+        head_size=layer.head_size,
+        num_sets=layer.num_sets,
+        block_size=pages.block_size,
+        half=0 if rotation is None else rotation.shape[-1],
+        is_neox=layer.is_neox,
+        dtype=cpp.DTYPES[pages.kv.dtype],
+        uses_scores=schedule.scoring.source != "none",
+        reduction=cpp.REDUCTIONS[layer.reduction],
+        scale=layer.scale,
+        softcap=layer.softcap,
+    )
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+_last_tokens: tuple[Any, cpp.Tokens] | None = None
+_last_stride: tuple[Any, cpp.Stride] | None = None
+
+
+def _tokens(singles: Singles) -> cpp.Tokens:
+    """All layers of a step share them, so their structure is made once."""
+    global _last_tokens
+    last = _last_tokens
+    if last is not None and last[0] is singles:
+        return last[1]
+    assert singles.steps.is_contiguous() and singles.table.is_contiguous()
+    assert singles.steps.dtype == singles.table.dtype == singles.rules.dtype == torch.int32
+    made = cpp.Tokens(
+        count=len(singles.steps),
+        num_pages=singles.table.shape[1],
+        steps=singles.steps.data_ptr(),
+        pages=singles.table.data_ptr(),
+        logit_scale=_address(singles.logit_scale),
+        given=_address(singles.given),
+        scored=_address(singles.scored),
+        rules=singles.rules.data_ptr(),
+        moved=singles.moved,
+    )
+    _last_tokens = singles, made
+    return made
+
+
+def _stride(stride: Stride) -> cpp.Stride:
+    """The same for a stride, whose layers come one after another."""
+    global _last_stride
+    last = _last_stride
+    if last is not None and last[0] is stride:
+        return last[1]
+    schedule = stride.schedule
+    assert stride.step.is_contiguous() and stride.pages.is_contiguous()
+    assert stride.step.dtype == stride.pages.dtype == torch.int32
+    made = cpp.Stride(
+        step=stride.step.data_ptr(),
+        pages=stride.pages.data_ptr(),
+        moved=stride.moved,
+        logit_scale=_address(stride.logit_scale),
+        given=_address(stride.given),
+        scored=stride.scored,
+        rules=schedule.rules.ctypes.data,
+        first=schedule.first.ctypes.data,
+        transient=schedule.transient,
+        period=schedule.period,
+    )
+    _last_stride = stride, made
+    return made
+
+
+def _rows(new: NewTokens) -> cpp.Rows:
+    """``[num_tokens, heads, head_size]`` each; slices of a fused projection will do."""
+    size, dtype, strides = new.query.shape[2], new.query.dtype, []
+    for rows in new:  # called for every layer and step: microseconds count
+        step, head, channel = rows.stride()
+        assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
+        strides.append(step)
+    return cpp.Rows(*(rows.data_ptr() for rows in new), *strides)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs a layer on the CPU: the C++ library, or plain PyTorch.
+
+They compute the same. C++ is the default; PyTorch runs what the library does not know and
+machines without a compiler. ``VLLM_CASCADE_CPU`` says otherwise: ``pytorch`` never uses the
+library, ``native`` stops the engine where it cannot be used.
+"""
+
+import os
+from functools import lru_cache
+from typing import Protocol
+
+from vllm_cascade.attention.cpu import native
+from vllm_cascade.attention.layer import LayerConfig, NewTokens
+from vllm_cascade.attention.step import Singles, Stride
+from vllm_cascade.attention.torch import strides as stride_path
+from vllm_cascade.attention.torch import tokens as token_path
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.kernels.cpp.build import BuildError
+from vllm_cascade.kernels.cpp.library import Library, load
+from vllm_cascade.log import logger
+from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.settings import KVPolicyError
+
+SWITCH = "VLLM_CASCADE_CPU"
+CHOICES = ("native", "pytorch")
+
+
+class Path(Protocol):
+    """Attention of one layer that leaves its pages in their next state.
+
+    The rows of the given strides are read from the step's new tokens, and written in ``output``.
+    """
+
+    def tokens(self, singles: Singles, new: NewTokens) -> None:
+        """One token of many requests."""
+
+    def stride(self, stride: Stride, new: NewTokens) -> None:
+        """Several tokens of one request."""
+
+
+class PyTorchPath:
+    """The reference: readable, no compiler needed."""
+
+    def __init__(self, layer: LayerConfig, pages: Pages) -> None:
+        self._layer = layer
+        self._pages = pages
+
+    def tokens(self, singles: Singles, new: NewTokens) -> None:
+        places = singles.places
+        attended = token_path.attend_and_insert(self._layer, self._pages, singles, *new.at(places))
+        new.output[places] = attended.to(new.output.dtype)
+
+    def stride(self, stride: Stride, new: NewTokens) -> None:
+        attended = stride_path.attend_and_insert(
+            self._layer, self._pages, stride, *new.at(stride.rows)
+        )
+        new.output[stride.rows] = attended.to(new.output.dtype)
+
+
+def choose(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> Path:
+    """The implementation for a layer with ``num_heads`` query heads under an engine's policy.
+
+    Compiles the library when a process asks for the first time, which is at engine start.
+
+    Raises:
+        KVPolicyError: ``VLLM_CASCADE_CPU`` has no such value, or demands what cannot be.
+    """
+    wanted = os.environ.get(SWITCH)
+    if wanted not in (None, *CHOICES):
+        raise KVPolicyError(f"{SWITCH}={wanted}: set it to {' or '.join(CHOICES)}, or not at all")
+    if wanted == "pytorch":
+        return PyTorchPath(layer, pages)
+    library, reason = _library()
+    if library is not None:
+        reason = native.refusal(layer, pages, num_heads, schedule, library)
+        if reason is None:
+            return native.NativePath(library, layer, pages, num_heads, schedule)
+    if wanted == "native":
+        raise KVPolicyError(f"{SWITCH}=native cannot be: {reason}; unset it to run in PyTorch")
+    _say_once(reason)
+    return PyTorchPath(layer, pages)
+
+
+@lru_cache(maxsize=1)
+def _library() -> tuple[Library | None, str]:
+    """The library, or why there is none; tried once in a process."""
+    try:
+        library = load()
+        logger.info("CPU attention runs in C++ (%s)", library.path)
+        return library, ""
+    except BuildError as error:
+        return None, str(error)
+
+
+@lru_cache(maxsize=8)
+def _say_once(reason: str) -> None:
+    logger.warning("CPU attention runs in PyTorch, several times slower than in C++: %s", reason)

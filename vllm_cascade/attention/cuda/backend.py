@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's ``CUSTOM`` backend while a policy is on."""
+
+from vllm.v1.attention.backend import MultipleOf
+
+from vllm_cascade.attention.backend import KVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+
+
+class CUDAKVPolicyBackend(KVPolicyBackend):
+    """On CUDA, by Triton kernels."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonKVPolicyImpl]:
+        return TritonKVPolicyImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CUDABuilder]:
+        return CUDABuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= 256

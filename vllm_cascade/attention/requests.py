@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose rows a scheduling step has: policies, prompts and token ids, for both model runners.
+
+vLLM's metadata says how long each row is. Which request it belongs to is the runner's knowledge:
+V1 keeps requests in rows, with token ids on the host; V2 names a row by its place in a table of
+requests and keeps token ids on the device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.text_importance import TokenImportance
+
+
+class Requests:
+    """Rows about which vLLM's metadata says all there is, as in a warm-up."""
+
+    def note(self, output: SchedulerOutput) -> None:
+        """Learn of requests that begin and end; called before every step."""
+
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
+        """What the rows run under; those beyond the list have the engine's."""
+        return []
+
+    def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
+        """bool ``[B]``: whether a row's tokens are part of its prompt."""
+        return common.is_prefilling.numpy()
+
+    def token_scores(
+        self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
+    ) -> np.ndarray:
+        """Scores by the host of a row's tokens, as ``TokenImportance.advance``; 0 if nobody's."""
+        return np.zeros(end - begin, dtype=np.float32)
+
+
+class RunnerV1Requests(Requests):
+    """The rows of vLLM's first model runner, the only one on CPUs."""
+
+    def __init__(self, runner: Any, schedule: Schedule, importance: TokenImportance | None) -> None:
+        self._runner, self._importance = runner, importance
+        self._own = PerRequest(schedule)
+
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
+        requests, schedule_of = self._runner.requests, self._own.schedule
+        states = [requests[name].sampling_params for name in self._runner.input_batch.req_ids]
+        return [schedule_of(params.extra_args if params else None) for params in states]
+
+    def token_scores(
+        self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
+    ) -> np.ndarray:
+        assert self._importance is not None
+        batch = self._runner.input_batch
+        if row >= batch.num_reqs:
+            return super().token_scores(common, row, begin, end, lag)
+        if len(self._importance) > 2 * batch.max_num_reqs:
+            self._importance.forget(set(self._runner.requests))
+        name, tokens = batch.req_ids[row], batch.token_ids_cpu[row]
+        return self._importance.advance(name, tokens, begin, end, lag)
+
+
+@dataclass
+class _Request:
+    """What was sent about a request, and its token ids as far as they are known."""
+
+    schedule: Schedule
+    prompt_len: int
+    tokens: np.ndarray
+    num_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.tokens)
+
+    def append(self, token: int) -> None:
+        if self.num_tokens == len(self.tokens):
+            self.tokens = np.resize(self.tokens, 2 * self.num_tokens + 16)
+        self.tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+
+class RunnerV2Requests(Requests):
+    """The rows of vLLM's second model runner, the default on GPUs.
+
+    It keeps neither sampling parameters nor token ids on the host, so they are noted as the
+    scheduler sends them. A request that is resumed is sent anew, with what it has generated as a
+    part of what is "prefilled"; for a policy these are single tokens, as they were at first.
+    """
+
+    def __init__(self, runner: Any, schedule: Schedule, importance: TokenImportance | None) -> None:
+        self._runner, self._importance = runner, importance
+        self._own = PerRequest(schedule)
+        self._requests: dict[str, _Request] = {}
+        self._sampled: np.ndarray | None = None
+
+    def note(self, output: SchedulerOutput) -> None:
+        for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+            self._requests.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            params = new.sampling_params
+            tokens = new.prefill_token_ids if self._importance is not None else ()
+            self._requests[new.req_id] = _Request(
+                self._own.schedule(params.extra_args if params else None),
+                new.prompt_len,
+                np.asarray(tokens, dtype=np.int64),
+            )
+        if self._importance is not None and len(self._importance) > 2 * len(self._requests) + 64:
+            self._importance.forget(set(self._requests))
+        self._sampled = None
+
+    def _names(self, common: CommonAttentionMetadata) -> list[str | None]:
+        """The rows' requests; None where a warm-up has rows of nobody's."""
+        if common.req_idx is None:
+            return []
+        return [self._name(index) for index in common.req_idx.tolist()]
+
+    def _name(self, index: int) -> str | None:
+        names: Mapping[int, str] = self._runner.req_states.index_to_req_id
+        return names.get(index)
+
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
+        known = [self._requests.get(name) for name in self._names(common)]
+        return [self._own.engine if request is None else request.schedule for request in known]
+
+    def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
+        prefilling = super().prefilling(common).copy()
+        ends = common.seq_lens_cpu_upper_bound.numpy()
+        firsts = ends[: len(prefilling)] - np.diff(common.query_start_loc_cpu.numpy())
+        for row, name in enumerate(self._names(common)):
+            request = self._requests.get(name)
+            if request is not None:
+                prefilling[row] = firsts[row] < request.prompt_len
+        return prefilling
+
+    def token_scores(
+        self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
+    ) -> np.ndarray:
+        assert self._importance is not None
+        index = -1
+        if common.req_idx is not None and row < len(common.req_idx):
+            index = int(common.req_idx[row])
+        name = self._name(index)
+        request = self._requests.get(name)
+        if name is None or request is None:
+            return super().token_scores(common, row, begin, end, lag)
+        if end > request.num_tokens:
+            assert end == request.num_tokens + 1, "a step decodes one token a request"
+            request.append(self._last_sampled(index))
+        return self._importance.advance(name, request.tokens, begin, end, lag)
+
+    def _last_sampled(self, index: int) -> int:
+        """The token that a request sampled last; read once a step, when the device is idle."""
+        if self._sampled is None:
+            self._sampled = self._runner.req_states.last_sampled_tokens[:, 0].cpu().numpy()
+        return int(self._sampled[index])

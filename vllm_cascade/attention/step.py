@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one description of a scheduling step, planned on the host with numpy, for every device.
+
+A request's tokens of this step are cut into strides; its next stride needs the one before. Wave
+``k`` holds every request's ``k``-th stride. What a stride does is one int32 row with named columns
+(``kernels/columns.py``): where its tokens are, how many are cached before, which slots are valid,
+which rules a single token applies. All of it follows from token counts, so nothing here waits for
+the device, and a device needs no more than a copy of the rows.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from vllm_cascade.cache.strides import cut_strides
+from vllm_cascade.kernels.columns import (
+    CACHED,
+    DECAY,
+    LENGTH,
+    LO,
+    MORE,
+    NEW_SLOTS,
+    OLD_SLOTS,
+    PER_AGE,
+    START,
+    STEP_COLUMNS,
+    STREAM,
+)
+from vllm_cascade.policies import Schedule
+
+NOBODY = -2
+"""A rank that no slot has, not even an empty one: for tokens that get no score from the host."""
+
+
+@dataclass(frozen=True)
+class RequestTokens:
+    """What vLLM schedules in one step: a run of tokens of each of ``B`` requests.
+
+    Attributes:
+        schedules: what each request runs under.
+        first: int64 ``[B]``, the stream index of its first token here.
+        length: int64 ``[B]``, its tokens here; 0 in rows that only pad.
+        place: int64 ``[B]``, where they begin in the step.
+        prefilling: bool ``[B]``, whether they are part of its prompt.
+        given: fp32 ``[num_tokens]``, scores by the host, one for each token that comes: that of the
+            token ``lag`` before it. None where the host gives none.
+    """
+
+    schedules: Sequence[Schedule]
+    first: np.ndarray
+    length: np.ndarray
+    place: np.ndarray
+    prefilling: np.ndarray
+    given: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class StrideRows:
+    """Strides of different requests, side by side.
+
+    Attributes:
+        steps: int32 ``[R, STEP_COLUMNS]``.
+        request: int64 ``[R]``, each one's row in the batch, and in the block table.
+        schedules: one a stride.
+    """
+
+    steps: np.ndarray
+    request: np.ndarray
+    schedules: Sequence[Schedule]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def select(self, which: np.ndarray) -> "StrideRows":
+        """Those at the given places, an int array."""
+        chosen = [self.schedules[i] for i in which.tolist()]
+        return StrideRows(self.steps[which], self.request[which], chosen)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A scheduling step.
+
+    Attributes:
+        waves: strides that can run at once, in order.
+        positions: int64 ``[num_tokens]``, every token's position: it follows what is cached at its
+            stride's start.
+        logit_scale: fp32 ``[num_tokens]``, factors on the logits of each query; None: all 1.
+        given: as in ``RequestTokens``.
+        evicted: tokens that the step deletes.
+        moved_reads: strides in which a key may have left the position it was written at.
+    """
+
+    waves: list[StrideRows]
+    positions: np.ndarray
+    logit_scale: np.ndarray | None
+    given: np.ndarray | None
+    evicted: int = 0
+    moved_reads: int = 0
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Strides as int64 arrays, wave by wave: whose, from which token, how many, which wave."""
+
+    owner: np.ndarray
+    begin: np.ndarray
+    length: np.ndarray
+    depth: np.ndarray
+
+
+def describe(
+    tokens: RequestTokens, prefill_stride: int, rules_at: Callable[[Schedule], int]
+) -> Step:
+    """Plan a step.
+
+    Args:
+        rules_at: where a schedule's further rules begin in the table that ``MORE`` points into.
+    """
+    cut = _cut(tokens, prefill_stride)
+    owners = cut.owner.tolist()
+    schedules = [tokens.schedules[owner] for owner in owners]
+    steps = np.zeros((len(owners), STEP_COLUMNS), dtype=np.int32)
+    steps[:, STREAM], steps[:, LENGTH] = cut.begin, cut.length
+    steps[:, START] = tokens.place[cut.owner] + cut.begin - tokens.first[cut.owner]
+    evicted, scale = 0, None
+    positions = np.zeros(int(tokens.length.sum()), dtype=np.int64)
+    for schedule, rows in by_schedule(schedules):
+        evicted += _fill(steps, rows, schedule, rules_at(schedule))
+        place, stream, position = _tokens_of(steps[rows])
+        positions[place] = position
+        if schedule.scales_logits:
+            scale = np.ones(len(positions), dtype=np.float32) if scale is None else scale
+            scale[place] = schedule.policy.logit_scale(stream, position + 1)
+    moved = int((steps[:, CACHED] < steps[:, STREAM]).sum())
+    return Step(_waves(cut, steps, schedules), positions, scale, tokens.given, evicted, moved)
+
+
+def _cut(tokens: RequestTokens, prefill_stride: int) -> _Cut:
+    rows = np.flatnonzero(tokens.length > 0)
+    first, length = tokens.first[rows], tokens.length[rows]
+    if (length == 1).all():
+        return _Cut(rows, first, length, np.zeros_like(rows))
+    owner, begin, end, depth = [], [], [], []
+    prefilling = tokens.prefilling[rows].tolist()
+    ends = (first + length).tolist()
+    for row, start, stop, prompt in zip(
+        rows.tolist(), first.tolist(), ends, prefilling, strict=True
+    ):
+        bounds = cut_strides(start, stop, prefill_stride, prompt)
+        owner += [row] * (len(bounds) - 1)
+        begin += bounds[:-1]
+        end += bounds[1:]
+        depth += range(len(bounds) - 1)
+    order = np.argsort(depth, kind="stable")
+    columns = [np.asarray(column, dtype=np.int64)[order] for column in (owner, begin, end, depth)]
+    return _Cut(columns[0], columns[1], columns[2] - columns[1], columns[3])
+
+
+def by_schedule(schedules: Sequence[Schedule]) -> Iterator[tuple[Schedule, np.ndarray | slice]]:
+    """Each schedule with its places; one slice for all where there is only one."""
+    if not schedules:
+        return
+    numbers = [schedule.number for schedule in schedules]
+    if numbers.count(numbers[0]) == len(numbers):
+        yield schedules[0], slice(0, len(numbers))
+        return
+    array = np.asarray(numbers)
+    for number in dict.fromkeys(numbers):
+        rows = np.flatnonzero(array == number)
+        yield schedules[int(rows[0])], rows
+
+
+def _fill(steps: np.ndarray, rows: np.ndarray | slice, schedule: Schedule, rules_at: int) -> int:
+    """What follows from one schedule, for its rows; returns the tokens that they evict."""
+    own = steps[rows]  # a copy where rows is an array
+    begin = own[:, STREAM].astype(np.int64)
+    end = begin + own[:, LENGTH]
+    cached = schedule.counts(begin)
+    own[:, CACHED] = cached
+    own[:, OLD_SLOTS], own[:, NEW_SLOTS] = schedule.peaks(begin), schedule.peaks(end)
+    single = own[:, LENGTH] == 1
+    own[:, LO:PER_AGE] = schedule.leading[schedule.rows(begin)] * single[:, None]
+    own[:, MORE] += rules_at
+    own[:, PER_AGE : DECAY + 2] = schedule.score_columns
+    steps[rows] = own
+    return int((cached + own[:, LENGTH] - schedule.counts(end)).sum())
+
+
+def _tokens_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Places in the step, stream indices and positions of all tokens of some strides."""
+    wide = steps[:, [START, STREAM, CACHED]].astype(np.int64)
+    length = steps[:, LENGTH]
+    if (length == 1).all():
+        return wide[:, 0], wide[:, 1], wide[:, 2]
+    offset = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
+    place, stream, position = (np.repeat(wide, length, axis=0) + offset[:, None]).T
+    return place, stream, position
+
+
+def _waves(cut: _Cut, steps: np.ndarray, schedules: list[Schedule]) -> list[StrideRows]:
+    ends = np.searchsorted(cut.depth, np.arange(cut.depth.max(initial=-1) + 2))
+    return [
+        StrideRows(steps[begin:end], cut.owner[begin:end], schedules[begin:end])
+        for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+    ]
+
+
+def split(wave: StrideRows) -> tuple[StrideRows, StrideRows]:
+    """A wave's single tokens, which rules say all about, and its other strides."""
+    single = wave.steps[:, LENGTH] == 1
+    if any(schedule.moves_tokens for schedule in set(wave.schedules)):
+        single &= ~np.asarray([schedule.moves_tokens for schedule in wave.schedules])
+    if single.all():
+        return wave, wave.select(np.zeros(0, dtype=np.int64))
+    return wave.select(np.flatnonzero(single)), wave.select(np.flatnonzero(~single))
+
+
+@dataclass
+class RuleBook:
+    """The further rules of all schedules in use, in one table.
+
+    Attributes:
+        rules: int32 ``[n, 4]``.
+    """
+
+    rules: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int32))
+    _begins: dict[Schedule, int] = field(default_factory=dict)
+
+    MOST = 1 << 20
+    """Rules kept before schedules that are no longer in use are forgotten."""
+
+    def begin(self, schedule: Schedule) -> int:
+        """Where a schedule's rules begin; it is added if it is new."""
+        begin = self._begins.get(schedule)
+        if begin is None:
+            if len(self.rules) + len(schedule.further) > self.MOST:
+                self.rules, self._begins = self.rules[:0], {}
+            begin = self._begins[schedule] = len(self.rules)
+            self.rules = np.concatenate([self.rules, schedule.further])
+        return begin
+
+
+# --- strides as an implementation in PyTorch or C++ takes them ------------------------------------
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Single tokens of ``B`` requests.
+
+    Attributes:
+        steps: int32 ``[B, STEP_COLUMNS]``.
+        table: int32 ``[B, P]`` block numbers, as many as the request with most has; what stands
+            behind a request's own means nothing.
+        rules: int32 ``[n, 4]``, the table that ``MORE`` points into.
+        moved: whether any key may have left the position it was written at.
+        logit_scale: fp32 ``[B]``, factors on the logits, or None.
+        scored: int32 ``[B]``, ranks of the tokens that get a score from the host; negative: none.
+        given: fp32 ``[B]``, these scores; None where the host gives none.
+    """
+
+    steps: torch.Tensor
+    table: torch.Tensor
+    rules: torch.Tensor
+    moved: bool
+    logit_scale: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+
+    def column(self, column: int) -> torch.Tensor:
+        """int64 ``[B, 1, 1]``: one number a request, to go with its head sets and slots."""
+        return self.steps[:, column].long().view(-1, 1, 1)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """int64 ``[B]``, where the tokens stand in the step."""
+        return self.steps[:, START].long()
+
+
+@dataclass(frozen=True)
+class Stride:
+    """One request's stride.
+
+    Attributes:
+        schedule: what it runs under.
+        step: int32 ``[STEP_COLUMNS]``.
+        pages: int32 ``[P]``, block numbers, enough for what is cached afterwards.
+        logit_scale: fp32 ``[T]``, factors on the logits of each query, or None.
+        given: fp32 ``[T]``, scores by the host; None where it gives none.
+    """
+
+    schedule: Schedule
+    step: torch.Tensor
+    pages: torch.Tensor
+    stream: int
+    cached: int
+    old_slots: int
+    new_slots: int
+    start: int
+    num_tokens: int
+    logit_scale: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """int64 ``[P]``: the pages, to index with."""
+        return self.pages.long()
+
+    @property
+    def scored(self) -> int:
+        """Rank of the first token that gets a score from the host, negative before the stream's
+        start; the others follow."""
+        return self.cached - self.schedule.lag
+
+    @property
+    def moved(self) -> bool:
+        """Whether any key may have left the position it was written at."""
+        return self.cached < self.stream
+
+    @property
+    def end(self) -> int:
+        """Tokens of the stream after it."""
+        return self.stream + self.num_tokens
+
+    @property
+    def rows(self) -> slice:
+        """Its tokens' places in the step."""
+        return slice(self.start, self.start + self.num_tokens)
+
+
+def singles_of(
+    rows: StrideRows, step: Step, table: torch.Tensor, rules: np.ndarray, block_size: int
+) -> Singles:
+    """Single tokens with their pages; ``table`` is the batch's, on the CPU."""
+    steps = rows.steps
+    most = -(-int(steps[:, NEW_SLOTS].max()) // block_size)
+    place = steps[:, START]
+    scored = given = None
+    if step.given is not None:
+        lags = np.asarray([schedule.lag for schedule in rows.schedules])
+        text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
+        rank = steps[:, CACHED] - lags
+        scored = torch.from_numpy(np.where(text & (rank >= 0), rank, NOBODY).astype(np.int32))
+        given = torch.from_numpy(step.given[place])
+    scale = None if step.logit_scale is None else torch.from_numpy(step.logit_scale[place])
+    return Singles(
+        steps=torch.from_numpy(np.ascontiguousarray(steps)),
+        table=table[torch.from_numpy(rows.request), :most].int(),
+        rules=torch.from_numpy(rules),
+        moved=bool((steps[:, CACHED] < steps[:, STREAM]).any()),
+        logit_scale=scale,
+        scored=scored,
+        given=given,
+    )
+
+
+def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: int) -> list[Stride]:
+    """Longer strides one by one, with their pages on the table's device."""
+    strides = []
+    for i, schedule in enumerate(rows.schedules):
+        numbers = rows.steps[i].tolist()
+        start, length, slots = numbers[START], numbers[LENGTH], numbers[NEW_SLOTS]
+        num_pages = -(-slots // block_size)
+        part = slice(start, start + length)
+        text = step.given is not None and schedule.scoring.source == "text"
+        strides.append(
+            Stride(
+                schedule=schedule,
+                step=torch.from_numpy(rows.steps[i]),
+                pages=table[int(rows.request[i]), :num_pages],
+                stream=numbers[STREAM],
+                cached=numbers[CACHED],
+                old_slots=numbers[OLD_SLOTS],
+                new_slots=slots,
+                start=start,
+                num_tokens=length,
+                logit_scale=_part(step.logit_scale, part, table.device),
+                given=_part(step.given if text else None, part, table.device),
+            )
+        )
+    return strides
+
+
+def _part(values: np.ndarray | None, part: slice, device: torch.device) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values[part]).to(device)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deleted tokens averaged into kept ones: clusters of a KV cache.
+
+Differs from the paper's sketch (DGC, Algorithms 3 and 4), which clusters the features of the last
+layer and attends to means of *embeddings*: a cache has keys and values only. So a cluster is a
+slot; its centre is the running mean of the keys, without their rotation, and of the values of its
+members; its number of members is kept where other policies keep a score. Centres start as the
+first tokens that stand there, not by k-means++, and their number is fixed. A stride's tokens are
+assigned with the centres as they were at its start, as it is selected with frozen scores.
+
+Shapes: as in ``strides.py``; ``C`` centres, ``M`` tokens to merge.
+"""
+
+import torch
+
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.step import Stride
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.positions import rotate
+
+
+def merge_deleted(
+    layer: LayerConfig,
+    pages: Pages,
+    stride: Stride,
+    order: torch.Tensor,
+    keep: torch.Tensor,
+    scores: torch.Tensor,
+    new_kv: torch.Tensor,
+) -> torch.Tensor:
+    """Average every token that ``keep`` deletes into the nearest centre.
+
+    Args:
+        order: int64 ``[S, n]``, slots in chronological order.
+        keep: bool ``[S, n + T]``; every set deletes the same ranks.
+        scores: fp32 ``[S, n + T]``, members of each centre besides itself; updated.
+        new_kv: ``[T, H, 2 * D]``, the stride's own keys and values.
+
+    Returns:
+        ``new_kv``, changed where a token of this stride is a centre.
+    """
+    deleted = (~keep[0]).nonzero().squeeze(1)
+    if len(deleted) == 0:
+        return new_kv
+    lo, hi = stride.schedule.policy.merge_into
+    stored = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    slots = order.expand(layer.num_kv_heads, -1)
+    old = stored.gather(1, slots.unsqueeze(-1).expand(-1, -1, stored.shape[-1]))
+    kv = torch.cat([old.float(), new_kv.float().transpose(0, 1)], dim=1)  # [H, n + T, 2D]
+    turn = _turns(layer, pages, stride, order)
+    keys, values = kv.split(layer.head_size, dim=-1)
+    plain = torch.cat([_rotated(layer, keys, turn), values], dim=-1)
+    nearest = _nearest(layer, plain[:, lo:hi], plain[:, deleted])  # [S, M]
+    members = torch.zeros(layer.num_sets, hi - lo).scatter_add_(
+        1, nearest, torch.ones(nearest.shape)
+    )
+    sums = plain[:, lo:hi] * (1 + scores[:, lo:hi]).unsqueeze(-1)
+    index = nearest.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
+    sums = sums.scatter_add(1, index, plain[:, deleted])
+    scores[:, lo:hi] += members
+    mean = sums / (1 + scores[:, lo:hi]).unsqueeze(-1)
+    if turn is not None:
+        back = turn[:, lo:hi] * torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
+        mean_keys, mean_values = mean.split(layer.head_size, dim=-1)
+        mean = torch.cat([_rotated(layer, mean_keys, back), mean_values], dim=-1)
+    merged = torch.where((members > 0).unsqueeze(-1), mean, kv[:, lo:hi])
+    return _write_centres(layer, pages, stride, slots[:, lo:hi], merged, new_kv)
+
+
+def _turns(
+    layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
+) -> torch.Tensor | None:
+    """cos and sin that take back the rotation every key was written with, ``[S, n + T, 2, d]``."""
+    if layer.rotation is None:
+        return None
+    born = pages.born[stride.blocks].transpose(0, 1).flatten(1).gather(1, order).long()
+    own = stride.cached + torch.arange(stride.num_tokens)
+    return layer.rotation[torch.cat([born, own.expand(len(born), -1)], dim=1)]
+
+
+def _rotated(layer: LayerConfig, keys: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
+    return keys if turn is None else rotate(keys, turn, layer.is_neox)
+
+
+def _nearest(layer: LayerConfig, centres: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The centre of highest cosine for every token, over all heads of a set: int64 ``[S, M]``."""
+
+    def features(rows: torch.Tensor) -> torch.Tensor:
+        keys = rows[..., : layer.head_size]
+        if layer.num_sets == 1:
+            keys = keys.transpose(0, 1).flatten(1).unsqueeze(0)
+        return torch.nn.functional.normalize(keys, dim=-1)
+
+    similarity = features(tokens) @ features(centres).transpose(1, 2)  # [S, M, C]
+    best = similarity == similarity.amax(-1, keepdim=True)
+    return best.int().argmax(-1)
+
+
+def _write_centres(
+    layer: LayerConfig,
+    pages: Pages,
+    stride: Stride,
+    slots: torch.Tensor,
+    merged: torch.Tensor,
+    new_kv: torch.Tensor,
+) -> torch.Tensor:
+    """Centres that have a slot are written there, the others are tokens of this stride."""
+    num_old = slots.shape[1]
+    block, offset = stride.blocks[slots // pages.block_size], slots % pages.block_size
+    head = torch.arange(layer.num_kv_heads).unsqueeze(1)
+    pages.kv[block, head, offset] = merged[:, :num_old].to(pages.kv.dtype)
+    if num_old == merged.shape[1]:
+        return new_kv
+    new_kv = new_kv.clone()
+    first = stride.schedule.policy.merge_into[0] + num_old - stride.cached
+    own = merged[:, num_old:].transpose(0, 1).to(new_kv.dtype)
+    new_kv[first : first + len(own)] = own
+    return new_kv

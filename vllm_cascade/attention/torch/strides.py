@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request's stride of a prompt: attend, update scores, insert what survives. Plain PyTorch.
+
+Shapes: ``T`` new tokens, ``n`` cached, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head
+sets (1 or H), ``N`` slots, ``D`` channels. Tokens that do not survive never touch a page.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.step import Stride
+from vllm_cascade.attention.torch.merge import merge_deleted
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.positions import rotate, signed_rotation
+from vllm_cascade.policies.schedule import compared
+
+QUERY_TILE_ELEMENTS = 1 << 23
+"""Logits held at once, per stride: 32 MiB in fp32."""
+
+
+def attend_and_insert(
+    layer: LayerConfig,
+    pages: Pages,
+    stride: Stride,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attention output of a stride's tokens; the pages then hold the next state.
+
+    Args:
+        query: ``[T, H * G, D]``, rotated at positions ``cached .. cached + T - 1``.
+        key, value: ``[T, H, D]``, keys rotated likewise.
+
+    Returns:
+        fp32 ``[T, H * G, D]``.
+    """
+    order = chronological_slots(pages, stride)
+    seen = _arrangement(pages, stride, order)
+    keys, values = _kv_at_positions(layer, pages, stride, order if seen is None else seen.slots)
+    output, mass = _attend(layer, stride, query, key, value, keys, values)
+    scores = _new_scores(layer, pages, stride, order, mass, seen)
+    schedule = stride.schedule
+    plan = schedule.plan(stride.stream, stride.num_tokens)
+    keep = schedule.survivors(_compared(pages, stride, order, scores), plan)
+    new_kv = torch.cat([key, value], dim=-1)
+    if schedule.policy.merge_into is not None:
+        new_kv = merge_deleted(layer, pages, stride, order, keep, scores, new_kv)
+    _insert(pages, stride, order, keep, scores, new_kv)
+    return output
+
+
+def chronological_slots(pages: Pages, stride: Stride) -> torch.Tensor:
+    """int64 ``[S, n]``: the slots that hold the cached tokens, oldest first."""
+    rank = _gather_words(pages.rank, stride)
+    slot = torch.arange(rank.shape[-1])
+    empty = (rank < 0) | (slot >= stride.old_slots)  # they sort behind and are cut off
+    order = rank.masked_fill(empty, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+    return order[:, : stride.cached]
+
+
+@dataclass(frozen=True)
+class _Arrangement:
+    """Cached tokens in the order of their positions, int64 ``[S, n]``: ranks, and slots."""
+
+    ranks: torch.Tensor
+    slots: torch.Tensor
+
+
+def _arrangement(pages: Pages, stride: Stride, order: torch.Tensor) -> _Arrangement | None:
+    """Where positions are not chronological ranks: what the policy says."""
+    schedule = stride.schedule
+    if not schedule.policy.arranges:
+        return None
+    values, age = _gather_words(pages.score, stride).gather(1, order), None
+    if schedule.scoring.per_age:
+        age = stride.stream - _gather_words(pages.token, stride).gather(1, order)
+    inserted = int(schedule.inserted(np.asarray(stride.stream)))
+    ranks = schedule.policy.arrange(compared(schedule.scoring, values, age), inserted)
+    return _Arrangement(ranks, order.gather(1, ranks))
+
+
+def _new_scores(
+    layer: LayerConfig,
+    pages: Pages,
+    stride: Stride,
+    order: torch.Tensor,
+    mass: torch.Tensor,
+    seen: _Arrangement | None,
+) -> torch.Tensor:
+    """Scores after the stride's queries, chronological, fp32 ``[S, n + T]``."""
+    cached, num_tokens = stride.cached, stride.num_tokens
+    scores = torch.zeros(layer.num_sets, cached + num_tokens)
+    old = _gather_words(pages.score, stride).gather(1, order)
+    scoring = stride.schedule.scoring
+    if scoring.source == "attention":
+        scores = layer.reduce_heads(mass)
+        if seen is not None:
+            scores[:, :cached] = torch.empty_like(old).scatter_(1, seen.ranks, scores[:, :cached])
+        scores[:, :cached] += scoring.decay**num_tokens * old
+    elif stride.given is not None:
+        scores[:, :cached] = old
+        skip = max(-stride.scored, 0)
+        given = stride.given[skip:]
+        scores[:, stride.scored + skip :][:, : len(given)] = given
+    elif stride.schedule.policy.merge_into is not None:
+        scores[:, :cached] = old  # how many tokens are merged into each
+    return scores
+
+
+def _compared(
+    pages: Pages, stride: Stride, order: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
+    """What the rules compare: the scores, or a function of scores and ages."""
+    scoring, age = stride.schedule.scoring, None
+    if scoring.per_age:
+        old = _gather_words(pages.token, stride).gather(1, order)
+        new = torch.arange(stride.stream, stride.end).expand(len(old), -1)
+        age = stride.end - torch.cat([old, new], dim=1)
+    return compared(scoring, scores, age)
+
+
+def _gather_words(words: torch.Tensor, stride: Stride) -> torch.Tensor:
+    """``[S, N]`` of one of the per-slot numbers."""
+    return words[stride.blocks].transpose(0, 1).flatten(1)
+
+
+def _scatter_words(words: torch.Tensor, stride: Stride, values: torch.Tensor) -> None:
+    words[stride.blocks] = values.unflatten(1, (len(stride.pages), -1)).transpose(0, 1)
+
+
+def _kv_at_positions(
+    layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cached keys at their present positions and values, fp32 ``[H, n, D]``, by position.
+
+    ``order``: int64 ``[S, n]``, the slots in that order.
+    """
+    kv = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    index = order.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
+    keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
+    if stride.moved and layer.rotation is not None:
+        born = _gather_words(pages.born, stride).gather(1, order)
+        distance = born - torch.arange(stride.cached, dtype=torch.int32)
+        keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
+    return keys, values
+
+
+def _attend(
+    layer: LayerConfig,
+    stride: Stride,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output ``[T, H * G, D]`` and weighted attention mass ``[H, G, n + T]``.
+
+    The mass of a key is ``weight * sum_q decay**(T - 1 - q) * p[q, key]``: what T single updates
+    with a frozen cache would have added (docs/INTERNALS.md, "Scores").
+    """
+    keys = torch.cat([keys, key.float().transpose(0, 1)], dim=1)  # [H, n + T, D]
+    values = torch.cat([values, value.float().transpose(0, 1)], dim=1)
+    queries = query.float().unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
+    scoring = stride.schedule.scoring
+    num_tokens, total = stride.num_tokens, keys.shape[1]
+    tile = max(QUERY_TILE_ELEMENTS // (query.shape[1] * total), 1)
+    output = torch.empty_like(queries)
+    mass = torch.zeros(*queries.shape[:2], total)
+    for begin in range(0, num_tokens, tile):
+        end = min(begin + tile, num_tokens)
+        visible = stride.cached + end  # keys after the tile's last query are not needed
+        rows = torch.arange(begin, end)
+        logits = torch.matmul(queries[:, :, begin:end], keys[:, None, :visible].transpose(2, 3))
+        logits.mul_(layer.scale)
+        if stride.logit_scale is not None:
+            logits.mul_(stride.logit_scale[begin:end, None])
+        logits = layer.soft_cap(logits)
+        position = stride.cached + rows[:, None]
+        distance = torch.arange(visible) - position  # [tile, visible], 0 on the diagonal
+        if layer.slopes is not None:
+            logits += layer.slopes[:, :, None, None] * distance
+        logits.masked_fill_(distance > 0, -torch.inf)
+        probs = logits.softmax(dim=-1)
+        output[:, :, begin:end] = torch.matmul(probs, values[:, None, :visible])
+        if scoring.source == "attention":
+            decay = scoring.decay ** (num_tokens - 1 - rows).double()
+            weight = scoring.weight * decay
+            mass[..., :visible] += torch.matmul(weight.float(), probs)
+    return output.permute(2, 0, 1, 3).flatten(1, 2), mass
+
+
+def _insert(
+    pages: Pages,
+    stride: Stride,
+    order: torch.Tensor,
+    keep: torch.Tensor,
+    scores: torch.Tensor,
+    new_kv: torch.Tensor,
+) -> None:
+    """Renumber the survivors and write the new ones into freed and fresh slots."""
+    num_sets, num_slots = len(order), len(stride.pages) * pages.block_size
+    keep_old, keep_new = keep.split([stride.cached, stride.num_tokens], dim=1)
+    ranks = keep.cumsum(1) - 1
+    old_ranks, new_ranks = ranks.split([stride.cached, stride.num_tokens], dim=1)
+    slot_rank = torch.full((num_sets, num_slots), -1, dtype=torch.int64)
+    slot_rank.scatter_(1, order, torch.where(keep_old, old_ranks, -1))
+    # The k-th surviving new token takes the k-th free slot.
+    free = (slot_rank >= 0).int().argsort(dim=1, stable=True)
+    nth = (keep_new.cumsum(1) - 1).clamp_min(0)
+    target = free.gather(1, nth.clamp_max(num_slots - 1))  # [S, T]
+    head_set, token = keep_new.nonzero(as_tuple=True)
+    slot = target[head_set, token]
+    slot_rank[head_set, slot] = new_ranks[head_set, token]
+    _scatter_words(pages.rank, stride, slot_rank.int())
+
+    born = _gather_words(pages.born, stride)
+    born[head_set, slot] = (stride.cached + token).int()
+    _scatter_words(pages.born, stride, born)
+    score = _gather_words(pages.score, stride)
+    score.scatter_(1, order, scores[:, : stride.cached])
+    score[head_set, slot] = scores[head_set, stride.cached + token]
+    _scatter_words(pages.score, stride, score)
+    if pages.token is not None:
+        index = _gather_words(pages.token, stride)
+        index[head_set, slot] = (stride.stream + token).int()
+        _scatter_words(pages.token, stride, index)
+    _write_kv(pages, stride, head_set, token, slot, new_kv, per_head=num_sets > 1)
+
+
+def _write_kv(
+    pages: Pages,
+    stride: Stride,
+    head_set: torch.Tensor,
+    token: torch.Tensor,
+    slot: torch.Tensor,
+    new_kv: torch.Tensor,
+    per_head: bool,
+) -> None:
+    """Write surviving rows; all heads of a homogeneous set share slots."""
+    block, offset = stride.blocks[slot // pages.block_size], slot % pages.block_size
+    if per_head:
+        pages.kv[block, head_set, offset] = new_kv[token, head_set].to(pages.kv.dtype)
+    else:
+        pages.kv[block, :, offset] = new_kv[token].to(pages.kv.dtype)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One new token for many requests at once: attend, update scores, insert. Plain PyTorch.
+
+Shapes: ``B`` requests, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head sets (1 or H),
+``N`` slots, ``D`` channels. Scores, logits and softmax statistics are fp32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.step import Singles
+from vllm_cascade.attention.torch.rules import apply_rules
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.positions import rotate
+from vllm_cascade.kernels.columns import (
+    CACHED,
+    DECAY,
+    NEW_SLOTS,
+    OLD_SLOTS,
+    PER_AGE,
+    STREAM,
+    WEIGHT,
+)
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The requests' pages side by side: which exist, and their per-slot numbers.
+
+    Attributes:
+        pages: int64 ``[B, P]``, block numbers; the null block 0 where a request has fewer.
+        used: bool ``[B, P]``, pages that exist.
+    """
+
+    pages: torch.Tensor
+    used: torch.Tensor
+
+    @classmethod
+    def of(cls, singles: Singles, block_size: int) -> "_Words":
+        first_slot = torch.arange(singles.table.shape[1]) * block_size
+        used = first_slot < singles.column(NEW_SLOTS).squeeze(1)
+        return cls(singles.table.long().masked_fill(~used, 0), used)
+
+    def gather(self, words: torch.Tensor) -> torch.Tensor:
+        """``[B, S, N]`` of one of the per-slot numbers."""
+        return words[self.pages].transpose(1, 2).flatten(2)
+
+    def scatter(self, words: torch.Tensor, values: torch.Tensor) -> None:
+        """Write ``[B, S, N]`` back, except to the null block that pads short rows."""
+        paged = values.unflatten(2, (self.pages.shape[1], -1)).transpose(1, 2)  # [B, P, S, slots]
+        words[self.pages[self.used]] = paged[self.used]
+
+
+def attend_and_insert(
+    layer: LayerConfig,
+    pages: Pages,
+    singles: Singles,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attention output of one token a request; the pages then hold the next state.
+
+    Args:
+        query: ``[B, H * G, D]``, rotated at the position ``CACHED``.
+        key: ``[B, H, D]``, rotated likewise.
+        value: ``[B, H, D]``.
+
+    Returns:
+        fp32 ``[B, H * G, D]``.
+    """
+    words = _Words.of(singles, pages.block_size)
+    rank = words.gather(pages.rank)
+    slot = torch.arange(rank.shape[-1])
+    rank = rank.masked_fill(slot >= singles.column(OLD_SLOTS), -1)
+    probs, output = _attend(layer, pages, singles, words, rank, query, key, value)
+    score = _new_scores(layer, pages, singles, words, rank, probs)
+    _insert(pages, singles, words, rank, score, torch.cat([key, value], dim=-1))
+    return output
+
+
+def _attend(
+    layer: LayerConfig,
+    pages: Pages,
+    singles: Singles,
+    words: _Words,
+    rank: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities ``[B, H, G, N + 1]`` (the new token last) and the output."""
+    cache = pages.kv[words.pages].transpose(1, 2).flatten(2, 3)  # [B, H, N, 2D]
+    size = layer.head_size
+    keys, values = cache[..., :size].float(), cache[..., size:]
+    empty = rank < 0
+    if singles.moved and layer.rotation is not None:
+        distance = (words.gather(pages.born) - rank).masked_fill(empty, 0)
+        keys = rotate(keys, layer.rotation[distance.long()], layer.is_neox)
+    queries = query.float().unflatten(1, (layer.num_kv_heads, -1))  # [B, H, G, D]
+    logits = torch.matmul(queries, keys.transpose(2, 3)) * layer.scale
+    own = torch.matmul(queries, key.float().unsqueeze(-1)) * layer.scale  # [B, H, G, 1]
+    logits = torch.cat([logits, own], dim=-1)
+    if singles.logit_scale is not None:
+        logits *= singles.logit_scale.view(-1, 1, 1, 1)
+    logits = layer.soft_cap(logits)
+    if layer.slopes is not None:
+        distance = (rank - singles.column(CACHED)).unsqueeze(2)  # [B, S, 1, N]
+        logits[..., :-1] += layer.slopes[:, :, None] * distance
+    logits[..., :-1].masked_fill_(empty.unsqueeze(2), -torch.inf)
+    probs = logits.softmax(dim=-1)
+    # A slot that holds nothing has probability 0, but its bytes may be NaN in fresh memory.
+    values = values.float().masked_fill(empty.unsqueeze(-1), 0.0)
+    output = torch.matmul(probs[..., :-1], values)
+    output += probs[..., -1:] * value.float().unsqueeze(2)
+    return probs, output.flatten(1, 2)
+
+
+def _new_scores(
+    layer: LayerConfig,
+    pages: Pages,
+    singles: Singles,
+    words: _Words,
+    rank: torch.Tensor,
+    probs: torch.Tensor,
+) -> torch.Tensor:
+    """Scores after the query, the new token's last: fp32 ``[B, S, N + 1]``; 0 in empty slots."""
+    old = words.gather(pages.score).masked_fill(rank < 0, 0.0)
+    score = torch.nn.functional.pad(old, (0, 1))
+    if singles.given is not None:
+        given = singles.given.view(-1, 1, 1)
+        score[..., :-1] = torch.where(rank == singles.scored.view(-1, 1, 1), given, old)
+    elif layer.uses_attention:
+        mass = layer.reduce_heads(probs)  # [B, S, N + 1]
+        decay, weight = (singles.column(c).int().view(torch.float32) for c in (DECAY, WEIGHT))
+        score = decay * score + weight * mass
+    return score
+
+
+def _insert(
+    pages: Pages,
+    singles: Singles,
+    words: _Words,
+    rank: torch.Tensor,
+    score: torch.Tensor,
+    new_kv: torch.Tensor,
+) -> None:
+    """Delete what the rules say, put the new token into the first free slot."""
+    cached, stream = singles.column(CACHED), singles.column(STREAM)
+    line = torch.cat([rank.long(), cached.expand(-1, rank.shape[1], -1)], dim=-1)
+    line = apply_rules(line, _compared(pages, singles, words, score), singles)
+    rank, own = line.split([rank.shape[-1], 1], dim=-1)
+    slot = torch.arange(rank.shape[-1])
+    free = (rank < 0) & (slot < singles.column(NEW_SLOTS))
+    target = free.int().argmax(-1, keepdim=True)  # [B, S, 1]
+    stored = (own >= 0) & free.any(-1, keepdim=True)
+    place = (slot == target) & stored
+    words.scatter(pages.rank, torch.where(place, own, rank).int())
+    words.scatter(pages.born, torch.where(place, cached, words.gather(pages.born)).int())
+    words.scatter(pages.score, torch.where(place, score[..., -1:], score[..., :-1]))
+    if pages.token is not None:
+        words.scatter(pages.token, torch.where(place, stream, words.gather(pages.token)).int())
+    _write_kv(pages, words, target.squeeze(-1), stored.squeeze(-1), new_kv)
+
+
+def _compared(pages: Pages, singles: Singles, words: _Words, score: torch.Tensor) -> torch.Tensor:
+    """What rules compare: the scores, or scores per query that saw the token."""
+    per_age = singles.column(PER_AGE) != 0
+    if not per_age.any():
+        return score
+    age = singles.column(STREAM) + 1 - words.gather(pages.token)
+    age = torch.nn.functional.pad(age.clamp_min(1), (0, 1), value=1)
+    return torch.where(per_age, score / age, score)
+
+
+def _write_kv(
+    pages: Pages, words: _Words, target: torch.Tensor, stored: torch.Tensor, new_kv: torch.Tensor
+) -> None:
+    """Write each head set's row to its slot; ``target`` and ``stored`` are ``[B, S]``."""
+    num_heads = new_kv.shape[1]
+    target, stored = target.expand(-1, num_heads), stored.expand(-1, num_heads)
+    block = words.pages.gather(1, target // pages.block_size)
+    head = torch.arange(num_heads).expand_as(target)
+    parts = (block, head, target % pages.block_size, new_kv)
+    block, head, offset, new_kv = (part[stored] for part in parts)
+    pages.kv[block, head, offset] = new_kv.to(pages.kv.dtype)

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who owns the pages of a bounded cache, and how many a request needs.
+
+Pages are private to a request (``snapshots.py`` makes copies for others to start from), and
+nothing here knows which tokens are kept; what a page holds is in ``layout.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_cascade.cache.layout import SLOT_WORDS, TRACE_WORDS, WORD_BYTES
+from vllm_cascade.cache.snapshots import SnapshotStore
+from vllm_cascade.policies import Policy, Schedule, compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPolicySpec(AttentionSpec):
+    """One layer's cache under a policy: bounded, private, addressed by the backend itself."""
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        padded = self.unpadded_page_size_bytes + self.num_sets * self.block_size * self.slot_bytes
+        object.__setattr__(self, "page_size_padded", padded)
+
+    @classmethod
+    def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
+        """The bounded counterpart of a full-attention layer's spec."""
+        return replace_as(
+            spec,
+            cls,
+            drop=("sliding_window", "attention_chunk_size", "non_causal"),
+            policy=policy,
+            page_size_padded=None,
+        )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The policy, compiled; all layers share it."""
+        return compiled(self.policy)
+
+    @property
+    def num_sets(self) -> int:
+        """Head sets that keep tokens of their own."""
+        return self.num_kv_heads if self.policy.head_policy == "per_kv_head" else 1
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return TRACE_WORDS if self.policy.keeps_ages else SLOT_WORDS
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of metadata per slot and head set."""
+        return len(self.words) * WORD_BYTES
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        return False
+
+    @property
+    def uses_slot_mapping(self) -> bool:
+        return False
+
+    def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
+        """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
+        return cdiv((schedule or self.schedule).peak_at(num_tokens), self.block_size)
+
+    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
+        return self.num_pages(max_len)
+
+    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
+        return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How long a request may become, and under which policy."""
+
+    num_tokens: int
+    schedule: Schedule
+
+
+class KVPolicyManager(SingleTypeKVCacheManager):
+    """Hands out a request's bounded pages and reserves all of them on admission.
+
+    The scheduler says how long a request may become (``set_limit``). A request is admitted only
+    when its final number of pages fits beside what the admitted ones have yet to take, so an
+    admitted request never waits for a page and is never preempted for one.
+    """
+
+    kv_cache_spec: KVPolicySpec
+
+    def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
+        super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
+        self._limits: dict[str, Limit] = {}
+        self.snapshots: SnapshotStore | None = None
+        if self.enable_caching:
+            policy = kv_cache_spec.policy
+            self.snapshots = SnapshotStore(
+                block_pool, block_pool.hash_block_size, policy.prefill_stride
+            )
+
+    @property
+    def has_positionally_stable_blocks(self) -> bool:
+        return False  # a slot is reused by a later token
+
+    def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
+        """Announce that a request will never hold more than ``num_tokens`` tokens.
+
+        Args:
+            schedule: the request's own; None: the engine's.
+        """
+        self._limits[request_id] = Limit(num_tokens, schedule or self.kv_cache_spec.schedule)
+
+    def num_pages(self, request_id: str, num_tokens: int) -> int:
+        """Pages that a request needs after ``num_tokens`` tokens."""
+        limit = self._limits.get(request_id)
+        return self.kv_cache_spec.num_pages(num_tokens, limit and limit.schedule)
+
+    def final_pages(self, request_id: str) -> int:
+        """Pages a request may come to hold; without a limit, all that the policy allows."""
+        limit = self._limits.get(request_id)
+        if limit is None:
+            return cdiv(self.kv_cache_spec.policy.capacity, self.block_size)
+        return self.kv_cache_spec.num_pages(limit.num_tokens, limit.schedule)
+
+    def reserved_pages(self) -> int:
+        """Pages promised to admitted requests and not taken yet."""
+        return sum(
+            max(self.final_pages(request_id) - len(blocks), 0)
+            for request_id, blocks in self.req_to_blocks.items()
+            if blocks
+        )
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Pages the pool must have free: the next ones, or on admission all still promised."""
+        held = len(self.req_to_blocks.get(request_id, ()))
+        if held:
+            return max(self.num_pages(request_id, num_tokens) - held, 0)
+        return self.final_pages(request_id) + self.reserved_pages()
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Give an admitted request pages that begin as a copy of a snapshot's."""
+        assert num_external_computed_tokens == 0 and not self.req_to_blocks[request_id]
+        if not new_computed_blocks:
+            return
+        assert self.snapshots is not None
+        assert len(new_computed_blocks) == self.num_pages(request_id, num_local_computed_tokens)
+        needed = self.final_pages(request_id) + self.reserved_pages()
+        self.req_to_blocks[request_id] = self.snapshots.adopt(new_computed_blocks, needed)
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        blocks = self.req_to_blocks[request_id]
+        missing = self.num_pages(request_id, num_tokens) - len(blocks)
+        if missing <= 0:
+            return []
+        new_blocks = self.block_pool.get_new_blocks(missing)
+        blocks.extend(new_blocks)
+        return new_blocks
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._limits.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: KVCacheSpec,
+        drop_eagle_block: bool,
+        alignment_tokens: int,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """Never a hit on live pages; the scheduler looks for snapshots of them instead."""
+        return tuple([] for _ in kv_cache_group_ids), 0
+
+
+# vLLM's own specs first: the registry's check for "not filled yet" is "empty", so registering
+# ours before them would hide them from this process.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(KVPolicySpec, KVPolicyManager)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Positions inside the cache: rotary tables, rotation by ``rank - born``, what the model sees.
+
+A key is rotated by the model at the position it has when it is written (``born``). Later its
+position is its rank, so reading it rotates it by ``rank - born``, in fp32, always from the key as
+written: corrections never pile up. Queries and new keys get the number of cached tokens plus
+their offset in the stride, which the host knows ahead of time.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.rotary_embedding import (
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    RotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+
+from vllm_cascade.policies.settings import KVPolicyError
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """How one layer's keys are rotated.
+
+    Attributes:
+        inv_freq: fp32 ``[rotary_dim / 2]``, radians per position.
+        is_neox: pairs are (i, i + rotary_dim/2); otherwise (2i, 2i + 1).
+    """
+
+    inv_freq: torch.Tensor
+    is_neox: bool
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.inv_freq.numel()
+
+    def table(self, max_distance: int) -> torch.Tensor:
+        """cos and sin of a rotation by ``-d`` for ``d`` in ``[0, max_distance]``.
+
+        Returns:
+            fp32 ``[max_distance + 1, 2, rotary_dim / 2]``.
+        """
+        distance = torch.arange(max_distance + 1, dtype=torch.float64)
+        angle = -distance[:, None] * self.inv_freq.double()
+        return torch.stack([angle.cos(), angle.sin()], dim=1).float()
+
+
+def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """Rotate the first ``rotary_dim`` channels of fp32 vectors; the others pass.
+
+    Args:
+        x: ``[..., head_size]``.
+        cos_sin: ``[..., 2, rotary_dim / 2]``, broadcast against ``x``'s leading axes.
+    """
+    cos, sin = cos_sin.unbind(-2)
+    half = cos.shape[-1]
+    rotary, rest = x[..., : 2 * half], x[..., 2 * half :]
+    if is_neox:
+        first, second = rotary[..., :half], rotary[..., half:]
+        parts = [first * cos - second * sin, second * cos + first * sin]
+        return torch.cat([*parts, rest] if rest.shape[-1] else parts, dim=-1)
+    first, second = rotary[..., 0::2], rotary[..., 1::2]
+    turned = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    turned = turned.flatten(-2)
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
+def signed_rotation(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    """cos and sin of rotations by ``-distance``, also forwards, from a table of ``Rotary.table``.
+
+    Args:
+        distance: int ``[...]``.
+
+    Returns:
+        fp32 ``[..., 2, rotary_dim / 2]``.
+    """
+    cos, sin = table[distance.abs().long()].unbind(-2)
+    sign = torch.where(distance < 0, -1.0, 1.0)[..., None]
+    return torch.stack([cos, sin * sign], dim=-2)
+
+
+def rotary_of(module: RotaryEmbeddingBase) -> Rotary:
+    """The frequencies of one of vLLM's rotary modules, checked against its own cos/sin cache.
+
+    Raises:
+        KVPolicyError: a variant whose rotation is not ``position * inv_freq``.
+    """
+    kind = type(module)
+    scale = 1.0
+    if kind in (RotaryEmbedding, Llama3RotaryEmbedding):
+        inv_freq = module._compute_inv_freq(module.base)
+    elif kind is LinearScalingRotaryEmbedding and len(module.scaling_factors) == 1:
+        inv_freq = module._compute_inv_freq(module.base) / module.scaling_factors[0]
+    elif kind is YaRNScalingRotaryEmbedding:
+        inv_freq, scale = module._compute_inv_freq(module.scaling_factor), module.mscale
+    else:
+        raise KVPolicyError(
+            f"kv_policy: {kind.__name__} has no single frequency table, so cached keys cannot be "
+            f"moved to new positions; supported rope types: {', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    inv_freq = inv_freq.float().cpu()
+    _check_table(module, inv_freq, scale)
+    return Rotary(inv_freq, module.is_neox_style)
+
+
+def _check_table(module: RotaryEmbeddingBase, inv_freq: torch.Tensor, scale: float) -> None:
+    """vLLM's cache must be what these frequencies give: a new release may change its meaning."""
+    cache = module.cos_sin_cache.detach().float().cpu()
+    position = torch.tensor([1, 7, min(cache.shape[0], module.max_position_embeddings) - 1])
+    angle = position[:, None].float() * inv_freq
+    expected = torch.cat([angle.cos(), angle.sin()], dim=-1) * scale
+    tolerance = 1e-3 if module.cos_sin_cache.dtype == torch.float32 else 2e-2
+    if not torch.allclose(cache[position], expected, atol=tolerance * max(scale, 1.0)):
+        raise KVPolicyError(
+            f"kv_policy: {type(module).__name__}'s cos/sin cache is not that of its frequencies; "
+            "this vLLM version computes rotary positions in a way the plugin does not know"
+        )
+
+
+def find_rotaries(model: nn.Module, layers: dict[str, Attention]) -> dict[str, Rotary | None]:
+    """The rotation of every attention layer; None where it uses ALiBi.
+
+    The rotary module is the one that belongs to the same attention block: the nearest enclosing
+    module that has any.
+
+    Raises:
+        KVPolicyError: a layer with no rotary module and no ALiBi, or with two kinds of it.
+    """
+    modules = dict(model.named_modules())
+    names = {module: name for name, module in modules.items() if isinstance(module, Attention)}
+    known: dict[RotaryEmbeddingBase, Rotary] = {}
+    result: dict[str, Rotary | None] = {}
+    for layer_name, layer in layers.items():
+        if getattr(layer.impl, "alibi_slopes", None) is not None:
+            result[layer_name] = None
+            continue
+        module = _enclosing_rotary(modules, names.get(layer, ""), layer_name)
+        if module not in known:
+            known[module] = rotary_of(module)
+        result[layer_name] = known[module]
+    return result
+
+
+def _enclosing_rotary(
+    modules: dict[str, nn.Module], name: str, layer_name: str
+) -> RotaryEmbeddingBase:
+    while name:
+        name = name.rpartition(".")[0]
+        found = {m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
+        if len(found) == 1:
+            return found.pop()
+        if found:
+            raise KVPolicyError(f"kv_policy: {layer_name} has more than one rotary embedding")
+    raise KVPolicyError(
+        f"kv_policy: {layer_name} has neither rotary embeddings nor ALiBi, so cached keys cannot "
+        "be moved to new positions; use --kv-policy full for this model"
+    )
+
+
+class CachePositions:
+    """A persistent buffer of cache positions, handed to the model in place of vLLM's own.
+
+    vLLM's buffer cannot be written over: the V2 sampler reads it afterwards, and positions that
+    stopped growing would freeze its random numbers. A persistent buffer keeps full CUDA graphs
+    possible: they read the same memory at every replay.
+    """
+
+    def __init__(self, max_num_tokens: int, device: torch.device) -> None:
+        self.buffer = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+
+    def fill(self, positions: torch.Tensor) -> None:
+        self.buffer[: positions.shape[0]].copy_(positions)
+
+    def install(self, model: nn.Module) -> None:
+        """Make ``model.forward`` see this buffer."""
+        model.register_forward_pre_hook(self._replace, with_kwargs=True)
+
+    def _replace(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positions = kwargs["positions"]
+        assert positions.dim() == 1, "multi-axis positions are refused at start"
+        kwargs["positions"] = self.buffer[: positions.shape[0]]
+        return args, kwargs
+
+
+def alibi_slopes(slopes: list[float] | torch.Tensor | None) -> torch.Tensor | None:
+    """fp32 ``[num_heads]`` slopes of ALiBi, None where the model uses none."""
+    if slopes is None:
+        return None
+    slopes = torch.as_tensor(slopes, dtype=torch.float32)
+    assert all(math.isfinite(slope) for slope in slopes.tolist())
+    return slopes

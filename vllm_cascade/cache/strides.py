@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a stride ends: the one place that says it.
+
+A stride is the tokens of one request that are attended before the next eviction. In a prompt
+strides end at absolute multiples of ``prefill_stride`` and at the prompt's end; past the prompt
+every token is a stride of its own, also when generated tokens are replayed after a preemption.
+So what a request computes does not depend on how its prompt is cut into chunks.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> list[int]:
+    """Stride boundaries ``[first, ..., end]`` of tokens ``first .. end - 1``."""
+    if not prefilling or prefill_stride == 1:
+        return list(range(first, end + 1))
+    inner = range((first // prefill_stride + 1) * prefill_stride, end, prefill_stride)
+    return [first, *inner, end]
+
+
+def count_strides(
+    first: np.ndarray, end: np.ndarray, prompt_len: np.ndarray, prefill_stride: int
+) -> np.ndarray:
+    """How many strides tokens ``first .. end - 1`` are; int arrays of one shape."""
+    return np.where(
+        first < prompt_len, -(-end // prefill_stride) - first // prefill_stride, end - first
+    )
+
+
+def aligned_chunk(
+    start: int, num_tokens: int, prompt_len: int, prefill_stride: int, stops: Sequence[int] = ()
+) -> int:
+    """Largest chunk of at most ``num_tokens`` from ``start`` that ends where a stride ends.
+
+    Zero: no whole stride fits. A chunk never crosses the prompt's end.
+
+    Args:
+        stops: multiples of ``prefill_stride`` that a chunk must not cross.
+    """
+    if start >= prompt_len:
+        return num_tokens
+    end = min([start + num_tokens, *(stop for stop in stops if stop > start)])
+    if end >= prompt_len:
+        return prompt_len - start
+    return max(end // prefill_stride * prefill_stride - start, 0)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that could not be served as they ask to be, refused before they wait for ever."""
+
+import difflib
+
+from vllm.config import VllmConfig
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.utils.math_utils import cdiv
+
+from vllm_cascade.engine.lookup import requests_of
+from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.per_request import BUDGET, KEYS, MAX_OWN_RULES, NAME, PerRequest
+from vllm_cascade.policies.settings import KVPolicyError
+
+VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")
+"""Keys of ``extra_args`` that begin like ours and mean something to vLLM."""
+
+
+def usable_pages(vllm_config: VllmConfig) -> int:
+    """Pages of one engine's pool, less vLLM's null block.
+
+    A front-end of several data-parallel engines knows the sum of their pools.
+    """
+    parallel = vllm_config.parallel_config
+    local = parallel.data_parallel_size_local if parallel.local_engines_only else 0
+    return (vllm_config.cache_config.num_gpu_blocks or 0) // (
+        local or parallel.data_parallel_size
+    ) - 1
+
+
+def longest_stream(schedule: Schedule, slots: int, limit: int) -> int:
+    """Most tokens, at most ``limit``, that a stream may have and never need more than ``slots``."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if schedule.peak_at(middle) <= slots else (low, middle - 1)
+    return low
+
+
+def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams | None) -> None:
+    """Refuse a request whose arguments cannot be honoured, or that the pool is too small for.
+
+    Args:
+        prompt: its prompt's tokens.
+        params: None where the request does not generate.
+
+    Raises:
+        VLLMValidationError: HTTP 400; says how many pages it needs, how many there are, and how
+            long a request may be.
+    """
+    requests = requests_of(vllm_config)
+    if params is not None:
+        check_arguments(requests, params)
+    if requests is None or params is None:
+        return
+    schedule = requests.schedule(params.extra_args)
+    limit = vllm_config.model_config.max_model_len
+    max_tokens = limit - prompt if params.max_tokens is None else params.max_tokens
+    total = min(prompt + max_tokens, limit)
+    block_size = vllm_config.cache_config.block_size
+    need, have = cdiv(schedule.peak_at(total), block_size), usable_pages(vllm_config)
+    if need <= have:
+        return
+    fits = longest_stream(schedule, have * block_size, limit)
+    fix = f"lower max_tokens to at most {fits - prompt}" if fits > prompt else "shorten the prompt"
+    raise VLLMValidationError(
+        f"This request needs {need} KV cache pages of {block_size} tokens, but the pool has "
+        f"{have}: under kv_policy {schedule.policy.name}, prompt and answer may have {fits} "
+        f"tokens, and these are {total} (prompt {prompt} + max_tokens {max_tokens}, at most "
+        f"max_model_len {limit}). Please {fix}.",
+        parameter="max_tokens",
+        value=max_tokens,
+    )
+
+
+def check_arguments(requests: PerRequest | None, params: SamplingParams | PoolingParams) -> None:
+    """Refuse a request whose ``kv_*`` arguments cannot be honoured.
+
+    Args:
+        requests: the engine's; None: stock vLLM, which would ignore them.
+
+    Raises:
+        VLLMValidationError: HTTP 400; names the key and the fix.
+    """
+    extra_args = getattr(params, "extra_args", None) or {}
+    for key in extra_args if requests is not None else ():
+        if key.startswith("kv_") and key not in (*KEYS, *VLLM_KEYS):
+            close = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise _refusal(key, f"unknown argument {key!r}, choose from {', '.join(KEYS)}{hint}")
+    asked = [key for key in KEYS if extra_args.get(key) is not None]
+    if not asked:
+        return
+    if requests is None:
+        if extra_args.get(NAME) == "full" and extra_args.get(BUDGET) is None:
+            return
+        raise _refusal(
+            asked[0], f"{asked[0]}: this server runs no KV policy; start it with --kv-policy"
+        )
+    try:
+        own = requests.schedule(extra_args)
+        if current_platform.is_cuda():
+            _check_rules(own, asked[0])
+    except KVPolicyError as error:
+        key = next((key for key in asked if str(error).startswith(key)), asked[0])
+        raise _refusal(key, str(error)) from None
+
+
+def _check_rules(own: Schedule, key: str) -> None:
+    """Refuse a policy whose batches take more rules than the device's tables have room for."""
+    policy, num_rules = own.policy, len(own.further)
+    if num_rules > MAX_OWN_RULES:
+        raise KVPolicyError(
+            f"{key}: {policy.name} with overflow {policy.overflow} and a budget of {policy.budget} "
+            f"evicts by {num_rules} rules, more than the {MAX_OWN_RULES} that the server's tables "
+            "hold for one request; ask for a smaller kv_budget, or start the server with a smaller "
+            "overflow"
+        )
+
+
+def _refusal(key: str, message: str) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter=key)

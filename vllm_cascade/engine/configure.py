@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a finished stock ``VllmConfig`` into one that runs a policy."""
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_cascade.engine import refusals
+from vllm_cascade.engine.devices import this_device
+from vllm_cascade.engine.lookup import token_importance
+from vllm_cascade.log import logger
+from vllm_cascade.policies import Policy, compiled, resolve
+from vllm_cascade.policies.settings import CONFIG_KEY
+
+
+def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
+    """Check everything, then point the engine at our scheduler, worker and page spec.
+
+    Args:
+        config: changed in place.
+        raw: the user's settings, ``name`` among them.
+        native_max_len: the longest stream the model's positions allow without a policy.
+
+    Raises:
+        KVPolicyError: a setting that cannot work; names it and the fix.
+    """
+    max_position = None if config.model_config.uses_alibi else native_max_len
+    policy = resolve(
+        raw,
+        max_position=max_position,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+    refusals.check(config, policy)
+    token_importance(policy, config.model_config)  # for its errors, before a model is loaded
+    if policy.token_scores is not None and config.scheduler_config.async_scheduling:
+        config.scheduler_config.async_scheduling = False
+        logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
+    config.additional_config = {
+        **config.additional_config,
+        CONFIG_KEY: {"name": policy.name, **policy.model_dump()},
+    }
+    kind = "Async" if config.scheduler_config.async_scheduling else ""
+    config.scheduler_config.scheduler_cls = f"vllm_cascade.engine.scheduler.{kind}KVPolicyScheduler"
+    device = this_device()
+    assert device is not None, "refused above"
+    config.parallel_config.worker_cls = device.worker
+    if not current_platform.is_cpu():
+        _prepare_gpu(config, policy)
+    _log(policy, raw, config, max_position)
+
+
+def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:
+    config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
+    if compiled(policy).moves_tokens:
+        logger.warning(
+            "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than the "
+            "kernels, where tokens are merged or put out of order; importance and order say so.",
+            policy.name,
+        )
+
+
+def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:
+    resolved = {**policy.model_dump(), **policy.derived()}
+    settings = ", ".join(f"{key}={value}" for key, value in resolved.items())
+    notes = []
+    if raw.get("budget") is None:
+        room = f" in the model's {max_position} positions" if max_position else ""
+        notes.append(f"budget chosen: the default, or the largest that fits{room}")
+    if policy.max_position <= (max_position or 0) < config.model_config.max_model_len:
+        notes.append(
+            f"streams of up to {config.model_config.max_model_len} tokens use positions below "
+            f"{policy.max_position}"
+        )
+    logger.info("KV policy %s: %s%s", policy.name, settings, "".join(f" ({n})" for n in notes))
+    for remark in policy.remarks():
+        logger.warning("KV policy %s: %s", policy.name, remark)
+    inert = sorted(policy.inert_keys & set(raw))
+    if inert:
+        logger.warning("KV policy %s: no effect from %s", policy.name, ", ".join(inert))
+    spare = config.scheduler_config.max_num_batched_tokens - policy.prefill_stride
+    if spare < config.scheduler_config.max_num_seqs - 1:
+        logger.warning(
+            "KV policy %s: with more than %d requests decoding, a prompt's stride of %d tokens "
+            "does not fit --max-num-batched-tokens %d and waits; raise it or lower prefill_stride",
+            policy.name,
+            max(spare, 0),
+            policy.prefill_stride,
+            config.scheduler_config.max_num_batched_tokens,
+        )

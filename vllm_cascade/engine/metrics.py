@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy does, as Prometheus metrics beside vLLM's own.
+
+The scheduler counts, because how many tokens are cached is a function of how many came: a few
+table look-ups a step for all requests together, and nothing waits for the device. The counts
+travel to the front-end with vLLM's statistics of each step (``patches/stat_loggers.py``).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from prometheus_client import Counter, Gauge
+from vllm.config import VllmConfig
+from vllm.utils.math_utils import cdiv
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+from vllm.v1.request import Request
+
+from vllm_cascade.cache.manager import KVPolicyManager
+from vllm_cascade.cache.strides import count_strides
+from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.policies import Schedule
+
+
+@dataclass
+class KVPolicyStats:
+    """One report of a scheduler; the first three are levels, the others grew since the last one.
+
+    Attributes:
+        cached_tokens: tokens that running requests have cached, per layer and head.
+        pages: pages that requests hold.
+        saved_bytes: what full attention would hold for these requests, less what they hold; over
+            all layers and ranks. Negative while requests are shorter than the budget, because a
+            page's metadata comes on top of its keys and values.
+        evicted_tokens: tokens that left a cache, per layer and head.
+        strides: strides attended; a decoded token is one.
+        snapshot_hits: prompts that started from a snapshot.
+    """
+
+    cached_tokens: int = 0
+    pages: int = 0
+    saved_bytes: int = 0
+    evicted_tokens: int = 0
+    strides: int = 0
+    snapshot_hits: int = 0
+
+
+@dataclass
+class KVPolicySchedulerStats(SchedulerStats):
+    """vLLM's statistics of a step and a policy's; None where no policy runs."""
+
+    kv_policy: KVPolicyStats | None = None
+
+
+class Meter:
+    """Counts what a scheduler's requests do under a policy.
+
+    Args:
+        managers: who own the pages.
+        num_layers: layers of each manager's cache group.
+        num_ranks: tensor-parallel ranks; each holds pages of the same size.
+        schedule_of: what a request runs under.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[KVPolicyManager],
+        num_layers: Sequence[int],
+        num_ranks: int,
+        schedule_of: Callable[[Request], Schedule],
+    ) -> None:
+        self._managers = list(managers)
+        self._copies = [layers * num_ranks for layers in num_layers]
+        self._schedule_of = schedule_of
+        self._evicted_tokens = self._strides = 0
+        self._snapshot_hits = 0
+
+    def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
+        """Count a step, given its requests as they were before it and their tokens in it."""
+        for schedule, rows in self._by_schedule(scheduled):
+            table = np.asarray(
+                [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows], dtype=np.int64
+            )
+            first, num, prompt = table.T
+            end = first + num
+            grown = schedule.counts(end) - schedule.counts(first)
+            self._evicted_tokens += int((num - grown).sum())
+            strides = count_strides(first, end, prompt, schedule.policy.prefill_stride)
+            self._strides += int(strides.sum())
+
+    def report(self, requests: dict[str, Request], snapshot_hits: int) -> KVPolicyStats:
+        """The levels now and the counts since the last report.
+
+        Args:
+            requests: all unfinished ones, by id.
+            snapshot_hits: since the engine's start.
+        """
+        stats = KVPolicyStats(
+            evicted_tokens=self._evicted_tokens,
+            strides=self._strides,
+            snapshot_hits=snapshot_hits - self._snapshot_hits,
+        )
+        self._evicted_tokens = self._strides = 0
+        self._snapshot_hits = snapshot_hits
+        held: list[tuple[Request, int]] = []
+        for manager, copies in zip(self._managers, self._copies, strict=True):
+            spec = manager.kv_cache_spec
+            held = [
+                (requests[name], len(blocks))
+                for name, blocks in manager.req_to_blocks.items()
+                if blocks and name in requests
+            ]
+            pages = sum(num for _, num in held)
+            full = sum(cdiv(request.num_computed_tokens, spec.block_size) for request, _ in held)
+            saved = full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes
+            stats.pages += pages
+            stats.saved_bytes += saved * copies
+        for schedule, rows in self._by_schedule(held):
+            num = np.asarray([request.num_computed_tokens for request, _ in rows], dtype=np.int64)
+            stats.cached_tokens += int(schedule.counts(num).sum())
+        return stats
+
+    def _by_schedule(
+        self, rows: Iterable[tuple[Request, int]]
+    ) -> Iterable[tuple[Schedule, list[tuple[Request, int]]]]:
+        groups: dict[Schedule, list[tuple[Request, int]]] = {}
+        for row in rows:
+            groups.setdefault(self._schedule_of(row[0]), []).append(row)
+        return groups.items()
+
+
+GAUGES = {
+    "cached_tokens": "Tokens that running requests have cached, per layer and head.",
+    "pages": "KV cache pages that requests hold.",
+    "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
+    "bytes that they hold; negative while requests are shorter than the budget.",
+}
+COUNTERS = {
+    "evicted_tokens": "Number of tokens evicted from the KV cache, per layer and head.",
+    "strides": "Number of strides attended; a decoded token is one.",
+    "snapshot_hits": "Number of prompts that started from a snapshot of the cache.",
+}
+
+
+class KVPolicyStatLogger(AggregateStatLoggerBase):
+    """``vllm:kv_policy_*`` on ``/metrics``; only engines with a policy have one."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
+        policy = policy_of(vllm_config)
+        assert policy is not None
+        labels = ("model_name", "engine", "policy")
+        model = vllm_config.model_config.served_model_name
+        metrics = {
+            **{
+                name: Gauge(f"vllm:kv_policy_{name}", text, labels, multiprocess_mode="mostrecent")
+                for name, text in GAUGES.items()
+            },
+            **{
+                name: Counter(f"vllm:kv_policy_{name}", text, labels)
+                for name, text in COUNTERS.items()
+            },
+        }
+        self._metrics = {
+            index: {
+                name: metric.labels(model, str(index), policy.name)
+                for name, metric in metrics.items()
+            }
+            for index in engine_indexes
+        }
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is None:
+            return
+        stats: KVPolicyStats | None = getattr(scheduler_stats, "kv_policy", None)
+        if stats is None:
+            return
+        metrics = self._metrics[engine_idx]
+        for name in GAUGES:
+            metrics[name].set(getattr(stats, name))
+        for name in COUNTERS:
+            metrics[name].inc(getattr(stats, name))
+
+    def log_engine_initialized(self) -> None:
+        pass

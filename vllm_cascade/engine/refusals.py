@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine settings and models that a policy cannot run with, each with its reason and its fix.
+
+A setting that would be ignored, or would make a cache silently wrong, is an error before a model
+is loaded. An entry leaves this list when a test shows that it works.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import iter_rope_parameters
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
+from vllm_cascade.engine.devices import this_device
+from vllm_cascade.policies import Policy
+from vllm_cascade.policies.settings import KVPolicyError
+
+UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
+TRY_CUDA = "VLLM_CASCADE_CUDA"
+"""Environment variable that lets policies run on CUDA, where nobody has run them yet."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``message`` says what is set, why it cannot work and what to do instead."""
+
+    name: str
+    applies: Callable[[VllmConfig, Policy], bool]
+    message: str
+
+
+def _rope_types(config: VllmConfig) -> set[str]:
+    parameters = iter_rope_parameters(config.model_config.hf_text_config)
+    return {entry.get("rope_type", "default") for entry in parameters}
+
+
+def _has_mrope(config: VllmConfig) -> bool:
+    model = config.model_config
+    parameters = iter_rope_parameters(model.hf_text_config)
+    return model.uses_mrope or any("mrope_section" in entry for entry in parameters)
+
+
+def _windowed(config: VllmConfig) -> bool:
+    hf = config.model_config.hf_text_config
+    kinds = set(getattr(hf, "layer_types", None) or ())
+    return (
+        bool(kinds & {"sliding_attention", "chunked_attention"})
+        or bool(getattr(hf, "attention_chunk_size", None))
+        or (config.model_config.get_sliding_window() is not None and not kinds)
+        or config.model_config.rswa_window is not None
+    )
+
+
+def _unrotated_layers(config: VllmConfig) -> bool:
+    hf = config.model_config.hf_text_config
+    flags = getattr(hf, "no_rope_layers", None)
+    return bool(flags and not all(flags)) or bool(getattr(hf, "no_rope_layer_interval", None))
+
+
+def _device(config: VllmConfig, policy: Policy) -> bool:
+    untried = current_platform.is_cuda() and os.environ.get(TRY_CUDA) != "1"
+    return this_device() is None or untried
+
+
+def _worker(config: VllmConfig, policy: Policy) -> bool:
+    device = this_device()
+    assert device is not None, "refused above"
+    return config.parallel_config.worker_cls not in (device.worker, device.stock_worker)
+
+
+def _other_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return current_platform.is_cuda() and config.cache_config.cache_dtype not in ("auto", dtype)
+
+
+def _no_movable_positions(config: VllmConfig) -> bool:
+    hf = config.model_config.hf_text_config
+    rotary = ("rotary_dim", "rotary_pct", "rope_theta", "rotary_emb_base")
+    return (
+        not config.model_config.uses_alibi
+        and not _rope_types(config)
+        and not any(getattr(hf, key, None) for key in rotary)
+    )
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "device",
+        _device,
+        "KV policies run on the CPU backend of vLLM in this version; remove --kv-policy to run "
+        f"stock vLLM on this device. The CUDA backend has not run on a GPU yet: set {TRY_CUDA}=1 "
+        "to be the first, and compare its output with a CPU's",
+    ),
+    Refusal(
+        "attention backend",
+        lambda config, _: (
+            current_platform.is_cuda()
+            and config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM)
+        ),
+        "--attention-backend cannot be combined with --kv-policy, which brings its own backend; "
+        "remove one of the two",
+    ),
+    Refusal(
+        "data parallelism on CUDA",
+        lambda config, _: (
+            current_platform.is_cuda() and config.parallel_config.data_parallel_size > 1
+        ),
+        "--data-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; run "
+        "one server a GPU",
+    ),
+    Refusal(
+        "cache type on CUDA",
+        _other_cache_dtype,
+        "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys in the "
+        "model's own type",
+    ),
+    Refusal(
+        "speculative decoding",
+        lambda config, _: config.speculative_config is not None,
+        "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
+        "already have evicted others; remove one of the two",
+    ),
+    Refusal(
+        "KV connector",
+        lambda config, _: config.kv_transfer_config is not None,
+        "--kv-transfer-config cannot be combined with --kv-policy: pages change in place and "
+        "cannot be shared with a connector; remove one of the two",
+    ),
+    Refusal(
+        "context parallelism",
+        lambda config, _: (
+            config.parallel_config.decode_context_parallel_size > 1
+            or config.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "--decode-context-parallel-size and --prefill-context-parallel-size must be 1 with "
+        "--kv-policy: a bounded cache is not split by position",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
+        "--pipeline-parallel-size must be 1 with --kv-policy: it is not tested yet",
+    ),
+    Refusal(
+        "tensor parallelism",
+        lambda config, policy: (
+            policy.head_policy == "per_kv_head"
+            and config.model_config.get_total_num_kv_heads()
+            % config.parallel_config.tensor_parallel_size
+            != 0
+        ),
+        "--tensor-parallel-size must divide the model's KV heads with head_policy per_kv_head: a "
+        "KV head on several ranks would keep different tokens on each; use fewer ranks or "
+        "head_policy homogeneous",
+    ),
+    Refusal(
+        "micro-batches",
+        lambda config, _: config.parallel_config.enable_dbo,
+        "--enable-dbo cannot be combined with --kv-policy: remove one of the two",
+    ),
+    Refusal(
+        "quantised KV cache",
+        lambda config, _: config.cache_config.cache_dtype not in UNQUANTISED,
+        "--kv-cache-dtype must be auto with --kv-policy: keys are rotated when they are read and "
+        "quantised keys cannot be; remove one of the two",
+    ),
+    Refusal(
+        "MLA",
+        lambda config, _: config.model_config.use_mla,
+        "models with multi-head latent attention are not supported; use --kv-policy full",
+    ),
+    Refusal(
+        "encoder-decoder",
+        lambda config, _: config.model_config.is_encoder_decoder,
+        "encoder-decoder models are not supported; use --kv-policy full",
+    ),
+    Refusal(
+        "pooling",
+        lambda config, _: config.model_config.runner_type != "generate",
+        "KV policies apply to text generation only; remove --kv-policy or use --runner generate",
+    ),
+    Refusal(
+        "prefix LM",
+        lambda config, _: config.model_config.is_mm_prefix_lm,
+        "models whose image tokens attend in both directions are not supported: a stride is "
+        "causal; use --kv-policy full",
+    ),
+    Refusal(
+        "state-space layers",
+        lambda config, _: config.model_config.is_hybrid or config.model_config.is_attention_free,
+        "models with Mamba or linear-attention layers are not supported; use --kv-policy full",
+    ),
+    Refusal(
+        "M-RoPE",
+        lambda config, _: _has_mrope(config),
+        "models with multi-axis rotary positions (M-RoPE) are not supported; use --kv-policy full",
+    ),
+    Refusal(
+        "dual-chunk attention",
+        lambda config, _: bool(
+            getattr(config.model_config.hf_text_config, "dual_chunk_attention_config", None)
+        ),
+        "dual-chunk attention is not supported; use --kv-policy full",
+    ),
+    Refusal(
+        "rope type",
+        lambda config, _: bool(_rope_types(config) - set(SUPPORTED_ROPE_TYPES)),
+        "the model's rope_type has no single frequency table (dynamic NTK, LongRoPE and others), "
+        f"so cached keys cannot be moved; supported: {', '.join(SUPPORTED_ROPE_TYPES)}; "
+        "use --kv-policy full",
+    ),
+    Refusal(
+        "layers without rotary positions",
+        lambda config, _: _unrotated_layers(config),
+        "models that leave some layers without rotary positions are not supported; "
+        "use --kv-policy full",
+    ),
+    Refusal(
+        "absolute positions",
+        lambda config, _: _no_movable_positions(config),
+        "the model adds positions to its inputs (learned or sinusoidal), so cached keys cannot be "
+        "moved to new positions; use --kv-policy full",
+    ),
+    Refusal(
+        "windowed layers",
+        lambda config, _: _windowed(config),
+        "models whose layers use sliding or chunked windows are not supported; "
+        "use --kv-policy full",
+    ),
+    Refusal(
+        "scheduler",
+        lambda config, _: config.scheduler_config.scheduler_cls is not None,
+        "--scheduler-cls cannot be combined with --kv-policy, which brings its own scheduler; "
+        "remove one of the two",
+    ),
+    Refusal(
+        "worker",
+        _worker,
+        "--worker-cls cannot be combined with --kv-policy, which brings its own worker; "
+        "remove one of the two",
+    ),
+    Refusal(
+        "clusters over ranks",
+        lambda config, policy: (
+            policy.merge_into is not None
+            and policy.head_policy == "homogeneous"
+            and config.parallel_config.tensor_parallel_size > 1
+        ),
+        "importance 'cluster' with one set of tokens for all heads would need every rank's keys "
+        'to find a cluster; set head_policy to "per_kv_head" with --tensor-parallel-size > 1',
+    ),
+    Refusal(
+        "Model Runner V2 on the CPU",
+        lambda config, _: (
+            current_platform.is_cpu() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1"
+        ),
+        "VLLM_USE_V2_MODEL_RUNNER=1 is not tested with --kv-policy on the CPU; unset it",
+    ),
+    Refusal(
+        "prefill threshold",
+        lambda config, policy: (
+            0 < config.scheduler_config.long_prefill_token_threshold < policy.prefill_stride
+        ),
+        "--long-prefill-token-threshold is smaller than prefill_stride, so no prompt could ever "
+        "be scheduled; raise it or lower prefill_stride",
+    ),
+)
+
+
+def check(config: VllmConfig, policy: Policy) -> None:
+    """Raise for the first setting that cannot work.
+
+    Raises:
+        KVPolicyError: names the setting and the fix.
+    """
+    for refusal in REFUSALS:
+        if refusal.applies(config, policy):
+            raise KVPolicyError(f"kv_policy {policy.name}: {refusal.message}")

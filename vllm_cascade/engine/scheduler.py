@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt chunks that end where strides end, pages reserved for a whole life, prefix caching.
+
+A stride is cut at absolute multiples of ``prefill_stride`` in the prompt, so a chunk must end on
+one or at the prompt's end; then a request's tokens do not depend on what else is in the batch.
+vLLM already has a place for this, the alignment of prompt chunks for Mamba states. As for Mamba, a
+chunk also ends where the state is to be kept for later requests (``snapshots.py``).
+"""
+
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request
+
+from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
+from vllm_cascade.cache.snapshots import SnapshotCounters, SnapshotStore
+from vllm_cascade.cache.strides import aligned_chunk
+from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
+from vllm_cascade.log import logger
+from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.per_request import PerRequest
+
+
+class _StrideAligned:
+    """Mixin for vLLM's schedulers.
+
+    Attributes:
+        snapshot_counters: what became of prefix caching's snapshots; all zero without it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.need_mamba_block_aligned_split = True
+        self._managers = [
+            manager
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
+            if isinstance(manager, KVPolicyManager)
+        ]
+        assert self._managers, "a KV policy is on, but no cache group uses it"
+        spec: KVPolicySpec = self._managers[0].kv_cache_spec
+        self._stride = spec.policy.prefill_stride
+        self._requests = PerRequest(spec.schedule)
+        self._snapshots: SnapshotStore | None = self._managers[0].snapshots
+        self._prefilling: set[str] = set()
+        self._warn_of_small_pool()
+        groups = self.kv_cache_config.kv_cache_groups
+        num_layers = [len(groups[m.kv_cache_group_id].layer_names) for m in self._managers]
+        num_ranks = self.parallel_config.tensor_parallel_size
+        self._meter = Meter(self._managers, num_layers, num_ranks, self._schedule_of)
+        self._log_prefix_caching()
+
+    @property
+    def snapshot_counters(self) -> SnapshotCounters:
+        return SnapshotCounters() if self._snapshots is None else self._snapshots.counters
+
+    def _log_prefix_caching(self) -> None:
+        if self._snapshots is None:
+            return
+        interval = self._snapshots.interval
+        logger.info("Prefix caching: state snapshots at multiples of %d prompt tokens", interval)
+        if interval > self._stride and interval > self._snapshots.hash_block_size:
+            logger.warning(
+                "Prefix caching works only at multiples of %d tokens, where a stride of %d and a "
+                "block of %d both end; make one of prefill_stride and --block-size a multiple of "
+                "the other",
+                interval,
+                self._stride,
+                self._snapshots.hash_block_size,
+            )
+
+    def _warn_of_small_pool(self) -> None:
+        """Requests that do not fit are refused one by one (``admission.check_request``)."""
+        need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
+        have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
+        if need > have:
+            logger.warning(
+                "kv_policy: a request of --max-model-len %d tokens needs %d pages of %d tokens, "
+                "but the pool has %d; requests that need more are refused. Raise "
+                "--kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --kv-budget or "
+                "--max-model-len",
+                self.max_model_len,
+                need,
+                self.block_size,
+                have,
+            )
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """vLLM's hook, called for every request right before its pages are allocated."""
+        limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        for manager in self._managers:
+            manager.set_limit(request.request_id, limit, self._schedule_of(request))
+        start = request.num_computed_tokens + num_new_local_computed_tokens
+        prompt_len = request.num_prompt_tokens
+        stops = self._stops(request) if start < prompt_len else ()
+        return aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
+
+    def _schedule_of(self, request: Request) -> Schedule:
+        """What a request runs under."""
+        params = request.sampling_params
+        return self._requests.schedule(params.extra_args if params else None)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """vLLM's hook: the longest prefix with a snapshot, and where more is shared without."""
+        manager, store = self.kv_cache_manager, self._snapshots
+        if store is None or not manager.prefix_cache_lookup_enabled(request):
+            return manager.empty_kv_cache_blocks, 0, 0, False
+        # A preempted request resumes inside its prompt; the last token gives the first logits.
+        longest = min(request.num_prompt_tokens, request.num_tokens - 1)
+        schedule, hashes = self._schedule_of(request), request.block_hashes
+        snapshot = store.find(schedule, hashes, longest)
+        hit = 0 if snapshot is None else snapshot.num_tokens
+        junction = store.junction(schedule, hashes, longest, hit)
+        blocks = () if snapshot is None else snapshot.blocks
+        return manager.create_kv_cache_blocks((list(blocks),)), hit, junction, False
+
+    def _stops(self, request: Request) -> list[int]:
+        """Where the state of a request's prompt is to be kept, if it is not already.
+
+        A session that takes new input has decoded tokens before its prompt's end, one by one; no
+        other prompt passes through its states.
+        """
+        if self._snapshots is None or request.resumable or not request.block_hashes:
+            return []
+        last = self._snapshots.last_boundary(request.num_prompt_tokens)
+        schedule, hashes = self._schedule_of(request), request.block_hashes
+        return [
+            stop
+            for stop in {last, request.shared_prefix_boundary}
+            if stop and not self._snapshots.has(schedule, hashes, stop)
+        ]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        output = super().schedule(*args, **kwargs)
+        if self._snapshots is not None:
+            # Last of all, so that only pages are used that this step's requests did not need.
+            self._note_admissions(output)
+            self._take_snapshots(output)
+            output.kv_cache_block_copies = self._snapshots.end_of_step() or None
+        return output
+
+    def _note_admissions(self, output: SchedulerOutput) -> None:
+        admitted = {new.req_id for new in output.scheduled_new_reqs}
+        for name in admitted | output.scheduled_cached_reqs.resumed_req_ids:
+            request = self.requests[name]
+            hit = request.num_computed_tokens - output.num_scheduled_tokens[name]
+            if hit:
+                self._snapshots.counters.hits += 1
+                self._snapshots.counters.hit_tokens += hit
+            self._snapshots.remember(
+                self._schedule_of(request), request.block_hashes, request.num_prompt_tokens
+            )
+            self._prefilling.add(name)
+
+    def _take_snapshots(self, output: SchedulerOutput) -> None:
+        """Before this step's forward pass, pages still hold the state at a chunk's start."""
+        (manager,) = self._managers
+        for name in list(self._prefilling):
+            request = self.requests.get(name)
+            if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
+                self._prefilling.discard(name)
+            if request is None or name not in output.num_scheduled_tokens:
+                continue
+            start = request.num_computed_tokens - output.num_scheduled_tokens[name]
+            if start in self._stops(request):
+                schedule, hashes = self._schedule_of(request), request.block_hashes
+                pages = manager.req_to_blocks[name][: manager.num_pages(name, start)]
+                self._snapshots.take(schedule, hashes, start, pages, manager.reserved_pages())
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        """Snapshots go even where running requests keep vLLM from resetting the pool."""
+        if self._snapshots is not None:
+            self._snapshots.clear()
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        if self.log_stats:
+            scheduled = scheduler_output.num_scheduled_tokens.items()
+            self._meter.step((self.requests[name], num) for name, num in scheduled)
+        super()._update_after_schedule(scheduler_output)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is None:
+            return None
+        report = self._meter.report(self.requests, self.snapshot_counters.hits)
+        return KVPolicySchedulerStats(**vars(stats), kv_policy=report)
+
+
+class KVPolicyScheduler(_StrideAligned, Scheduler):
+    """vLLM's scheduler with stride-aligned prompt chunks."""
+
+
+class AsyncKVPolicyScheduler(_StrideAligned, AsyncScheduler):
+    """The same for asynchronous scheduling."""

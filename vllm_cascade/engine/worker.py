@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backends.registry import register_backend
+from vllm.v1.attention.selector import _cached_get_attn_backend
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.worker.block_table import SlotMappingMode
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_cascade.attention.builder import StepBuilder
+from vllm_cascade.attention.recorder import Recorder
+from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.cache.layout import whole_pages
+from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.positions import find_rotaries
+from vllm_cascade.engine.devices import DEVICES, Device
+from vllm_cascade.engine.lookup import token_importance
+from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
+from vllm_cascade.policies.settings import KVPolicyError
+
+
+class KVPolicyWorker:
+    """Mixin for vLLM's workers: one process of an engine that runs a policy."""
+
+    device_entry: ClassVar[Device]
+    _requests: Requests = Requests()
+
+    @contextmanager
+    def _our_backend(self) -> Iterator[None]:
+        """Layers built in this context use our backend; later engines of this process do not."""
+        slot = self.device_entry.slot
+        register_backend(slot, self.device_entry.backend)
+        _cached_get_attn_backend.cache_clear()
+        try:
+            yield
+        finally:
+            slot.clear_override()
+            _cached_get_attn_backend.cache_clear()
+
+    def load_model(self, **kwargs: Any) -> None:
+        with self._our_backend():
+            super().load_model(**kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
+            return super().get_kv_cache_spec()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        model = self.model_runner.get_model()
+        layers = self._attention_layers()
+        rotaries = find_rotaries(model, layers)
+        builder = self._builder()
+        assert isinstance(builder.kv_cache_spec, KVPolicySpec)
+        for name in builder.layer_names:
+            layers[name].impl.prepare(
+                builder.kv_cache_spec,
+                layers[name].kv_cache,
+                rotaries[name],
+                self.parallel_config.tensor_parallel_size,
+            )
+        builder.positions.install(model)
+        self._connect(builder)
+        # The V1 runner maps absolute positions to slots of a table that holds a bounded number
+        # of pages; nothing reads the result, and it would read past the table's end.
+        if not self.use_v2_model_runner:
+            for table in self.model_runner.input_batch.block_table.block_tables:
+                table.slot_mapping_mode = SlotMappingMode.NONE
+
+    def _connect(self, builder: StepBuilder) -> None:
+        """Give the builder what the runner knows of requests, and the runner our whole pages."""
+        runner, schedule = self.model_runner, builder.schedule
+        importance = token_importance(schedule.policy, self.model_config)
+        kind = RunnerV2Requests if self.use_v2_model_runner else RunnerV1Requests
+        self._requests = builder.requests = kind(runner, schedule, importance)
+        # What the runner copies where a request starts from a snapshot: also the pages' tails.
+        runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self._requests.note(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def _attention_layers(self) -> dict[str, Attention]:
+        return get_layers_from_vllm_config(self.vllm_config, Attention)
+
+    def _builder(self) -> StepBuilder:
+        """The one metadata builder: all layers share a cache group.
+
+        Raises:
+            KVPolicyError: a model whose layers need different kinds of cache.
+        """
+        groups = [group for groups in self.model_runner.attn_groups for group in groups]
+        builders = [group.get_metadata_builder() for group in groups]
+        if len(builders) != 1 or not isinstance(builders[0], StepBuilder):
+            kinds = ", ".join(type(builder).__name__ for builder in builders)
+            raise KVPolicyError(
+                f"kv_policy: the model's layers need several kinds of cache ({kinds}); "
+                "use a model whose layers all use plain full attention"
+            )
+        return builders[0]
+
+    def kv_policy_counters(self) -> dict[str, int]:
+        """What the policy has done in this worker: tokens seen, evicted, strides, steps."""
+        return asdict(self._builder().counters)
+
+    def kv_policy_trace(self, every: int = 1) -> None:
+        """Start recording which tokens every layer keeps; replaces an earlier recording.
+
+        Raises:
+            KVPolicyError: the policy's ``trace`` setting is off.
+        """
+        if not self._builder().schedule.policy.trace:
+            raise KVPolicyError('kv_policy: set "trace": true to record which tokens are kept')
+        recorder = Recorder(every)
+        for layer in self._attention_layers().values():
+            layer.impl.recorder = recorder
+
+    def kv_policy_kept(self) -> list[dict[str, Any]]:
+        """What was recorded; recording stops."""
+        layers = list(self._attention_layers().values())
+        recorder = layers[0].impl.recorder
+        for layer in layers:
+            layer.impl.recorder = None
+        return [asdict(kept) for kept in recorder.kept] if recorder else []
+
+
+class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
+    """On the CPU: its platform knows one attention backend, whose name ours takes meanwhile."""
+
+    device_entry = DEVICES["cpu"]
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        if self.use_v2_model_runner:
+            return super().sample_tokens(grammar_output)
+        with unfinished_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(grammar_output)

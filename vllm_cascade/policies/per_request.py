@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy or a budget of one request's own, within what the engine's pages and tables allow.
+
+``SamplingParams(extra_args={"kv_budget": 512, "kv_policy": "sink"})``, or ``vllm_xargs`` in the
+OpenAI API. Front-end, scheduler and worker each derive the request's policy from these two values
+and the engine's policy, so nothing else has to travel.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_cascade.policies import POLICIES, Policy, resolve
+from vllm_cascade.policies.schedule import MAX_SCHEDULES, Schedule, compiled
+from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
+
+BUDGET, NAME = KEYS = ("kv_budget", "kv_policy")
+
+MAX_OWN_RULES = 1024
+"""On CUDA: rules, besides the first of every step, in the tables of a request's own policy."""
+
+
+class PerRequest:
+    """The schedules of an engine's requests, by the two values that a request may set."""
+
+    def __init__(self, engine: Schedule) -> None:
+        self.engine = engine
+        self._known: dict[tuple[str | None, int | None], Schedule] = {}
+
+    def schedule(self, extra_args: Mapping[str, Any] | None) -> Schedule:
+        """What a request runs under; the engine's own unless it asks for another.
+
+        Raises:
+            KVPolicyError: names the key and the fix.
+        """
+        if not extra_args:
+            return self.engine
+        name, budget = extra_args.get(NAME), extra_args.get(BUDGET)
+        if name is None and budget is None:
+            return self.engine
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
+            raise KVPolicyError(f"{BUDGET} must be an integer number of tokens, not {budget!r}")
+        if name is not None and not isinstance(name, str):
+            raise KVPolicyError(f"{NAME} must be the name of a policy, not {name!r}")
+        own = self._known.get((name, budget))
+        if own is None:
+            policy = derive(self.engine.policy, name, budget)
+            own = self.engine if policy == self.engine.policy else compiled(policy)
+            if len(self._known) >= MAX_SCHEDULES:
+                self._known.clear()
+            self._known[name, budget] = own
+        return own
+
+
+def derive(policy: Policy, name: str | None, budget: int | None) -> Policy:
+    """A request's policy from the engine's.
+
+    Raises:
+        KVPolicyError: names the key and the fix.
+    """
+    name = policy.name if name is None else name
+    if budget is not None and not 1 <= budget <= policy.budget:
+        raise KVPolicyError(
+            f"{BUDGET} {budget} is not within the server's --kv-budget: ask for 1 to "
+            f"{policy.budget}"
+        )
+    cls = _allowed_class(policy, name)
+    settings = _inherited(policy, cls)
+    largest = _largest_budget(policy, cls, settings)
+    if budget is None:
+        settings["budget"] = policy.budget if cls is type(policy) else largest
+    else:
+        settings["budget"] = budget
+    try:
+        own = cls.model_validate(settings)
+    except ValidationError as error:
+        reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
+        key = NAME if budget is None else f"{BUDGET} {budget}"
+        raise KVPolicyError(f"{key} cannot work with kv_policy {name}: {reasons}") from None
+    if own.capacity > policy.capacity:
+        raise KVPolicyError(
+            f"{BUDGET} {budget} with {NAME} {name} needs up to {own.capacity} cached tokens a "
+            f"request, but the server's {policy.name} has tables for {policy.capacity}; ask for "
+            f"a {BUDGET} of at most {largest}"
+        )
+    assert own.head_policy == policy.head_policy and own.prefill_stride == policy.prefill_stride
+    assert own.head_reduction == policy.head_reduction
+    assert own.keeps_ages <= policy.keeps_ages, "pages without token indices"
+    return own
+
+
+def _allowed_class(policy: Policy, name: str) -> type[Policy]:
+    """The class of a policy that the running one's state can serve."""
+    allowed = [key for key, cls in POLICIES.items() if _missing(policy, cls) is None]
+    choices = f"choose from {', '.join(allowed)}"
+    if name == "full":
+        raise KVPolicyError(
+            f"{NAME} full cannot be chosen for one request: this server's pages are those of "
+            f"{policy.name}; {choices}"
+        )
+    if name not in POLICIES:
+        close = difflib.get_close_matches(name, allowed, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise KVPolicyError(f"{NAME}: unknown policy {name!r}, {choices}{hint}")
+    if name not in allowed:
+        raise KVPolicyError(
+            f"{NAME} {name} needs {_missing(policy, POLICIES[name])}; "
+            f"{choices}, or start the server with --kv-policy {name}"
+        )
+    return POLICIES[name]
+
+
+def _missing(policy: Policy, cls: type[Policy]) -> str | None:
+    """What a policy of class ``cls``, with its defaults, needs and the running one does not do."""
+    if cls is type(policy):
+        return None
+    other = resolve({"name": cls.name})
+    if other.token_scores is not None:
+        return f"scores of token ids, and this server's {policy.name} asks the host for none"
+    if other.uses_attention and not policy.uses_attention:
+        return f"attention scores, and this server's {policy.name} computes none"
+    return None
+
+
+def _inherited(policy: Policy, cls: type[Policy]) -> dict[str, Any]:
+    """The engine's settings as far as they mean the same to another policy.
+
+    A shared setting whose default one of the two changes is part of what that policy is, and the
+    other has its own; all but ``head_policy``, which the pages' layout fixes.
+    """
+    if cls is type(policy):
+        return policy.model_dump()
+    common = {"head_policy"} | {
+        key
+        for key, field in KVPolicyConfig.model_fields.items()
+        if cls.model_fields[key].default == field.default == type(policy).model_fields[key].default
+    }
+    return {key: getattr(policy, key) for key in common}
+
+
+def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any]) -> int:
+    """Largest budget of a policy of class ``cls`` that the engine's tables have room for."""
+    sinks, overflow = (
+        settings.get(key, cls.model_fields[key].default) for key in ("num_sinks", "overflow")
+    )
+    room = min(policy.budget, policy.capacity - sinks - overflow + 1)
+    step = cls.budget_step(settings)
+    return room // step * step

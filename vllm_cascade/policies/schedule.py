@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A policy's settings, compiled once: counts, peaks, rules and plans, by the number of tokens seen.
+
+How many tokens are cached after ``t`` is a function of ``t`` alone, and every policy's rules are a
+transient followed by a period. So all that a step needs is a look-up in a table's row, for any
+``t``, and a plan for a whole stride depends on its row, not on ``t`` itself. Whoever runs a step
+carries the schedule; nothing is keyed on settings.
+
+``overflow`` is added here to every policy: tokens wait in the cache, visible and scored, until
+``overflow`` of them are inserted at once.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_cascade.policies.execute import Plan, make_plan, survivors
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.rules import Rules, Scoring
+
+MAX_SCHEDULES = 4096
+"""Schedules that a process remembers: requests may bring policies of their own."""
+MAX_PLANS = 256
+"""Plans of strides that a schedule remembers; one takes up to 0.1 MB."""
+
+_numbers = itertools.count()
+_arithmetics: dict[Scoring, int] = {}
+
+
+class Table:
+    """Rules by the number of tokens seen: the last ``period`` rows repeat for ever.
+
+    Attributes:
+        rules: what inserting token ``i`` deletes.
+        count: int32 ``[rows]``, tokens cached after it.
+        transient: rows that occur once.
+    """
+
+    def __init__(self, rules: Sequence[Rules], period: int) -> None:
+        self.rules = rules
+        self.period = period
+        self.transient = len(rules) - period
+        evicted = np.zeros(len(rules), dtype=np.int64)
+        for row, todo in enumerate(rules):
+            if todo:
+                evicted[row] = sum(rule.evicts for rule in todo)
+        self.count = (np.arange(1, len(rules) + 1) - evicted.cumsum()).astype(np.int32)
+        for row in np.flatnonzero(evicted).tolist():
+            self._check(rules[row], row)
+
+    def _check(self, rules: Rules, row: int) -> None:
+        """Ranges lie in the line as it then is, and a cell never holds the newest token."""
+        newest = int(self.count[row - 1]) if row else 0
+        for rule in rules:
+            assert rule.hi <= newest + (rule.cell == 0), (rule, newest)
+            newest -= rule.evicts
+
+    def row(self, t: int) -> int:
+        """The row of inserting token ``t``."""
+        return t if t < self.transient else self.transient + (t - self.transient) % self.period
+
+    def rows(self, t: np.ndarray) -> np.ndarray:
+        """``row`` of an array."""
+        return np.where(t < self.transient, t, self.transient + (t - self.transient) % self.period)
+
+    def counts(self, t: np.ndarray) -> np.ndarray:
+        """Tokens cached after the first ``t`` tokens of a stream."""
+        return np.where(t > 0, self.count[self.rows(np.maximum(t - 1, 0))], 0)
+
+
+class Schedule:
+    """What a policy does at any time of a stream; made by ``compiled``.
+
+    Attributes:
+        policy: the settings that it was compiled from.
+        scoring: how scores are made and compared.
+        number: tells schedules of this process apart.
+        arithmetic: equal where scores are made and compared alike, so that strides can be a batch.
+        moves_tokens: tokens are also merged, or put out of order, which rules do not say.
+        lag: how many tokens later a token gets its score from the host.
+        rules, first: int32 ``[n, 4]`` and ``[rows + 1]``: row ``i`` of the schedule applies the
+            rules ``first[i] .. first[i + 1] - 1``.
+        count, peak: int32 ``[rows]``, tokens cached after a row, and the most slots ever needed.
+        leading: int32 ``[rows, 6]``: a row's first rule (evicts 0: none), where its others begin
+            in ``further``, and how many they are: ``LO .. NUM_MORE`` of a step row.
+        further: int32 ``[m, 4]``, all rules but the rows' first ones.
+        score_columns: int32 ``[4]``, ``PER_AGE .. WEIGHT`` of a step row.
+        scales_logits: whether the policy puts factors on logits.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.scoring = policy.scoring
+        self.number = next(_numbers)
+        self.arithmetic = _arithmetics.setdefault(self.scoring, len(_arithmetics))
+        self.moves_tokens = policy.arranges or policy.merge_into is not None
+        self.lag = 0 if policy.token_scores is None else policy.token_scores.lag
+        insertions = policy.insertions()
+        self._base = Table(insertions.rules, insertions.period)
+        self._batch = 1 if policy.batches_itself else policy.overflow
+        steps = self._base if self._batch == 1 else self._batched()
+        self._steps = steps
+        self.transient, self.period, self.count = steps.transient, steps.period, steps.count
+        self.peak = np.maximum.accumulate(steps.count)
+        lengths = [len(todo) for todo in steps.rules]
+        self.first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        numbers = [rule.numbers for todo in steps.rules for rule in todo]
+        self.rules = np.asarray(numbers, dtype=np.int32).reshape(-1, 4)
+        self.leading, self.further = self._leading()
+        bits = np.asarray([self.scoring.decay, self.scoring.weight], dtype=np.float32)
+        if self.scoring.source != "attention":
+            bits = np.asarray([1, 0], dtype=np.float32)  # what is there stays as it is
+        ways = [int(self.scoring.per_age), int(self.scoring.newest_stays)]
+        self.score_columns = np.asarray([*ways, *bits.view(np.int32)], dtype=np.int32)
+        one = np.ones(1, dtype=np.int64)
+        self.scales_logits = policy.logit_scale(one, one) is not None
+        self._plans = lru_cache(maxsize=MAX_PLANS)(self._make_plan)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return compiled, (self.policy,)
+
+    def _batched(self) -> Table:
+        base, batch = self._base, self._batch
+        transient = base.transient + batch
+        length = transient + math.lcm(base.period, batch)
+        ends = self.inserted(np.arange(length + 1)).tolist()
+        rules: list[Rules] = [()] * length
+        for t in range(length):
+            if ends[t] < ends[t + 1]:
+                tokens = range(ends[t], ends[t + 1])
+                rules[t] = tuple(rule for u in tokens for rule in base.rules[base.row(u)])
+        return Table(rules, length - transient)
+
+    def _leading(self) -> tuple[np.ndarray, np.ndarray]:
+        num = np.diff(self.first)
+        some, extra = np.flatnonzero(num), np.maximum(num - 1, 0)
+        leading = np.zeros((len(num), 6), dtype=np.int32)
+        leading[some, :4] = self.rules[self.first[some]]
+        leading[:, 4] = np.cumsum(extra) - extra
+        leading[:, 5] = extra
+        is_first = np.zeros(len(self.rules), dtype=bool)
+        is_first[self.first[some]] = True
+        return leading, self.rules[~is_first]
+
+    def inserted(self, t: np.ndarray) -> np.ndarray:
+        """How many of the first ``t`` tokens are inserted; the others wait.
+
+        Batches end where a cache that only grew would be ``overflow`` tokens over its capacity.
+        """
+        if self._batch == 1:
+            return t
+        return np.maximum(t - (t - self.policy.base_capacity) % self._batch, 0)
+
+    # --- how many tokens, for any number seen -----------------------------------------------------
+
+    def rows(self, t: np.ndarray) -> np.ndarray:
+        """Rows of inserting tokens ``t``, an int array of any shape."""
+        return self._steps.rows(t)
+
+    def counts(self, t: np.ndarray) -> np.ndarray:
+        """Tokens cached after the first ``t`` tokens of a stream."""
+        return self._steps.counts(t)
+
+    def peaks(self, t: np.ndarray) -> np.ndarray:
+        """The slots that a stream of ``t`` tokens has ever needed."""
+        return np.where(t > 0, self.peak[np.clip(t - 1, 0, len(self.peak) - 1)], 0)
+
+    def count_at(self, t: int) -> int:
+        """``counts`` of one number."""
+        return int(self.count[self._steps.row(t - 1)]) if t > 0 else 0
+
+    def peak_at(self, t: int) -> int:
+        """``peaks`` of one number, which the scheduler asks for every request in every step."""
+        return int(self.peak[min(t, len(self.peak)) - 1]) if t > 0 else 0
+
+    def regions(self, t: int) -> list[str]:
+        """What part of the cache each of its tokens is in; ``waiting``: for a batch."""
+        inserted = int(self.inserted(np.asarray(t)))
+        base = self._base
+        count = int(base.counts(np.asarray(inserted)))
+        row = base.row(inserted - 1) + 1 if inserted else 0
+        return self.policy.regions(row, count) + ["waiting"] * (t - inserted)
+
+    # --- which tokens, in PyTorch -----------------------------------------------------------------
+
+    def plan(self, t: int, num_tokens: int) -> Plan | None:
+        """How tokens ``t .. t + num_tokens - 1`` are inserted; None: all that is cached stays."""
+        begin, end = self.inserted(np.asarray([t, t + num_tokens])).tolist()
+        if begin == end:
+            return None
+        cached = int(self._base.counts(np.asarray(begin)))
+        return self._plans(self._base.row(begin), cached, end - begin)
+
+    def _make_plan(self, row: int, cached: int, num_tokens: int) -> Plan:
+        base = self._base
+        return make_plan(cached, [base.rules[base.row(row + i)] for i in range(num_tokens)])
+
+    def survivors(self, values: torch.Tensor, plan: Plan | None) -> torch.Tensor:
+        """Which tokens a stride leaves in the cache.
+
+        Args:
+            values: fp32 ``[num_sets, count(t) + T]``, what is compared (``compared``),
+                chronological, the new tokens last.
+            plan: ``plan(t, T)``.
+
+        Returns:
+            bool of the same shape, with ``count(t + T)`` True values in every row.
+        """
+        if plan is None:
+            return torch.ones(values.shape, dtype=torch.bool, device=values.device)
+        return survivors(values, plan, self.scoring.newest_stays)
+
+
+def compared(scoring: Scoring, scores: torch.Tensor, age: torch.Tensor | None) -> torch.Tensor:
+    """The values that rules compare, from scores and ages (queries seen, own included)."""
+    if not scoring.per_age:
+        return scores
+    assert age is not None
+    return scores / age.clamp_min(1)
+
+
+@lru_cache(maxsize=MAX_SCHEDULES)
+def compiled(policy: Policy) -> Schedule:
+    """A policy's schedule; for the start of an engine or a request, never for a step."""
+    return Schedule(policy)

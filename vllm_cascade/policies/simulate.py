@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens a policy keeps, without a model: its own schedule and choices, given scores.
+
+The schedule and the choice are the policy's code, the same that the engine calls; only attention
+is replaced, by an array of probabilities (or by nothing: then every score is 0).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from vllm_cascade.policies import Policy
+from vllm_cascade.policies.schedule import compared, compiled
+
+
+@dataclass(frozen=True)
+class Step:
+    """The cache after ``t`` tokens: stream indices in cache order, and their regions."""
+
+    t: int
+    kept: list[int]
+    region: list[str]
+
+
+def simulate(
+    policy: Policy, num_tokens: int, probs: np.ndarray | None = None, every: int = 1
+) -> Iterator[Step]:
+    """Stream tokens one by one through a policy.
+
+    Args:
+        probs: ``[T, T]``, row = query, column = key: attention of one head set (already reduced
+            over heads). Columns of tokens that are gone are not looked at. For a policy that
+            scores tokens by their text: ``[T]``, these scores.
+        every: yield only steps at multiples of this.
+
+    Raises:
+        ValueError: an array that is too small or not of two axes.
+    """
+    schedule = compiled(policy)
+    scoring = schedule.scoring
+    axes = 1 if scoring.source == "text" else 2
+    if probs is not None and (probs.ndim != axes or min(probs.shape) < num_tokens):
+        raise ValueError(
+            f"scores must be an array [{', '.join('T' * axes)}] with T >= {num_tokens} tokens, "
+            f"not {probs.shape}"
+        )
+    kept = np.zeros(0, dtype=np.int64)
+    score = np.zeros(0, dtype=np.float32)
+    for t in range(num_tokens):
+        kept = np.append(kept, t)
+        score = np.append(score, np.float32(0))
+        if scoring.source == "attention" and probs is not None:
+            weight = np.float32(scoring.weight)
+            score = np.float32(scoring.decay) * score
+            score += weight * probs[t, kept].astype(np.float32)
+        judged = t - schedule.lag
+        if scoring.source == "text" and probs is not None and judged >= 0:
+            score[kept == judged] = probs[judged]
+        values = compared(scoring, torch.from_numpy(score), torch.from_numpy(t + 1 - kept))
+        stays = schedule.survivors(values[None], schedule.plan(t, 1))[0].numpy()
+        kept, score = kept[stays], score[stays]
+        if (t + 1) % every == 0:
+            yield Step(t + 1, kept.tolist(), schedule.regions(t + 1))
