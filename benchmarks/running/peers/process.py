@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One way to bound a cache, one question, one process, in the environment of its program.
+
+This project's own entries run in the process that is asked. A peer's process is started from it,
+with ``python -m benchmarks.running.peers.process FD``: it reads its task from standard input and
+writes an answer a line to the file descriptor FD. What it prints is shown if it fails.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import Any
+
+from benchmarks.running import arms, parts
+from benchmarks.running.children import ChildError
+from benchmarks.running.environment import ROOT
+from benchmarks.running.peers.environment import python_of, requirements
+from benchmarks.running.peers.questions import ASK, Program
+
+PROGRAMS = {
+    "vLLM": ("with_vllm", None),
+    "kvpress": ("with_kvpress", "kvpress"),
+    "llama.cpp": ("with_llama_cpp", "llama-cpp"),
+}
+"""By program: the module that runs it, and the environment it needs (None: this one)."""
+
+SAID = 3
+"""Last lines of a failed process that its reason repeats."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A program with one way to bound its cache: a row of the table.
+
+    Attributes:
+        program: a key of ``PROGRAMS``.
+        settings: what its module's ``load`` takes.
+        bounded: False for full attention, the ceiling.
+        cannot: why, by question, for those that are not asked.
+    """
+
+    label: str
+    program: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    bounded: bool = True
+    cannot: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a program's process needs.
+
+    Attributes:
+        model: the model's folder. ``gguf``: the file it was made from.
+    """
+
+    program: str
+    settings: dict[str, Any]
+    model: str
+    gguf: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question to an entry, all its items; a job for ``arms.run_all``.
+
+    Attributes:
+        items: what ``ASK[question]`` reads, JSON.
+        arm: where answers are kept; None: nowhere.
+    """
+
+    entry: Entry
+    question: str
+    task: Task
+    items: tuple[Any, ...] = field(repr=False)
+    arm: parts.Arm | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.entry.label}, {self.question}"
+
+    @property
+    def keys(self) -> list[str]:
+        return [f"{place}-{parts.digest(item)}" for place, item in enumerate(self.items)]
+
+    def determines(self) -> dict[str, Any]:
+        """The model stands for its GGUF, too. Threads change no answer but the time."""
+        _, peer = PROGRAMS[self.entry.program]
+        return {
+            "program": self.entry.program,
+            "settings": self.entry.settings,
+            "question": self.question,
+            "model": parts.model(self.task.model),
+            "pins": requirements(peer).read_text("utf-8") if peer else None,
+            "threads": self.task.threads if self.question == "speed" else None,
+        }
+
+    def result(self, values: list[Any]) -> list[Any]:
+        return values
+
+
+def ask(job: Asked) -> list[Any]:
+    """An entry's answers, in this (child) process: ``{"found": ..., "held": ...}`` an item.
+
+    Raises:
+        ChildError: a peer's process has ended without all answers.
+        PeerUnavailable: the peer is not installed and cannot be.
+    """
+    print(f"peers: {job.label}", file=sys.stderr, flush=True)
+    os.environ |= variables(job.task.threads)
+    return arms.fill(job, lambda places: _answers(job, places))
+
+
+def variables(threads: int) -> dict[str, str]:
+    """Environment of a process that answers: its threads, no network, no progress bars."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+
+
+def _answers(job: Asked, places: Sequence[int]) -> Iterator[dict[int, Any]]:
+    items = [job.items[place] for place in places]
+    _, peer = PROGRAMS[job.entry.program]
+    if peer is None:
+        found = answers(load(job.task), job.question, items)
+    else:
+        found = _from_process(str(python_of(peer)), job.task, job.question, items)
+    for place, answer in zip(places, found, strict=True):
+        yield {place: answer}
+
+
+def _from_process(
+    python: str, task: Task, question: str, items: Sequence[Any]
+) -> Iterator[dict[str, Any]]:
+    """The same from a process of another interpreter, an answer as soon as it is there."""
+    asked = json.dumps({"task": asdict(task), "question": question, "items": items}).encode()
+    readable, writable = os.pipe()
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
+        given.write(asked)
+        given.seek(0)
+        child = subprocess.Popen(
+            [python, "-m", __name__, str(writable)],
+            cwd=ROOT,
+            stdin=given,
+            stdout=said,
+            stderr=said,
+            pass_fds=[writable],
+        )
+        os.close(writable)
+        with child, open(readable, encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)
+        if child.returncode:
+            said.seek(0)
+            last = [line for line in said.read().decode(errors="replace").splitlines() if line]
+            raise ChildError(f"status {child.returncode}: " + " / ".join(last[-SAID:]))
+
+
+def load(task: Task) -> Program:
+    """The program, its model in memory."""
+    module, _ = PROGRAMS[task.program]
+    return import_module(f"benchmarks.running.peers.{module}").load(task)
+
+
+def answers(program: Program, question: str, items: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """What a program answers to each item, and the most that its cache held so far."""
+    for place, item in enumerate(items):
+        found = ASK[question](program, item, place == 0)
+        yield {"found": found, "held": asdict(program.held())}
+
+
+def main(words: Sequence[str]) -> None:
+    """A peer's process."""
+    given = json.loads(sys.stdin.read())
+    with open(int(words[0]), "w", encoding="utf-8") as out:
+        program = load(Task(**given["task"]))
+        for answer in answers(program, given["question"], given["items"]):
+            print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every program is asked, and how a program that reads step by step is asked it.
+
+Nothing here knows a program: the same tokens go to all of them, and what differs (how a cache is
+bounded, which positions its tokens get) is the program's own.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+CHUNK = 256
+"""Tokens whose logits a stepwise program gives at a time: 256 rows of 49,152 are 50 MB."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The most that a cache held since its program was loaded.
+
+    Attributes:
+        tokens: of one layer and head.
+        bytes: of all layers, keys and values.
+    """
+
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One prompt and its continuation, in seconds."""
+
+    read: float
+    decode: float
+
+
+class Program(Protocol):
+    """A model, a cache and a rule that bounds it.
+
+    Attributes:
+        positions: tokens that it can read one after the other; None: any number.
+    """
+
+    positions: int | None
+
+    def stream(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Nats of tokens 1, 2, ..., each predicted from what the cache then holds."""
+
+    def continuation(self, prompt: Sequence[int], following: Sequence[int]) -> np.ndarray:
+        """Nats of every following token, after the prompt's cache was bounded."""
+
+    def answer(self, context: Sequence[int], question: Sequence[int], most: int) -> list[int]:
+        """Greedy tokens after a question that is not known while the context is read."""
+
+    def speed(self, prompt: Sequence[int], new_tokens: int) -> Timing:
+        """Seconds for a prompt up to its first token, and for the others, one at a time."""
+
+    def held(self) -> Held:
+        """The most held so far."""
+
+
+class Reader(ABC):
+    """A program's own part, where its tokens go in step by step.
+
+    Attributes:
+        positions: see ``Program``.
+        stops: token ids that end an answer.
+    """
+
+    positions: int | None = None
+    stops: frozenset[int] = frozenset()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget everything; the next ``read`` is a prompt."""
+
+    @abstractmethod
+    def read(self, token_ids: Sequence[int], every: bool) -> np.ndarray:
+        """Read on. Logits after each token, or after the last: float32 ``[tokens or 1, vocab]``."""
+
+    @abstractmethod
+    def held(self) -> Held:
+        """The most held so far."""
+
+
+class Stepwise:
+    """A ``Program`` made of a ``Reader``."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.positions = reader.positions
+
+    def stream(self, token_ids: Sequence[int]) -> np.ndarray:
+        self._reader.begin()
+        before, found = None, []
+        for begin in range(0, len(token_ids), CHUNK):
+            chunk = token_ids[begin : begin + CHUNK]
+            logits = self._reader.read(chunk, every=True)
+            if before is None:
+                found.append(nats(logits[:-1], chunk[1:]))
+            else:
+                found.append(nats(np.concatenate([before, logits[:-1]]), chunk))
+            before = logits[-1:]
+        return np.concatenate(found)
+
+    def continuation(self, prompt: Sequence[int], following: Sequence[int]) -> np.ndarray:
+        self._reader.begin()
+        logits = self._reader.read(prompt, every=False)
+        if len(following) > 1:
+            logits = np.concatenate([logits, self._reader.read(following[:-1], every=True)])
+        return nats(logits, following)
+
+    def answer(self, context: Sequence[int], question: Sequence[int], most: int) -> list[int]:
+        self._reader.begin()
+        self._reader.read(context, every=False)
+        return self._greedy(question, most, self._reader.stops)
+
+    def speed(self, prompt: Sequence[int], new_tokens: int) -> Timing:
+        self._reader.begin()
+        start = time.perf_counter()
+        first = int(self._reader.read(prompt, every=False)[-1].argmax())
+        read = time.perf_counter() - start
+        self._greedy([first], new_tokens - 1, frozenset())
+        return Timing(read, time.perf_counter() - start - read)
+
+    def held(self) -> Held:
+        return self._reader.held()
+
+    def _greedy(self, token_ids: Sequence[int], most: int, stops: frozenset[int]) -> list[int]:
+        """At most ``most`` tokens after some that were not read yet, without the stop."""
+        made: list[int] = []
+        while len(made) < most:
+            token = int(self._reader.read(token_ids, every=False)[-1].argmax())
+            if token in stops:
+                break
+            made.append(token)
+            token_ids = [token]
+        return made
+
+
+# --- the questions: of a program and an item, the first of its process or not ---------------------
+
+
+def _stream(program: Program, item: Sequence[int], first: bool) -> list[float]:
+    """Token ids. Nats of tokens 1, 2, ...; a program whose positions end stops there."""
+    return program.stream(item[: program.positions]).tolist()
+
+
+def _continuation(program: Program, item: dict[str, Any], first: bool) -> list[float]:
+    """``{"prompt": ids, "following": ids}``. Nats of the following tokens."""
+    return program.continuation(item["prompt"], item["following"]).tolist()
+
+
+def _pass_key(program: Program, item: dict[str, Any], first: bool) -> list[int]:
+    """``{"context": ids, "question": ids, "most": n}``. The answer's token ids."""
+    return program.answer(item["context"], item["question"], item["most"])
+
+
+def _speed(program: Program, item: dict[str, Any], first: bool) -> dict[str, Any]:
+    """``{"prompt": ids, "new": n}``. Seconds, resident bytes at most, and when it was.
+
+    What is done for the first time (allocating, choosing kernels) happens before anything counts.
+    """
+    if first:
+        program.speed(item["prompt"], 4)
+    fresh = forget_peak()
+    timing = program.speed(item["prompt"], item["new"])
+    return {
+        "read": timing.read,
+        "decode": timing.decode,
+        "resident_peak": resident_peak(),
+        "load_included": not fresh,
+        "at": time.time(),
+    }
+
+
+ASK: dict[str, Callable[[Program, Any, bool], Any]] = {
+    "stream": _stream,
+    "continuation": _continuation,
+    "passkey": _pass_key,
+    "speed": _speed,
+}
+
+
+# --- small parts ----------------------------------------------------------------------------------
+
+
+def resident_peak() -> int:
+    """Most bytes of memory that this process had since ``forget_peak``."""
+    for line in Path("/proc/self/status").read_text("utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no VmHWM")
+
+
+def forget_peak() -> bool:
+    """Count resident memory from now on; False where the kernel does not let us."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", "utf-8")
+    except OSError:
+        return False
+    return True
+
+
+def nats(logits: np.ndarray, targets: Sequence[int]) -> np.ndarray:
+    """Negative log-likelihood of each row's target: float64 ``[rows]``."""
+    wanted = logits[np.arange(len(targets)), np.asarray(targets)].astype(np.float64)
+    highest = logits.max(axis=1, keepdims=True)
+    total = np.exp(logits - highest).sum(axis=1, dtype=np.float64)
+    return np.log(total) + highest[:, 0] - wanted
+
+
+def removed_share(num_tokens: int, kept: int) -> float:
+    """What a press is told to remove, so that ``int(num_tokens * (1 - share))`` is ``kept``."""
+    return 0.0 if num_tokens <= kept else 1 - (kept + 0.5) / num_tokens
