@@ -55,7 +55,7 @@ def stock_nll(llm: Any, texts: list[Stream]) -> list[np.ndarray]:
 
 
 def test_the_pool_is_what_was_planned(llm: Any, stock_nll: list[np.ndarray]) -> None:
-    pages = 1 + pools.MARGIN_PAGES + 2 * 4  # 64 + 4 sinks and a stride of 32 are 4 pages
+    pages = 1 + pools.MARGIN_PAGES + 2 * 3  # 64 tokens and 4 sinks are 3 pages
     assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == pages
 
 
@@ -69,7 +69,7 @@ def test_together_as_alone(
         assert ours == pytest.approx(alone, abs=2e-5)
     assert found.counters["evicted_tokens"] == sum(len(t.token_ids) - 68 for t in texts)
     # Texts share a step only where one of them leaves tokens of it.
-    assert found.pages_peak == 4 if group == 1 else 4 <= found.pages_peak <= 8
+    assert found.pages_peak == 3 if group == 1 else 3 <= found.pages_peak <= 6
     assert found.tokens_per_second == pytest.approx(1183 / found.seconds)
 
 
@@ -85,6 +85,12 @@ def test_scores_of_one_token_only() -> None:
         assert (found - expected).abs().max() < far
     with pytest.raises(ValueError, match="prompt_logprobs=0"):
         prompt_scores._gather(logits, 5, ids)
+
+
+def no_engine(work: Any, jobs: list[Job], at_a_time: int) -> list[Any]:
+    """For ``arms.outcomes`` where every arm must have been kept."""
+    assert not jobs
+    return []
 
 
 def test_a_stream_that_is_kept_is_not_read_again(
@@ -109,7 +115,7 @@ def test_a_stream_that_is_kept_is_not_read_again(
     for kept, ours in zip(found.nll, fresh.nll, strict=True):
         assert (kept == ours).all(), "nine digits are all of a float32"
     assert found.counters == fresh.counters
-    monkeypatch.setattr(arms, "outcomes", None)
+    monkeypatch.setattr(arms, "outcomes", no_engine)
     again = scoring.run_all([replace(job, arm=None)], 1, Parts(tmp_path)).done["cascade"]
     assert [values.tolist() for values in again.nll] == [values.tolist() for values in found.nll]
     half = np.zeros(599, dtype=bool)
