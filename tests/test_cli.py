@@ -70,7 +70,7 @@ def test_with_an_engines_probabilities_it_keeps_what_the_engine_keeps(
         )
         literal.step(query[row], key[row], value[row])
         slots = layer.spec.schedule.peak_at(t + 1)
-        kept.append(kept_tokens(layer.pages, table[0].long(), slots)[0])
+        kept.append(kept_tokens(layer.pages, table[0].long(), slots, t + 1)[0])
     probs = np.zeros((2, total, total))
     for t, row in enumerate(literal.probs):
         probs[1, t, list(row)] = list(row.values())

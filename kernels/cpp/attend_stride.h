@@ -27,7 +27,7 @@ struct Packed {
   float* keys;                   // [H, padded / COLUMNS, D, COLUMNS], transposed blocks
   float* values;                 // [H, padded, width]
   float* mass;                   // [H * G, tiles, padded]
-  int32_t *slot, *rank;          // [S, cached], of the keys in this order
+  int32_t *slot, *rank;          // [S, cached], of the keys in this order, unit after unit
 };
 
 template <class T>
@@ -39,6 +39,9 @@ struct Work {
   const int64_t stream = step[STREAM], start = step[START], num_tokens = step[LENGTH];
   const int64_t cached = step[CACHED], old_slots = step[OLD_SLOTS], new_slots = step[NEW_SLOTS];
   const int64_t total = cached + num_tokens;
+  // Units: cached ones, those that the stride begins, and those of them that it completes.
+  const int64_t unit = layer.unit, old_units = cached / unit;
+  const int64_t new_units = (num_tokens + unit - 1) / unit, complete = num_tokens / unit;
 
   // Whether attention makes scores here.
   bool scored() const { return layer.uses_scores && step.weight() != 0; }
@@ -65,15 +68,15 @@ struct Work {
 template <class T>
 void list_slots(const Work<T>& work, const Packed& packed, int64_t set) {
   const Stride& stride = work.stride;
-  std::vector<int32_t> rank(work.old_slots);
-  gather(work.layer, stride.pages, set, (const int32_t*)work.layer.rank, rank.data(), 0,
-         work.old_slots);
+  const int64_t unit = work.unit, places = work.old_slots / unit;
+  std::vector<int32_t> rank(places);
+  gather(work.layer, stride.pages, set, (const int32_t*)work.layer.rank, rank.data(), 0, places);
   int64_t n = set * work.cached;
   const int64_t end = n + work.cached;
-  for (int64_t slot = 0; slot < work.old_slots && n < end; slot++)
-    if (rank[slot] >= 0) {
-      packed.slot[n] = (int32_t)slot;
-      packed.rank[n++] = rank[slot];
+  for (int64_t place = 0; place < places && n < end; place++)
+    for (int64_t i = 0; rank[place] >= 0 && i < unit; i++) {
+      packed.slot[n] = (int32_t)(place * unit + i);
+      packed.rank[n++] = (int32_t)(rank[place] * unit + i);
     }
 }
 
@@ -102,9 +105,9 @@ void pack(Work<T>& work, const Packed& packed, int64_t head, int64_t block) {
       widen_row(key, row, size);
       widen_row(to, row + size, size);
       if (stride.moved && layer.rotation) {
-        int64_t page = stride.pages[slot / layer.block_size];
-        int64_t born = layer.born[layer.word(page, set) + slot % layer.block_size];
-        rotate(layer, key, born - packed.rank[set * work.cached + j]);
+        int64_t page = stride.pages[slot / layer.block_size], within = slot % layer.unit;
+        int64_t born = layer.born[layer.word(page, set) + slot % layer.block_size / layer.unit];
+        rotate(layer, key, born + within - packed.rank[set * work.cached + j]);
       }
     }
     for (int64_t c = 0; c < size; c++) keys[c * COLUMNS + i] = key[c];

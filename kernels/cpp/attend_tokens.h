@@ -19,24 +19,29 @@ struct Tokens {
 namespace {
 
 // What attention leaves for the score update of one request: exponentials relative to a maximum
-// of each tile, and what turns them into probabilities.
+// of each tile, and what turns them into probabilities. Of units only sums are needed: a tile has
+// `parts` of them, each of a unit or, where units are larger than tiles, of a part of one.
 struct Mass {
   float* exps;       // [H * G, padded]
+  float* sums;       // [H * G, tiles, parts], of units of several tokens
   float* tile_max;   // [H * G, tiles], then the factors that make the exponentials probabilities
   float* row_max;    // [H * G]
   float* row_scale;  // [H * G], 1 / sum
   float* own;        // [H * G], the new token's own probability
-  int64_t padded, tiles;
+  int64_t padded, tiles, parts;
 };
 
 struct Shape {
-  int64_t queries, width, slots, padded, tiles;
+  int64_t queries, width, slots, padded, tiles, parts;
   bool prefetch;
-  int64_t mass_floats() const { return round_up(queries * (padded + tiles + 3), 16); }
+  int64_t mass_floats() const {
+    return round_up(queries * (padded + tiles * (parts + 1) + 3), 16);
+  }
   Mass mass(float* at) const {
-    float* maxes = at + queries * padded;
+    float* sums = at + queries * padded;
+    float* maxes = sums + queries * tiles * parts;
     float* rest = maxes + queries * tiles;
-    return {at, maxes, rest, rest + queries, rest + 2 * queries, padded, tiles};
+    return {at, sums, maxes, rest, rest + queries, rest + 2 * queries, padded, tiles, parts};
   }
 };
 
@@ -113,7 +118,13 @@ struct TileKeys {
   const T* const* next;          // rows to prefetch, or null
   const float* const* rotation;  // each row's cos and sin
   bool turn;                     // whether rows are to be turned
+  const float* turned = nullptr;  // [units of the tile, group, width]: queries, in place of keys
+  int64_t unit = TILE, first = 0;  // tokens that share one, and the online query of the first
 
+  // Queries from the online state's `q` on, for the keys from `i` on.
+  const float* queries(const Online& on, int64_t group, int64_t q, int64_t i) const {
+    return turned ? turned + (i / unit * group + q - first) * on.width : on.query + q * on.width;
+  }
   template <int Queries>
   void products(const float* query, int64_t width, int64_t i, vf* x) const {
     constexpr int STORED = Queries == 1 ? W : Queries == 2 ? W / 2 : W / 4;
@@ -137,6 +148,21 @@ struct TileKeys {
   }
 };
 
+// A tile's exponentials of one query, unit by unit.
+inline void sum_parts(const Mass& mass, int64_t query, int64_t tile, const float* exps, int64_t n) {
+  float* sums = mass.sums + (query * mass.tiles + tile) * mass.parts;
+  const int64_t size = TILE / mass.parts;
+  for (int64_t part = 0; part < mass.parts; part++) {
+    const int64_t begin = part * size, end = std::min(begin + size, n);
+    vf total{};
+    int64_t i = begin;
+    for (; i + W <= end; i += W) total += load(exps + i);
+    float rest = 0;
+    for (; i < end; i++) rest += exps[i];
+    sums[part] = sum(total) + rest;
+  }
+}
+
 // Logits of `Queries` queries over a tile, exponentials relative to the largest so far.
 template <int Queries, class T>
 void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
@@ -147,7 +173,7 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
   for (vf& most : top) most = splat(-INFINITY);
   for (int64_t i = 0; i < n; i += W) {
     vf x[Queries];
-    keys.template products<Queries>(on.query + q * on.width, on.width, i, x);
+    keys.template products<Queries>(keys.queries(on, layer.group, q, i), on.width, i, x);
     const vi held = load_as<vi>(rank + i);
 #pragma GCC unroll 4
     for (int k = 0; k < Queries; k++) {
@@ -176,6 +202,7 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
       total += e;
     }
     store(sums, total);
+    if (mass.parts) sum_parts(mass, full + k, tile, exps, n);
   }
 }
 
@@ -187,6 +214,16 @@ void attend_tile(const Layer& layer, const Mass& mass, Online& on, int64_t q, in
   add_tile<Queries>(layer, on.acc + q * on.width, on.width,
                     mass.exps + (on.first + q) * mass.padded + tile * TILE, mass.padded, value,
                     rank, n);
+}
+
+// A head's queries, turned as far as each unit of a tile has moved.
+inline void turn_tile(const Layer& layer, const Online& on, int64_t first, const int32_t* distance,
+                      int64_t unit, int64_t n, float* turned) {
+  for (int64_t i = 0; i < n; i += unit)
+    for (int64_t g = 0; g < layer.group; g++, turned += on.width) {
+      std::memcpy(turned, on.query + (first + g) * on.width, on.width * sizeof(float));
+      if (distance[i]) rotate<-1>(layer, turned, distance[i]);
+    }
 }
 
 // Attention of KV heads [begin, end) of one request: tile after tile, all heads of each, so that
@@ -201,11 +238,14 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   const int64_t slots = request.step()[OLD_SLOTS], cached = request.step()[CACHED];
   const int64_t num_sets = layer.num_sets == 1 ? 1 : end - begin;
   const int64_t online = Online::floats(num, width), buffer = width / W * KEY_STRIDE;
-  float* memory = scratch.take(online + buffer + 2 * num_sets * TILE);
-  float* keys = memory + online;
-  int32_t* rank = (int32_t*)(keys + buffer);
+  const bool moved = request.batch.moved && layer.rotation, ahead = request.shape.prefetch;
+  // Whole registers of keys that have moved alike: their queries turn, not they.
+  const bool turn_queries = moved && layer.unit % W == 0, turn = moved && !turn_queries;
+  const int64_t unit = std::min(layer.unit, TILE), units = TILE / unit;
+  float* memory = scratch.take(online + buffer + units * group * width + 2 * num_sets * TILE);
+  float *keys = memory + online, *turned = keys + buffer;
+  int32_t* rank = (int32_t*)(turned + units * group * width);
   int32_t* distance = rank + num_sets * TILE;
-  const bool turn = request.batch.moved && layer.rotation, ahead = request.shape.prefetch;
   // Keys that are needed twice are better read and turned once.
   const bool by_row = group <= 4 && (turn ? layer.turns_by_registers() : size % (2 * W) == 0);
   Online on(memory, begin * group, num, width);
@@ -218,7 +258,7 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   for (int64_t tile = 0; tile * TILE < slots; tile++) {
     const int64_t s0 = tile * TILE, n = std::min(TILE, slots - s0), after = slots - s0 - n;
     for (int64_t s = 0; s < num_sets; s++)
-      tile_words(layer, request.pages(), layer.num_sets == 1 ? 0 : begin + s, s0, n, turn,
+      tile_words(layer, request.pages(), layer.num_sets == 1 ? 0 : begin + s, s0, n, cached, moved,
                  rank + s * TILE, distance + s * TILE);
     for (int64_t head = begin; head < end; head++) {
       const int64_t s = layer.num_sets == 1 ? 0 : head - begin;
@@ -227,6 +267,10 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
       tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next, next);
       const T* const* to_come = ahead && n_next == TILE ? next : nullptr;
       TileKeys<T> tile_of{by_row ? nullptr : keys, row, to_come, rotation, turn};
+      if (turn_queries) {
+        tile_of.turned = turned, tile_of.unit = unit, tile_of.first = (head - begin) * group;
+        turn_tile(layer, on, tile_of.first, distance + s * TILE, unit, n, turned);
+      }
       if (by_row)
         tile_rotation(layer, turn ? distance + s * TILE : nullptr, n, row, rotation);
       else

@@ -8,107 +8,154 @@
 
 namespace {
 
-// The scores after this stride: what its queries gave, reduced over a set's heads, on decayed ones.
+// What each unit got from the stride's queries, reduced over a set's heads.
+template <class T>
+void unit_masses(const Work<T>& work, const Packed& packed, int64_t set, float* reduced) {
+  const Layer& layer = work.layer;
+  const int64_t heads = layer.num_queries() / layer.num_sets, unit = work.unit;
+  const int64_t units = round_up(work.old_units + work.new_units, W);
+  std::vector<float> of_token(round_up(packed.padded + unit, W)), of_unit(heads * units);
+  for (int64_t q = 0; q < heads; q++) {
+    const float* mass = packed.mass + (set * heads + q) * packed.tiles * packed.padded;
+    for (int64_t j = 0; j < packed.padded; j += W) {
+      vf sum = load(mass + j);
+      for (int64_t t = 1; t < packed.tiles; t++) sum += load(mass + t * packed.padded + j);
+      store(of_token.data() + j, sum);
+    }
+    for (int64_t u = 0; u < work.old_units + work.new_units; u++) {
+      float sum = of_token[u * unit];
+      for (int64_t i = 1; i < unit; i++) sum += of_token[u * unit + i];
+      of_unit[q * units + u] = sum;
+    }
+  }
+  for (int64_t u = 0; u < units; u += W) {
+    vf column[256];
+    for (int64_t q = 0; q < heads; q++) column[q] = load(of_unit.data() + q * units + u);
+    store(reduced + u, reduce_heads(layer.reduction, column, heads));
+  }
+}
+
+// The scores after this stride: what its queries gave on decayed ones; by ranks, the new units last.
 template <class T>
 void new_scores(const Work<T>& work, const Packed& packed, int64_t set, float* scores) {
   const Layer& layer = work.layer;
   const Stride& stride = work.stride;
-  const int64_t cached = work.cached, heads = layer.num_queries() / layer.num_sets;
+  const int64_t unit = work.unit, places = work.old_slots / unit;
   const float decay = work.scored() ? std::pow((double)work.step.decay(), work.num_tokens) : 1.0f;
-  std::vector<float> reduced(packed.padded), old(work.old_slots);
-  for (int64_t j = 0; j < packed.padded && work.scored(); j += W) {
-    vf column[256];
-    for (int64_t q = 0; q < heads; q++) {
-      const float* mass = packed.mass + (set * heads + q) * packed.tiles * packed.padded + j;
-      column[q] = load(mass);
-      for (int64_t t = 1; t < packed.tiles; t++) column[q] += load(mass + t * packed.padded);
-    }
-    store(reduced.data() + j, reduce_heads(layer.reduction, column, heads));
+  std::vector<float> reduced(round_up(work.old_units + work.new_units, W)), old(places);
+  if (work.scored()) unit_masses(work, packed, set, reduced.data());
+  gather(layer, stride.pages, set, (const float*)layer.score, old.data(), 0, places);
+  for (int64_t u = 0; u < work.old_units; u++) {
+    const int64_t j = set * work.cached + u * unit;
+    scores[packed.rank[j] / unit] = old[packed.slot[j] / unit] * decay + reduced[u];
   }
-  gather(layer, stride.pages, set, (const float*)layer.score, old.data(), 0, work.old_slots);
-  for (int64_t j = 0; j < cached; j++)
-    scores[packed.rank[set * cached + j]] =
-        old[packed.slot[set * cached + j]] * decay + reduced[j];
-  for (int64_t t = 0; t < work.num_tokens; t++)
-    scores[cached + t] = reduced[cached + t];
+  for (int64_t u = work.old_units; u < work.old_units + work.new_units; u++)
+    scores[u] = reduced[u];
   for (int64_t t = 0; t < work.num_tokens && stride.given; t++)
-    if (stride.scored + t >= 0) scores[stride.scored + t] = stride.given[t];
+    if (stride.scored + t >= 0) scores[(stride.scored + t) / unit] += stride.given[t];
 }
 
-// Scores to scores per query that saw the token.
+// Scores to scores per query that saw the unit's first token.
 template <class T>
 void divide_by_age(const Work<T>& work, const Packed& packed, int64_t set, float* scores) {
-  const int64_t cached = work.cached, end = work.stream + work.num_tokens;
-  std::vector<int32_t> token(work.old_slots);
+  const int64_t unit = work.unit, places = work.old_slots / unit;
+  const int64_t end = work.stream + work.num_tokens;
+  std::vector<int32_t> token(places);
   gather(work.layer, work.stride.pages, set, (const int32_t*)work.layer.token, token.data(), 0,
-         work.old_slots);
-  for (int64_t j = set * cached; j < (set + 1) * cached; j++)
-    scores[packed.rank[j]] /= std::max<int64_t>(end - token[packed.slot[j]], 1);
-  for (int64_t t = 0; t < work.num_tokens; t++) scores[cached + t] /= work.num_tokens - t;
+         places);
+  for (int64_t j = set * work.cached; j < (set + 1) * work.cached; j += unit)
+    scores[packed.rank[j] / unit] /= std::max<int64_t>(end - token[packed.slot[j] / unit], 1);
+  for (int64_t u = 0; u < work.new_units; u++)
+    scores[work.old_units + u] /= work.num_tokens - u * unit;
 }
 
-// Run every token's rules. The line's columns are ranks before the stride, the new tokens behind.
+// Run every new unit's rules. The line's columns are ranks before the stride, the new units behind;
+// one that is not complete only joins.
 template <class T>
 void run_rules(const Work<T>& work, Line& line) {
   const Stride& stride = work.stride;
-  for (int64_t t = 0; t < work.num_tokens; t++) {
-    const int64_t at = work.stream + t, past = at - stride.transient;
+  for (int64_t u = 0; u < work.new_units; u++) {
+    line.append(work.old_units + u);
+    if (u == work.complete) return;
+    const int64_t at = work.stream / work.unit + u, past = at - stride.transient;
     const int32_t* first = stride.first + (past < 0 ? at : stride.transient + past % stride.period);
-    line.append(work.cached + t);
     for (int64_t i = first[0]; i < first[1]; i++)
       line.apply(Step::rule_at(stride.rules + i * RULE_COLUMNS));
   }
 }
 
-// Renumber one set's survivors; the k-th surviving new token takes the k-th free slot.
+// The rows of a new unit, in every head of a set. Where its other tokens are yet to come, keys turn
+// by what the stride's evictions have moved it: those come after them, at positions that follow.
+template <class T>
+void write_unit(Work<T>& work, int64_t set, int64_t unit, int64_t place, int64_t distance) {
+  static thread_local Scratch scratch;
+  const Layer& layer = work.layer;
+  const int64_t size = layer.head_size, begin = unit * work.unit;
+  const int64_t end = std::min(begin + work.unit, work.num_tokens);
+  const int64_t head_begin = layer.num_sets == 1 ? 0 : set;
+  const int64_t head_end = layer.num_sets == 1 ? layer.num_heads : set + 1;
+  for (int64_t head = head_begin; head < head_end; head++)
+    for (int64_t t = begin; t < end; t++) {
+      T* row = work.slot_row(place * work.unit + t - begin, head);
+      if (distance && layer.rotation) {
+        float* key = scratch.take(round_up(size, W));
+        widen_row(key, work.key(t, head), size);
+        rotate(layer, key, distance);
+        narrow_row(row, key, 1.0f, size);
+      } else {
+        std::memcpy(row, work.key(t, head), size * sizeof(T));
+      }
+      std::memcpy(row + size, work.value(t, head), size * sizeof(T));
+    }
+}
+
+// Renumber one set's survivors; the k-th surviving new unit takes the k-th free place.
 template <class T>
 void insert(Work<T> work, const Packed& packed, int64_t set) {
   static thread_local Scratch scratch;
   Layer& layer = work.layer;
   const int32_t* pages = work.stride.pages;
-  const int64_t total = work.total, padded = round_up(total, W);
+  const int64_t old = work.old_units, total = old + work.new_units, padded = round_up(total, W);
+  const int64_t old_places = work.old_slots / work.unit, places = work.new_slots / work.unit;
   float *scores = scratch.take(4 * padded), *values = scores + padded;
-  int32_t *columns = (int32_t*)(values + padded), *place = columns + padded;
+  int32_t *columns = (int32_t*)(values + padded), *left = columns + padded;
   std::fill(scores, scores + total, 0.0f);
   if (layer.uses_scores) new_scores(work, packed, set, scores);
   std::copy(scores, scores + total, values);
   if (work.step[PER_AGE]) divide_by_age(work, packed, set, values);
   for (int64_t i = 0; i < total; i++) columns[i] = (int32_t)i;
-  Line line{values, columns, 0, work.cached, work.step[NEWEST_STAYS] != 0};
+  Line line{values, columns, 0, old, work.step[NEWEST_STAYS] != 0};
   run_rules(work, line);
 
-  std::fill(place, place + total, -1);
-  for (int64_t i = line.begin; i < line.end; i++) place[columns[i]] = (int32_t)(i - line.begin);
-  std::vector<int32_t> rank(work.new_slots, -1);
-  std::vector<float> score(work.new_slots, 0.0f);
-  gather(layer, pages, set, (const int32_t*)layer.rank, rank.data(), 0, work.old_slots);
-  for (int64_t slot = 0; slot < work.old_slots; slot++) {
-    const int32_t old = rank[slot];
-    if (old < 0) continue;
-    rank[slot] = place[old];
-    score[slot] = scores[old];
+  std::fill(left, left + total, -1);
+  for (int64_t i = line.begin; i < line.end; i++) left[columns[i]] = (int32_t)(i - line.begin);
+  std::vector<int32_t> rank(places, -1);
+  std::vector<float> score(places, 0.0f);
+  gather(layer, pages, set, (const int32_t*)layer.rank, rank.data(), 0, old_places);
+  for (int64_t place = 0; place < old_places; place++) {
+    const int32_t before = rank[place];
+    if (before < 0) continue;
+    rank[place] = left[before];
+    score[place] = scores[before];
   }
-  const int64_t begin = layer.num_sets == 1 ? 0 : set;
-  const int64_t end = layer.num_sets == 1 ? layer.num_heads : set + 1;
-  int64_t slot = 0;
-  for (int64_t t = 0; t < work.num_tokens; t++) {
-    if (place[work.cached + t] < 0) continue;
-    while (slot < work.new_slots && rank[slot] >= 0) slot++;
-    if (slot == work.new_slots) break;  // the policy's count says that this cannot be
-    rank[slot] = place[work.cached + t];
-    score[slot] = scores[work.cached + t];
-    const int64_t word = layer.word(pages[slot / layer.block_size], set) + slot % layer.block_size;
-    layer.born[word] = (int32_t)(work.cached + t);
-    if (layer.token) layer.token[word] = (int32_t)(work.stream + t);
-    for (int64_t head = begin; head < end; head++) {
-      T* row = work.slot_row(slot, head);
-      std::memcpy(row, work.key(t, head), layer.head_size * sizeof(T));
-      std::memcpy(row + layer.head_size, work.value(t, head), layer.head_size * sizeof(T));
-    }
+  int64_t place = 0;
+  for (int64_t u = 0; u < work.new_units; u++) {
+    if (left[old + u] < 0) continue;
+    while (place < places && rank[place] >= 0) place++;
+    if (place == places) break;  // the policy's count says that this cannot be
+    rank[place] = left[old + u];
+    score[place] = scores[old + u];
+    const int64_t at = work.cached + u * work.unit, settled = left[old + u] * work.unit;
+    const int64_t born = u == work.complete ? settled : at;
+    const int64_t page = pages[place / layer.page_units];
+    const int64_t word = layer.word(page, set) + place % layer.page_units;
+    layer.born[word] = (int32_t)born;
+    if (layer.token) layer.token[word] = (int32_t)(work.stream + u * work.unit);
+    write_unit(work, set, u, place, at - born);
   }
-  scatter(layer, pages, set, layer.rank, (const int32_t*)rank.data(), 0, work.new_slots);
+  scatter(layer, pages, set, layer.rank, (const int32_t*)rank.data(), 0, places);
   if (layer.uses_scores)
-    scatter(layer, pages, set, layer.score, (const float*)score.data(), 0, work.new_slots);
+    scatter(layer, pages, set, layer.score, (const float*)score.data(), 0, places);
 }
 
 }  // namespace

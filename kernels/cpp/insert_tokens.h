@@ -7,18 +7,22 @@
 
 namespace {
 
-// scores = decay * scores + weight * probability, reduced over the heads of a set; the new token's.
-float update_scores(const Layer& layer, const Step& step, const Mass& mass, int64_t set,
-                    float* scores) {
-  const int64_t slots = step[OLD_SLOTS];
+// What turns a tile's exponentials into probabilities, in the place of the tiles' maxima.
+inline void tile_factors(const Mass& mass, int64_t query, int64_t slots) {
+  float* factor = mass.tile_max + query * mass.tiles;
+  for (int64_t tile = 0; tile * TILE < slots; tile += W)
+    store(factor + tile, vexp(load(factor + tile) - mass.row_max[query]) * mass.row_scale[query]);
+}
+
+// scores = decay * scores + weight * probability, reduced over the heads of a set. The new token's
+// probability is the score of the unit that it opens, at `entry`, or joins that unit's.
+inline void update_scores(const Layer& layer, const Step& step, const Mass& mass, int64_t set,
+                          int64_t entry, float* scores) {
+  const int64_t slots = step[OLD_SLOTS], heads = layer.num_queries() / layer.num_sets;
+  const int64_t first = set * heads;
   const float decay = step.decay(), weight = step.weight();
-  const int64_t heads = layer.num_queries() / layer.num_sets, first = set * heads;
   vf column[256];
-  for (int64_t q = first; q < first + heads; q++) {  // what turns a tile's exps into probabilities
-    float* factor = mass.tile_max + q * mass.tiles;
-    for (int64_t tile = 0; tile * TILE < slots; tile += W)
-      store(factor + tile, vexp(load(factor + tile) - mass.row_max[q]) * mass.row_scale[q]);
-  }
+  for (int64_t q = first; q < first + heads; q++) tile_factors(mass, q, slots);
   for (int64_t i = 0; i < slots; i += W) {
     const float* exps = mass.exps + first * mass.padded + i;
     const float* factor = mass.tile_max + first * mass.tiles + i / TILE;
@@ -28,68 +32,126 @@ float update_scores(const Layer& layer, const Step& step, const Mass& mass, int6
     store(scores + i, load(scores + i) * decay + reduced * weight);
   }
   for (int64_t q = 0; q < heads; q++) column[q] = splat(mass.own[first + q]);
-  return reduce_heads(layer.reduction, column, heads)[0] * weight;
+  scores[entry] = reduce_heads(layer.reduction, column, heads)[0] * weight;
 }
 
-// Scores of the cached tokens after this query; the new token's.
+// The same for units of several tokens: W units a register.
+inline void update_units(const Layer& layer, const Step& step, const Mass& mass, int64_t set,
+                         int64_t entry, float* scores) {
+  const int64_t slots = step[OLD_SLOTS], units = slots / layer.unit;
+  const int64_t heads = layer.num_queries() / layer.num_sets, first = set * heads;
+  const int64_t each = std::max<int64_t>(layer.unit / TILE, 1);  // parts of a unit
+  const float decay = step.decay(), weight = step.weight();
+  vf column[256];
+  for (int64_t q = first; q < first + heads; q++) {
+    tile_factors(mass, q, slots);
+    float* sums = mass.sums + q * mass.tiles * mass.parts;
+    for (int64_t tile = 0; tile * TILE < slots; tile++, sums += mass.parts)
+      for (int64_t part = 0; part < mass.parts; part++)
+        sums[part] *= mass.tile_max[q * mass.tiles + tile];
+  }
+  for (int64_t u = 0; u <= entry; u += W) {
+    if (u >= units && u + W <= entry) continue;
+    for (int64_t q = 0; q < heads; q++) {
+      const float* sums = mass.sums + (first + q) * mass.tiles * mass.parts;
+      float of_unit[W] = {};
+      for (int64_t i = u; i < std::min(u + W, units); i++)
+        for (int64_t part = i * each; part < (i + 1) * each; part++) of_unit[i - u] += sums[part];
+      if (entry >= u && entry < u + W) of_unit[entry - u] += mass.own[first + q];
+      column[q] = load(of_unit);
+    }
+    vf reduced = reduce_heads(layer.reduction, column, heads);
+    store(scores + u, load(scores + u) * decay + reduced * weight);
+  }
+}
+
+// Scores of the units after this query; the new token's is at `entry`, or joins what is there.
 template <class T>
-float new_scores(const Request<T>& request, const Mass& mass, int64_t set, const int32_t* rank,
-                 float* scores) {
+void new_scores(const Request<T>& request, const Mass& mass, int64_t set, const int32_t* rank,
+                int64_t entry, float* scores) {
   const Tokens& batch = request.batch;
   const Step step = request.step();
   const int32_t scored = batch.given ? batch.scored[request.b] : -1;
-  for (int64_t i = 0; i < step[OLD_SLOTS] && scored >= 0; i++)
-    if (rank[i] == scored) scores[i] = batch.given[request.b];
-  return step.weight() ? update_scores(request.layer, step, mass, set, scores) : 0;
+  const int64_t units = step[OLD_SLOTS] / request.layer.unit;
+  for (int64_t i = 0; i < units && scored >= 0; i++)
+    if (rank[i] == scored) scores[i] += batch.given[request.b];
+  if (!step.weight()) return;
+  if (request.layer.unit == 1) return update_scores(request.layer, step, mass, set, entry, scores);
+  update_units(request.layer, step, mass, set, entry, scores);
 }
 
-// Run the rules of one head set, put the new token in the first free slot.
+// Where a unit of this rank is.
+inline int64_t place_of(const int32_t* rank, int64_t units, int64_t wanted) {
+  int64_t place = 0;
+  while (place < units && rank[place] != wanted) place++;
+  return place;
+}
+
+// The new token's row, in every head of a set.
+template <class T>
+void write_row(const Request<T>& request, Layer& layer, int64_t set, int64_t slot) {
+  const int64_t page = request.pages()[slot / layer.block_size], offset = slot % layer.block_size;
+  const int64_t begin = layer.num_sets == 1 ? 0 : set;
+  const int64_t end = layer.num_sets == 1 ? layer.num_heads : set + 1;
+  for (int64_t head = begin; head < end; head++) {
+    T* row = layer.template row<T>(page, head, offset);
+    std::memcpy(row, request.key(head), layer.head_size * sizeof(T));
+    std::memcpy(row + layer.head_size, request.value(head), layer.head_size * sizeof(T));
+  }
+}
+
+// Put the new token in its unit's next slot, or into the first free ones; run the rules of one head
+// set where the unit is complete. Ranks are written only where they change.
 template <class T>
 void insert(const Request<T>& request, const Mass& mass, int64_t set) {
   static thread_local Scratch scratch;
   Layer layer = request.layer;
   if (request.is_padding()) return;
   const Step step = request.step();
-  const int64_t old_slots = step[OLD_SLOTS], slots = step[NEW_SLOTS];
+  const int64_t unit = layer.unit, offset = step[STREAM] % unit;
+  const int64_t old_units = step[OLD_SLOTS] / unit, units = step[NEW_SLOTS] / unit;
   const int32_t* pages = request.pages();
-  const int64_t padded = round_up(slots + 1, BLOCK), last = padded - 1;  // where the new token is
+  const int64_t padded = round_up(units + 1, BLOCK), last = padded - 1;  // where a new unit is
   float* score = scratch.take(3 * padded);
   int32_t* rank = (int32_t*)(score + padded);
   int32_t* token = rank + padded;
-  gather(layer, pages, set, (const int32_t*)layer.rank, rank, 0, old_slots);
-  std::fill(rank + old_slots, rank + last, -1);
-  rank[last] = step[CACHED];
+  gather(layer, pages, set, (const int32_t*)layer.rank, rank, 0, old_units);
+  std::fill(rank + old_units, rank + padded, -1);
+  const int32_t filling = (int32_t)(step[CACHED] / unit);
+  const int64_t entry = offset ? place_of(rank, old_units, filling) : last;
+  rank[entry] = filling;
   if (layer.uses_scores) {
-    gather(layer, pages, set, (const float*)layer.score, score, 0, old_slots);
-    std::fill(score + old_slots, score + padded, 0.0f);
-    score[last] = new_scores(request, mass, set, rank, score);
+    gather(layer, pages, set, (const float*)layer.score, score, 0, old_units);
+    std::fill(score + old_units, score + padded, 0.0f);
+    new_scores(request, mass, set, rank, entry, score);
   }
   if (step[PER_AGE]) {
-    gather(layer, pages, set, (const int32_t*)layer.token, token, 0, old_slots);
+    gather(layer, pages, set, (const int32_t*)layer.token, token, 0, old_units);
     token[last] = (int32_t)step[STREAM];
   }
   Places places{padded, rank, score, step[PER_AGE] ? token : nullptr, step[STREAM] + 1,
                 step[NEWEST_STAYS] != 0};
-  step.each_rule(request.batch.rules, [&](const Rule& rule) { places.apply(rule); });
+  bool evicts = false;
+  step.each_rule(request.batch.rules, [&](const Rule& rule) {
+    evicts |= rule.evicts > 0;
+    places.apply(rule);
+  });
 
-  const int64_t target = rank[last] < 0 ? -1 : places.free(slots);
-  if (target >= 0) {
+  const int64_t target = entry < last ? entry : rank[last] < 0 ? -1 : places.free(units);
+  if (target >= 0) write_row(request, layer, set, target * unit + offset);
+  if (target >= 0 && entry == last) {
     rank[target] = rank[last];
     score[target] = score[last];
-    int64_t page = pages[target / layer.block_size], offset = target % layer.block_size;
-    int64_t word = layer.word(page, set) + offset;
+    const int64_t page = pages[target / layer.page_units];
+    const int64_t word = layer.word(page, set) + target % layer.page_units;
     layer.born[word] = (int32_t)step[CACHED];
     if (layer.token) layer.token[word] = (int32_t)step[STREAM];
-    const int64_t begin = layer.num_sets == 1 ? 0 : set;
-    const int64_t end = layer.num_sets == 1 ? layer.num_heads : set + 1;
-    for (int64_t head = begin; head < end; head++) {
-      T* row = layer.template row<T>(page, head, offset);
-      std::memcpy(row, request.key(head), layer.head_size * sizeof(T));
-      std::memcpy(row + layer.head_size, request.value(head), layer.head_size * sizeof(T));
-    }
   }
-  scatter(layer, pages, set, layer.rank, (const int32_t*)rank, 0, slots);
-  if (layer.uses_scores) scatter(layer, pages, set, layer.score, (const float*)score, 0, slots);
+  if (evicts || units > old_units)
+    scatter(layer, pages, set, layer.rank, (const int32_t*)rank, 0, units);
+  else if (target >= 0 && entry == last)
+    scatter(layer, pages, set, layer.rank, (const int32_t*)rank + target, target, target + 1);
+  if (layer.uses_scores) scatter(layer, pages, set, layer.score, (const float*)score, 0, units);
 }
 
 }  // namespace

@@ -2,8 +2,9 @@
 // What the calls are given. library.py has the same structures, field by field, as ctypes.
 //
 // Sizes: H KV heads, G query heads a KV head, D channels, S head sets (1 or H), N slots.
-// A page is [H, block_size, 2 D], K then V, with per-slot words [S, block_size] of their own
-// strides. Scores, logits and sums are fp32.
+// A page is [H, block_size, 2 D], K then V. Slots come in units whose tokens are consecutive; each
+// has words of its own, [S, page_units] a page, of their own strides. Scores, logits and sums are
+// fp32.
 #pragma once
 
 #include <omp.h>
@@ -29,6 +30,7 @@ struct Layer {
   int64_t page_bytes;     // between two pages' K/V
   int64_t page_words;     // between two pages' words
   int64_t num_heads, group, head_size, num_sets, block_size;
+  int64_t unit, page_units;  // slots of a unit, units of a page
   int64_t half;  // rotary_dim / 2
   int64_t is_neox;
   int64_t dtype;
@@ -55,7 +57,7 @@ struct Layer {
     for (int i = 0; i < W; i++) x[i] = soft_cap(x[i]);
     return x;
   }
-  int64_t word(int64_t page, int64_t set) const { return page * page_words + set * block_size; }
+  int64_t word(int64_t page, int64_t set) const { return page * page_words + set * page_units; }
 };
 
 // New tokens' rows; strides in elements between tokens, heads and channels are contiguous.
@@ -65,15 +67,15 @@ struct Rows {
   int64_t query_stride, key_stride, value_stride, output_stride;
 };
 
-// Slots `from .. to` of one of the per-slot words, page by page.
+// Units `from .. to` of one of the words, page by page.
 template <class Word, class Each>
 static inline void each_page(const Layer& layer, const int32_t* pages, int64_t set, Word* words,
                              int64_t from, int64_t to, Each each) {
-  for (int64_t slot = from; slot < to;) {
-    int64_t offset = slot % layer.block_size;
-    int64_t n = std::min(layer.block_size - offset, to - slot);
-    each(slot - from, words + layer.word(pages[slot / layer.block_size], set) + offset, n);
-    slot += n;
+  for (int64_t at = from; at < to;) {
+    int64_t offset = at % layer.page_units;
+    int64_t n = std::min(layer.page_units - offset, to - at);
+    each(at - from, words + layer.word(pages[at / layer.page_units], set) + offset, n);
+    at += n;
   }
 }
 template <class Word>
@@ -89,7 +91,9 @@ static inline void scatter(const Layer& layer, const int32_t* pages, int64_t set
             [=](int64_t at, Word* page, int64_t n) { std::memcpy(page, from + at, 4 * n); });
 }
 
-// Turn an fp32 row in place by a distance; channels beyond the rotary ones stay.
+// Turn an fp32 row in place, back by a distance (`Sign` 1: a key to where it is now) or forth (-1: a
+// query by as much as the keys have moved); channels beyond the rotary ones stay.
+template <int Sign = 1>
 static inline void rotate(const Layer& layer, float* x, int64_t distance) {
   const int64_t half = layer.half;
   const float* cos = layer.rotation + distance * 2 * half;
@@ -97,20 +101,20 @@ static inline void rotate(const Layer& layer, float* x, int64_t distance) {
   if (layer.is_neox) {
     int64_t i = 0;
     for (; i + W <= half; i += W) {
-      vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+      vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i) * (float)Sign;
       store(x + i, a * c - b * s);
       store(x + half + i, b * c + a * s);
     }
     for (; i < half; i++) {
-      float a = x[i], b = x[half + i];
-      x[i] = a * cos[i] - b * sin[i];
-      x[half + i] = b * cos[i] + a * sin[i];
+      float a = x[i], b = x[half + i], s = sin[i] * Sign;
+      x[i] = a * cos[i] - b * s;
+      x[half + i] = b * cos[i] + a * s;
     }
   } else {
     for (int64_t i = 0; i < half; i++) {
-      float a = x[2 * i], b = x[2 * i + 1];
-      x[2 * i] = a * cos[i] - b * sin[i];
-      x[2 * i + 1] = b * cos[i] + a * sin[i];
+      float a = x[2 * i], b = x[2 * i + 1], s = sin[i] * Sign;
+      x[2 * i] = a * cos[i] - b * s;
+      x[2 * i + 1] = b * cos[i] + a * s;
     }
   }
 }

@@ -17,6 +17,8 @@ from vllm_cascade.kernels.cpp.build import BuildError, build
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 REDUCTIONS = {"mean": 0, "max": 1, "median": 2}
 MAX_QUERY_HEADS = 256
+TILE = 32
+"""Tokens that are attended at once; see tile.h."""
 
 
 def _of(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -28,8 +30,8 @@ class Layer(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_of(c_void_p, "kv rank born score token slopes rotation"),
-        *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size half"),
-        *_of(c_int64, "is_neox dtype uses_scores reduction"),
+        *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
+        *_of(c_int64, "unit page_units half is_neox dtype uses_scores reduction"),
         *_of(c_float, "scale softcap"),
     ]
 

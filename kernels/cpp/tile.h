@@ -20,14 +20,30 @@ static inline void tile_rows(const Layer& layer, const int32_t* pages, int64_t h
   }
 }
 
-// Ranks of a tile's slots (-1 behind the last), and how far each key has moved since it was written.
+// Ranks of a tile's slots (-1 where nothing is), and how far each key has moved since it was
+// written. The unit that is being filled, the newest of `cached` tokens, has fewer than its slots.
 static inline void tile_words(const Layer& layer, const int32_t* pages, int64_t set, int64_t from,
-                              int64_t n, bool moved, int32_t* rank, int32_t* distance) {
-  gather(layer, pages, set, (const int32_t*)layer.rank, rank, from, from + n);
+                              int64_t n, int64_t cached, bool moved, int32_t* rank,
+                              int32_t* distance) {
+  const int64_t unit = layer.unit, begin = from / unit, end = (from + n + unit - 1) / unit;
+  int32_t of_unit[TILE], born[TILE];
+  gather(layer, pages, set, (const int32_t*)layer.rank, of_unit, begin, end);
+  if (moved) gather(layer, pages, set, (const int32_t*)layer.born, born, begin, end);
   for (int64_t i = n; i < TILE; i++) rank[i] = -1;
-  if (!moved) return;
-  gather(layer, pages, set, (const int32_t*)layer.born, distance, from, from + n);
-  for (int64_t i = 0; i < n; i++) distance[i] = rank[i] < 0 ? 0 : distance[i] - rank[i];
+  for (int64_t i = 0; i < n && unit == 1; i++) {
+    rank[i] = of_unit[i];
+    if (moved) distance[i] = rank[i] < 0 ? 0 : born[i] - rank[i];
+  }
+  if (unit == 1) return;
+  for (int64_t u = begin; u < end; u++) {
+    const int64_t first = std::max(from, u * unit), last = std::min(from + n, (u + 1) * unit);
+    const int32_t held = of_unit[u - begin], at = held * (int32_t)unit;
+    for (int64_t slot = first; slot < last; slot++) {
+      const int32_t place = at + (int32_t)(slot - u * unit);
+      rank[slot - from] = held < 0 || place >= cached ? -1 : place;
+      if (moved) distance[slot - from] = held < 0 ? 0 : born[u - begin] - at;
+    }
+  }
 }
 
 // The cos and sin of a tile's rows, to be turned by `distance` or, where that is null, not at all;

@@ -13,7 +13,7 @@ namespace {
 template <class T>
 void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   static thread_local Scratch scratch;
-  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, false};
+  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, 0, false};
   int64_t bytes = 0;
   for (int64_t b = 0; b < batch.count; b++) {
     const Step step{batch.steps + b * STEP_COLUMNS};
@@ -24,6 +24,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   shape.prefetch = bytes > from_memory;
   shape.padded = round_up(shape.slots, TILE);
   shape.tiles = round_up(shape.padded / TILE, W);
+  shape.parts = layer.unit == 1 ? 0 : std::max<int64_t>(TILE / layer.unit, 1);
   const int threads = omp_get_max_threads();
   const int64_t floats = shape.mass_floats();
   if (batch.count >= threads) {  // a request is one thread's work from end to end

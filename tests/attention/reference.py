@@ -13,6 +13,16 @@ import torch
 from tests.oracle.dgc import nearest_centres
 
 
+def of_units(mass: dict[int, torch.Tensor], unit: int) -> dict[int, torch.Tensor]:
+    """A head's attention on tokens, with a unit's whole on its first token: heads judge units."""
+    return {
+        token: sum(mass.get(token + i, torch.zeros(())) for i in range(unit)).clone()
+        if token % unit == 0
+        else torch.zeros((), dtype=torch.float64)
+        for token in mass
+    }
+
+
 class LiteralCache:
     """One request's cache in one layer."""
 
@@ -113,7 +123,9 @@ class LiteralCache:
     ) -> None:
         per_set = len(mass) // len(self.sims)
         for index, (sim, scores) in enumerate(zip(self.sims, self.scores, strict=True)):
-            heads = mass[index * per_set : (index + 1) * per_set]
+            heads = [
+                of_units(head, sim.unit) for head in mass[index * per_set : (index + 1) * per_set]
+            ]
             for token in sim.tokens() + list(range(first, first + num_tokens)):
                 values = torch.stack([head[token] for head in heads])
                 reduced = {

@@ -352,7 +352,7 @@ def run_mixed_requests(
         for r, n in zip(rows, lengths, strict=True):
             done[r] += n
             slots = schedules[r].peak_at(done[r])
-            kept = kept_tokens(layer.pages, tables[r].long(), slots)
+            kept = kept_tokens(layer.pages, tables[r].long(), slots, done[r])
             assert kept == [sim.tokens() for sim in literal[r].sims]
     assert torch.equal(layer.pool[0], null_page), "the null block was written"
     ran = sum(load().calls.values()) - calls

@@ -143,7 +143,7 @@ def run(
             expected = literal[row].step(*(part[now] for part in plain))
             torch.testing.assert_close(output[now].double(), expected, atol=2e-5, rtol=2e-5)
             slots = schedules[row].peak_at(length)
-            kept = kept_tokens(layer.pages, table[row].long(), slots)
+            kept = kept_tokens(layer.pages, table[row].long(), slots, length)
             assert kept == [sim.tokens() for sim in literal[row].sims], (row, length)
     assert torch.equal(layer.pool[0], null), "the null block was written"
     return len(graph)

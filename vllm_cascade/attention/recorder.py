@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which original tokens the cache holds, recorded as a stream goes by.
 
-Needs the policy setting ``trace: true``, which keeps a token's index in the stream beside its
+Needs the policy setting ``trace: true``, which keeps a unit's index in the stream beside its
 rank. Used by the tests against the oracle, the demo's picture and ``vllm-cascade trace``.
 """
 
@@ -48,16 +48,19 @@ class Recorder:
     def add(self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> None:
         """Note one request's kept tokens after ``end`` tokens, from its first slots."""
         if end % self.every == 0:
-            tokens = kept_tokens(pages, blocks, num_slots)
+            tokens = kept_tokens(pages, blocks, num_slots, end)
             self.kept.append(Kept(layer, int(blocks[0]), end, tokens))
 
 
-def kept_tokens(pages: Pages, blocks: torch.Tensor, num_slots: int) -> list[list[int]]:
-    """Stream indices of the cached tokens, chronological, per head set."""
+def kept_tokens(pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> list[list[int]]:
+    """Stream indices of the cached ones of ``end`` tokens, chronological, per head set."""
     assert pages.token is not None, "needs the policy setting trace: true"
-    rank = pages.rank[blocks].transpose(0, 1).flatten(1)[:, :num_slots]
-    token = pages.token[blocks].transpose(0, 1).flatten(1)[:, :num_slots]
-    return [
-        token[row][order[rank[row][order] >= 0]].tolist()
-        for row, order in enumerate(rank.argsort(dim=1))
-    ]
+    num_units = num_slots // pages.unit
+    rank = pages.rank[blocks].transpose(0, 1).flatten(1)[:, :num_units]
+    first = pages.token[blocks].transpose(0, 1).flatten(1)[:, :num_units]
+    kept = []
+    for row, order in enumerate(rank.argsort(dim=1)):
+        units = first[row][order[rank[row][order] >= 0]]
+        tokens = (units[:, None] + torch.arange(pages.unit)).flatten()
+        kept.append(tokens[tokens < end].tolist())
+    return kept

@@ -181,8 +181,8 @@ def _fill(steps: np.ndarray, rows: np.ndarray | slice, schedule: Schedule, rules
     cached = schedule.counts(begin)
     own[:, CACHED] = cached
     own[:, OLD_SLOTS], own[:, NEW_SLOTS] = schedule.peaks(begin), schedule.peaks(end)
-    single = own[:, LENGTH] == 1
-    own[:, LO:PER_AGE] = schedule.leading[schedule.rows(begin)] * single[:, None]
+    ruled = (own[:, LENGTH] == 1) & schedule.completes(begin)
+    own[:, LO:PER_AGE] = schedule.leading[schedule.rows(begin)] * ruled[:, None]
     own[:, MORE] += rules_at
     own[:, PER_AGE : DECAY + 2] = schedule.score_columns
     steps[rows] = own
@@ -257,7 +257,8 @@ class Singles:
         rules: int32 ``[n, 4]``, the table that ``MORE`` points into.
         moved: whether any key may have left the position it was written at.
         logit_scale: fp32 ``[B]``, factors on the logits, or None.
-        scored: int32 ``[B]``, ranks of the tokens that get a score from the host; negative: none.
+        scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
+            none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
     """
 
@@ -341,7 +342,7 @@ def singles_of(
     if step.given is not None:
         lags = np.asarray([schedule.lag for schedule in rows.schedules])
         text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
-        rank = steps[:, CACHED] - lags
+        rank = (steps[:, CACHED] - lags) // rows.schedules[0].unit
         scored = torch.from_numpy(np.where(text & (rank >= 0), rank, NOBODY).astype(np.int32))
         given = torch.from_numpy(step.given[place])
     scale = None if step.logit_scale is None else torch.from_numpy(step.logit_scale[place])

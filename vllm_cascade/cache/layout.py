@@ -2,8 +2,9 @@
 """What a page holds: its bytes, and the views of a layer's pool.
 
 A page is vLLM's own block: ``[num_kv_heads, block_size, 2 * head_size]`` keys and values in the
-model's dtype, followed by 4-byte numbers per slot and head set (``SLOT_WORDS``), counted in the
-page's size. A request's slots ``0 .. peak - 1`` are always initialised; fresh pages need no
+model's dtype, followed by 4-byte numbers per unit of slots and head set (``UNIT_WORDS``), counted
+in the page's size. A unit is ``unit`` slots that hold consecutive tokens in order. A request's
+slots ``0 .. peak - 1`` are always initialised, as far as they hold tokens; fresh pages need no
 clearing. Nothing here knows which tokens are kept, or who owns a page (``manager.py``).
 """
 
@@ -15,8 +16,8 @@ import torch
 if TYPE_CHECKING:
     from vllm_cascade.cache.manager import KVPolicySpec
 
-SLOT_WORDS = ("rank", "born", "score")
-TRACE_WORDS = (*SLOT_WORDS, "token")
+UNIT_WORDS = ("rank", "born", "score")
+TRACE_WORDS = (*UNIT_WORDS, "token")
 WORD_BYTES = 4
 
 
@@ -26,10 +27,11 @@ class Pages:
 
     Attributes:
         kv: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, K then V.
-        rank: int32 ``[num_blocks, num_sets, block_size]``, chronological rank; -1: empty slot.
-        born: int32, the position the key was rotated with when it was written.
-        score: fp32, the token's attention score.
-        token: int32, its index in the stream; None unless the policy asks
+        rank: int32 ``[num_blocks, num_sets, block_size // unit]``, chronological rank of the unit;
+            -1: empty slots.
+        born: int32, the position that its first key was rotated with; the others follow.
+        score: fp32, its tokens' attention scores, summed.
+        token: int32, its first token's index in the stream; None unless the policy asks
             for ages or its ``trace`` is on.
     """
 
@@ -43,6 +45,11 @@ class Pages:
     def block_size(self) -> int:
         return self.kv.shape[2]
 
+    @property
+    def unit(self) -> int:
+        """Slots that share one number of each kind."""
+        return self.kv.shape[2] // self.rank.shape[2]
+
 
 def page_views(kv_cache: torch.Tensor, spec: "KVPolicySpec") -> Pages:
     """Split vLLM's view of a layer's pool into K/V and the numbers in each page's tail."""
@@ -54,11 +61,12 @@ def page_views(kv_cache: torch.Tensor, spec: "KVPolicySpec") -> Pages:
     start = kv_cache.storage_offset() * kv_cache.element_size() + spec.unpadded_page_size_bytes
     assert page_bytes >= spec.page_size_bytes and page_bytes % WORD_BYTES == 0
     assert start % WORD_BYTES == 0
+    units = block_size // spec.policy.unit
     words = torch.empty(0, dtype=torch.int32, device=kv_cache.device).set_(
         kv_cache.untyped_storage(),
         start // WORD_BYTES,
-        (num_blocks, len(spec.words), spec.num_sets, block_size),
-        (page_bytes // WORD_BYTES, spec.num_sets * block_size, block_size, 1),
+        (num_blocks, len(spec.words), spec.num_sets, units),
+        (page_bytes // WORD_BYTES, spec.num_sets * units, units, 1),
     )
     tail = dict(zip(spec.words, words.unbind(1), strict=True))
     return Pages(

@@ -17,7 +17,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_cascade.cache.layout import SLOT_WORDS, TRACE_WORDS, WORD_BYTES
+from vllm_cascade.cache.layout import TRACE_WORDS, UNIT_WORDS, WORD_BYTES
 from vllm_cascade.cache.snapshots import SnapshotStore
 from vllm_cascade.policies import Policy, Schedule, compiled
 
@@ -30,8 +30,8 @@ class KVPolicySpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        padded = self.unpadded_page_size_bytes + self.num_sets * self.block_size * self.slot_bytes
-        object.__setattr__(self, "page_size_padded", padded)
+        tail = self.num_sets * (self.block_size // self.policy.unit) * self.unit_bytes
+        object.__setattr__(self, "page_size_padded", self.unpadded_page_size_bytes + tail)
 
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
@@ -56,11 +56,11 @@ class KVPolicySpec(AttentionSpec):
 
     @property
     def words(self) -> tuple[str, ...]:
-        return TRACE_WORDS if self.policy.keeps_ages else SLOT_WORDS
+        return TRACE_WORDS if self.policy.keeps_ages else UNIT_WORDS
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of metadata per slot and head set."""
+    def unit_bytes(self) -> int:
+        """Bytes of metadata per unit of slots and head set."""
         return len(self.words) * WORD_BYTES
 
     @property

@@ -31,6 +31,7 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
         raw,
         max_position=max_position,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        block_size=config.cache_config.block_size,
     )
     refusals.check(config, policy)
     token_importance(policy, config.model_config)  # for its errors, before a model is loaded

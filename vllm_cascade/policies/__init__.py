@@ -52,6 +52,7 @@ def resolve(
     *,
     max_position: int | None = None,
     max_num_batched_tokens: int | None = None,
+    block_size: int | None = None,
 ) -> Policy:
     """Check raw settings, fill in the defaults, and return the policy.
 
@@ -59,6 +60,7 @@ def resolve(
         raw: the user's keys, ``name`` among them.
         max_position: positions the model has (None: unbounded, as with ALiBi).
         max_num_batched_tokens: most tokens vLLM schedules in a step (None: unknown).
+        block_size: tokens of a page, which units of a page are and others divide (None: unknown).
 
     Raises:
         KVPolicyError: an unknown key, a wrong type or an impossible size.
@@ -67,8 +69,13 @@ def resolve(
     cls = policy_class(given.pop("name", None))
     preset = given.get("preset")
     given = {**getattr(cls, "presets", {}).get(preset, {}), **given}
+    if given.get("unit") == "page" and block_size is not None:
+        given["unit"] = block_size
+    unit = cls.unit_of(given)
+    if unit > 1:
+        given = {**cls.unit_defaults(unit), **given}
     if "prefill_stride" not in given:
-        given["prefill_stride"] = _default_stride(max_position, max_num_batched_tokens)
+        given["prefill_stride"] = _default_stride(unit, max_position, max_num_batched_tokens)
     if "budget" not in given:
         given["budget"] = _default_budget(cls, given, max_position)
     try:
@@ -77,17 +84,22 @@ def resolve(
         keys = ["name", *cls.model_fields]
         raise KVPolicyError(_describe_errors(error, cls.name, keys)) from None
     _check_fit(policy, max_position, max_num_batched_tokens)
+    if block_size is not None and block_size % policy.unit:
+        raise KVPolicyError(
+            f"kv_policy: unit {policy.unit} does not divide a page of {block_size} tokens; choose "
+            "a divisor of --block-size, or 'page'"
+        )
     return policy
 
 
-def _default_stride(max_position: int | None, max_num_batched_tokens: int | None) -> int:
-    """256, or the power of two that leaves room in a short model or a small batch."""
+def _default_stride(unit: int, max_position: int | None, max_num_batched_tokens: int | None) -> int:
+    """256, or the power of two that leaves room in a short model or a small batch; whole units."""
     limit = DEFAULT_PREFILL_STRIDE
     if max_position is not None:
         limit = min(limit, max(max_position // 4, 1))
     if max_num_batched_tokens is not None:
         limit = min(limit, max(max_num_batched_tokens, 1))
-    return 1 << (limit.bit_length() - 1)
+    return max((1 << (limit.bit_length() - 1)) // unit * unit, unit)
 
 
 def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int | None) -> int:
@@ -98,7 +110,9 @@ def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int 
         for key in ("num_sinks", "overflow", "prefill_stride")
     ]
     if max_position is not None and all(isinstance(value, int) for value in others):
-        limit = min(limit, max_position - sum(others) + 1)
+        unit = cls.unit_of(given)
+        waiting = max(others[1] - unit, 0)
+        limit = min(limit, max_position - others[0] - waiting - others[2])
     return max(limit // step * step, step)
 
 
@@ -113,7 +127,7 @@ def _check_fit(
             if room >= step
             else "lower prefill_stride and the budget"
         )
-        extra = f" + overflow {policy.overflow} - 1" if policy.overflow > 1 else ""
+        extra = f" + overflow {policy.overflow} - {policy.unit}" if policy.waiting else ""
         raise KVPolicyError(
             f"kv_policy: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
             f"{policy.prefill_stride}{extra} = {policy.max_position} positions, but the model has "

@@ -30,6 +30,7 @@ class Beehive(Policy):
         "Inference, https://arxiv.org/abs/2410.23079"
     )
     inert_keys: ClassVar[frozenset[str]] = frozenset({"ema_gamma"})
+    token_keys: ClassVar[tuple[str, ...]] = (*Policy.token_keys, "window", "threshold")
 
     head_policy: Literal["homogeneous", "per_kv_head"] = Field(
         "per_kv_head", description="one kept set for all heads, or one for each KV head"
@@ -54,6 +55,12 @@ class Beehive(Policy):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.unit > 1:
+            try:
+                self.in_units._check()
+            except ValueError as error:
+                raise ValueError(f"in units of {self.unit} tokens: {error}") from None
+            return self
         if self.stride < 3:
             raise ValueError(
                 f"stride {self.stride} would never thin old tokens (their interval is "
@@ -109,7 +116,8 @@ class Beehive(Policy):
         return np.log(n) / math.log(512)
 
     def derived(self) -> dict[str, Any]:
-        return {"window": self.recent, "threshold": self.comb}
+        units = self.in_units
+        return {"window": units.recent * self.unit, "threshold": units.comb * self.unit}
 
     @property
     def scoring(self) -> Scoring:

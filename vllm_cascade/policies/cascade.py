@@ -35,6 +35,7 @@ class Cascade(Policy):
             "head_reduction": "mean",
             "ema_gamma": None,
             "tie": "resident",
+            "unit": 1,
         }
     }
 
@@ -56,7 +57,7 @@ class Cascade(Policy):
         base = raw.get("cascade_base", fields["cascade_base"].default)
         if not (isinstance(num, int) and isinstance(base, int) and 1 <= num <= 16 and base >= 2):
             return 1  # the field checks will name what is wrong
-        return num * base ** (num - 1)
+        return math.lcm(num * base ** (num - 1), num * super().budget_step(raw))
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:
@@ -64,10 +65,12 @@ class Cascade(Policy):
         if self.budget % step:
             below, above = self.budget // step * step, -(-self.budget // step) * step
             good = f"{below} or {above}" if below else f"{above}"
+            units = "" if self.unit == 1 else f" and of num_subcaches units of {self.unit}:"
             raise ValueError(
                 f"budget {self.budget} does not fit {self.num_subcaches} sub-caches of base "
                 f"{self.cascade_base}: it must be a multiple of num_subcaches * "
-                f"cascade_base**(num_subcaches - 1) = {step}; nearest good values: {good}"
+                f"cascade_base**(num_subcaches - 1){units} = {step}; nearest good "
+                f"values: {good}"
             )
         return self
 

@@ -36,6 +36,7 @@ class DGC(Policy):
         "https://github.com/aaron-jx-li/augmented_streamingLLM"
     )
     inert_keys: ClassVar[frozenset[str]] = frozenset({"ema_gamma"})
+    token_keys: ClassVar[tuple[str, ...]] = (*Policy.token_keys, "global_size")
 
     importance: Literal["tfidf", "tfidf_sklearn", "attention", "cluster"] = Field(
         "tfidf", description="what makes a token important"
@@ -55,8 +56,12 @@ class DGC(Policy):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        if self.budget < 2:
-            raise ValueError("budget 1 leaves no room for a global and a recent token; set >= 2")
+        if self.budget < 2 * self.unit:
+            one = "token" if self.unit == 1 else "unit"
+            raise ValueError(
+                f"budget {self.budget} leaves no room for a global and a recent {one}; set >= "
+                f"{2 * self.unit}"
+            )
         if self.num_global >= self.budget:
             raise ValueError(
                 f"global_size {self.global_size} leaves no recent token in the budget "
@@ -69,12 +74,19 @@ class DGC(Policy):
             )
         if self.order == "importance" and self.importance == "cluster":
             raise ValueError("order 'importance' has no meaning for clusters; remove it")
+        if self.unit > 1 and (self.merge_into is not None or self.arranges):
+            raise ValueError(
+                "importance 'cluster' and order 'importance' move single tokens; remove them or "
+                "set unit to 1"
+            )
         return self
 
     @property
     def num_global(self) -> int:
         """Tokens of the global part."""
-        return max(self.budget // GLOBAL_SHARE, 1) if self.global_size is None else self.global_size
+        if self.global_size is not None:
+            return self.global_size
+        return max(self.budget // self.unit // GLOBAL_SHARE, 1) * self.unit
 
     @property
     def recent(self) -> int:

@@ -18,6 +18,7 @@ class H2O(Policy):
         "https://arxiv.org/abs/2306.14048"
     )
     inert_keys: ClassVar[frozenset[str]] = frozenset({"ema_gamma"})
+    token_keys: ClassVar[tuple[str, ...]] = (*Policy.token_keys, "window")
 
     window: int | None = Field(
         None, ge=1, description="most recent tokens, always kept; null is half the budget"

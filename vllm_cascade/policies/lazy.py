@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lazy pruning: a window that is cut back seldom, and then by a bounded amount."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -23,10 +23,18 @@ class Lazy(Policy):
     )
     batches_itself: ClassVar[bool] = True
     inert_keys: ClassVar[frozenset[str]] = frozenset({"head_reduction", "ema_gamma", "tie"})
+    token_keys: ClassVar[tuple[str, ...]] = (*Policy.token_keys, "slack", "max_drop")
 
     overflow: int = Field(32, ge=1, description="R: tokens over the budget before pruning")
     slack: int = Field(24, ge=0, description="σ: tokens over the budget that pruning may leave")
     max_drop: int = Field(8, ge=0, description="δ: tokens pruned at once; 0 is all of them")
+
+    @classmethod
+    def unit_defaults(cls, unit: int) -> dict[str, Any]:
+        """In the same proportions, with whole units dropped."""
+        drop = 8 if 8 % unit == 0 else unit
+        pruning = {"overflow": 4 * drop, "slack": 3 * drop, "max_drop": drop}
+        return {**super().unit_defaults(unit), **pruning}
 
     def pruned(self, length: int) -> int:
         """Tokens left by one check of a cache of ``length`` (Algorithm 1)."""

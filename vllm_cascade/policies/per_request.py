@@ -86,7 +86,7 @@ def derive(policy: Policy, name: str | None, budget: int | None) -> Policy:
             f"a {BUDGET} of at most {largest}"
         )
     assert own.head_policy == policy.head_policy and own.prefill_stride == policy.prefill_stride
-    assert own.head_reduction == policy.head_reduction
+    assert own.head_reduction == policy.head_reduction and own.unit == policy.unit
     assert own.keeps_ages <= policy.keeps_ages, "pages without token indices"
     return own
 
@@ -137,7 +137,8 @@ def _inherited(policy: Policy, cls: type[Policy]) -> dict[str, Any]:
         for key, field in KVPolicyConfig.model_fields.items()
         if cls.model_fields[key].default == field.default == type(policy).model_fields[key].default
     }
-    return {key: getattr(policy, key) for key in common}
+    changed = cls.unit_defaults(policy.unit) if policy.unit > 1 else {}
+    return {**changed, **{key: getattr(policy, key) for key in common}}
 
 
 def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any]) -> int:
@@ -145,6 +146,8 @@ def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any])
     sinks, overflow = (
         settings.get(key, cls.model_fields[key].default) for key in ("num_sinks", "overflow")
     )
-    room = min(policy.budget, policy.capacity - sinks - overflow + 1)
+    unit = policy.unit
+    filling, waiting = unit if unit > 1 else 0, max(overflow - unit, 0)
+    room = min(policy.budget, policy.capacity - sinks - waiting - filling)
     step = cls.budget_step(settings)
     return room // step * step

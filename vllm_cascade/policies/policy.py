@@ -6,7 +6,8 @@ inserting a token deletes (``insertions``) and, for traces, what the parts of it
 (``regions``). How scores are made and compared it says by naming one of a few ways (``scoring``).
 Everything else follows: ``schedule.py`` compiles counts, positions and plans from these.
 
-Vocabulary: ``t`` counts the tokens of a stream that came before (sinks included).
+Vocabulary: ``t`` counts the tokens of a stream that came before (sinks included). With ``unit`` of
+more than one token, the rules are those of the policy ``in_units``, where "token" means a unit.
 """
 
 from abc import abstractmethod
@@ -68,8 +69,8 @@ class Policy(KVPolicyConfig):
 
     @classmethod
     def budget_step(cls, raw: dict[str, Any]) -> int:
-        """Budgets must be multiples of this, given the other raw settings."""
-        return 1
+        """Budgets must be multiples of this many tokens, given the other raw settings."""
+        return cls.unit_of(raw)
 
     @property
     def token_scores(self) -> TokenScores | None:
@@ -124,8 +125,8 @@ class Policy(KVPolicyConfig):
 
     @property
     def capacity(self) -> int:
-        """Most tokens ever cached, between strides."""
-        return self.base_capacity + self.overflow - 1
+        """Most slots ever needed, between strides: also of the unit that is being filled."""
+        return self.base_capacity + self.waiting + (self.unit if self.unit > 1 else 0)
 
     @property
     def uses_attention(self) -> bool:

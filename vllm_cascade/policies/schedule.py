@@ -6,6 +6,10 @@ transient followed by a period. So all that a step needs is a look-up in a table
 ``t``, and a plan for a whole stride depends on its row, not on ``t`` itself. Whoever runs a step
 carries the schedule; nothing is keyed on settings.
 
+Units of several tokens are made here: the rules are those of the policy ``in_units``, and apply
+when the last token of a unit has been attended. All that is asked and answered counts tokens, but
+rules, plans and what is compared, which are about units.
+
 ``overflow`` is added here to every policy: tokens wait in the cache, visible and scored, until
 ``overflow`` of them are inserted at once.
 """
@@ -23,7 +27,7 @@ from vllm_cascade.policies.execute import Plan, make_plan, survivors
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Rules, Scoring
 
-MAX_SCHEDULES = 4096
+MAX_SCHEDULES = 512
 """Schedules that a process remembers: requests may bring policies of their own."""
 MAX_PLANS = 256
 """Plans of strides that a schedule remembers; one takes up to 0.1 MB."""
@@ -78,6 +82,7 @@ class Schedule:
 
     Attributes:
         policy: the settings that it was compiled from.
+        unit: tokens that are kept and evicted together.
         scoring: how scores are made and compared.
         number: tells schedules of this process apart.
         arithmetic: equal where scores are made and compared alike, so that strides can be a batch.
@@ -95,14 +100,16 @@ class Schedule:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.unit: int = policy.unit
         self.scoring = policy.scoring
         self.number = next(_numbers)
         self.arithmetic = _arithmetics.setdefault(self.scoring, len(_arithmetics))
         self.moves_tokens = policy.arranges or policy.merge_into is not None
         self.lag = 0 if policy.token_scores is None else policy.token_scores.lag
-        insertions = policy.insertions()
+        self._units = policy.in_units
+        insertions = self._units.insertions()
         self._base = Table(insertions.rules, insertions.period)
-        self._batch = 1 if policy.batches_itself else policy.overflow
+        self._batch = 1 if policy.batches_itself else self._units.overflow
         steps = self._base if self._batch == 1 else self._batched()
         self._steps = steps
         self.transient, self.period, self.count = steps.transient, steps.period, steps.count
@@ -128,7 +135,7 @@ class Schedule:
         base, batch = self._base, self._batch
         transient = base.transient + batch
         length = transient + math.lcm(base.period, batch)
-        ends = self.inserted(np.arange(length + 1)).tolist()
+        ends = self._units_inserted(np.arange(length + 1)).tolist()
         rules: list[Rules] = [()] * length
         for t in range(length):
             if ends[t] < ends[t + 1]:
@@ -148,68 +155,96 @@ class Schedule:
         return leading, self.rules[~is_first]
 
     def inserted(self, t: np.ndarray) -> np.ndarray:
-        """How many of the first ``t`` tokens are inserted; the others wait.
+        """How many of the first ``t`` tokens are inserted; the others wait, or fill a unit.
 
         Batches end where a cache that only grew would be ``overflow`` tokens over its capacity.
         """
+        return self._units_inserted(t // self.unit) * self.unit
+
+    def _units_inserted(self, t: np.ndarray) -> np.ndarray:
         if self._batch == 1:
             return t
-        return np.maximum(t - (t - self.policy.base_capacity) % self._batch, 0)
+        return np.maximum(t - (t - self._units.base_capacity) % self._batch, 0)
 
     # --- how many tokens, for any number seen -----------------------------------------------------
 
     def rows(self, t: np.ndarray) -> np.ndarray:
-        """Rows of inserting tokens ``t``, an int array of any shape."""
-        return self._steps.rows(t)
+        """Rows of inserting the units of tokens ``t``, an int array of any shape."""
+        return self._steps.rows(t // self.unit)
+
+    def completes(self, t: np.ndarray) -> np.ndarray:
+        """Whether tokens ``t`` are the last ones of units, whose rules then apply."""
+        return (t + 1) % self.unit == 0
 
     def counts(self, t: np.ndarray) -> np.ndarray:
         """Tokens cached after the first ``t`` tokens of a stream."""
-        return self._steps.counts(t)
+        return self._steps.counts(t // self.unit) * self.unit + t % self.unit
 
     def peaks(self, t: np.ndarray) -> np.ndarray:
-        """The slots that a stream of ``t`` tokens has ever needed."""
+        """The slots that a stream of ``t`` tokens has ever needed.
+
+        A unit of several tokens has its slots from its first token on, before it replaces another.
+        """
+        if self.unit > 1:
+            filled = (t - 1) // self.unit  # whole units before the last token's
+            cached = np.where(filled > 0, self.peak[np.clip(filled - 1, 0, len(self.peak) - 1)], 0)
+            return np.where(t > 0, (cached + 1) * self.unit, 0)
         return np.where(t > 0, self.peak[np.clip(t - 1, 0, len(self.peak) - 1)], 0)
 
     def count_at(self, t: int) -> int:
         """``counts`` of one number."""
-        return int(self.count[self._steps.row(t - 1)]) if t > 0 else 0
+        units, rest = divmod(t, self.unit)
+        return (int(self.count[self._steps.row(units - 1)]) * self.unit if units else 0) + rest
 
     def peak_at(self, t: int) -> int:
         """``peaks`` of one number, which the scheduler asks for every request in every step."""
+        if self.unit > 1 and t > 0:
+            filled = (t - 1) // self.unit
+            cached = int(self.peak[min(filled, len(self.peak)) - 1]) if filled else 0
+            return (cached + 1) * self.unit
         return int(self.peak[min(t, len(self.peak)) - 1]) if t > 0 else 0
 
     def regions(self, t: int) -> list[str]:
-        """What part of the cache each of its tokens is in; ``waiting``: for a batch."""
-        inserted = int(self.inserted(np.asarray(t)))
+        """What part of the cache each of its tokens is in.
+
+        ``waiting``: for a batch; ``filling``: of a unit that is not complete.
+        """
+        units, rest = divmod(t, self.unit)
+        inserted = int(self._units_inserted(np.asarray(units)))
         base = self._base
         count = int(base.counts(np.asarray(inserted)))
         row = base.row(inserted - 1) + 1 if inserted else 0
-        return self.policy.regions(row, count) + ["waiting"] * (t - inserted)
+        names = self._units.regions(row, count) + ["waiting"] * (units - inserted)
+        return [name for name in names for _ in range(self.unit)] + ["filling"] * rest
 
     # --- which tokens, in PyTorch -----------------------------------------------------------------
 
     def plan(self, t: int, num_tokens: int) -> Plan | None:
-        """How tokens ``t .. t + num_tokens - 1`` are inserted; None: all that is cached stays."""
-        begin, end = self.inserted(np.asarray([t, t + num_tokens])).tolist()
+        """How the units that tokens ``t .. t + num_tokens - 1`` complete are inserted.
+
+        None: all that is cached stays.
+        """
+        ends = np.asarray([t, t + num_tokens]) // self.unit
+        begin, end = self._units_inserted(ends).tolist()
         if begin == end:
             return None
         cached = int(self._base.counts(np.asarray(begin)))
         return self._plans(self._base.row(begin), cached, end - begin)
 
-    def _make_plan(self, row: int, cached: int, num_tokens: int) -> Plan:
+    def _make_plan(self, row: int, cached: int, num_units: int) -> Plan:
         base = self._base
-        return make_plan(cached, [base.rules[base.row(row + i)] for i in range(num_tokens)])
+        return make_plan(cached, [base.rules[base.row(row + i)] for i in range(num_units)])
 
     def survivors(self, values: torch.Tensor, plan: Plan | None) -> torch.Tensor:
-        """Which tokens a stride leaves in the cache.
+        """Which units a stride leaves in the cache.
 
         Args:
-            values: fp32 ``[num_sets, count(t) + T]``, what is compared (``compared``),
-                chronological, the new tokens last.
+            values: fp32 ``[num_sets, n]``, what is compared (``compared``) of every cached unit,
+                chronological, those of the stride last.
             plan: ``plan(t, T)``.
 
         Returns:
-            bool of the same shape, with ``count(t + T)`` True values in every row.
+            bool of the same shape, with as many True values in every row as units stay.
         """
         if plan is None:
             return torch.ones(values.shape, dtype=torch.bool, device=values.device)

@@ -6,9 +6,9 @@
 and the behaviour are one frozen, hashable, picklable object that can travel to every process.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 CONFIG_KEY = "kv_policy"
 """Where the settings travel: ``VllmConfig.additional_config[CONFIG_KEY]``."""
@@ -32,6 +32,8 @@ class KVPolicyConfig(BaseModel):
     name: ClassVar[str]
     inert_keys: ClassVar[frozenset[str]] = frozenset()
     """Shared keys that cannot change what this policy does; setting one is worth a warning."""
+    token_keys: ClassVar[tuple[str, ...]] = ("budget", "num_sinks", "overflow", "prefill_stride")
+    """Settings that count tokens: whole units of them."""
 
     budget: int = Field(ge=1, description="cached tokens per layer and head, besides the sinks")
     num_sinks: int = Field(4, ge=0, description="first tokens of a stream, kept for ever")
@@ -55,14 +57,62 @@ class KVPolicyConfig(BaseModel):
     overflow: int = Field(
         1, ge=1, description="evict every this many tokens, in one batch (lazy pruning's R)"
     )
+    unit: int | Literal["page"] = Field(
+        1, description="consecutive tokens that are kept and evicted together; `page` is a block"
+    )
     trace: bool = Field(
         False, description="remember original token indices in the pages, for inspection"
     )
 
+    @model_validator(mode="after")
+    def _check_units(self) -> Self:
+        if self.unit == "page":
+            raise ValueError("'page' is known where --block-size is; here, set a number of tokens")
+        if self.unit < 1:
+            raise ValueError(f"unit {self.unit} is no number of tokens; set it to at least 1")
+        for key in self.token_keys:
+            tokens = getattr(self, key)
+            if tokens is None or tokens % self.unit == 0 or (key, tokens) == ("overflow", 1):
+                continue
+            below, above = tokens // self.unit * self.unit, -(-tokens // self.unit) * self.unit
+            good = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"{key} {tokens} is not a whole number of units of {self.unit} tokens; set it to "
+                f"{good}, or change unit"
+            )
+        return self
+
+    @classmethod
+    def unit_of(cls, raw: dict[str, Any]) -> int:
+        """The unit of raw settings; 1 where theirs is none, which the checks will say."""
+        unit = raw.get("unit", cls.model_fields["unit"].default)
+        return unit if isinstance(unit, int) and unit >= 1 else 1
+
+    @classmethod
+    def unit_defaults(cls, unit: int) -> dict[str, Any]:
+        """Defaults that units of more than one token change."""
+        return {"num_sinks": unit}
+
+    @property
+    def in_units(self) -> Self:
+        """The same policy over units: every number of tokens is one of units."""
+        if self.unit == 1:
+            return self
+        tokens = {key: getattr(self, key) for key in self.token_keys}
+        units = {
+            key: None if n is None else max(n // self.unit, n > 0) for key, n in tokens.items()
+        }
+        return self.model_copy(update={**units, "unit": 1})
+
+    @property
+    def waiting(self) -> int:
+        """Most tokens of whole units that wait for a batch, besides the one that completes it."""
+        return (self.in_units.overflow - 1) * self.unit
+
     @property
     def max_position(self) -> int:
         """Largest rotary position (exclusive) a stream can reach under this policy."""
-        return self.num_sinks + self.budget + self.overflow - 1 + self.prefill_stride
+        return self.num_sinks + self.budget + self.waiting + self.prefill_stride
 
 
 def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> str:

@@ -39,7 +39,7 @@ def simulate(
         ValueError: an array that is too small or not of two axes.
     """
     schedule = compiled(policy)
-    scoring = schedule.scoring
+    scoring, unit = schedule.scoring, schedule.unit
     axes = 1 if scoring.source == "text" else 2
     if probs is not None and (probs.ndim != axes or min(probs.shape) < num_tokens):
         raise ValueError(
@@ -58,8 +58,10 @@ def simulate(
         judged = t - schedule.lag
         if scoring.source == "text" and probs is not None and judged >= 0:
             score[kept == judged] = probs[judged]
-        values = compared(scoring, torch.from_numpy(score), torch.from_numpy(t + 1 - kept))
-        stays = schedule.survivors(values[None], schedule.plan(t, 1))[0].numpy()
-        kept, score = kept[stays], score[stays]
+        if (t + 1) % unit == 0:
+            sums = torch.from_numpy(score.reshape(-1, unit).sum(1))
+            values = compared(scoring, sums, torch.from_numpy(t + 1 - kept[::unit]))
+            stays = schedule.survivors(values[None], schedule.plan(t, 1))[0].numpy().repeat(unit)
+            kept, score = kept[stays], score[stays]
         if (t + 1) % every == 0:
             yield Step(t + 1, kept.tolist(), schedule.regions(t + 1))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The most recent tokens and nothing else: the baseline that attention sinks repair."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -15,3 +15,8 @@ class Window(Sink):
     paper: ClassVar[str] = "baseline (window attention in https://arxiv.org/abs/2309.17453)"
 
     num_sinks: int = Field(0, ge=0, le=0, description="always 0: use `sink` to keep sinks")
+
+    @classmethod
+    def unit_defaults(cls, unit: int) -> dict[str, Any]:
+        """None: there are no sinks."""
+        return {}

@@ -22,6 +22,8 @@ def refusal(
         return f"the compiler has no {pages.kv.dtype}"
     if schedule.moves_tokens:
         return f"policy {schedule.policy.name} merges tokens, or puts them out of order"
+    if cpp.TILE % pages.unit and pages.unit % cpp.TILE:
+        return f"units of {pages.unit} tokens neither divide {cpp.TILE} nor are multiples of it"
     if num_heads > cpp.MAX_QUERY_HEADS:
         return f"more than {cpp.MAX_QUERY_HEADS} query heads"
     return None
@@ -70,6 +72,8 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         head_size=layer.head_size,
         num_sets=layer.num_sets,
         block_size=pages.block_size,
+        unit=pages.unit,
+        page_units=pages.rank.shape[2],
         half=0 if rotation is None else rotation.shape[-1],
         is_neox=layer.is_neox,
         dtype=cpp.DTYPES[pages.kv.dtype],

@@ -2,7 +2,8 @@
 """One request's stride of a prompt: attend, update scores, insert what survives. Plain PyTorch.
 
 Shapes: ``T`` new tokens, ``n`` cached, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head
-sets (1 or H), ``N`` slots, ``D`` channels. Tokens that do not survive never touch a page.
+sets (1 or H), ``N`` slots, ``D`` channels; of units, ``u`` cached and ``V`` of new tokens, the last
+one maybe not complete. Tokens that do not survive never touch a page.
 """
 
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.merge import merge_deleted
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate, signed_rotation
+from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.schedule import compared
 
 QUERY_TILE_ELEMENTS = 1 << 23
@@ -38,28 +40,41 @@ def attend_and_insert(
     Returns:
         fp32 ``[T, H * G, D]``.
     """
-    order = chronological_slots(pages, stride)
+    assert stride.cached % pages.unit == 0, "a stride begins where a unit does"
+    order = chronological_units(pages, stride)
     seen = _arrangement(pages, stride, order)
     keys, values = _kv_at_positions(layer, pages, stride, order if seen is None else seen.slots)
     output, mass = _attend(layer, stride, query, key, value, keys, values)
     scores = _new_scores(layer, pages, stride, order, mass, seen)
     schedule = stride.schedule
-    plan = schedule.plan(stride.stream, stride.num_tokens)
-    keep = schedule.survivors(_compared(pages, stride, order, scores), plan)
+    keep = _survivors(schedule, stride, _compared(pages, stride, order, scores))
     new_kv = torch.cat([key, value], dim=-1)
     if schedule.policy.merge_into is not None:
         new_kv = merge_deleted(layer, pages, stride, order, keep, scores, new_kv)
-    _insert(pages, stride, order, keep, scores, new_kv)
+    _insert(layer, pages, stride, order, keep, scores, new_kv)
     return output
 
 
-def chronological_slots(pages: Pages, stride: Stride) -> torch.Tensor:
-    """int64 ``[S, n]``: the slots that hold the cached tokens, oldest first."""
+def chronological_units(pages: Pages, stride: Stride) -> torch.Tensor:
+    """int64 ``[S, u]``: the units of slots that hold the cached tokens, oldest first."""
     rank = _gather_words(pages.rank, stride)
-    slot = torch.arange(rank.shape[-1])
-    empty = (rank < 0) | (slot >= stride.old_slots)  # they sort behind and are cut off
+    first_slot = torch.arange(rank.shape[-1]) * pages.unit
+    empty = (rank < 0) | (first_slot >= stride.old_slots)  # they sort behind and are cut off
     order = rank.masked_fill(empty, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-    return order[:, : stride.cached]
+    return order[:, : stride.cached // pages.unit]
+
+
+def _members(units: torch.Tensor, unit: int) -> torch.Tensor:
+    """``[S, u * unit]``: the slots, or tokens, of units in order."""
+    return (units.unsqueeze(-1) * unit + torch.arange(unit)).flatten(1)
+
+
+def _survivors(schedule: Schedule, stride: Stride, values: torch.Tensor) -> torch.Tensor:
+    """bool ``[S, u + V]``: which units stay; one that is not complete always does."""
+    filling = int(stride.num_tokens % schedule.unit > 0)
+    plan = schedule.plan(stride.stream, stride.num_tokens)
+    keep = schedule.survivors(values[:, : values.shape[1] - filling], plan)
+    return torch.nn.functional.pad(keep, (0, filling), value=True)
 
 
 @dataclass(frozen=True)
@@ -91,9 +106,11 @@ def _new_scores(
     mass: torch.Tensor,
     seen: _Arrangement | None,
 ) -> torch.Tensor:
-    """Scores after the stride's queries, chronological, fp32 ``[S, n + T]``."""
-    cached, num_tokens = stride.cached, stride.num_tokens
-    scores = torch.zeros(layer.num_sets, cached + num_tokens)
+    """Units' scores after the stride's queries, chronological, fp32 ``[S, u + V]``."""
+    cached, num_tokens, unit = order.shape[1], stride.num_tokens, pages.unit
+    mass = torch.nn.functional.pad(mass, (0, -num_tokens % unit))
+    mass = mass.unflatten(-1, (-1, unit)).sum(-1)
+    scores = torch.zeros(layer.num_sets, mass.shape[-1])
     old = _gather_words(pages.score, stride).gather(1, order)
     scoring = stride.schedule.scoring
     if scoring.source == "attention":
@@ -105,7 +122,8 @@ def _new_scores(
         scores[:, :cached] = old
         skip = max(-stride.scored, 0)
         given = stride.given[skip:]
-        scores[:, stride.scored + skip :][:, : len(given)] = given
+        places = (torch.arange(len(given)) + stride.scored + skip) // unit
+        scores.index_add_(1, places, given.expand(len(scores), -1))
     elif stride.schedule.policy.merge_into is not None:
         scores[:, :cached] = old  # how many tokens are merged into each
     return scores
@@ -118,13 +136,13 @@ def _compared(
     scoring, age = stride.schedule.scoring, None
     if scoring.per_age:
         old = _gather_words(pages.token, stride).gather(1, order)
-        new = torch.arange(stride.stream, stride.end).expand(len(old), -1)
+        new = torch.arange(stride.stream, stride.end, pages.unit).expand(len(old), -1)
         age = stride.end - torch.cat([old, new], dim=1)
     return compared(scoring, scores, age)
 
 
 def _gather_words(words: torch.Tensor, stride: Stride) -> torch.Tensor:
-    """``[S, N]`` of one of the per-slot numbers."""
+    """``[S, N / unit]`` of one of the units' numbers."""
     return words[stride.blocks].transpose(0, 1).flatten(1)
 
 
@@ -137,14 +155,16 @@ def _kv_at_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cached keys at their present positions and values, fp32 ``[H, n, D]``, by position.
 
-    ``order``: int64 ``[S, n]``, the slots in that order.
+    ``order``: int64 ``[S, u]``, the units of slots in that order.
     """
     kv = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
-    index = order.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
+    slots = _members(order, pages.unit)
+    index = slots.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
     keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
     if stride.moved and layer.rotation is not None:
         born = _gather_words(pages.born, stride).gather(1, order)
-        distance = born - torch.arange(stride.cached, dtype=torch.int32)
+        distance = born - torch.arange(0, stride.cached, pages.unit, dtype=torch.int32)
+        distance = distance.repeat_interleave(pages.unit, dim=1)
         keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     return keys, values
 
@@ -195,6 +215,7 @@ def _attend(
 
 
 def _insert(
+    layer: LayerConfig,
     pages: Pages,
     stride: Stride,
     order: torch.Tensor,
@@ -202,46 +223,77 @@ def _insert(
     scores: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> None:
-    """Renumber the survivors and write the new ones into freed and fresh slots."""
-    num_sets, num_slots = len(order), len(stride.pages) * pages.block_size
-    keep_old, keep_new = keep.split([stride.cached, stride.num_tokens], dim=1)
+    """Renumber the surviving units and write the new ones into freed and fresh slots."""
+    num_sets, cached, unit = len(order), order.shape[1], pages.unit
+    num_places = len(stride.pages) * pages.block_size // unit
+    keep_old, keep_new = keep.split([cached, keep.shape[1] - cached], dim=1)
     ranks = keep.cumsum(1) - 1
-    old_ranks, new_ranks = ranks.split([stride.cached, stride.num_tokens], dim=1)
-    slot_rank = torch.full((num_sets, num_slots), -1, dtype=torch.int64)
-    slot_rank.scatter_(1, order, torch.where(keep_old, old_ranks, -1))
-    # The k-th surviving new token takes the k-th free slot.
-    free = (slot_rank >= 0).int().argsort(dim=1, stable=True)
+    old_ranks, new_ranks = ranks.split([cached, keep_new.shape[1]], dim=1)
+    place_rank = torch.full((num_sets, num_places), -1, dtype=torch.int64)
+    place_rank.scatter_(1, order, torch.where(keep_old, old_ranks, -1))
+    # The k-th surviving new unit takes the k-th free place.
+    free = (place_rank >= 0).int().argsort(dim=1, stable=True)
     nth = (keep_new.cumsum(1) - 1).clamp_min(0)
-    target = free.gather(1, nth.clamp_max(num_slots - 1))  # [S, T]
-    head_set, token = keep_new.nonzero(as_tuple=True)
-    slot = target[head_set, token]
-    slot_rank[head_set, slot] = new_ranks[head_set, token]
-    _scatter_words(pages.rank, stride, slot_rank.int())
+    target = free.gather(1, nth.clamp_max(num_places - 1))  # [S, V]
+    head_set, new = keep_new.nonzero(as_tuple=True)
+    place = target[head_set, new]
+    place_rank[head_set, place] = new_ranks[head_set, new]
+    _scatter_words(pages.rank, stride, place_rank.int())
 
+    written_at = stride.cached + new * unit
+    if stride.num_tokens % unit and unit > 1:
+        new_kv, last = _settle(layer, stride, new_kv, unit, int(new_ranks[0, -1]))
+        written_at = torch.where(new == keep_new.shape[1] - 1, last, written_at)
     born = _gather_words(pages.born, stride)
-    born[head_set, slot] = (stride.cached + token).int()
+    born[head_set, place] = written_at.int()
     _scatter_words(pages.born, stride, born)
     score = _gather_words(pages.score, stride)
-    score.scatter_(1, order, scores[:, : stride.cached])
-    score[head_set, slot] = scores[head_set, stride.cached + token]
+    score.scatter_(1, order, scores[:, :cached])
+    score[head_set, place] = scores[head_set, cached + new]
     _scatter_words(pages.score, stride, score)
     if pages.token is not None:
         index = _gather_words(pages.token, stride)
-        index[head_set, slot] = (stride.stream + token).int()
+        index[head_set, place] = (stride.stream + new * unit).int()
         _scatter_words(pages.token, stride, index)
-    _write_kv(pages, stride, head_set, token, slot, new_kv, per_head=num_sets > 1)
+    _write_kv(pages, stride, head_set, new, place, new_kv, per_head=num_sets > 1)
+
+
+def _settle(
+    layer: LayerConfig, stride: Stride, new_kv: torch.Tensor, unit: int, rank: int
+) -> tuple[torch.Tensor, int]:
+    """Rows of a stride whose last unit is not complete, which stand where its rank says.
+
+    Its other tokens come after the stride's evictions, so those that are there go where these
+    will have put the unit: one number says then where all of them were written.
+
+    Returns:
+        ``[T, H, 2D]``, and the position of the unit's first token.
+    """
+    begin = stride.num_tokens - stride.num_tokens % unit
+    distance = stride.cached + begin - rank * unit
+    if layer.rotation is None or distance == 0:
+        return new_kv, rank * unit
+    new_kv = new_kv.clone()
+    keys = new_kv[begin:, :, : layer.head_size]
+    turned = rotate(keys.float(), layer.rotation[distance], layer.is_neox)
+    new_kv[begin:, :, : layer.head_size] = turned.to(new_kv.dtype)
+    return new_kv, rank * unit
 
 
 def _write_kv(
     pages: Pages,
     stride: Stride,
     head_set: torch.Tensor,
-    token: torch.Tensor,
-    slot: torch.Tensor,
+    new: torch.Tensor,
+    place: torch.Tensor,
     new_kv: torch.Tensor,
     per_head: bool,
 ) -> None:
-    """Write surviving rows; all heads of a homogeneous set share slots."""
+    """Write the rows of surviving units; all heads of a homogeneous set share slots."""
+    token, slot = (_members(units[None], pages.unit)[0] for units in (new, place))
+    there = token < len(new_kv)
+    token, slot = token[there], slot[there]
+    head_set = head_set.repeat_interleave(pages.unit)[there]
     block, offset = stride.blocks[slot // pages.block_size], slot % pages.block_size
     if per_head:
         pages.kv[block, head_set, offset] = new_kv[token, head_set].to(pages.kv.dtype)

@@ -2,7 +2,7 @@
 """One new token for many requests at once: attend, update scores, insert. Plain PyTorch.
 
 Shapes: ``B`` requests, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head sets (1 or H),
-``N`` slots, ``D`` channels. Scores, logits and softmax statistics are fp32.
+``U`` units of slots, ``N`` slots, ``D`` channels. Scores, logits and softmax statistics are fp32.
 """
 
 from dataclasses import dataclass
@@ -27,29 +27,48 @@ from vllm_cascade.kernels.columns import (
 
 @dataclass(frozen=True)
 class _Words:
-    """The requests' pages side by side: which exist, and their per-slot numbers.
+    """The requests' pages side by side: which exist, and their units' numbers.
 
     Attributes:
         pages: int64 ``[B, P]``, block numbers; the null block 0 where a request has fewer.
         used: bool ``[B, P]``, pages that exist.
+        unit: slots of a unit.
+        offset: int64 ``[B, 1, 1]``, the new token's place in its unit: how many it has.
+        cached: int64 ``[B, 1, 1]``, tokens before it.
     """
 
     pages: torch.Tensor
     used: torch.Tensor
+    unit: int
+    offset: torch.Tensor
+    cached: torch.Tensor
 
     @classmethod
-    def of(cls, singles: Singles, block_size: int) -> "_Words":
-        first_slot = torch.arange(singles.table.shape[1]) * block_size
+    def of(cls, singles: Singles, pages: Pages) -> "_Words":
+        first_slot = torch.arange(singles.table.shape[1]) * pages.block_size
         used = first_slot < singles.column(NEW_SLOTS).squeeze(1)
-        return cls(singles.table.long().masked_fill(~used, 0), used)
+        table = singles.table.long().masked_fill(~used, 0)
+        offset = singles.column(STREAM) % pages.unit
+        return cls(table, used, pages.unit, offset, singles.column(CACHED))
+
+    @property
+    def filling(self) -> torch.Tensor:
+        """int64 ``[B, 1, 1]``: the rank of the new token's unit."""
+        return self.cached // self.unit
+
+    def tokens(self, rank: torch.Tensor) -> torch.Tensor:
+        """int64 ``[B, S, N]``: the tokens' ranks, -1 in empty slots, from the units'."""
+        ranks = rank.long().unsqueeze(-1) * self.unit + torch.arange(self.unit)
+        to_come = ranks >= self.cached.unsqueeze(-1)  # of the unit that is being filled
+        return ranks.masked_fill((rank < 0).unsqueeze(-1) | to_come, -1).flatten(2)
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
-        """``[B, S, N]`` of one of the per-slot numbers."""
+        """``[B, S, U]`` of one of the units' numbers."""
         return words[self.pages].transpose(1, 2).flatten(2)
 
     def scatter(self, words: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``[B, S, N]`` back, except to the null block that pads short rows."""
-        paged = values.unflatten(2, (self.pages.shape[1], -1)).transpose(1, 2)  # [B, P, S, slots]
+        """Write ``[B, S, U]`` back, except to the null block that pads short rows."""
+        paged = values.unflatten(2, (self.pages.shape[1], -1)).transpose(1, 2)  # [B, P, S, units]
         words[self.pages[self.used]] = paged[self.used]
 
 
@@ -71,10 +90,10 @@ def attend_and_insert(
     Returns:
         fp32 ``[B, H * G, D]``.
     """
-    words = _Words.of(singles, pages.block_size)
+    words = _Words.of(singles, pages)
     rank = words.gather(pages.rank)
-    slot = torch.arange(rank.shape[-1])
-    rank = rank.masked_fill(slot >= singles.column(OLD_SLOTS), -1)
+    first_slot = torch.arange(rank.shape[-1]) * words.unit
+    rank = rank.masked_fill(first_slot >= singles.column(OLD_SLOTS), -1)
     probs, output = _attend(layer, pages, singles, words, rank, query, key, value)
     score = _new_scores(layer, pages, singles, words, rank, probs)
     _insert(pages, singles, words, rank, score, torch.cat([key, value], dim=-1))
@@ -95,9 +114,11 @@ def _attend(
     cache = pages.kv[words.pages].transpose(1, 2).flatten(2, 3)  # [B, H, N, 2D]
     size = layer.head_size
     keys, values = cache[..., :size].float(), cache[..., size:]
-    empty = rank < 0
+    token_rank = words.tokens(rank)
+    empty = token_rank < 0
     if singles.moved and layer.rotation is not None:
-        distance = (words.gather(pages.born) - rank).masked_fill(empty, 0)
+        distance = (words.gather(pages.born) - rank * words.unit).masked_fill(rank < 0, 0)
+        distance = distance.repeat_interleave(words.unit, -1)
         keys = rotate(keys, layer.rotation[distance.long()], layer.is_neox)
     queries = query.float().unflatten(1, (layer.num_kv_heads, -1))  # [B, H, G, D]
     logits = torch.matmul(queries, keys.transpose(2, 3)) * layer.scale
@@ -107,7 +128,7 @@ def _attend(
         logits *= singles.logit_scale.view(-1, 1, 1, 1)
     logits = layer.soft_cap(logits)
     if layer.slopes is not None:
-        distance = (rank - singles.column(CACHED)).unsqueeze(2)  # [B, S, 1, N]
+        distance = (token_rank - singles.column(CACHED)).unsqueeze(2)  # [B, S, 1, N]
         logits[..., :-1] += layer.slopes[:, :, None] * distance
     logits[..., :-1].masked_fill_(empty.unsqueeze(2), -torch.inf)
     probs = logits.softmax(dim=-1)
@@ -126,17 +147,30 @@ def _new_scores(
     rank: torch.Tensor,
     probs: torch.Tensor,
 ) -> torch.Tensor:
-    """Scores after the query, the new token's last: fp32 ``[B, S, N + 1]``; 0 in empty slots."""
+    """Units' scores after the query: fp32 ``[B, S, U + 1]``; 0 in empty slots.
+
+    The last one is of the unit that the new token opens; a token that joins a unit adds to that.
+    """
     old = words.gather(pages.score).masked_fill(rank < 0, 0.0)
     score = torch.nn.functional.pad(old, (0, 1))
     if singles.given is not None:
         given = singles.given.view(-1, 1, 1)
-        score[..., :-1] = torch.where(rank == singles.scored.view(-1, 1, 1), given, old)
+        score[..., :-1] += torch.where(rank == singles.scored.view(-1, 1, 1), given, 0.0)
     elif layer.uses_attention:
-        mass = layer.reduce_heads(probs)  # [B, S, N + 1]
+        units = probs[..., :-1].unflatten(-1, (-1, words.unit)).sum(-1)
+        units = torch.nn.functional.pad(units, (0, 1))
+        joined = _entry(words, rank).unsqueeze(2)  # [B, S, 1, 1]
+        joined = joined.expand(-1, probs.shape[1], probs.shape[2], -1)
+        mass = layer.reduce_heads(units.scatter_add(-1, joined, probs[..., -1:]))
         decay, weight = (singles.column(c).int().view(torch.float32) for c in (DECAY, WEIGHT))
         score = decay * score + weight * mass
     return score
+
+
+def _entry(words: _Words, rank: torch.Tensor) -> torch.Tensor:
+    """int64 ``[B, S, 1]``: which unit the new token joins; U where it opens one."""
+    joins = (rank == words.filling) & (words.offset > 0)
+    return torch.where(joins.any(-1), joins.int().argmax(-1), rank.shape[-1]).unsqueeze(-1)
 
 
 def _insert(
@@ -147,26 +181,29 @@ def _insert(
     score: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> None:
-    """Delete what the rules say, put the new token into the first free slot."""
+    """Delete what the rules say, put the new token into its unit's slots or the first free ones."""
     cached, stream = singles.column(CACHED), singles.column(STREAM)
-    line = torch.cat([rank.long(), cached.expand(-1, rank.shape[1], -1)], dim=-1)
+    opens, joined = words.offset == 0, _entry(words, rank)
+    own = torch.where(opens, words.filling, -1)
+    line = torch.cat([rank.long(), own.expand(-1, rank.shape[1], -1)], dim=-1)
     line = apply_rules(line, _compared(pages, singles, words, score), singles)
     rank, own = line.split([rank.shape[-1], 1], dim=-1)
-    slot = torch.arange(rank.shape[-1])
-    free = (rank < 0) & (slot < singles.column(NEW_SLOTS))
-    target = free.int().argmax(-1, keepdim=True)  # [B, S, 1]
-    stored = (own >= 0) & free.any(-1, keepdim=True)
-    place = (slot == target) & stored
+    index = torch.arange(rank.shape[-1])
+    free = (rank < 0) & (index * words.unit < singles.column(NEW_SLOTS))
+    target = torch.where(opens, free.int().argmax(-1, keepdim=True), joined)  # [B, S, 1]
+    stored = ~opens | ((own >= 0) & free.any(-1, keepdim=True))
+    place = (index == target) & stored & opens
     words.scatter(pages.rank, torch.where(place, own, rank).int())
     words.scatter(pages.born, torch.where(place, cached, words.gather(pages.born)).int())
     words.scatter(pages.score, torch.where(place, score[..., -1:], score[..., :-1]))
     if pages.token is not None:
         words.scatter(pages.token, torch.where(place, stream, words.gather(pages.token)).int())
-    _write_kv(pages, words, target.squeeze(-1), stored.squeeze(-1), new_kv)
+    slot = target * words.unit + words.offset
+    _write_kv(pages, words, slot.squeeze(-1), stored.squeeze(-1), new_kv)
 
 
 def _compared(pages: Pages, singles: Singles, words: _Words, score: torch.Tensor) -> torch.Tensor:
-    """What rules compare: the scores, or scores per query that saw the token."""
+    """What rules compare: the scores, or scores per query that saw the unit's first token."""
     per_age = singles.column(PER_AGE) != 0
     if not per_age.any():
         return score
