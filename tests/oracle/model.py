@@ -395,9 +395,10 @@ def stream(
     Every query turns the score of a token it sees into decay * score + weight * probability: an
     exponential moving average with (gamma, 1 - gamma), for which `gamma` is a short form, a plain
     sum with (1, 1). A simulation with `normalise` is shown that score divided by the number of
-    queries that saw the token, its own included. `logit_scale` gives a factor on the logits of
-    the query at stream index i (`log_n()`; default 1). `token_scores` are shown in place of
-    scores by attention. Tokens that a simulation merges into others are averaged into them.
+    queries that saw the token (of a unit: its first token), its own included. `logit_scale` gives
+    a factor on the logits of the query at stream index i (`log_n()`; default 1). `token_scores`
+    are shown in place of scores by attention. Tokens that a simulation merges into others are
+    averaged into them.
     """
     if gamma is not None:
         if decay is not None or weight is not None:
@@ -454,7 +455,7 @@ def stream(
             for s, sim in enumerate(sims[layer]):
                 shown = dict(zip(seen[s].tolist(), score[s, seen[s]].tolist(), strict=True))
                 if sim.normalise:  # seen by every query from its own up to the stride's last
-                    shown = {token: value / (end - token) for token, value in shown.items()}
+                    shown = {t: value / (end - sim.first_of(t)) for t, value in shown.items()}
                 if token_scores is not None:
                     shown = {token: token_scores[token] for token in shown}
                 for token in own:

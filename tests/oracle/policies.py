@@ -46,6 +46,10 @@ class Sim(ABC):
         """The same in the order of positions."""
         return self.tokens()
 
+    def first_of(self, token: int) -> int:
+        """The token whose age counts where scores are compared per query: its unit's first."""
+        return token
+
     def take_merged(self) -> tuple[list[int], list[int]]:
         """Kept tokens that stand for others, and those that newly join them."""
         return [], []

@@ -6,6 +6,7 @@ Defaults are written out here a second time, on purpose: the oracle shares nothi
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 from tests.oracle.dgc import ClusterSim, DGCSim, importance
@@ -20,6 +21,7 @@ from tests.oracle.policies import (
     Sim,
     WindowSim,
 )
+from tests.oracle.units import UnitSim, in_units, unit_of
 
 
 class PerToken(Sim):
@@ -44,8 +46,25 @@ class PerToken(Sim):
         return self.inner.tokens()
 
 
+def beehive_sizes(settings: dict[str, Any]) -> list[Any]:
+    """Window, stride, threshold, and what the threshold counts.
+
+    The theorem fixes the ratio of threshold and window, not how it is rounded: there is a default
+    only where it comes out even.
+    """
+    stride, counts = settings.get("stride", 5), settings.get("threshold_counts", "middle")
+    window, threshold = settings.get("window"), settings.get("threshold")
+    if window is None and threshold is None and counts == "middle":
+        ratio = Fraction(stride**2 + 1, stride + 1) if stride % 2 else Fraction(stride - 1)
+        window = settings["budget"] / (1 + ratio)
+        threshold = settings["budget"] - window
+    if window is None or threshold is None or int(window) != window:
+        raise ValueError("write out beehive's window and threshold")
+    return [int(window), stride, int(threshold), counts]
+
+
 def dgc_sizes(settings: dict[str, Any]) -> tuple[int, int]:
-    """Global and recent tokens."""
+    """Global and recent tokens, or units where the settings count these."""
     size = settings.get("global_size") or max(settings["budget"] // 5, 1)
     return size, settings["budget"] - size
 
@@ -59,13 +78,20 @@ def make_dgc(settings: dict[str, Any], sinks: int) -> Sim:
         *dgc_sizes(settings),
         normalise=rule == "attention",
         by_importance=settings.get("order") == "importance",
-        exact=rule != "attention",
+        exact=rule != "attention" and unit_of(settings) == 1,  # sums are rounded
         tie=settings.get("tie", "incoming"),
     )
 
 
 def make_sim(settings: dict[str, Any]) -> Sim:
     """A fresh simulation of these settings."""
+    if unit_of(settings) == 1:
+        return simulation(settings)
+    return UnitSim(simulation(in_units(settings)), unit_of(settings))
+
+
+def simulation(settings: dict[str, Any]) -> Sim:
+    """Of single tokens, or of units where the settings count these."""
     name, budget = settings["name"], settings["budget"]
     sinks = settings.get("num_sinks", 0 if name == "window" else 4)
     overflow = settings.get("overflow", 1)
@@ -77,9 +103,7 @@ def make_sim(settings: dict[str, Any]) -> Sim:
         normalise = settings.get("normalise", False)
         return PerToken(H2OSim(sinks, budget, window, normalise, overflow))
     if name == "beehive":
-        keys = ("window", "stride", "threshold", "threshold_counts")
-        sizes = [settings[key] for key in keys if key in settings]
-        sim: Any = PerToken(BeehiveSim(sinks, *sizes))
+        sim: Any = PerToken(BeehiveSim(sinks, *beehive_sizes(settings)))
         sim.budget = budget
     elif name == "dgc":
         sim = make_dgc(settings, sinks)
@@ -100,7 +124,7 @@ def make_sim(settings: dict[str, Any]) -> Sim:
 
 
 def score_rule(settings: dict[str, Any]) -> dict[str, float]:
-    """How a probability changes a score: ``decay`` and ``weight``."""
+    """How a probability changes a token's score: ``decay`` and ``weight``, whatever the unit."""
     if settings["name"] in ("h2o", "beehive", "dgc"):
         return {"decay": 1.0, "weight": 1.0}
     window = settings["budget"] // settings.get("num_subcaches", 4)
@@ -125,7 +149,10 @@ def token_scores(
     rule = settings.get("importance", "tfidf")
     if settings["name"] != "dgc" or not rule.startswith("tfidf"):
         return None
-    return importance(tokens, rule, dgc_sizes(settings)[1], ends, corpus)
+    recent = dgc_sizes(settings)[1]
+    if unit_of(settings) > 1:
+        recent = unit_of(settings) * dgc_sizes(in_units(settings))[1]
+    return importance(tokens, rule, recent, ends, corpus)
 
 
 def oracle_settings(settings: dict[str, Any]) -> dict[str, Any]:
