@@ -241,6 +241,96 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
+IN_UNITS = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
+LARGE = {"name": "cascade", "num_subcaches": 2, "cascade_base": 2}
+UNIT_CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "sink-2": (Shape(), {"name": "sink", "budget": 16, "unit": 2, "prefill_stride": 8}),
+    "window-4": (Shape(group=1), {"name": "window", "budget": 16, "unit": 4, "prefill_stride": 16}),
+    "cascade-4": (Shape(group=4), {**IN_UNITS, "prefill_stride": 8}),
+    "cascade-4-heads": (
+        Shape(group=3),
+        {**IN_UNITS, "head_policy": "per_kv_head", "head_reduction": "max", "prefill_stride": 12},
+    ),
+    "cascade-4-median": (
+        Shape(num_kv_heads=1, group=8),
+        {**IN_UNITS, "head_reduction": "median", "prefill_stride": 40},
+    ),
+    "cascade-4-gated": (
+        Shape(is_neox=False),
+        {**IN_UNITS, "eager_fill": False, "tie": "resident", "prefill_stride": 4},
+    ),
+    "cascade-4-overflow": (Shape(), {**IN_UNITS, "overflow": 12, "prefill_stride": 8}),
+    "cascade-8-partial": (
+        Shape(head_size=20, rotary_dim=8, block_size=8),
+        {**IN_UNITS, "num_sinks": 8, "unit": 8, "prefill_stride": 8},
+    ),
+    "cascade-3": (
+        Shape(block_size=12),
+        {**IN_UNITS, "budget": 24, "num_sinks": 3, "unit": 3, "prefill_stride": 9},
+    ),
+    "cascade-16": (Shape(), {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 16}),
+    "cascade-16-heads": (
+        Shape(group=4, head_size=64, rotary_dim=64, block_size=32),
+        {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 32, "head_policy": "per_kv_head"},
+    ),
+    "cascade-16-gqa8": (
+        Shape(num_kv_heads=1, group=8, block_size=32, head_size=24, rotary_dim=12, is_neox=False),
+        {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 48},
+    ),
+    "cascade-32": (
+        Shape(block_size=64, head_size=32, rotary_dim=32),
+        {**LARGE, "budget": 128, "unit": 32, "prefill_stride": 32},
+    ),
+    "cascade-64": (
+        Shape(block_size=64),
+        {**LARGE, "budget": 128, "num_sinks": 0, "unit": 64, "prefill_stride": 64},
+    ),
+    "alibi-16": (
+        Shape(alibi=True, block_size=32),
+        {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 32},
+    ),
+    "soft-cap-16": (
+        Shape(softcap=2.0),
+        {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 16},
+    ),
+    "lazy-4": (
+        Shape(),
+        {**LAZY, "unit": 4, "num_sinks": 4, "overflow": 12, "slack": 8, "max_drop": 4,
+         "prefill_stride": 8},
+    ),
+    "h2o-4": (
+        Shape(),
+        {"name": "h2o", "budget": 20, "num_sinks": 0, "unit": 4, "prefill_stride": 8},
+    ),
+    "h2o-4-normalise": (
+        Shape(),
+        {"name": "h2o", "budget": 20, "window": 8, "unit": 4, "normalise": True,
+         "overflow": 8, "prefill_stride": 12},
+    ),
+    "h2o-16-normalise-heads": (
+        Shape(),
+        {"name": "h2o", "budget": 64, "unit": 16, "normalise": True,
+         "head_policy": "per_kv_head", "prefill_stride": 16},
+    ),
+    "beehive-2": (
+        Shape(),
+        {**BEEHIVE, "unit": 2, "budget": 18, "threshold": 14, "prefill_stride": 8},
+    ),
+    "beehive-2-log-n": (
+        Shape(),
+        {**BEEHIVE, "unit": 2, "budget": 18, "threshold": 14, "log_n": True, "overflow": 4,
+         "prefill_stride": 6},
+    ),
+    "dgc-4": (Shape(), {**DGC, "budget": 20, "num_sinks": 4, "global_size": 8, "unit": 4,
+                        "prefill_stride": 8}),
+    "dgc-4-attention": (
+        Shape(),
+        {**DGC, "budget": 20, "num_sinks": 4, "global_size": 8, "unit": 4,
+         "importance": "attention", "prefill_stride": 20},
+    ),
+}  # fmt: skip
+
+
 ENGINE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2, "prefill_stride": 8}
 Asked = tuple[dict[str, Any], dict[str, Any]]
 """What a request asks for, and what that means to the oracle (``policies/per_request.py``)."""
@@ -281,6 +371,34 @@ def test_mixed_requests(name: str, path: str) -> None:
     run_mixed_requests(path, shape, settings, [1, 5, 23, 32, 48], [40, 5, 30, 32, 60], len(name))
 
 
+@pytest.mark.parametrize("name", UNIT_CASES)
+def test_mixed_requests_in_units(name: str, path: str) -> None:
+    """Prompts that end inside a unit, budgets that wrap several times."""
+    shape, settings = UNIT_CASES[name]
+    if path == "native" and name == "cascade-3":
+        with pytest.raises(KVPolicyError, match="native cannot be: units of 3 tokens"):
+            PagedLayer(shape, settings, 2)
+        return
+    more = settings["budget"]
+    prompts, totals = [1, 5, 23, 32, 48 + more], [40 + more, 5, 30 + more, 32, 60 + more]
+    run_mixed_requests(path, shape, settings, prompts, totals, len(name))
+
+
+def test_requests_with_policies_of_their_own_in_units(path: str) -> None:
+    engine = {**ENGINE, "budget": 32, "num_sinks": 4, "unit": 4}
+    asked = [
+        ({}, engine),
+        ({"kv_budget": 16}, {**engine, "budget": 16}),
+        ({"kv_policy": "sink", "kv_budget": 12},
+         {"name": "sink", "budget": 12, "num_sinks": 4, "unit": 4}),
+        ({"kv_policy": "h2o", "kv_budget": 20},
+         {"name": "h2o", "budget": 20, "num_sinks": 4, "unit": 4}),
+        ({"kv_policy": "window", "kv_budget": 8}, {"name": "window", "budget": 8, "unit": 4}),
+    ]  # fmt: skip
+    prompts, totals = [1, 23, 48, 60, 7], [70, 60, 90, 66, 30]
+    run_mixed_requests(path, Shape(), engine, prompts, totals, 3, asked=asked)
+
+
 def run_mixed_requests(
     path: str | None,
     shape: Shape,
@@ -299,7 +417,9 @@ def run_mixed_requests(
     """
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
-    pages_each = -(-(settings["budget"] + 4 + settings.get("overflow", 1)) // shape.block_size)
+    unit = settings.get("unit", 1)
+    slots = settings["budget"] + max(4, unit) + settings.get("overflow", 1) + unit - 1
+    pages_each = -(-slots // shape.block_size)
     layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
     if path is not None:
         assert type(layer.impl.path) is {"native": NativePath, "pytorch": PyTorchPath}[path]

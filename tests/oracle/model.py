@@ -325,6 +325,17 @@ def reduce_heads(mass: Tensor, head_policy: str, head_reduction: str) -> Tensor:
     raise ValueError(f"head_reduction={head_reduction!r}")
 
 
+def on_first_of_units(mass: Tensor, unit: int) -> Tensor:
+    """[..., K]: what a unit's tokens got, all of it on the first: heads judge whole units.
+
+    Cached units are complete, so the K keys in their order are cut into units from the first on.
+    """
+    num_keys = mass.shape[-1]
+    whole = F.pad(mass, (0, -num_keys % unit)).unflatten(-1, (-1, unit))
+    first = F.pad(whole.sum(-1, keepdim=True), (0, unit - 1))
+    return first.flatten(-2)[..., :num_keys]
+
+
 # --------------------------------------------------------------------------------------- streams
 
 
@@ -447,6 +458,8 @@ def stream(
 
             # Update scores. The stride's own tokens start from 0, so one formula serves both.
             mass = discounted_mass(probs, decay, weight)
+            if sims[layer][0].unit > 1:
+                mass = on_first_of_units(mass, sims[layer][0].unit)
             mass = reduce_heads(mass, head_policy, head_reduction)
             score = scores[layer]
             score[sets, seen] = decay**length * score[sets, seen] + mass

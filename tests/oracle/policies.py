@@ -22,6 +22,8 @@ class Sim(ABC):
 
     num_sinks: int
     sinks: list[int]
+    unit: int = 1
+    """Consecutive tokens that are kept and evicted together."""
     normalise: bool = False
     """Whether the scores it is given must be divided by the queries that saw the token."""
     closest_contest: float = math.inf
