@@ -4,7 +4,8 @@
 Both attend to the same number of cached tokens, 12 query and 4 KV heads. Ours is all that a
 layer does in a step of the default cascade policy once tokens are being evicted: attention with
 every key rotated to its present position, the score update over all heads, the choice of the
-victim and the insertion. Stock's is its attention op alone; its op that writes the new token's
+victim and the insertion. With units of several tokens a row is the mean over the tokens of a unit,
+of which the last one evicts. Stock's is its attention op alone; its op that writes the new token's
 key and value is timed beside it and not part of the ratio. A prefill row is one stride of 256.
 
 A trial times both in turn; the table has medians over the trials, and the median of the ratios.
@@ -27,9 +28,13 @@ from benchmarks.reporting.tables import Table
 
 NUM_HEADS, NUM_KV_HEADS = 12, 4
 BLOCK_SIZE = 128  # vLLM's default on the CPU
-SINKS = 32  # the cascade's budget must be a multiple of 32; so 1,024 cached tokens in all
 STRIDE = 256
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def sinks_of(unit: int) -> int:
+    """The cascade's budget must be a multiple of 32, and of four units; the rest are sinks."""
+    return max(32, 4 * unit)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Row:
     """
 
     kind: str
+    unit: int
     dtype: str
     head_size: int
     batch: int
@@ -54,9 +60,14 @@ class Row:
 
 
 class Ours:
-    """The plugin's implementation of a layer, its page pool and a step's metadata."""
+    """The plugin's implementation of a layer, its page pool and the metadata of its steps.
 
-    def __init__(self, dtype: torch.dtype, head_size: int, cached: int, batch: int, new: int):
+    In decode these are the tokens of one unit in turn, which leave the cache as they found it.
+    """
+
+    def __init__(
+        self, unit: int, dtype: torch.dtype, head_size: int, cached: int, batch: int, new: int
+    ):
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vllm_cascade.attention.cpu.builder import CPUBuilder
@@ -66,8 +77,9 @@ class Ours:
         from vllm_cascade.cache.positions import Rotary
         from vllm_cascade.policies import resolve
 
-        settings = {"budget": cached - SINKS, "num_sinks": SINKS, "prefill_stride": STRIDE}
-        policy = resolve({"name": "cascade", **settings})
+        sinks = sinks_of(unit)
+        settings = {"budget": cached - sinks, "num_sinks": sinks, "prefill_stride": STRIDE}
+        policy = resolve({"name": "cascade", "unit": unit, **settings})
         full = FullAttentionSpec(
             block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=head_size, dtype=dtype
         )
@@ -91,31 +103,38 @@ class Ours:
         self.impl.prepare(spec, view, Rotary(inverse, True))
         self.view = view
         self.pages = page_views(view, spec)
-        self._fill(cached, policy.max_position)
+        self._fill(cached, batch)
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=4096))
         builder = CPUBuilder(spec, ["layer"], config, torch.device("cpu"))
         table = 1 + torch.arange(batch * num_pages, dtype=torch.int32).view(batch, num_pages)
-        self.metadata = builder.build(0, self._common(table, cached, batch, new))
+        steps = range(unit if new == 1 else 1)
+        common = [self._common(table, batch, new, first) for first in steps]
+        self.steps = [builder.build(0, one) for one in common]
+        self.turn = 0
 
-    def _fill(self, cached: int, max_position: int) -> None:
+    def _fill(self, cached: int, batch: int) -> None:
         """Any state of a stream long past its budget: ranks in no order, every key moved."""
         self.view.normal_()
-        num_blocks, _, block_size = self.pages.rank.shape
-        per_request = -(-cached // block_size)
+        num_blocks, _, units = self.pages.rank.shape
+        unit, per_request = self.pages.unit, (num_blocks - 1) // batch
+        held = cached // unit
         for first in range(1, num_blocks, per_request):
-            rank = torch.full((per_request * block_size,), -1, dtype=torch.int32)
-            rank[:cached] = torch.randperm(cached, dtype=torch.int32)
-            born = torch.minimum(rank + torch.randint(0, cached, rank.shape), torch.tensor(cached))
+            rank = torch.full((per_request * units,), -1, dtype=torch.int32)
+            rank[:held] = torch.randperm(held, dtype=torch.int32)
+            position = rank * unit
+            born = torch.minimum(
+                position + torch.randint(0, cached, rank.shape), torch.tensor(cached)
+            )
             pages = slice(first, first + per_request)
-            self.pages.rank[pages] = rank.view(per_request, 1, block_size)
-            self.pages.born[pages] = born.view(per_request, 1, block_size).int()
-            self.pages.score[pages] = torch.rand(per_request, 1, block_size)
+            self.pages.rank[pages] = rank.view(per_request, 1, units)
+            self.pages.born[pages] = born.view(per_request, 1, units).int()
+            self.pages.score[pages] = torch.rand(per_request, 1, units)
 
     @staticmethod
-    def _common(table: torch.Tensor, cached: int, batch: int, new: int):
+    def _common(table: torch.Tensor, batch: int, new: int, first: int):
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
-        seen = (1 << 19) // STRIDE * STRIDE  # tokens of each stream so far
+        seen = (1 << 19) // STRIDE * STRIDE + first  # tokens of each stream so far
         offsets = torch.arange(batch + 1, dtype=torch.int32) * new
         ends = torch.full((batch,), seen + new)
         return CommonAttentionMetadata(
@@ -134,9 +153,9 @@ class Ours:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         layer = SimpleNamespace(layer_name="layer")
-        self.impl.forward(
-            layer, query, key, value, self.view, self.metadata, torch.empty_like(query)
-        )
+        metadata = self.steps[self.turn]
+        self.turn = (self.turn + 1) % len(self.steps)
+        self.impl.forward(layer, query, key, value, self.view, metadata, torch.empty_like(query))
 
 
 class Stock:
@@ -207,13 +226,20 @@ def milliseconds(call: Callable[[], None], repeats: int) -> float:
 
 
 def measure(
-    kind: str, dtype: str, head_size: int, batch: int, cached: int, trials: int, seconds: float
+    kind: str,
+    unit: int,
+    dtype: str,
+    head_size: int,
+    batch: int,
+    cached: int,
+    trials: int,
+    seconds: float,
 ) -> Row:
     """Paired trials of one shape, about ``seconds`` long in all."""
     new = STRIDE if kind == "prefill" else 1
     torch.manual_seed(0)
     shape = (DTYPES[dtype], head_size, cached, batch, new)
-    ours, stock = Ours(*shape), Stock(*shape)
+    ours, stock = Ours(unit, *shape), Stock(*shape)
     query = torch.randn(batch * new, NUM_HEADS, head_size, dtype=DTYPES[dtype])
     key, value = torch.randn(2, batch * new, NUM_KV_HEADS, head_size, dtype=DTYPES[dtype])
     calls = [
@@ -223,6 +249,7 @@ def measure(
     ]
     once = [min(milliseconds(call, 1) for _ in range(3)) for call in calls]
     repeats = [max(int(seconds * 1e3 / 3 / trials / ms), 1) for ms in once]
+    repeats[0] = -(-repeats[0] // len(ours.steps)) * len(ours.steps)  # whole units
     repeats[2] = min(repeats[2], 200)
     times = []
     for trial in range(trials):
@@ -236,13 +263,24 @@ def measure(
     ratio = statistics.median(columns[:, 0] / columns[:, 1])
     path = type(ours.impl.path).__name__.removesuffix("Path").lower()
     return Row(
-        kind, dtype, head_size, batch, cached, path, ours_ms, stock_ms, write_ms, round(ratio, 3)
+        kind,
+        unit,
+        dtype,
+        head_size,
+        batch,
+        cached,
+        path,
+        ours_ms,
+        stock_ms,
+        write_ms,
+        round(ratio, 3),
     )
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_attention", description=__doc__)
     parser.add_argument("--kind", nargs="+", default=["decode", "prefill"])
+    parser.add_argument("--unit", nargs="+", type=int, default=[1, 16, 32])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=list(DTYPES))
     parser.add_argument("--head-size", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16], help="decode only")
@@ -259,7 +297,7 @@ def table(rows: list[Row], threads: int) -> Table:
     return Table(
         f"One layer, {NUM_HEADS} query / {NUM_KV_HEADS} KV heads, threads: {threads}",
         (
-            *("", "dtype", "head size", "batch", "cached", "path"),
+            *("", "unit", "dtype", "head size", "batch", "cached", "path"),
             *("ours ms", "stock ms", "stock's write ms", "ours / stock"),
         ),
         tuple(
@@ -275,10 +313,14 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     torch.set_num_threads(args.threads)
     shapes = [
-        (kind, dtype, head_size, batch, cached)
+        (kind, *shape)
         for kind in args.kind
-        for dtype, head_size, batch, cached in itertools.product(
-            args.dtype, args.head_size, args.batch if kind == "decode" else [1], args.cached
+        for shape in itertools.product(
+            args.unit,
+            args.dtype,
+            args.head_size,
+            args.batch if kind == "decode" else [1],
+            args.cached,
         )
     ]
     rows = [measure(*shape, args.trials, args.seconds) for shape in tqdm(shapes, leave=False)]
