@@ -80,37 +80,54 @@ void list_slots(const Work<T>& work, const Packed& packed, int64_t set) {
     }
 }
 
+// One cached token's key at its present position, and its value.
+template <class T>
+void unpack_cached(Work<T>& work, const Packed& packed, int64_t head, int64_t j, float* key,
+                   float* value) {
+  const Layer& layer = work.layer;
+  const Stride& stride = work.stride;
+  const int64_t size = layer.head_size, set = layer.set_of(head);
+  const int64_t slot = packed.slot[set * work.cached + j];
+  const T* row = work.slot_row(slot, head);
+  widen_row(key, row, size);
+  widen_row(value, row + size, size);
+  if (!stride.moved || !layer.rotation) return;
+  const int64_t page = stride.pages[slot / layer.block_size], within = slot % layer.unit;
+  const int64_t born = layer.born[layer.word(page, set) + slot % layer.block_size / layer.unit];
+  rotate(layer, key, born + within - packed.rank[set * work.cached + j]);
+}
+
 // Keys (rotated to where they are now, transposed) and values of one block of COLUMNS tokens.
 template <class T>
 void pack(Work<T>& work, const Packed& packed, int64_t head, int64_t block) {
   static thread_local Scratch scratch;
-  const Layer& layer = work.layer;
-  const Stride& stride = work.stride;
-  const int64_t size = layer.head_size, set = layer.set_of(head);
-  float* key = scratch.take(packed.width);
+  const int64_t size = work.layer.head_size, width = packed.width;
+  float* rows = scratch.take(W * width);
   float* keys = packed.keys + (head * packed.padded + block * COLUMNS) * size;
-  float* values = packed.values + (head * packed.padded + block * COLUMNS) * packed.width;
+  float* values = packed.values + (head * packed.padded + block * COLUMNS) * width;
   for (int64_t i = 0; i < COLUMNS; i++) {
     const int64_t j = block * COLUMNS + i;
-    float* to = values + i * packed.width;
+    float *key = rows + i % W * width, *value = values + i * width;
     if (j >= work.total) {
-      std::fill(key, key + packed.width, 0.0f);
-      std::fill(to, to + packed.width, 0.0f);
+      std::fill(key, key + width, 0.0f);
+      std::fill(value, value + width, 0.0f);
     } else if (j >= work.cached) {
       widen_row(key, work.key(j - work.cached, head), size);
-      widen_row(to, work.value(j - work.cached, head), size);
+      widen_row(value, work.value(j - work.cached, head), size);
     } else {
-      const int64_t slot = packed.slot[set * work.cached + j];
-      const T* row = work.slot_row(slot, head);
-      widen_row(key, row, size);
-      widen_row(to, row + size, size);
-      if (stride.moved && layer.rotation) {
-        int64_t page = stride.pages[slot / layer.block_size], within = slot % layer.unit;
-        int64_t born = layer.born[layer.word(page, set) + slot % layer.block_size / layer.unit];
-        rotate(layer, key, born + within - packed.rank[set * work.cached + j]);
-      }
+      unpack_cached(work, packed, head, j, key, value);
     }
-    for (int64_t c = 0; c < size; c++) keys[c * COLUMNS + i] = key[c];
+    if (i % W < W - 1) continue;
+    float* column = keys + i - (W - 1);
+    for (int64_t c = 0; c < width; c += W) {
+      vf square[W];
+#pragma GCC unroll 16
+      for (int k = 0; k < W; k++) square[k] = load(rows + k * width + c);
+      transpose(square);
+#pragma GCC unroll 16
+      for (int k = 0; k < W; k++)
+        if (c + k < size) store(column + (c + k) * COLUMNS, square[k]);
+    }
   }
 }
 
@@ -139,7 +156,8 @@ void attend(const Work<T>& work, const Packed& packed, const float* weights, int
   const int64_t size = layer.head_size, width = packed.width, kv_head = head / layer.group;
   const int64_t begin = tile * packed.tile;
   const int64_t n = std::min(packed.tile, work.num_tokens - begin);
-  const int64_t end = round_up(work.cached + begin + n, COLUMNS);  // later keys are not seen
+  const int64_t first = work.cached + begin;       // position of the tile's first query
+  const int64_t end = round_up(first + n, W);      // later keys are not seen
   float* query = scratch.take(n * (2 * width + end));
   float* acc = query + n * width;
   float* logits = acc + n * width;
@@ -149,15 +167,18 @@ void attend(const Work<T>& work, const Packed& packed, const float* weights, int
     for (int64_t c = 0; c < width; c += W)
       store(query + r * width + c, load(query + r * width + c) * (layer.scale * factor));
   }
-  for (int64_t j = 0; j < end; j += COLUMNS)
-    multiply(n, COLUMNS, query, width, packed.keys + (kv_head * packed.padded + j) * size, COLUMNS,
-             logits + j, end, size, false);
+  for (int64_t j = 0; j < end; j += COLUMNS) {
+    const int64_t r = std::max<int64_t>(j - first, 0) / ROWS * ROWS;  // those before do not see it
+    multiply(n - r, std::min<int64_t>(COLUMNS, end - j), query + r * width, width,
+             packed.keys + (kv_head * packed.padded + j) * size, COLUMNS, logits + r * end + j, end,
+             size, false);
+  }
   float* mass = packed.mass + (head * packed.tiles + tile) * packed.padded;
   if (weights) std::fill(mass, mass + packed.padded, 0.0f);
   float inverse[LOGITS / COLUMNS];
   for (int64_t r = 0; r < n; r++) {
     float* x = logits + r * end;
-    const int64_t position = work.cached + begin + r;
+    const int64_t position = first + r;
     if (layer.softcap)
       for (int64_t j = 0; j < end; j++) x[j] = layer.soft_cap(x[j]);
     if (layer.slopes) {
@@ -167,13 +188,24 @@ void attend(const Work<T>& work, const Packed& packed, const float* weights, int
       for (int64_t j = work.cached; j < end; j++) x[j] += slope * (j - position);
     }
     inverse[r] = softmax_row(x, position + 1, end);
-    if (!weights) continue;
-    const float weight = weights[begin + r] * inverse[r];
-    for (int64_t j = 0; j < end; j += W) store(mass + j, load(mass + j) + load(x + j) * weight);
+    if (!weights || ((r + 1) % ROWS && r + 1 < n)) continue;
+    const int64_t group = r / ROWS * ROWS;  // rows that are still in L1
+    float weight[ROWS];
+    for (int64_t k = group; k <= r; k++) weight[k - group] = weights[begin + k] * inverse[k];
+    for (int64_t j = 0; j < end; j += W) {
+      vf sum = load(mass + j);
+      for (int64_t k = group; k <= r; k++) sum += load(logits + k * end + j) * weight[k - group];
+      store(mass + j, sum);
+    }
   }
   for (int64_t j = 0; j < end; j += DEPTH)
-    multiply(n, width, logits + j, end, packed.values + (kv_head * packed.padded + j) * width,
-             width, acc, width, std::min(DEPTH, end - j), j > 0);
+    for (int64_t r = 0; r < n; r += ROWS) {
+      const int64_t rows = std::min<int64_t>(ROWS, n - r), seen = first + r + rows - j;
+      if (seen > 0)
+        multiply(rows, width, logits + r * end + j, end,
+                 packed.values + (kv_head * packed.padded + j) * width, width, acc + r * width,
+                 width, std::min(DEPTH, seen), j > 0);
+    }
   for (int64_t r = 0; r < n; r++) {
     T* to = work.output(begin + r, head);
     narrow_row(to, acc + r * width, inverse[r], size);

@@ -124,13 +124,12 @@ static inline void widen_row(float* to, const T* from, int64_t n) {
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 
-// exp(x) to about 2 ulp; exactly 0 below -87, which is where -inf (a masked logit) ends up.
+// exp(x) of numbers up to 88 to about 2 ulp; exactly 0 below -87, also of -inf, a masked logit.
 static inline vf vexp(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
-  vf clamped = vmin(vmax(x, splat(-87.0f)), splat(88.0f));
-  vf shifted = clamped * 1.44269504f + magic;
+  vf shifted = x * 1.44269504f + magic;
   vf n = shifted - magic;
-  vf r = clamped - n * 0.693359375f;
+  vf r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -139,7 +138,7 @@ static inline vf vexp(vf x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  vi bits = (vi)p + (((vi)shifted - (vi)magic) << 23);
+  vi bits = (vi)p + ((vi)shifted << 23);  // magic's own bits are shifted out
   return x < splat(-87.0f) ? vf{} : (vf)bits;
 }
 
@@ -180,6 +179,23 @@ static inline void fold_across(vf* a) {
 #pragma GCC unroll 16
     for (int i = 0; i < Half / N; i++) a[i] = fold<Half>(a[i], a[i + Half / N]);
     fold_across<N, Half / 2>(a);
+  }
+}
+
+// W registers as rows of a square, to its columns.
+template <int Half, int... Lane>
+static inline void exchange(vf& x, vf& y, std::integer_sequence<int, Lane...>) {
+  const vf upper = shuffle<(Lane & Half ? W + Lane - Half : Lane)...>(x, y);
+  y = shuffle<(Lane & Half ? W + Lane : Lane + Half)...>(x, y);
+  x = upper;
+}
+template <int Half = W / 2>
+static inline void transpose(vf* rows) {
+  if constexpr (Half > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i++)
+      if (!(i & Half)) exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, W>());
+    transpose<Half / 2>(rows);
   }
 }
 
