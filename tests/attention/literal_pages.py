@@ -248,7 +248,7 @@ def insert(
         token.score = token.score * scoring.decay**num_tokens + more
     for t, score in enumerate(request.given):
         if request.scored + t >= 0:
-            every[request.scored + t].score = score
+            every[request.scored + t].score += score
     seen = request.stream + num_tokens
     value = {t.stream: t.score / (seen - t.stream if scoring.per_age else 1) for t in every}
     for token, rules in zip(fresh, request.rules, strict=True):

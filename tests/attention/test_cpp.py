@@ -169,6 +169,8 @@ class Call:
             head_size=shape.head_size,
             num_sets=shape.num_sets,
             block_size=shape.block_size,
+            unit=1,
+            page_units=shape.block_size,
             half=shape.head_size // 2 if shape.rotary else 0,
             is_neox=shape.is_neox,
             dtype=native.DTYPES[shape.dtype],
