@@ -43,6 +43,7 @@ class Row:
 
     Attributes:
         kind: ``decode`` (a token for each of ``batch`` requests) or ``prefill`` (a stride of one).
+        metadata_bytes: bytes of a request's ranks, positions and scores that a step changes, mean.
         ratio: median over the trials of ours / stock's attention op.
     """
 
@@ -56,6 +57,7 @@ class Row:
     ours_ms: float
     stock_ms: float
     stock_write_ms: float
+    metadata_bytes: int
     ratio: float
 
 
@@ -157,6 +159,18 @@ class Ours:
         self.turn = (self.turn + 1) % len(self.steps)
         self.impl.forward(layer, query, key, value, self.view, metadata, torch.empty_like(query))
 
+    def changed_bytes(self, batch: int, *new: torch.Tensor) -> int:
+        """Bytes of a request's metadata that a step changes, in the mean over its steps."""
+        words = [self.pages.rank, self.pages.born, self.pages.score]
+        changed = 0
+        for _ in self.steps:
+            before = [word.clone() for word in words]
+            self(*new)
+            changed += sum(
+                int((old != word).sum()) for old, word in zip(before, words, strict=True)
+            )
+        return round(changed * 4 / len(self.steps) / batch)
+
 
 class Stock:
     """vLLM's op on a cache of its own with as many tokens before the new ones."""
@@ -247,6 +261,7 @@ def measure(
         lambda: stock(query, key, value),
         lambda: stock.write(query, key, value),
     ]
+    metadata_bytes = ours.changed_bytes(batch, query, key, value)
     once = [min(milliseconds(call, 1) for _ in range(3)) for call in calls]
     repeats = [max(int(seconds * 1e3 / 3 / trials / ms), 1) for ms in once]
     repeats[0] = -(-repeats[0] // len(ours.steps)) * len(ours.steps)  # whole units
@@ -273,6 +288,7 @@ def measure(
         ours_ms,
         stock_ms,
         write_ms,
+        metadata_bytes,
         round(ratio, 3),
     )
 
@@ -298,14 +314,15 @@ def table(rows: list[Row], threads: int) -> Table:
         f"One layer, {NUM_HEADS} query / {NUM_KV_HEADS} KV heads, threads: {threads}",
         (
             *("", "unit", "dtype", "head size", "batch", "cached", "path"),
-            *("ours ms", "stock ms", "stock's write ms", "ours / stock"),
+            *("ours ms", "stock ms", "stock's write ms", "metadata bytes", "ours / stock"),
         ),
         tuple(
             tuple(f"{x:.3f}" if isinstance(x, float) else str(x) for x in asdict(row).values())
             for row in rows
         ),
         "Ours: attention with every key rotated to its position, score update, victim, insertion. "
-        "Stock: attention alone. Medians of paired trials.",
+        "Stock: attention alone. Medians of paired trials. Metadata bytes: of a request and layer, "
+        "that a step changes.",
     )
 
 

@@ -556,3 +556,34 @@ def test_outputs_round_to_nearest(path: str, dtype: torch.dtype, prompt: int) ->
     for count in (1, 2, 4, 8):  # powers of two, so that the mean is exact before it is rounded
         mean = value[:count].double().mean(0).to(dtype).repeat_interleave(2, 0)
         assert torch.equal(output[count - 1], mean), count
+
+
+@pytest.mark.parametrize("name", ["sink", "cascade"])
+def test_a_page_that_is_a_unit(name: str, path: str) -> None:
+    """Outside evictions a step changes the page that it fills, and of others at most scores."""
+    shape, budget = Shape(), 64
+    settings = {"name": name, "budget": budget, "unit": 16, "prefill_stride": 16}
+    settings |= {"num_subcaches": 2} if name == "cascade" else {}
+    layer = PagedLayer(shape, settings, 9)
+    table = torch.tensor([[3, 1, 5, 8, 2, 7, 4]], dtype=torch.int32)
+    torch.manual_seed(0)
+    literal = oracle_for(settings, shape, layer)
+    query = torch.randn(240, 4, 16)
+    key, value = torch.randn(2, 240, 2, 16).unbind(0)
+    evictions = 0
+    for at, n in [(0, 160), *((at, 1) for at in range(160, 240))]:
+        before, scores = layer.pool.clone(), layer.pages.score.clone()
+        new = query[at:][:n], key[at:][:n], value[at:][:n]
+        layer.step([n], [at], [at == 0], table, *new, literal.rotate)
+        if n > 1 or at % 16 == 15:
+            evictions += n == 1
+            continue
+        if name == "cascade":
+            assert not torch.equal(scores, layer.pages.score)
+            layer.pages.score.copy_(scores)
+        (page,) = (layer.pool != before).any(1).nonzero().flatten().tolist()
+        assert layer.pages.rank[page].item() == budget // 16 + 1, "the newest, after the sinks"
+        held = layer.pages.kv[page].numel() * 4
+        rows = (layer.pool[page] != before[page])[:held].view(2, 16, -1).any(-1)
+        assert rows.any(0).nonzero().flatten().tolist() == [at % 16], "one row a head"
+    assert evictions == 5 and layer.builder.counters.evicted_tokens == 160
