@@ -17,7 +17,8 @@ class DGCSim(Sim):
 
     Of equally important tokens the older leaves first. With `by_importance` the global part stands
     in the cache from the most important down, as it was when the last token left; `exact` scores
-    are the same numbers in every implementation, so that their ties are no danger.
+    are the same numbers in every implementation, so that their ties are no danger; with
+    `exact_zero` that holds for 0 only, as for a sum of numbers that are never negative.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class DGCSim(Sim):
         normalise: bool = False,
         by_importance: bool = False,
         exact: bool = False,
+        exact_zero: bool = False,
         tie: str = "incoming",
     ) -> None:
         self.num_sinks, self.num_global, self.num_recent = num_sinks, num_global, num_recent
         self.budget = num_global + num_recent
         self.normalise, self.by_importance, self.exact = normalise, by_importance, exact
+        self.exact_zero = exact_zero
         self.tie = tie
         self.sinks: list[int] = []
         self.global_part: list[int] = []
@@ -62,7 +65,9 @@ class DGCSim(Sim):
         if self.gone and not self.exact:
             values = [max(map(score, self.gone)), *sorted(map(score, self.global_part))]
             pairs = list(pairwise(values)) if self.by_importance else [(values[0], values[1])]
-            gap = min(relative_gap(a, b) for a, b in pairs)
+            if self.exact_zero:
+                pairs = [pair for pair in pairs if pair != (0, 0)]
+            gap = min((relative_gap(a, b) for a, b in pairs), default=math.inf)
             self.closest_contest = min(self.closest_contest, gap)
         self.gone = []
 

@@ -78,7 +78,8 @@ def make_dgc(settings: dict[str, Any], sinks: int) -> Sim:
         *dgc_sizes(settings),
         normalise=rule == "attention",
         by_importance=settings.get("order") == "importance",
-        exact=rule != "attention" and unit_of(settings) == 1,  # sums are rounded
+        exact=rule != "attention" and unit_of(settings) == 1,  # a unit's sum is rounded
+        exact_zero=rule != "attention",
         tie=settings.get("tie", "incoming"),
     )
 
