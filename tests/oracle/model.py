@@ -350,7 +350,8 @@ class OracleResult:
     kept: dict[int, list[list[list[int]]]]
     """End of a stride (tokens seen) -> [layer][set] -> token indices, chronological."""
     scores: list[Tensor]
-    """Per layer [sets, tokens]: each token's score as last updated (0: sink, or never scored)."""
+    """Per layer [sets, tokens]: each token's score as last updated (0: sink, or never scored);
+    a unit's, whole, is its first token's."""
     closest_contest: float
     """Smallest relative gap of two scores in a contest, over all layers and sets."""
 

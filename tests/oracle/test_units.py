@@ -498,7 +498,8 @@ def test_every_layer_and_head_keeps_units(kind: str, tmp_path: Path) -> None:
             different.add((end, tuple(cache)))
     assert len(different) > len(result.kept)
     for layer in result.scores:
-        assert not layer[:, :8].any() and layer[:, 140:].all()
+        assert not layer[:, :8].any() and layer[:, 144].all()
+        assert not layer[:, 145:].any(), "a unit's score is on its first token"
 
 
 # ------------------------------------------------------------------------------ the table of cases
