@@ -10,8 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,8 +108,9 @@ class Resources:
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
-@contextmanager
-def _recording(launches: list[Launch]) -> Iterator[None]:
+def launches_of(call: Callable[[], Any]) -> list[Launch]:
+    """The kernels that a function would launch; nothing runs."""
+    launches: list[Launch] = []
     original = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -121,16 +121,9 @@ def _recording(launches: list[Launch]) -> Iterator[None]:
 
     JITFunction.run = note
     try:
-        yield
+        call()
     finally:
         JITFunction.run = original
-
-
-def launches_of(call: Callable[[], Any]) -> list[Launch]:
-    """The kernels that a function would launch; nothing runs."""
-    launches: list[Launch] = []
-    with _recording(launches):
-        call()
     return launches
 
 
@@ -140,7 +133,7 @@ def compile_launch(launch: Launch, label: str, capability: int) -> Resources:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.function.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TYPES[value.dtype]

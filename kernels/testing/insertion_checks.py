@@ -98,8 +98,15 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
         step = steps[row].tolist()
         first, last = step[MORE.value], step[MORE.value] + step[NUM_MORE.value]
         rules = [step[LO.value : CELL.value + 1], *more[first:last].tolist()]
-        for head_set, kept in enumerate(_expected_ranks(case, cache, row, step, rules, new_score)):
-            _apply_one(case, cache, after, row, head_set, step, kept, (key, value, new_score))
+        _, old, tokens = chronological(cache, row, step)
+        scores = torch.cat([old, new_score[row][:, None]], dim=1)
+        kept = survivors_reference(
+            step[CACHED.value], rules, _compared(case, scores, tokens, step), case.newest_stays
+        )
+        own = slice(row, row + 1)
+        for head_set in range(case.num_sets):
+            new = key[own], value[own], scores[head_set]
+            _apply(cache, after, row, head_set, step, kept[head_set], new)
     same("pool", after.pool, cache.pool)
     return 0.0
 
@@ -126,25 +133,16 @@ def check_assign(case: Case, device: torch.device | str) -> float:
     return 0.0
 
 
-def _expected_ranks(
-    case: Case,
-    cache: Cache,
-    row: int,
-    step: list[int],
-    rules: list[list[int]],
-    new_score: torch.Tensor,
-) -> list[list[int]]:
-    _, scores, tokens = chronological(cache, row, step)
-    compared = torch.cat([scores, new_score[row][:, None]], dim=1)
-    if case.per_age:
-        now = step[STREAM.value] + 1
-        age = torch.cat([now - tokens, torch.ones(len(tokens), 1)], dim=1)
-        compared = compared / age.float()
-    return survivors_reference(step[CACHED.value], rules, compared, case.newest_stays)
+def _compared(
+    case: Case, scores: torch.Tensor, tokens: torch.Tensor, step: list[int]
+) -> torch.Tensor:
+    if not case.per_age:
+        return scores
+    age = torch.cat([step[STREAM.value] + 1 - tokens, torch.ones(len(tokens), 1)], dim=1)
+    return scores / age.float()
 
 
-def _apply_one(
-    case: Case,
+def _apply(
     cache: Cache,
     after: Cache,
     row: int,
@@ -153,56 +151,29 @@ def _apply_one(
     kept: list[int],
     new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Do to the reference pool what one insertion must do; the free slot is read from ours."""
-    cached = step[CACHED.value]
+    """Do to the reference pool what an insertion must do; free slots are read from ours.
+
+    Args:
+        kept: which of the cached and new tokens stay, in order.
+        new: keys and values ``[T, H, D]`` of the new tokens, and the scores of all ``[n + T]``.
+    """
+    n, num_slots = step[CACHED.value], step[NEW_SLOTS.value]
+    key, value, scores = new
     slots = chronological(cache, row, step)[0][head_set].tolist()
-    used = {slots[r] for r in kept if r < cached}
-    ranks = cache.words("rank", row)
-    ranks[head_set, : step[NEW_SLOTS.value]] = -1
+    final = after.words("rank", row)[head_set, :num_slots].tolist()
+    used = {slots[r] for r in kept if r < n}
+    for slot in range(num_slots):
+        cache.put(row, head_set, slot, rank=-1)
     for index, r in enumerate(kept):
-        if r < cached:
-            ranks[head_set, slots[r]] = index
-    cache.put_all("rank", row, ranks)
-    if cached not in kept:
-        return
-    last = len(kept) - 1
-    ranks = after.words("rank", row)[head_set, : step[NEW_SLOTS.value]]
-    (found,) = (ranks == last).nonzero(as_tuple=True)
-    assert len(found) == 1 and int(found) not in used, "the new token needs one free slot"
-    slot = int(found)
-    _put_token(case, cache, row, head_set, slot, last, cached, step[STREAM.value], new[2][row])
-    _put_kv(case, cache, row, head_set, slot, new[0][row], new[1][row])
-
-
-def _put_token(
-    case: Case,
-    cache: Cache,
-    row: int,
-    head_set: int,
-    slot: int,
-    rank: int,
-    born: int,
-    token: int,
-    score: torch.Tensor,
-) -> None:
-    cache.put("rank", row, head_set, slot, rank)
-    cache.put("born", row, head_set, slot, born)
-    cache.put("token", row, head_set, slot, token)
-    cache.put("score", row, head_set, slot, score[head_set].item())
-
-
-def _put_kv(
-    case: Case,
-    cache: Cache,
-    row: int,
-    head_set: int,
-    slot: int,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    block, offset = cache.table[row, slot // case.block_size], slot % case.block_size
-    for head in [head_set] if case.per_head else range(case.num_heads):
-        cache.kv[block, head, offset] = torch.cat([key[head], value[head]])
+        if r < n:
+            slot = slots[r]
+        else:
+            slot = final.index(index)
+            assert slot not in used and final.count(index) == 1, "a survivor needs one free slot"
+            used.add(slot)
+            cache.put(row, head_set, slot, born=r, token=step[STREAM.value] + r - n)
+            cache.put_kv(row, head_set, slot, key[r - n], value[r - n])
+        cache.put(row, head_set, slot, rank=index, score=float(scores[r]))
 
 
 def check_insert_strides(case: Case, device: torch.device | str) -> float:
@@ -232,46 +203,11 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()
+        own = slice(step[START.value], step[START.value] + step[LENGTH.value])
+        total = step[CACHED.value] + step[LENGTH.value]
         for head_set in range(case.num_sets):
-            _apply_stride(case, cache, after, row, head_set, step, keep, scores, key, value)
+            kept = keep[row, head_set, :total].nonzero()[:, 0].tolist()
+            new = key[own], value[own], scores[row, head_set]
+            _apply(cache, after, row, head_set, step, kept, new)
     same("pool", after.pool, cache.pool)
     return 0.0
-
-
-def _apply_stride(
-    case: Case,
-    cache: Cache,
-    after: Cache,
-    row: int,
-    head_set: int,
-    step: list[int],
-    keep: torch.Tensor,
-    scores: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    n, length, start = step[CACHED.value], step[LENGTH.value], step[START.value]
-    kept = keep[row, head_set, : n + length].nonzero()[:, 0].tolist()
-    slots = chronological(cache, row, step)[0][head_set].tolist()
-    used = {slots[r] for r in kept if r < n}
-    final = after.words("rank", row)[head_set, : step[NEW_SLOTS.value]]
-    ranks, old_scores = cache.words("rank", row), cache.words("score", row)
-    ranks[head_set, : step[NEW_SLOTS.value]] = -1
-    for index, r in enumerate(kept):
-        if r < n:
-            ranks[head_set, slots[r]] = index
-            old_scores[head_set, slots[r]] = scores[row, head_set, r]
-    cache.put_all("rank", row, ranks)
-    cache.put_all("score", row, old_scores)
-    for index, r in enumerate(kept):
-        if r < n:
-            continue
-        (found,) = (final == index).nonzero(as_tuple=True)
-        assert len(found) == 1 and int(found) not in used, "a survivor needs one free slot"
-        slot, i = int(found), r - n
-        used.add(slot)
-        _put_token(
-            *(case, cache, row, head_set, slot, index, n + i, step[STREAM.value] + i),
-            scores[row, :, r],
-        )
-        _put_kv(case, cache, row, head_set, slot, key[start + i], value[start + i])

@@ -52,6 +52,11 @@ class Case:
         return self.num_heads if self.per_head else 1
 
     @property
+    def kv_bytes(self) -> int:
+        """Keys and values of a page; four words a slot and head set follow."""
+        return self.num_heads * self.block_size * 2 * self.head_size * self.dtype.itemsize
+
+    @property
     def half(self) -> int:
         return (self.head_size if self.rotary_dim is None else self.rotary_dim) // 2
 
@@ -77,24 +82,11 @@ class Cache:
     slots: list[int]
 
     def __post_init__(self) -> None:
-        case, words = self.case, 4
-        page, heads, size = case.block_size, case.num_heads, case.head_size
-        kv_bytes = heads * page * 2 * size * case.dtype.itemsize
-        flat = self.pool.view(case.dtype)
-        self.kv = (
-            flat[:, : kv_bytes // case.dtype.itemsize]
-            .view(flat.dtype)
-            .as_strided(
-                (len(flat), heads, page, 2 * size), (flat.stride(0), page * 2 * size, 2 * size, 1)
-            )
-        )
-        tail = self.pool.view(torch.int32)
-        first = kv_bytes // 4
-        views = tail.as_strided(
-            (len(tail), words, case.num_sets, page),
-            (tail.stride(0), case.num_sets * page, page, 1),
-            first,
-        ).unbind(1)
+        case, page = self.case, self.case.block_size
+        rows = self.pool[:, : case.kv_bytes].view(case.dtype)
+        self.kv = rows.unflatten(1, (case.num_heads, page, 2 * case.head_size))
+        words = self.pool[:, case.kv_bytes :].view(torch.int32)
+        views = words.unflatten(1, (4, case.num_sets, page)).unbind(1)
         self.rank, self.born, score, self.token = views
         self.score = score.view(torch.float32)
 
@@ -114,9 +106,19 @@ class Cache:
         paged = values.unflatten(1, (-1, self.case.block_size)).transpose(0, 1)
         getattr(self, which)[blocks] = paged.to(getattr(self, which).dtype)
 
-    def put(self, which: str, row: int, head_set: int, slot: int, value: float) -> None:
-        block = int(self.table[row, slot // self.case.block_size])
-        getattr(self, which)[block, head_set, slot % self.case.block_size] = value
+    def put(self, row: int, head_set: int, slot: int, **words: float) -> None:
+        """Write words of one slot, by name."""
+        block, offset = self.table[row, slot // self.case.block_size], slot % self.case.block_size
+        for which, value in words.items():
+            getattr(self, which)[block, head_set, offset] = value
+
+    def put_kv(
+        self, row: int, head_set: int, slot: int, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Write a token's ``[H, D]`` keys and values, of the heads of one set."""
+        block, offset = self.table[row, slot // self.case.block_size], slot % self.case.block_size
+        heads = slice(head_set, head_set + 1) if self.case.per_head else slice(None)
+        self.kv[block, heads, offset] = torch.cat([key[heads], value[heads]], dim=1)
 
 
 def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
@@ -138,8 +140,7 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     per_row = max(n or 0 for n in case.lengths) + case.holes + 2 * room + 2 * case.block_size
     pages = -(-per_row // case.block_size)
     num_blocks = 1 + pages * len(case.lengths)
-    kv_bytes = case.num_heads * case.block_size * 2 * case.head_size * case.dtype.itemsize
-    page_bytes = kv_bytes + 4 * 4 * case.num_sets * case.block_size
+    page_bytes = case.kv_bytes + 4 * 4 * case.num_sets * case.block_size
     pool = torch.full((num_blocks, page_bytes), POISON, dtype=torch.uint8)
     order = torch.randperm(num_blocks - 1, generator=generator).int() + 1
     table = order.view(len(case.lengths), pages)
@@ -184,10 +185,8 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
         cache.rank[blocks[: -(-cache.slots[row] // page)], head_set] = -1
         cache.rank[block, head_set, offset] = rank
         cache.born[block, head_set, offset] = rank + moved.int()
-        score = torch.rand(length, generator=generator)
-        cache.score[block, head_set, offset] = (
-            score * 8
-        ).round() / 8 - 0.5  # many ties, also below 0
+        score = (torch.rand(length, generator=generator) * 8).round() / 8 - 0.5
+        cache.score[block, head_set, offset] = score  # many ties, also below 0
         tokens = torch.randperm(max(stream, 1), generator=generator)[:length].sort().values
         cache.token[block, head_set, offset] = tokens.int()
         for head in heads:
@@ -198,20 +197,16 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
 def new_tokens(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of new tokens."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    shape = num_tokens, case.num_heads, case.head_size
-    query = torch.randn(
-        num_tokens, case.num_heads * case.group, case.head_size, generator=generator
-    )
-    key, value = torch.randn(2, *shape, generator=generator)
+    tokens, heads, size = num_tokens, case.num_heads, case.head_size
+    query = torch.randn(tokens, heads * case.group, size, generator=generator)
+    key, value = torch.randn(2, tokens, heads, size, generator=generator)
     return query.to(case.dtype), key.to(case.dtype), value.to(case.dtype)
 
 
 def table_of(case: Case, device: torch.device | str) -> torch.Tensor | None:
-    return (
-        None
-        if case.inv_freq is None
-        else rotation_table(case.inv_freq, case.max_distance + 1, device)
-    )
+    if case.inv_freq is None:
+        return None
+    return rotation_table(case.inv_freq, case.max_distance + 1, device)
 
 
 def on(device: torch.device | str, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -220,12 +215,10 @@ def on(device: torch.device | str, *tensors: torch.Tensor | None) -> list[torch.
 
 def close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
     """Largest error relative to ``1 + |expected|``; NaN and anything too large raise."""
-    actual = actual.detach().cpu().double()
-    error = (
-        ((actual - expected.double()).abs() / (1 + expected.double().abs())).max().item()
-        if actual.numel()
-        else 0.0
-    )
+    if actual.numel() == 0:
+        return 0.0
+    actual, expected = actual.detach().cpu().double(), expected.double()
+    error = ((actual - expected).abs() / (1 + expected.abs())).max().item()
     assert error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.0e}"
     return error
 
