@@ -8,13 +8,14 @@ nothing here knows which tokens are kept; what a page holds is in ``layout.py``.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.cache.layout import SLOT_WORDS, TRACE_WORDS, WORD_BYTES
@@ -105,10 +106,8 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         self._limits: dict[str, Limit] = {}
         self.snapshots: SnapshotStore | None = None
         if self.enable_caching:
-            policy = kv_cache_spec.policy
-            self.snapshots = SnapshotStore(
-                block_pool, block_pool.hash_block_size, policy.prefill_stride
-            )
+            stride = kv_cache_spec.policy.prefill_stride
+            self.snapshots = SnapshotStore(block_pool, block_pool.hash_block_size, stride)
 
     @property
     def has_positionally_stable_blocks(self) -> bool:
@@ -143,15 +142,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         )
 
     def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
-        prefill_end: int = 0,
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
         """Pages the pool must have free: the next ones, or on admission all still promised."""
         held = len(self.req_to_blocks.get(request_id, ()))
@@ -196,12 +187,8 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         block_hashes: BlockHashList,
         max_length: int,
         kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Never a hit on live pages; the scheduler looks for snapshots of them instead."""
         return tuple([] for _ in kv_cache_group_ids), 0

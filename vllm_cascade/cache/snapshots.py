@@ -103,7 +103,7 @@ class SnapshotStore:
         """Lengths up to ``max_tokens`` at which a state may be taken, the longest first."""
         most = min(max_tokens, len(hashes) * self.hash_block_size)
         for num_tokens in range(most // self.interval * self.interval, 0, -self.interval):
-            yield num_tokens, (schedule.number, hashes[num_tokens // self.hash_block_size - 1])
+            yield num_tokens, self._key(schedule, hashes, num_tokens)
 
     def has(self, schedule: Schedule, hashes: Sequence[BlockHash], num_tokens: int) -> bool:
         return self._key(schedule, hashes, num_tokens) in self._by_key

@@ -22,20 +22,26 @@ from vllm_cascade.cache.strides import count_strides
 from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.policies import Schedule
 
+PREFIX = "vllm:kv_policy_"
+GAUGES = {
+    "cached_tokens": "Tokens that running requests have cached, per layer and head.",
+    "pages": "KV cache pages that requests hold.",
+    "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
+    "bytes that they hold; negative while requests are shorter than the budget.",
+}
+COUNTERS = {
+    "evicted_tokens": "Number of tokens evicted from the KV cache, per layer and head.",
+    "strides": "Number of strides attended; a decoded token is one.",
+    "snapshot_hits": "Number of prompts that started from a snapshot of the cache.",
+}
+
 
 @dataclass
 class KVPolicyStats:
-    """One report of a scheduler; the first three are levels, the others grew since the last one.
+    """One report of a scheduler: ``GAUGES`` are levels, ``COUNTERS`` grew since the last one.
 
-    Attributes:
-        cached_tokens: tokens that running requests have cached, per layer and head.
-        pages: pages that requests hold.
-        saved_bytes: what full attention would hold for these requests, less what they hold; over
-            all layers and ranks. Negative while requests are shorter than the budget, because a
-            page's metadata comes on top of its keys and values.
-        evicted_tokens: tokens that left a cache, per layer and head.
-        strides: strides attended; a decoded token is one.
-        snapshot_hits: prompts that started from a snapshot.
+    Bytes are summed over all layers and ranks; a page's metadata comes on top of its keys and
+    values, so a short request saves less than nothing.
     """
 
     cached_tokens: int = 0
@@ -130,19 +136,6 @@ class Meter:
         return groups.items()
 
 
-GAUGES = {
-    "cached_tokens": "Tokens that running requests have cached, per layer and head.",
-    "pages": "KV cache pages that requests hold.",
-    "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
-    "bytes that they hold; negative while requests are shorter than the budget.",
-}
-COUNTERS = {
-    "evicted_tokens": "Number of tokens evicted from the KV cache, per layer and head.",
-    "strides": "Number of strides attended; a decoded token is one.",
-    "snapshot_hits": "Number of prompts that started from a snapshot of the cache.",
-}
-
-
 class KVPolicyStatLogger(AggregateStatLoggerBase):
     """``vllm:kv_policy_*`` on ``/metrics``; only engines with a policy have one."""
 
@@ -151,16 +144,11 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
         assert policy is not None
         labels = ("model_name", "engine", "policy")
         model = vllm_config.model_config.served_model_name
-        metrics = {
-            **{
-                name: Gauge(f"vllm:kv_policy_{name}", text, labels, multiprocess_mode="mostrecent")
-                for name, text in GAUGES.items()
-            },
-            **{
-                name: Counter(f"vllm:kv_policy_{name}", text, labels)
-                for name, text in COUNTERS.items()
-            },
+        metrics: dict[str, Gauge | Counter] = {
+            name: Gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
         }
+        metrics |= {name: Counter(PREFIX + name, text, labels) for name, text in COUNTERS.items()}
         self._metrics = {
             index: {
                 name: metric.labels(model, str(index), policy.name)
@@ -176,8 +164,6 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        if scheduler_stats is None:
-            return
         stats: KVPolicyStats | None = getattr(scheduler_stats, "kv_policy", None)
         if stats is None:
             return
