@@ -10,6 +10,7 @@ import random
 
 import torch
 
+from .. import columns
 from ..triton.attend import attend
 from ..triton.column_sums import column_sums, column_sums_reference, stride_scores
 from ..triton.combine import merge, reduce_reference, update, update_reference
@@ -23,7 +24,7 @@ from ..triton.schedule import (
     schedule,
     schedule_reference,
 )
-from ..triton.tiles import CACHED, DECAY, LENGTH, START, STEP_COLUMNS, WEIGHT, float_bits
+from ..triton.tiles import float_bits
 from .insertion_checks import NUM_RULES, check_assign, check_insert, check_insert_strides
 from .random_pool import (
     TOLERANCE,
@@ -40,18 +41,7 @@ from .random_pool import (
     table_of,
 )
 
-__all__ = [
-    "NUM_RULES",
-    "Case",
-    "check_assign",
-    "check_decode",
-    "check_insert",
-    "check_insert_strides",
-    "check_prefill",
-    "check_rotation_table",
-    "check_schedule",
-    "make_cache",
-]
+__all__ = ["NUM_RULES", "check_assign", "check_insert", "check_insert_strides"]
 
 
 def _expected(
@@ -79,7 +69,7 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     averages = [(0.9 - 0.1 * (row % 3), 0.1 + 0.2 * (row % 2)) for row in range(num_rows)]
     for row in real_rows(case):
         bits = [float_bits(value) for value in averages[row]]
-        steps[row, DECAY.value], steps[row, WEIGHT.value] = bits[0], bits[1]
+        steps[row, columns.DECAY], steps[row, columns.WEIGHT] = bits[0], bits[1]
     query, key, value = new_tokens(case, num_rows)
     factors = torch.rand(num_rows) + 0.5 if case.logit_scale else torch.ones(num_rows)
     scale = case.head_size**-0.5
@@ -139,7 +129,7 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     ours = cache.to(device)
     longest = max(case.strides)
     decays = (weight * decay ** torch.arange(longest, dtype=torch.float64)).float()
-    fades = (decay ** steps[:, LENGTH.value].double()).float()
+    fades = (decay ** steps[:, columns.LENGTH].double()).float()
     dsteps, dq, dk, dv, slopes, dfactors, ddecays, dfades = on(
         *(device, steps, query, key, value, case.slopes),
         *(factors if case.logit_scale else None, decays, fades),
@@ -162,8 +152,8 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     written = torch.zeros(num_tokens, dtype=torch.bool)
     for row in real_rows(case):
         step = steps[row].tolist()
-        n, length = step[CACHED.value], step[LENGTH.value]
-        rows = slice(step[START.value], step[START.value] + length)
+        n, length = step[columns.CACHED], step[columns.LENGTH]
+        rows = slice(step[columns.START], step[columns.START] + length)
         written[rows] = True
         old, (expected, norm, probs) = _expected(
             cache, row, step, (query[rows], key[rows], value[rows]), factors[rows]
@@ -201,7 +191,7 @@ def check_schedule(device: torch.device | str, seed: int = 0) -> float:
     policy_of = [rng.randrange(3) for _ in lengths]
     int32 = {"dtype": torch.int32, "device": device}
     tables = ScheduleTables(torch.tensor(rows, **int32), torch.tensor(heads, **int32))
-    steps = torch.full((310, STEP_COLUMNS), -99, **int32)
+    steps = torch.full((310, columns.STEP_COLUMNS), -99, **int32)
     positions = torch.full((310,), -99, dtype=torch.int64, device=device)
     blocks = [rng.choice([0, 7, 8, 9]) for _ in lengths]
     block_table = torch.tensor([[block, 5] for block in blocks], **int32)

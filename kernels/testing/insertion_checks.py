@@ -3,22 +3,10 @@
 
 import torch
 
+from .. import columns
 from ..triton.assign import assign, assign_reference
 from ..triton.insert import insert, survivors_reference
 from ..triton.insert_stride import insert_strides
-from ..triton.tiles import (
-    CACHED,
-    CELL,
-    LENGTH,
-    LO,
-    MORE,
-    NEW_SLOTS,
-    NEWEST_STAYS,
-    NUM_MORE,
-    PER_AGE,
-    START,
-    STREAM,
-)
 from .random_pool import (
     Cache,
     Case,
@@ -66,15 +54,15 @@ def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch
     """Give every row a list of rules; ``variant`` rotates through them. Returns further ones."""
     more = [[99, 99, 99, 99]]  # belongs to nobody
     for row in real_rows(case):
-        n = int(steps[row, CACHED.value])
+        n = int(steps[row, columns.CACHED])
         first, *others = _lists_of_rules(n)[(row + variant) % NUM_RULES]
-        steps[row, LO.value : CELL.value + 1] = torch.tensor(first)
-        steps[row, MORE.value], steps[row, NUM_MORE.value] = len(more), len(others)
+        steps[row, columns.LO : columns.CELL + 1] = torch.tensor(first)
+        steps[row, columns.MORE], steps[row, columns.NUM_MORE] = len(more), len(others)
         more += others
         if first[2] == 0:
-            steps[row, NEW_SLOTS.value] = max(cache.slots[row], n + 1)
-    steps[:, PER_AGE.value] = int(case.per_age)
-    steps[:, NEWEST_STAYS.value] = int(case.newest_stays)
+            steps[row, columns.NEW_SLOTS] = max(cache.slots[row], n + 1)
+    steps[:, columns.PER_AGE] = int(case.per_age)
+    steps[:, columns.NEWEST_STAYS] = int(case.newest_stays)
     return torch.tensor(more, dtype=torch.int32)
 
 
@@ -96,12 +84,12 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()
-        first, last = step[MORE.value], step[MORE.value] + step[NUM_MORE.value]
-        rules = [step[LO.value : CELL.value + 1], *more[first:last].tolist()]
+        first, last = step[columns.MORE], step[columns.MORE] + step[columns.NUM_MORE]
+        rules = [step[columns.LO : columns.CELL + 1], *more[first:last].tolist()]
         _, old, tokens = chronological(cache, row, step)
         scores = torch.cat([old, new_score[row][:, None]], dim=1)
         kept = survivors_reference(
-            step[CACHED.value], rules, _compared(case, scores, tokens, step), case.newest_stays
+            step[columns.CACHED], rules, _compared(case, scores, tokens, step), case.newest_stays
         )
         own = slice(row, row + 1)
         for head_set in range(case.num_sets):
@@ -138,7 +126,7 @@ def _compared(
 ) -> torch.Tensor:
     if not case.per_age:
         return scores
-    age = torch.cat([step[STREAM.value] + 1 - tokens, torch.ones(len(tokens), 1)], dim=1)
+    age = torch.cat([step[columns.STREAM] + 1 - tokens, torch.ones(len(tokens), 1)], dim=1)
     return scores / age.float()
 
 
@@ -157,7 +145,7 @@ def _apply(
         kept: which of the cached and new tokens stay, in order.
         new: keys and values ``[T, H, D]`` of the new tokens, and the scores of all ``[n + T]``.
     """
-    n, num_slots = step[CACHED.value], step[NEW_SLOTS.value]
+    n, num_slots = step[columns.CACHED], step[columns.NEW_SLOTS]
     key, value, scores = new
     slots = chronological(cache, row, step)[0][head_set].tolist()
     final = after.words("rank", row)[head_set, :num_slots].tolist()
@@ -171,7 +159,7 @@ def _apply(
             slot = final.index(index)
             assert slot not in used and final.count(index) == 1, "a survivor needs one free slot"
             used.add(slot)
-            cache.put(row, head_set, slot, born=r, token=step[STREAM.value] + r - n)
+            cache.put(row, head_set, slot, born=r, token=step[columns.STREAM] + r - n)
             cache.put_kv(row, head_set, slot, key[r - n], value[r - n])
         cache.put(row, head_set, slot, rank=index, score=float(scores[r]))
 
@@ -182,17 +170,17 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
     num_tokens = stride_steps(case, steps)
     _, key, value = new_tokens(case, num_tokens)
     generator = torch.Generator().manual_seed(case.seed + 3)
-    columns = max(n or 0 for n in case.lengths) + max(case.strides)
-    keep = torch.zeros(len(case.lengths), case.num_sets, columns, dtype=torch.bool)
+    width = max(n or 0 for n in case.lengths) + max(case.strides)
+    keep = torch.zeros(len(case.lengths), case.num_sets, width, dtype=torch.bool)
     for row in real_rows(case):
-        total = int(steps[row, CACHED.value] + steps[row, LENGTH.value])
+        total = int(steps[row, columns.CACHED] + steps[row, columns.LENGTH])
         survivors = int(torch.randint(1, total + 1, (1,), generator=generator))
         if row % 3 == 0:
             survivors = total  # nothing leaves
         for head_set in range(case.num_sets):
             keep[row, head_set, torch.randperm(total, generator=generator)[:survivors]] = True
         keep[row, :, total:] = True  # beyond the stride: must be ignored
-        steps[row, NEW_SLOTS.value] = max(cache.slots[row], survivors)
+        steps[row, columns.NEW_SLOTS] = max(cache.slots[row], survivors)
     scores = torch.rand(keep.shape, generator=generator)
     ours = cache.to(device)
     dsteps, dk, dv, dkeep, dscores = on(device, steps, key, value, keep, scores)
@@ -203,8 +191,8 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()
-        own = slice(step[START.value], step[START.value] + step[LENGTH.value])
-        total = step[CACHED.value] + step[LENGTH.value]
+        own = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
+        total = step[columns.CACHED] + step[columns.LENGTH]
         for head_set in range(case.num_sets):
             kept = keep[row, head_set, :total].nonzero()[:, 0].tolist()
             new = key[own], value[own], scores[row, head_set]

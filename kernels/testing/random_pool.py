@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from .. import columns
 from ..triton.rotate import rotation_table
-from ..triton.tiles import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STEP_COLUMNS, STREAM
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POISON = 0xFF
@@ -150,19 +150,19 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     ]
     cache = Cache(case, pool, table, slots)
     cache.rank[0] = 3  # the null block may hold anything, also what looks like tokens
-    steps = torch.zeros(len(case.lengths), STEP_COLUMNS, dtype=torch.int32)
+    steps = torch.zeros(len(case.lengths), columns.STEP_COLUMNS, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
         if length is None:
             steps[row] = 50  # warm-up brings numbers without pages
-            steps[row, STREAM.value] = -1
+            steps[row, columns.STREAM] = -1
             cache.table[row] = 0  # vLLM pads block tables with the null block
             continue
         stream = length + (rng.randrange(1, 200) if length else 0)
         _fill(cache, row, length, stream, generator)
-        steps[row, STREAM.value] = stream
-        steps[row, CACHED.value] = length
-        steps[row, OLD_SLOTS.value] = slots[row]
-        steps[row, NEW_SLOTS.value] = slots[row]
+        steps[row, columns.STREAM] = stream
+        steps[row, columns.CACHED] = length
+        steps[row, columns.OLD_SLOTS] = slots[row]
+        steps[row, columns.NEW_SLOTS] = slots[row]
     # Beyond a request's slots ranks look valid, as stale memory may.
     every = torch.arange(pages * case.block_size, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
@@ -239,13 +239,13 @@ def stride_steps(case: Case, steps: torch.Tensor) -> int:
     place = 3  # the step's first tokens belong to others
     for row in real_rows(case):
         length = case.strides[row % len(case.strides)]
-        steps[row, START.value], steps[row, LENGTH.value] = place, length
+        steps[row, columns.START], steps[row, columns.LENGTH] = place, length
         place += length + 2
     return place
 
 
 def chronological(cache: Cache, row: int, step: list[int]) -> tuple[torch.Tensor, ...]:
     """Slots, scores and tokens ``[S, n]``, oldest first."""
-    ranks = cache.words("rank", row)[:, : step[OLD_SLOTS.value]]
-    order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, : step[CACHED.value]]
+    ranks = cache.words("rank", row)[:, : step[columns.OLD_SLOTS]]
+    order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, : step[columns.CACHED]]
     return order, *(cache.words(w, row).gather(1, order) for w in ("score", "token"))

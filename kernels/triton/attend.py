@@ -250,22 +250,6 @@ def _outputs(
 
 
 @attend.register_fake
-def _(
-    query,
-    key,
-    value,
-    kv,
-    rank,
-    born,
-    table,
-    steps,
-    rotation,
-    slopes,
-    logit_scale,
-    scale,
-    softcap,
-    interleaved,
-    splits,
-    keep_logits,
-):
+def _(query, key, value, kv, rank, born, table, *others):
+    *_, splits, keep_logits = others
     return _outputs(query, splits, table.shape[1] * kv.shape[2], keep_logits)

@@ -29,6 +29,8 @@ class KVPolicySpec(AttentionSpec):
 
     policy: Policy
 
+    prefix_cacheable = uses_slot_mapping = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         padded = self.unpadded_page_size_bytes + self.num_sets * self.block_size * self.slot_bytes
@@ -64,14 +66,6 @@ class KVPolicySpec(AttentionSpec):
         """Bytes of metadata per slot and head set."""
         return len(self.words) * WORD_BYTES
 
-    @property
-    def prefix_cacheable(self) -> bool:
-        return False
-
-    @property
-    def uses_slot_mapping(self) -> bool:
-        return False
-
     def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
         """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
         return cdiv((schedule or self.schedule).peak_at(num_tokens), self.block_size)
@@ -100,6 +94,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     """
 
     kv_cache_spec: KVPolicySpec
+    has_positionally_stable_blocks = False  # a slot is reused by a later token
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
@@ -108,10 +103,6 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         if self.enable_caching:
             stride = kv_cache_spec.policy.prefill_stride
             self.snapshots = SnapshotStore(block_pool, block_pool.hash_block_size, stride)
-
-    @property
-    def has_positionally_stable_blocks(self) -> bool:
-        return False  # a slot is reused by a later token
 
     def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
         """Announce that a request will never hold more than ``num_tokens`` tokens.

@@ -112,14 +112,8 @@ class SnapshotStore:
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
     ) -> Snapshot | None:
         """The snapshot of the longest prefix of at most ``max_tokens`` tokens."""
-        if not self._by_key:
-            return None
-        for num_tokens, key in self._prefixes(schedule, hashes, max_tokens):
-            snapshot = self._by_key.get(key)
-            if snapshot is not None:
-                assert snapshot.num_tokens == num_tokens
-                return snapshot
-        return None
+        prefixes = self._prefixes(schedule, hashes, max_tokens) if self._by_key else ()
+        return next((self._by_key[key] for _, key in prefixes if key in self._by_key), None)
 
     def junction(
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int, known: int

@@ -162,11 +162,6 @@ class Beehive(Policy):
         return middle - (old if self.threshold_counts == "new" else 0) > self.comb
 
     @property
-    def segment(self) -> int:
-        """Of so many new tokens the one with the highest score stays."""
-        return self.stride
-
-    @property
     def interval(self) -> int:
         """Of so many survivors of earlier evictions the first one stays."""
         return (self.stride + 1) // 2
@@ -174,12 +169,13 @@ class Beehive(Policy):
     def _thin(self, length: int, old: int) -> tuple[list[Rule], int]:
         """One eviction: its rules, and the survivors that it leaves in the middle.
 
-        The newer tokens come first: what they leave does not move the older ones.
+        Of ``stride`` new tokens the one with the highest score stays. They come first: what they
+        leave does not move the older ones.
         """
         first, end = self.num_sinks + old, length - self.recent
-        new_left, old_left = -(-(end - first) // self.segment), -(-old // self.interval)
+        new_left, old_left = -(-(end - first) // self.stride), -(-old // self.interval)
         thinned = [
-            (first, end, end - first - new_left, self.segment),
+            (first, end, end - first - new_left, self.stride),
             (self.num_sinks, first, old - old_left, -self.interval),
         ]
         return [Rule(*rule) for rule in thinned if rule[2]], new_left + old_left

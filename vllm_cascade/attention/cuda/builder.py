@@ -13,11 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from vllm.config import SchedulerConfig, VllmConfig
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionMetadata,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 
 from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.cuda.tables import DeviceTables

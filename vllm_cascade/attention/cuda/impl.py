@@ -6,14 +6,11 @@ PyTorch, on the same pages. Nothing here knows a device: where Triton interprets
 the CPU, and so it is tested.
 """
 
+from typing import Any
+
 import torch
 
-from vllm_cascade.attention.cuda.builder import (
-    DecodeRows,
-    DeviceWave,
-    PrefillRows,
-    TritonMetadata,
-)
+from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, PrefillRows, TritonMetadata
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.strides import attend_and_insert
@@ -58,11 +55,12 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _decode(
         self, pages: Pages, metadata: TritonMetadata, decode: DecodeRows, new: NewTokens
     ) -> None:
-        policy, steps, table = metadata.spec.policy, decode.steps, decode.table
-        rows = slice(0, len(steps)) if decode.index is None else decode.index
+        policy = metadata.spec.policy
+        where = {"table": decode.table, "steps": decode.steps}
+        rows = slice(0, len(decode.steps)) if decode.index is None else decode.index
         query, key, value = new.at(rows)
         place = new.output[rows] if decode.index is None else torch.empty_like(query)
-        num_slots = table.shape[1] * pages.block_size
+        num_slots = decode.table.shape[1] * pages.block_size
         parts, parts_lse, logits, own = attend(
             query=query,
             key=key,
@@ -70,18 +68,16 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             kv=pages.kv,
             rank=pages.rank,
             born=pages.born,
-            table=table,
-            steps=steps,
-            rotation=self._rotation,
+            **where,
             slopes=self.alibi_slopes,
             logit_scale=decode.logit_scale,
             scale=self.scale,
             softcap=self.softcap,
-            interleaved=self._interleaved,
+            **self._turning,
             splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
             keep_logits=policy.uses_attention,
         )
-        lse = merge(partial=parts, partial_lse=parts_lse, steps=steps, output=place)
+        lse = merge(partial=parts, partial_lse=parts_lse, steps=decode.steps, output=place)
         if decode.index is not None:
             new.output[rows] = place
         new_score = decode.no_scores
@@ -93,8 +89,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 lse=lse,
                 rank=pages.rank,
                 score=pages.score,
-                table=table,
-                steps=steps,
+                **where,
                 reduction=policy.head_reduction,
             )
         elif decode.given is not None:
@@ -103,28 +98,25 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 ranks=decode.scored,
                 rank=pages.rank,
                 score=pages.score,
-                table=table,
-                steps=steps,
+                **where,
             )
         insert(
             key=key,
             value=value,
             new_score=new_score,
             **_words(pages),
-            table=table,
-            steps=steps,
+            **where,
             rules=metadata.rules,
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
         )
 
     @property
-    def _rotation(self) -> torch.Tensor | None:
-        return None if self._layer is None else self._layer.rotation
-
-    @property
-    def _interleaved(self) -> bool:
-        return self._layer is not None and not self._layer.is_neox
+    def _turning(self) -> dict[str, Any]:
+        """How kernels rotate keys as they read them."""
+        if self._layer is None:
+            return {"rotation": None, "interleaved": False}
+        return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
 
     def _all_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``[rows, heads, ...]`` of all tensor-parallel ranks, where those decide together."""
@@ -137,15 +129,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _prefill(
         self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
-        policy, steps, table = metadata.spec.policy, rows.steps, rows.table
+        policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
         scoring = rows.strides[0].schedule.scoring
         keys, values, old_scores, old_tokens = gather(
-            **_words(pages),
-            table=table,
-            steps=steps,
-            rotation=self._rotation,
-            interleaved=self._interleaved,
-            max_cached=rows.max_cached,
+            **_words(pages), **where, **self._turning, max_cached=rows.max_cached
         )
         lse = self._attend_strides(metadata, rows, new, keys, values)
         if scoring.source == "attention":
@@ -155,7 +142,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 old_keys=keys,
                 lse=lse,
                 decays=rows.decays,
-                steps=steps,
+                steps=rows.steps,
                 slopes=self.alibi_slopes,
                 logit_scale=metadata.logit_scale,
                 scale=self.scale,
@@ -163,7 +150,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 max_length=rows.max_length,
             )
             (sums,) = self._all_ranks(sums)
-            scores = stride_scores(sums, old_scores, rows.fades, steps, policy.head_reduction)
+            scores = stride_scores(sums, old_scores, rows.fades, rows.steps, policy.head_reduction)
         else:
             scores = _given_scores(rows, old_scores)
         insert_strides(
@@ -172,8 +159,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             keep=_keep(rows, scores, old_tokens),
             scores=scores,
             **_words(pages),
-            table=table,
-            steps=steps,
+            **where,
             max_length=rows.max_length,
         )
 
