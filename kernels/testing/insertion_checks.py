@@ -159,8 +159,8 @@ def _apply(
             slot = final.index(index)
             assert slot not in used and final.count(index) == 1, "a survivor needs one free slot"
             used.add(slot)
-            cache.put(row, head_set, slot, born=r, token=step[columns.STREAM] + r - n)
-            cache.put_kv(row, head_set, slot, key[r - n], value[r - n])
+            token, kv = step[columns.STREAM] + r - n, torch.cat([key[r - n], value[r - n]], dim=1)
+            cache.put(row, head_set, slot, born=r, token=token, kv=kv)
         cache.put(row, head_set, slot, rank=index, score=float(scores[r]))
 
 

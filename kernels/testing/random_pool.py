@@ -106,19 +106,15 @@ class Cache:
         paged = values.unflatten(1, (-1, self.case.block_size)).transpose(0, 1)
         getattr(self, which)[blocks] = paged.to(getattr(self, which).dtype)
 
-    def put(self, row: int, head_set: int, slot: int, **words: float) -> None:
-        """Write words of one slot, by name."""
-        block, offset = self.table[row, slot // self.case.block_size], slot % self.case.block_size
-        for which, value in words.items():
-            getattr(self, which)[block, head_set, offset] = value
-
-    def put_kv(
-        self, row: int, head_set: int, slot: int, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """Write a token's ``[H, D]`` keys and values, of the heads of one set."""
+    def put(self, row: int, head_set: int, slot: int, **words: float | torch.Tensor) -> None:
+        """Write words of one slot by name; ``kv`` is ``[H, 2 * D]``, of which the set's heads."""
         block, offset = self.table[row, slot // self.case.block_size], slot % self.case.block_size
         heads = slice(head_set, head_set + 1) if self.case.per_head else slice(None)
-        self.kv[block, heads, offset] = torch.cat([key[heads], value[heads]], dim=1)
+        for which, value in words.items():
+            if which == "kv":
+                self.kv[block, heads, offset] = value[heads]
+            else:
+                getattr(self, which)[block, head_set, offset] = value
 
 
 def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:

@@ -33,8 +33,8 @@ class KVPolicySpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        padded = self.unpadded_page_size_bytes + self.num_sets * self.block_size * self.slot_bytes
-        object.__setattr__(self, "page_size_padded", padded)
+        words = self.num_sets * self.block_size * len(self.words) * WORD_BYTES
+        object.__setattr__(self, "page_size_padded", self.unpadded_page_size_bytes + words)
 
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
@@ -61,11 +61,6 @@ class KVPolicySpec(AttentionSpec):
     def words(self) -> tuple[str, ...]:
         return TRACE_WORDS if self.policy.keeps_ages else SLOT_WORDS
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of metadata per slot and head set."""
-        return len(self.words) * WORD_BYTES
-
     def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
         """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
         return cdiv((schedule or self.schedule).peak_at(num_tokens), self.block_size)
@@ -75,14 +70,6 @@ class KVPolicySpec(AttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes
-
-
-@dataclass(frozen=True)
-class Limit:
-    """How long a request may become, and under which policy."""
-
-    num_tokens: int
-    schedule: Schedule
 
 
 class KVPolicyManager(SingleTypeKVCacheManager):
@@ -98,7 +85,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
-        self._limits: dict[str, Limit] = {}
+        self._limits: dict[str, tuple[int, Schedule]] = {}  # how long, and under which policy
         self.snapshots: SnapshotStore | None = None
         if self.enable_caching:
             stride = kv_cache_spec.policy.prefill_stride
@@ -110,19 +97,19 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         Args:
             schedule: the request's own; None: the engine's.
         """
-        self._limits[request_id] = Limit(num_tokens, schedule or self.kv_cache_spec.schedule)
+        self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.schedule
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
         """Pages that a request needs after ``num_tokens`` tokens."""
-        limit = self._limits.get(request_id)
-        return self.kv_cache_spec.num_pages(num_tokens, limit and limit.schedule)
+        _, schedule = self._limits.get(request_id, (0, None))
+        return self.kv_cache_spec.num_pages(num_tokens, schedule)
 
     def final_pages(self, request_id: str) -> int:
         """Pages a request may come to hold; without a limit, all that the policy allows."""
         limit = self._limits.get(request_id)
         if limit is None:
             return cdiv(self.kv_cache_spec.policy.capacity, self.block_size)
-        return self.kv_cache_spec.num_pages(limit.num_tokens, limit.schedule)
+        return self.kv_cache_spec.num_pages(*limit)
 
     def reserved_pages(self) -> int:
         """Pages promised to admitted requests and not taken yet."""
@@ -162,9 +149,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         blocks = self.req_to_blocks[request_id]
         missing = self.num_pages(request_id, num_tokens) - len(blocks)
-        if missing <= 0:
-            return []
-        new_blocks = self.block_pool.get_new_blocks(missing)
+        new_blocks = self.block_pool.get_new_blocks(missing) if missing > 0 else []
         blocks.extend(new_blocks)
         return new_blocks
 

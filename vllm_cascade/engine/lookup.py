@@ -16,10 +16,9 @@ from vllm_cascade.policies.text_importance import IdfTable, TokenImportance
 
 def policy_of(vllm_config: VllmConfig) -> Policy | None:
     """The policy of an engine whose settings are already resolved; None for stock vLLM."""
-    raw = raw_settings(vllm_config.additional_config)
-    if raw is None:
+    settings = raw_settings(vllm_config.additional_config)
+    if settings is None:
         return None
-    settings = dict(raw)
     return policy_class(settings.pop("name")).model_validate(settings)
 
 

@@ -3,6 +3,7 @@
 
 import math
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -151,11 +152,8 @@ class Beehive(Policy):
                 seen[old] = len(rules)
 
     def _most_cached(self) -> int:
-        length = most = 0
-        for todo in self._walk()[0]:
-            length += 1 - sum(rule.evicts for rule in todo)
-            most = max(most, length)
-        return most
+        grown = (1 - sum(rule.evicts for rule in todo) for todo in self._walk()[0])
+        return max(accumulate(grown))
 
     def _evicts(self, length: int, old: int) -> bool:
         middle = length - self.num_sinks - self.recent
