@@ -13,7 +13,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
@@ -159,12 +159,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     @classmethod
     def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        *args: Any,
-        **kwargs: Any,
+        cls, *args: Any, kv_cache_group_ids: list[int], **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Never a hit on live pages; the scheduler looks for snapshots of them instead."""
         return tuple([] for _ in kv_cache_group_ids), 0

@@ -82,11 +82,6 @@ class SnapshotStore:
         """Snapshots are taken at multiples of this: stride boundaries at which a hash ends."""
         return math.lcm(self.stride, self.hash_block_size)
 
-    @property
-    def num_pages(self) -> int:
-        """Pages that hold snapshots; vLLM counts them as free."""
-        return len(self._by_block)
-
     def __len__(self) -> int:
         return len(self._by_key)
 

@@ -27,9 +27,8 @@ def usable_pages(vllm_config: VllmConfig) -> int:
     """
     parallel = vllm_config.parallel_config
     local = parallel.data_parallel_size_local if parallel.local_engines_only else 0
-    return (vllm_config.cache_config.num_gpu_blocks or 0) // (
-        local or parallel.data_parallel_size
-    ) - 1
+    engines = local or parallel.data_parallel_size
+    return (vllm_config.cache_config.num_gpu_blocks or 0) // engines - 1
 
 
 def longest_stream(schedule: Schedule, slots: int, limit: int) -> int:

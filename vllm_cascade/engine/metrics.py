@@ -63,24 +63,18 @@ class Meter:
     """Counts what a scheduler's requests do under a policy.
 
     Args:
-        managers: who own the pages.
-        num_layers: layers of each manager's cache group.
-        num_ranks: tensor-parallel ranks; each holds pages of the same size.
+        copies: who own the pages, and on how many layers and tensor-parallel ranks each of
+            theirs stands.
         schedule_of: what a request runs under.
     """
 
     def __init__(
         self,
-        managers: Sequence[KVPolicyManager],
-        num_layers: Sequence[int],
-        num_ranks: int,
+        copies: Sequence[tuple[KVPolicyManager, int]],
         schedule_of: Callable[[Request], Schedule],
     ) -> None:
-        self._managers = list(managers)
-        self._copies = [layers * num_ranks for layers in num_layers]
-        self._schedule_of = schedule_of
-        self._evicted_tokens = self._strides = 0
-        self._snapshot_hits = 0
+        self._copies, self._schedule_of = copies, schedule_of
+        self._grown, self._snapshot_hits = KVPolicyStats(), 0
 
     def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
         """Count a step, given its requests as they were before it and their tokens in it."""
@@ -91,9 +85,9 @@ class Meter:
             first, num, prompt = table.T
             end = first + num
             grown = schedule.counts(end) - schedule.counts(first)
-            self._evicted_tokens += int((num - grown).sum())
+            self._grown.evicted_tokens += int((num - grown).sum())
             strides = count_strides(first, end, prompt, schedule.policy.prefill_stride)
-            self._strides += int(strides.sum())
+            self._grown.strides += int(strides.sum())
 
     def report(self, requests: dict[str, Request], snapshot_hits: int) -> KVPolicyStats:
         """The levels now and the counts since the last report.
@@ -102,21 +96,13 @@ class Meter:
             requests: all unfinished ones, by id.
             snapshot_hits: since the engine's start.
         """
-        stats = KVPolicyStats(
-            evicted_tokens=self._evicted_tokens,
-            strides=self._strides,
-            snapshot_hits=snapshot_hits - self._snapshot_hits,
-        )
-        self._evicted_tokens = self._strides = 0
+        stats, self._grown = self._grown, KVPolicyStats()
+        stats.snapshot_hits = snapshot_hits - self._snapshot_hits
         self._snapshot_hits = snapshot_hits
         held: list[tuple[Request, int]] = []
-        for manager, copies in zip(self._managers, self._copies, strict=True):
-            spec = manager.kv_cache_spec
-            held = [
-                (requests[name], len(blocks))
-                for name, blocks in manager.req_to_blocks.items()
-                if blocks and name in requests
-            ]
+        for manager, copies in self._copies:
+            spec, blocks_of = manager.kv_cache_spec, manager.req_to_blocks.items()
+            held = [(requests[name], len(b)) for name, b in blocks_of if b and name in requests]
             pages = sum(num for _, num in held)
             full = sum(cdiv(request.num_computed_tokens, spec.block_size) for request, _ in held)
             saved = full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes

@@ -48,9 +48,9 @@ class _StrideAligned:
         self._prefilling: set[str] = set()
         self._warn_of_small_pool()
         groups = self.kv_cache_config.kv_cache_groups
-        num_layers = [len(groups[m.kv_cache_group_id].layer_names) for m in self._managers]
-        num_ranks = self.parallel_config.tensor_parallel_size
-        self._meter = Meter(self._managers, num_layers, num_ranks, self._schedule_of)
+        ranks = self.parallel_config.tensor_parallel_size
+        copies = [(m, ranks * len(groups[m.kv_cache_group_id].layer_names)) for m in self._managers]
+        self._meter = Meter(copies, self._schedule_of)
         self._log_prefix_caching()
 
     @property

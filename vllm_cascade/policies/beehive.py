@@ -133,17 +133,17 @@ class Beehive(Policy):
         Returns:
             The rules of every token, the survivors in the middle after it, and the period.
         """
-        length = old = 0
+        length, old, fixed = 0, 0, self.num_sinks + self.recent
         rules: list[Rules] = []
         olds: list[int] = []
         seen: dict[int, int] = {}
         while True:
             length += 1
             todo: list[Rule] = []
-            while self._evicts(length, old):
+            while length - fixed - (old if self.threshold_counts == "new" else 0) > self.comb:
                 thinned, old = self._thin(length, old)
                 todo += thinned
-                length = self.num_sinks + self.recent + old
+                length = fixed + old
             rules.append(tuple(todo))
             olds.append(old)
             if todo and old in seen:
@@ -154,10 +154,6 @@ class Beehive(Policy):
     def _most_cached(self) -> int:
         grown = (1 - sum(rule.evicts for rule in todo) for todo in self._walk()[0])
         return max(accumulate(grown))
-
-    def _evicts(self, length: int, old: int) -> bool:
-        middle = length - self.num_sinks - self.recent
-        return middle - (old if self.threshold_counts == "new" else 0) > self.comb
 
     @property
     def interval(self) -> int:

@@ -55,8 +55,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _decode(
         self, pages: Pages, metadata: TritonMetadata, decode: DecodeRows, new: NewTokens
     ) -> None:
-        policy = metadata.spec.policy
-        where = {"table": decode.table, "steps": decode.steps}
+        policy, where = metadata.spec.policy, {"table": decode.table, "steps": decode.steps}
         rows = slice(0, len(decode.steps)) if decode.index is None else decode.index
         query, key, value = new.at(rows)
         place = new.output[rows] if decode.index is None else torch.empty_like(query)
@@ -65,9 +64,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             query=query,
             key=key,
             value=value,
-            kv=pages.kv,
-            rank=pages.rank,
-            born=pages.born,
+            **_words(pages, "kv", "rank", "born"),
             **where,
             slopes=self.alibi_slopes,
             logit_scale=decode.logit_scale,
@@ -87,19 +84,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 logits=logits,
                 own=own,
                 lse=lse,
-                rank=pages.rank,
-                score=pages.score,
+                **_words(pages, "rank", "score"),
                 **where,
                 reduction=policy.head_reduction,
             )
         elif decode.given is not None:
-            assign(
-                given=decode.given,
-                ranks=decode.scored,
-                rank=pages.rank,
-                score=pages.score,
-                **where,
-            )
+            words = _words(pages, "rank", "score")
+            assign(given=decode.given, ranks=decode.scored, **words, **where)
         insert(
             key=key,
             value=value,
@@ -185,15 +176,12 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             )
             return lse
         return attend_strides(
-            query=query,
-            key=new.key,
-            value=new.value,
+            **new._asdict(),
             old_keys=keys,
             old_values=values,
             steps=rows.steps,
             slopes=self.alibi_slopes,
             logit_scale=metadata.logit_scale,
-            output=new.output,
             scale=self.scale,
             softcap=self.softcap,
             max_length=longest,
@@ -218,10 +206,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 self.recorder.add(layer, pages, blocks, step[NEW_SLOTS], step[STREAM] + 1)
 
 
-def _words(pages: Pages) -> dict[str, torch.Tensor | None]:
-    """The views of the pages that kernels write, by name."""
-    names = ("kv", "rank", "born", "score", "token")
-    return {name: getattr(pages, name) for name in names}
+def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
+    """Views of the pages by name: these, or all."""
+    return {name: getattr(pages, name) for name in names or Pages.__dataclass_fields__}
 
 
 def _given_scores(rows: PrefillRows, old_scores: torch.Tensor) -> torch.Tensor:
