@@ -79,10 +79,8 @@ class Meter:
     def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
         """Count a step, given its requests as they were before it and their tokens in it."""
         for schedule, rows in self._by_schedule(scheduled):
-            table = np.asarray(
-                [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows], dtype=np.int64
-            )
-            first, num, prompt = table.T
+            numbers = [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows]
+            first, num, prompt = np.asarray(numbers, dtype=np.int64).T
             end = first + num
             grown = schedule.counts(end) - schedule.counts(first)
             self._grown.evicted_tokens += int((num - grown).sum())

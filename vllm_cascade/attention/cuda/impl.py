@@ -165,8 +165,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         """Write the strides' outputs; returns log-sum-exps fp32 ``[num_tokens, num_heads]``."""
         query = new.query
         plain = self.alibi_slopes is None and metadata.logit_scale is None
-        plain &= self.softcap == 0 and rows.max_cached > 0
-        plain &= len(rows.strides) == 1
+        plain &= self.softcap == 0 and rows.max_cached > 0 and len(rows.strides) == 1
         longest = rows.max_length
         if use_xformers(query.device, query.dtype, self.head_size, longest, plain):
             part = rows.strides[0].rows
@@ -176,7 +175,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             )
             return lse
         return attend_strides(
-            **new._asdict(),
+            query=query,
+            key=new.key,
+            value=new.value,
+            output=new.output,
             old_keys=keys,
             old_values=values,
             steps=rows.steps,
