@@ -84,9 +84,7 @@ def idf(args: argparse.Namespace) -> None:
     from vllm_cascade.policies.idf import build_from_files
 
     tokenizer = get_tokenizer(
-        args.tokenizer,
-        tokenizer_mode=args.tokenizer_mode,
-        trust_remote_code=args.trust_remote_code,
+        args.tokenizer, tokenizer_mode=args.tokenizer_mode, trust_remote_code=args.trust_remote_code
     )
     table = build_from_files(tokenizer, args.corpus)
     if table.num_sentences == 0:

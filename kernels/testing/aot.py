@@ -10,8 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,8 @@ from ..triton.tiles import STEP_COLUMNS
 CAPABILITIES = (80, 90, 100)
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that one block may use."""
-_TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.bool: "i1",
-}
+_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 
 
 @dataclass(frozen=True)
@@ -109,8 +102,9 @@ class Resources:
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
-@contextmanager
-def _recording(launches: list[Launch]) -> Iterator[None]:
+def launches_of(call: Callable[[], Any]) -> list[Launch]:
+    """The kernels that a function would launch; nothing runs."""
+    launches: list[Launch] = []
     original = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -121,16 +115,9 @@ def _recording(launches: list[Launch]) -> Iterator[None]:
 
     JITFunction.run = note
     try:
-        yield
+        call()
     finally:
         JITFunction.run = original
-
-
-def launches_of(call: Callable[[], Any]) -> list[Launch]:
-    """The kernels that a function would launch; nothing runs."""
-    launches: list[Launch] = []
-    with _recording(launches):
-        call()
     return launches
 
 
@@ -140,7 +127,7 @@ def compile_launch(launch: Launch, label: str, capability: int) -> Resources:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.function.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TYPES[value.dtype]
@@ -191,8 +178,10 @@ class _Layer:
         f32, i32 = torch.float32, torch.int32
         self.kv = _meta(blocks, heads, page, 2 * size, dtype=shape.dtype)
         self.rank = _meta(blocks, sets, page, dtype=i32)
-        self.born, self.token = torch.empty_like(self.rank), torch.empty_like(self.rank)
+        self.born = torch.empty_like(self.rank)
         self.score = _meta(blocks, sets, page, dtype=f32)
+        token = torch.empty_like(self.rank) if shape.token else None
+        self.words = self.kv, self.rank, self.born, self.score, token
         self.table = _meta(shape.batch, shape.pages, dtype=i32)
         self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
         half = size // 2 if shape.rotary and not shape.alibi else 0
@@ -203,26 +192,13 @@ class _Layer:
         self.key = _meta(shape.batch, heads, size, dtype=shape.dtype)
         self.sets, self.queries = sets, queries
 
-    @property
-    def words(self) -> tuple[torch.Tensor | None, ...]:
-        return (
-            self.kv,
-            self.rank,
-            self.born,
-            self.score,
-            self.token if self.shape.token else None,
-        )
-
     def decode(self) -> None:
         """Schedule, attend, merge, update, assign and insert."""
-        shape, f32 = self.shape, torch.float32
-        i32 = torch.int32
-        tables = ScheduleTables(
-            _meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32)
-        )
+        shape, f32, i32 = self.shape, torch.float32, torch.int32
+        rows, heads = _meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32)
         lengths = _meta(shape.batch, dtype=i32)
         positions = _meta(shape.batch, dtype=torch.int64)
-        schedule(lengths, self.table, tables, lengths, self.steps, positions)
+        schedule(lengths, self.table, ScheduleTables(rows, heads), lengths, self.steps, positions)
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
             *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
@@ -231,10 +207,8 @@ class _Layer:
         )
         lse = merge._init_fn(parts, parts_lse, self.steps, torch.empty_like(self.query))
         if shape.keep_logits:
-            update._init_fn(
-                *(logits, own, lse, self.rank, self.score, self.table, self.steps),
-                shape.reduction,
-            )
+            rows = logits, own, lse, self.rank, self.score, self.table, self.steps
+            update._init_fn(*rows, shape.reduction)
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
         assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps)
         insert._init_fn(

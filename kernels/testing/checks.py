@@ -10,9 +10,10 @@ import random
 
 import torch
 
-from ..triton.attend import attend, attend_reference
+from .. import columns
+from ..triton.attend import attend
 from ..triton.column_sums import column_sums, column_sums_reference, stride_scores
-from ..triton.combine import merge, update, update_reference
+from ..triton.combine import merge, reduce_reference, update, update_reference
 from ..triton.configs import attend_splits
 from ..triton.prefill import attend_strides, attend_strides_reference
 from ..triton.rotate import gather, gather_reference, rotate_reference, rotation_table
@@ -23,10 +24,11 @@ from ..triton.schedule import (
     schedule,
     schedule_reference,
 )
-from ..triton.tiles import CACHED, DECAY, LENGTH, START, STEP_COLUMNS, WEIGHT, float_bits
+from ..triton.tiles import float_bits
 from .insertion_checks import NUM_RULES, check_assign, check_insert, check_insert_strides
 from .random_pool import (
     TOLERANCE,
+    Cache,
     Case,
     chronological,
     close,
@@ -39,18 +41,25 @@ from .random_pool import (
     table_of,
 )
 
-__all__ = [
-    "NUM_RULES",
-    "Case",
-    "check_assign",
-    "check_decode",
-    "check_insert",
-    "check_insert_strides",
-    "check_prefill",
-    "check_rotation_table",
-    "check_schedule",
-    "make_cache",
-]
+__all__ = ["NUM_RULES", "check_assign", "check_insert", "check_insert_strides"]
+
+
+def _expected(
+    cache: Cache, row: int, step: list[int], new: tuple[torch.Tensor, ...], factors: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """What ``gather_reference`` and, for the new tokens, ``attend_strides_reference`` return."""
+    case = cache.case
+    old = gather_reference(
+        *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
+        *(case.inv_freq, case.interleaved),
+    )
+    return old, attend_strides_reference(
+        *(*new, *old[:2]),
+        scale=case.head_size**-0.5,
+        slopes=case.slopes,
+        logit_scale=factors,
+        softcap=case.softcap,
+    )
 
 
 def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
@@ -60,13 +69,13 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     averages = [(0.9 - 0.1 * (row % 3), 0.1 + 0.2 * (row % 2)) for row in range(num_rows)]
     for row in real_rows(case):
         bits = [float_bits(value) for value in averages[row]]
-        steps[row, DECAY.value], steps[row, WEIGHT.value] = bits[0], bits[1]
+        steps[row, columns.DECAY], steps[row, columns.WEIGHT] = bits[0], bits[1]
     query, key, value = new_tokens(case, num_rows)
-    factors = torch.rand(num_rows) + 0.5 if case.logit_scale else None
+    factors = torch.rand(num_rows) + 0.5 if case.logit_scale else torch.ones(num_rows)
     scale = case.head_size**-0.5
     ours = cache.to(device)
     dsteps, dq, dk, dv, slopes, dfactors = on(
-        device, steps, query, key, value, case.slopes, factors
+        device, steps, query, key, value, case.slopes, factors if case.logit_scale else None
     )
     splits = case.splits
     if splits is None:
@@ -89,28 +98,19 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     errors = {"output": 0.0, "lse": 0.0, "score": 0.0}
     for row in real_rows(case):
         step = steps[row].tolist()
-        blocks = cache.table[row]
-        expected, norm, raw = attend_reference(
-            *(query[row], key[row], value[row], cache.kv, cache.rank, cache.born, blocks, step),
-            case.inv_freq,
-            scale=scale,
-            slopes=case.slopes,
-            logit_scale=1.0 if factors is None else float(factors[row]),
-            softcap=case.softcap,
-            interleaved=case.interleaved,
+        own = slice(row, row + 1)
+        (_, _, old, slots), (expected, norm, probs) = _expected(
+            cache, row, step, (query[own], key[own], value[own]), factors[own]
         )
-        errors["output"] = max(errors["output"], close("output", output[row], expected, tolerance))
-        errors["lse"] = max(errors["lse"], close("lse", lse[row], norm, tolerance))
-        _, _, old, slots = gather_reference(
-            *(cache.kv, cache.rank, cache.born, cache.score, blocks, step, None, False)
-        )
-        scores = update_reference(raw, old, *averages[row], case.reduction)
+        scores = update_reference(probs[:, 0], old, *averages[row], case.reduction)
         actual = ours.to("cpu").words("score", row).gather(1, slots)
-        errors["score"] = max(
-            errors["score"],
-            close("scores", actual, scores[:, :-1], tolerance),
-            close("new scores", new_score[row], scores[:, -1], tolerance),
-        )
+        for name, found, wanted in (
+            ("output", output[own], expected),
+            ("lse", lse[own], norm),
+            ("score", actual, scores[:, :-1]),
+            ("score", new_score[row], scores[:, -1]),
+        ):
+            errors[name] = max(errors[name], close(name, found, wanted, tolerance))
     for row in set(range(num_rows)) - set(real_rows(case)):
         same("output of padding", output[row], torch.zeros_like(query[row]))
     after = ours.to("cpu")
@@ -124,14 +124,15 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     cache, steps = make_cache(case)
     num_tokens = stride_steps(case, steps)
     query, key, value = new_tokens(case, num_tokens)
-    factors = torch.rand(num_tokens) + 0.5 if case.logit_scale else None
+    factors = torch.rand(num_tokens) + 0.5 if case.logit_scale else torch.ones(num_tokens)
     scale, decay, weight = case.head_size**-0.5, 0.97, 0.03
     ours = cache.to(device)
     longest = max(case.strides)
     decays = (weight * decay ** torch.arange(longest, dtype=torch.float64)).float()
-    fades = (decay ** steps[:, LENGTH.value].double()).float()
+    fades = (decay ** steps[:, columns.LENGTH].double()).float()
     dsteps, dq, dk, dv, slopes, dfactors, ddecays, dfades = on(
-        device, steps, query, key, value, case.slopes, factors, decays, fades
+        *(device, steps, query, key, value, case.slopes),
+        *(factors if case.logit_scale else None, decays, fades),
     )
     max_cached = max(n or 0 for n in case.lengths)
     keys, values, scores, tokens = gather(
@@ -151,25 +152,14 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     written = torch.zeros(num_tokens, dtype=torch.bool)
     for row in real_rows(case):
         step = steps[row].tolist()
-        n, length = step[CACHED.value], step[LENGTH.value]
-        rows = slice(step[START.value], step[START.value] + length)
+        n, length = step[columns.CACHED], step[columns.LENGTH]
+        rows = slice(step[columns.START], step[columns.START] + length)
         written[rows] = True
-        old = gather_reference(
-            *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
-            *(case.inv_freq, case.interleaved),
-        )
-        expected, norm, probs = attend_strides_reference(
-            *(query[rows], key[rows], value[rows], old[0], old[1]),
-            scale=scale,
-            slopes=case.slopes,
-            logit_scale=None if factors is None else factors[rows],
-            softcap=case.softcap,
+        old, (expected, norm, probs) = _expected(
+            cache, row, step, (query[rows], key[rows], value[rows]), factors[rows]
         )
         mass = column_sums_reference(probs, decay, weight)
-        final = mass.unflatten(0, (case.num_sets, -1))
-        final = {"mean": final.mean(1), "max": final.amax(1), "median": final.median(1).values}[
-            case.reduction
-        ]
+        final = reduce_reference(mass, case.num_sets, case.reduction)
         final[:, :n] += decay**length * old[2]
         same("values", values[row, :, :n].double(), old[1])
         same("old scores", scores[row, :, :n].double(), old[2])
@@ -201,7 +191,7 @@ def check_schedule(device: torch.device | str, seed: int = 0) -> float:
     policy_of = [rng.randrange(3) for _ in lengths]
     int32 = {"dtype": torch.int32, "device": device}
     tables = ScheduleTables(torch.tensor(rows, **int32), torch.tensor(heads, **int32))
-    steps = torch.full((310, STEP_COLUMNS), -99, **int32)
+    steps = torch.full((310, columns.STEP_COLUMNS), -99, **int32)
     positions = torch.full((310,), -99, dtype=torch.int64, device=device)
     blocks = [rng.choice([0, 7, 8, 9]) for _ in lengths]
     block_table = torch.tensor([[block, 5] for block in blocks], **int32)

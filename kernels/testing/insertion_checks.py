@@ -3,22 +3,10 @@
 
 import torch
 
+from .. import columns
 from ..triton.assign import assign, assign_reference
 from ..triton.insert import insert, survivors_reference
 from ..triton.insert_stride import insert_strides
-from ..triton.tiles import (
-    CACHED,
-    CELL,
-    LENGTH,
-    LO,
-    MORE,
-    NEW_SLOTS,
-    NEWEST_STAYS,
-    NUM_MORE,
-    PER_AGE,
-    START,
-    STREAM,
-)
 from .random_pool import (
     Cache,
     Case,
@@ -66,15 +54,15 @@ def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch
     """Give every row a list of rules; ``variant`` rotates through them. Returns further ones."""
     more = [[99, 99, 99, 99]]  # belongs to nobody
     for row in real_rows(case):
-        n = int(steps[row, CACHED.value])
+        n = int(steps[row, columns.CACHED])
         first, *others = _lists_of_rules(n)[(row + variant) % NUM_RULES]
-        steps[row, LO.value : CELL.value + 1] = torch.tensor(first)
-        steps[row, MORE.value], steps[row, NUM_MORE.value] = len(more), len(others)
+        steps[row, columns.LO : columns.CELL + 1] = torch.tensor(first)
+        steps[row, columns.MORE], steps[row, columns.NUM_MORE] = len(more), len(others)
         more += others
         if first[2] == 0:
-            steps[row, NEW_SLOTS.value] = max(cache.slots[row], n + 1)
-    steps[:, PER_AGE.value] = int(case.per_age)
-    steps[:, NEWEST_STAYS.value] = int(case.newest_stays)
+            steps[row, columns.NEW_SLOTS] = max(cache.slots[row], n + 1)
+    steps[:, columns.PER_AGE] = int(case.per_age)
+    steps[:, columns.NEWEST_STAYS] = int(case.newest_stays)
     return torch.tensor(more, dtype=torch.int32)
 
 
@@ -96,10 +84,17 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()
-        first, last = step[MORE.value], step[MORE.value] + step[NUM_MORE.value]
-        rules = [step[LO.value : CELL.value + 1], *more[first:last].tolist()]
-        for head_set, kept in enumerate(_expected_ranks(case, cache, row, step, rules, new_score)):
-            _apply_one(case, cache, after, row, head_set, step, kept, (key, value, new_score))
+        first, last = step[columns.MORE], step[columns.MORE] + step[columns.NUM_MORE]
+        rules = [step[columns.LO : columns.CELL + 1], *more[first:last].tolist()]
+        _, old, tokens = chronological(cache, row, step)
+        scores = torch.cat([old, new_score[row][:, None]], dim=1)
+        kept = survivors_reference(
+            step[columns.CACHED], rules, _compared(case, scores, tokens, step), case.newest_stays
+        )
+        own = slice(row, row + 1)
+        for head_set in range(case.num_sets):
+            new = key[own], value[own], scores[head_set]
+            _apply(cache, after, row, head_set, step, kept[head_set], new)
     same("pool", after.pool, cache.pool)
     return 0.0
 
@@ -126,25 +121,16 @@ def check_assign(case: Case, device: torch.device | str) -> float:
     return 0.0
 
 
-def _expected_ranks(
-    case: Case,
-    cache: Cache,
-    row: int,
-    step: list[int],
-    rules: list[list[int]],
-    new_score: torch.Tensor,
-) -> list[list[int]]:
-    _, scores, tokens = chronological(cache, row, step)
-    compared = torch.cat([scores, new_score[row][:, None]], dim=1)
-    if case.per_age:
-        now = step[STREAM.value] + 1
-        age = torch.cat([now - tokens, torch.ones(len(tokens), 1)], dim=1)
-        compared = compared / age.float()
-    return survivors_reference(step[CACHED.value], rules, compared, case.newest_stays)
+def _compared(
+    case: Case, scores: torch.Tensor, tokens: torch.Tensor, step: list[int]
+) -> torch.Tensor:
+    if not case.per_age:
+        return scores
+    age = torch.cat([step[columns.STREAM] + 1 - tokens, torch.ones(len(tokens), 1)], dim=1)
+    return scores / age.float()
 
 
-def _apply_one(
-    case: Case,
+def _apply(
     cache: Cache,
     after: Cache,
     row: int,
@@ -153,56 +139,29 @@ def _apply_one(
     kept: list[int],
     new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Do to the reference pool what one insertion must do; the free slot is read from ours."""
-    cached = step[CACHED.value]
+    """Do to the reference pool what an insertion must do; free slots are read from ours.
+
+    Args:
+        kept: which of the cached and new tokens stay, in order.
+        new: keys and values ``[T, H, D]`` of the new tokens, and the scores of all ``[n + T]``.
+    """
+    n, num_slots = step[columns.CACHED], step[columns.NEW_SLOTS]
+    key, value, scores = new
     slots = chronological(cache, row, step)[0][head_set].tolist()
-    used = {slots[r] for r in kept if r < cached}
-    ranks = cache.words("rank", row)
-    ranks[head_set, : step[NEW_SLOTS.value]] = -1
+    final = after.words("rank", row)[head_set, :num_slots].tolist()
+    used = {slots[r] for r in kept if r < n}
+    for slot in range(num_slots):
+        cache.put(row, head_set, slot, rank=-1)
     for index, r in enumerate(kept):
-        if r < cached:
-            ranks[head_set, slots[r]] = index
-    cache.put_all("rank", row, ranks)
-    if cached not in kept:
-        return
-    last = len(kept) - 1
-    ranks = after.words("rank", row)[head_set, : step[NEW_SLOTS.value]]
-    (found,) = (ranks == last).nonzero(as_tuple=True)
-    assert len(found) == 1 and int(found) not in used, "the new token needs one free slot"
-    slot = int(found)
-    _put_token(case, cache, row, head_set, slot, last, cached, step[STREAM.value], new[2][row])
-    _put_kv(case, cache, row, head_set, slot, new[0][row], new[1][row])
-
-
-def _put_token(
-    case: Case,
-    cache: Cache,
-    row: int,
-    head_set: int,
-    slot: int,
-    rank: int,
-    born: int,
-    token: int,
-    score: torch.Tensor,
-) -> None:
-    cache.put("rank", row, head_set, slot, rank)
-    cache.put("born", row, head_set, slot, born)
-    cache.put("token", row, head_set, slot, token)
-    cache.put("score", row, head_set, slot, score[head_set].item())
-
-
-def _put_kv(
-    case: Case,
-    cache: Cache,
-    row: int,
-    head_set: int,
-    slot: int,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    block, offset = cache.table[row, slot // case.block_size], slot % case.block_size
-    for head in [head_set] if case.per_head else range(case.num_heads):
-        cache.kv[block, head, offset] = torch.cat([key[head], value[head]])
+        if r < n:
+            slot = slots[r]
+        else:
+            slot = final.index(index)
+            assert slot not in used and final.count(index) == 1, "a survivor needs one free slot"
+            used.add(slot)
+            token, kv = step[columns.STREAM] + r - n, torch.cat([key[r - n], value[r - n]], dim=1)
+            cache.put(row, head_set, slot, born=r, token=token, kv=kv)
+        cache.put(row, head_set, slot, rank=index, score=float(scores[r]))
 
 
 def check_insert_strides(case: Case, device: torch.device | str) -> float:
@@ -211,17 +170,17 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
     num_tokens = stride_steps(case, steps)
     _, key, value = new_tokens(case, num_tokens)
     generator = torch.Generator().manual_seed(case.seed + 3)
-    columns = max(n or 0 for n in case.lengths) + max(case.strides)
-    keep = torch.zeros(len(case.lengths), case.num_sets, columns, dtype=torch.bool)
+    width = max(n or 0 for n in case.lengths) + max(case.strides)
+    keep = torch.zeros(len(case.lengths), case.num_sets, width, dtype=torch.bool)
     for row in real_rows(case):
-        total = int(steps[row, CACHED.value] + steps[row, LENGTH.value])
+        total = int(steps[row, columns.CACHED] + steps[row, columns.LENGTH])
         survivors = int(torch.randint(1, total + 1, (1,), generator=generator))
         if row % 3 == 0:
             survivors = total  # nothing leaves
         for head_set in range(case.num_sets):
             keep[row, head_set, torch.randperm(total, generator=generator)[:survivors]] = True
         keep[row, :, total:] = True  # beyond the stride: must be ignored
-        steps[row, NEW_SLOTS.value] = max(cache.slots[row], survivors)
+        steps[row, columns.NEW_SLOTS] = max(cache.slots[row], survivors)
     scores = torch.rand(keep.shape, generator=generator)
     ours = cache.to(device)
     dsteps, dk, dv, dkeep, dscores = on(device, steps, key, value, keep, scores)
@@ -232,46 +191,11 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()
+        own = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
+        total = step[columns.CACHED] + step[columns.LENGTH]
         for head_set in range(case.num_sets):
-            _apply_stride(case, cache, after, row, head_set, step, keep, scores, key, value)
+            kept = keep[row, head_set, :total].nonzero()[:, 0].tolist()
+            new = key[own], value[own], scores[row, head_set]
+            _apply(cache, after, row, head_set, step, kept, new)
     same("pool", after.pool, cache.pool)
     return 0.0
-
-
-def _apply_stride(
-    case: Case,
-    cache: Cache,
-    after: Cache,
-    row: int,
-    head_set: int,
-    step: list[int],
-    keep: torch.Tensor,
-    scores: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> None:
-    n, length, start = step[CACHED.value], step[LENGTH.value], step[START.value]
-    kept = keep[row, head_set, : n + length].nonzero()[:, 0].tolist()
-    slots = chronological(cache, row, step)[0][head_set].tolist()
-    used = {slots[r] for r in kept if r < n}
-    final = after.words("rank", row)[head_set, : step[NEW_SLOTS.value]]
-    ranks, old_scores = cache.words("rank", row), cache.words("score", row)
-    ranks[head_set, : step[NEW_SLOTS.value]] = -1
-    for index, r in enumerate(kept):
-        if r < n:
-            ranks[head_set, slots[r]] = index
-            old_scores[head_set, slots[r]] = scores[row, head_set, r]
-    cache.put_all("rank", row, ranks)
-    cache.put_all("score", row, old_scores)
-    for index, r in enumerate(kept):
-        if r < n:
-            continue
-        (found,) = (final == index).nonzero(as_tuple=True)
-        assert len(found) == 1 and int(found) not in used, "a survivor needs one free slot"
-        slot, i = int(found), r - n
-        used.add(slot)
-        _put_token(
-            *(case, cache, row, head_set, slot, index, n + i, step[STREAM.value] + i),
-            scores[row, :, r],
-        )
-        _put_kv(case, cache, row, head_set, slot, key[start + i], value[start + i])

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
+from .. import columns
 from ..triton.rotate import rotation_table
-from ..triton.tiles import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STEP_COLUMNS, STREAM
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POISON = 0xFF
@@ -52,6 +52,11 @@ class Case:
         return self.num_heads if self.per_head else 1
 
     @property
+    def kv_bytes(self) -> int:
+        """Keys and values of a page; four words a slot and head set follow."""
+        return self.num_heads * self.block_size * 2 * self.head_size * self.dtype.itemsize
+
+    @property
     def half(self) -> int:
         return (self.head_size if self.rotary_dim is None else self.rotary_dim) // 2
 
@@ -77,24 +82,11 @@ class Cache:
     slots: list[int]
 
     def __post_init__(self) -> None:
-        case, words = self.case, 4
-        page, heads, size = case.block_size, case.num_heads, case.head_size
-        kv_bytes = heads * page * 2 * size * case.dtype.itemsize
-        flat = self.pool.view(case.dtype)
-        self.kv = (
-            flat[:, : kv_bytes // case.dtype.itemsize]
-            .view(flat.dtype)
-            .as_strided(
-                (len(flat), heads, page, 2 * size), (flat.stride(0), page * 2 * size, 2 * size, 1)
-            )
-        )
-        tail = self.pool.view(torch.int32)
-        first = kv_bytes // 4
-        views = tail.as_strided(
-            (len(tail), words, case.num_sets, page),
-            (tail.stride(0), case.num_sets * page, page, 1),
-            first,
-        ).unbind(1)
+        case, page = self.case, self.case.block_size
+        rows = self.pool[:, : case.kv_bytes].view(case.dtype)
+        self.kv = rows.unflatten(1, (case.num_heads, page, 2 * case.head_size))
+        words = self.pool[:, case.kv_bytes :].view(torch.int32)
+        views = words.unflatten(1, (4, case.num_sets, page)).unbind(1)
         self.rank, self.born, score, self.token = views
         self.score = score.view(torch.float32)
 
@@ -114,9 +106,15 @@ class Cache:
         paged = values.unflatten(1, (-1, self.case.block_size)).transpose(0, 1)
         getattr(self, which)[blocks] = paged.to(getattr(self, which).dtype)
 
-    def put(self, which: str, row: int, head_set: int, slot: int, value: float) -> None:
-        block = int(self.table[row, slot // self.case.block_size])
-        getattr(self, which)[block, head_set, slot % self.case.block_size] = value
+    def put(self, row: int, head_set: int, slot: int, **words: float | torch.Tensor) -> None:
+        """Write words of one slot by name; ``kv`` is ``[H, 2 * D]``, of which the set's heads."""
+        block, offset = self.table[row, slot // self.case.block_size], slot % self.case.block_size
+        heads = slice(head_set, head_set + 1) if self.case.per_head else slice(None)
+        for which, value in words.items():
+            if which == "kv":
+                self.kv[block, heads, offset] = value[heads]
+            else:
+                getattr(self, which)[block, head_set, offset] = value
 
 
 def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
@@ -138,8 +136,7 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     per_row = max(n or 0 for n in case.lengths) + case.holes + 2 * room + 2 * case.block_size
     pages = -(-per_row // case.block_size)
     num_blocks = 1 + pages * len(case.lengths)
-    kv_bytes = case.num_heads * case.block_size * 2 * case.head_size * case.dtype.itemsize
-    page_bytes = kv_bytes + 4 * 4 * case.num_sets * case.block_size
+    page_bytes = case.kv_bytes + 4 * 4 * case.num_sets * case.block_size
     pool = torch.full((num_blocks, page_bytes), POISON, dtype=torch.uint8)
     order = torch.randperm(num_blocks - 1, generator=generator).int() + 1
     table = order.view(len(case.lengths), pages)
@@ -149,19 +146,19 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     ]
     cache = Cache(case, pool, table, slots)
     cache.rank[0] = 3  # the null block may hold anything, also what looks like tokens
-    steps = torch.zeros(len(case.lengths), STEP_COLUMNS, dtype=torch.int32)
+    steps = torch.zeros(len(case.lengths), columns.STEP_COLUMNS, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
         if length is None:
             steps[row] = 50  # warm-up brings numbers without pages
-            steps[row, STREAM.value] = -1
+            steps[row, columns.STREAM] = -1
             cache.table[row] = 0  # vLLM pads block tables with the null block
             continue
         stream = length + (rng.randrange(1, 200) if length else 0)
         _fill(cache, row, length, stream, generator)
-        steps[row, STREAM.value] = stream
-        steps[row, CACHED.value] = length
-        steps[row, OLD_SLOTS.value] = slots[row]
-        steps[row, NEW_SLOTS.value] = slots[row]
+        steps[row, columns.STREAM] = stream
+        steps[row, columns.CACHED] = length
+        steps[row, columns.OLD_SLOTS] = slots[row]
+        steps[row, columns.NEW_SLOTS] = slots[row]
     # Beyond a request's slots ranks look valid, as stale memory may.
     every = torch.arange(pages * case.block_size, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
@@ -184,10 +181,8 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
         cache.rank[blocks[: -(-cache.slots[row] // page)], head_set] = -1
         cache.rank[block, head_set, offset] = rank
         cache.born[block, head_set, offset] = rank + moved.int()
-        score = torch.rand(length, generator=generator)
-        cache.score[block, head_set, offset] = (
-            score * 8
-        ).round() / 8 - 0.5  # many ties, also below 0
+        score = (torch.rand(length, generator=generator) * 8).round() / 8 - 0.5
+        cache.score[block, head_set, offset] = score  # many ties, also below 0
         tokens = torch.randperm(max(stream, 1), generator=generator)[:length].sort().values
         cache.token[block, head_set, offset] = tokens.int()
         for head in heads:
@@ -198,20 +193,16 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
 def new_tokens(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of new tokens."""
     generator = torch.Generator().manual_seed(case.seed + 1)
-    shape = num_tokens, case.num_heads, case.head_size
-    query = torch.randn(
-        num_tokens, case.num_heads * case.group, case.head_size, generator=generator
-    )
-    key, value = torch.randn(2, *shape, generator=generator)
+    tokens, heads, size = num_tokens, case.num_heads, case.head_size
+    query = torch.randn(tokens, heads * case.group, size, generator=generator)
+    key, value = torch.randn(2, tokens, heads, size, generator=generator)
     return query.to(case.dtype), key.to(case.dtype), value.to(case.dtype)
 
 
 def table_of(case: Case, device: torch.device | str) -> torch.Tensor | None:
-    return (
-        None
-        if case.inv_freq is None
-        else rotation_table(case.inv_freq, case.max_distance + 1, device)
-    )
+    if case.inv_freq is None:
+        return None
+    return rotation_table(case.inv_freq, case.max_distance + 1, device)
 
 
 def on(device: torch.device | str, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -220,12 +211,10 @@ def on(device: torch.device | str, *tensors: torch.Tensor | None) -> list[torch.
 
 def close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
     """Largest error relative to ``1 + |expected|``; NaN and anything too large raise."""
-    actual = actual.detach().cpu().double()
-    error = (
-        ((actual - expected.double()).abs() / (1 + expected.double().abs())).max().item()
-        if actual.numel()
-        else 0.0
-    )
+    if actual.numel() == 0:
+        return 0.0
+    actual, expected = actual.detach().cpu().double(), expected.double()
+    error = ((actual - expected).abs() / (1 + expected.abs())).max().item()
     assert error <= tolerance, f"{name}: error {error:.2e} > {tolerance:.0e}"
     return error
 
@@ -246,13 +235,13 @@ def stride_steps(case: Case, steps: torch.Tensor) -> int:
     place = 3  # the step's first tokens belong to others
     for row in real_rows(case):
         length = case.strides[row % len(case.strides)]
-        steps[row, START.value], steps[row, LENGTH.value] = place, length
+        steps[row, columns.START], steps[row, columns.LENGTH] = place, length
         place += length + 2
     return place
 
 
 def chronological(cache: Cache, row: int, step: list[int]) -> tuple[torch.Tensor, ...]:
     """Slots, scores and tokens ``[S, n]``, oldest first."""
-    ranks = cache.words("rank", row)[:, : step[OLD_SLOTS.value]]
-    order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, : step[CACHED.value]]
+    ranks = cache.words("rank", row)[:, : step[columns.OLD_SLOTS]]
+    order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, : step[columns.CACHED]]
     return order, *(cache.words(w, row).gather(1, order) for w in ("score", "token"))

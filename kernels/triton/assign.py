@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import OLD_SLOTS, STREAM, check_steps, slot_tile
+from .tiles import OLD_SLOTS, STEP, STREAM, check_steps, slot_tile
 
 
 @triton.jit
@@ -22,7 +22,6 @@ def _assign(
     steps,
     word_stride,
     table_stride,
-    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -69,16 +68,10 @@ def assign(
     tile = min(1024, triton.next_power_of_2(num_slots))
     _assign[(num_rows, num_sets, triton.cdiv(num_slots, tile))](
         *(given, ranks, rank, score, table, steps, rank.stride(0), table.stride(0)),
-        STEP=steps.shape[1],
         PAGE=page,
         TILE=tile,
         num_warps=4,
     )
-
-
-@assign.register_fake
-def _(given, ranks, rank, score, table, steps) -> None:
-    return None
 
 
 def assign_reference(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .configs import mass_config
 from .prefill import query_scale, stride_constants, stride_logits
-from .tiles import CACHED, LENGTH, START, STREAM, check_steps, load_rows, reduce_heads
+from .tiles import check_steps, load_rows, reduce_heads, stride_of
 
 
 @triton.jit
@@ -38,22 +38,15 @@ def _column_sums(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_LOGIT_SCALE: tl.constexpr,
-    STEP: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(2)
     query_head = tl.program_id(1)
     head = query_head // GROUP
-    if tl.load(steps + row * STEP + STREAM) < 0:
+    pads, cached, length, start = stride_of(steps, row)
+    if pads:
         return
-    length = tl.load(steps + row * STEP + LENGTH)
-    cached = tl.load(steps + row * STEP + CACHED)
-    start = tl.load(steps + row * STEP + START).to(tl.int64)
     tile = tl.program_id(0)
     # The first tiles are of the cache, the others of the stride; a rank is a key's column.
     is_old = tile < old_tiles
@@ -64,11 +57,11 @@ def _column_sums(
     old_rows = old_keys + base + place * HEAD
     new_rows = key + (start + place) * key_stride + head * HEAD
     if is_old:
-        keys = load_rows(old_rows, seen, 0, HEAD, HEAD_PAD)
+        keys = load_rows(old_rows, seen, 0, HEAD)
     else:
-        keys = load_rows(new_rows, seen, 0, HEAD, HEAD_PAD)
-    slope = 0.0
-    if HAS_SLOPES:
+        keys = load_rows(new_rows, seen, 0, HEAD)
+    slope = None
+    if slopes is not None:
         slope = tl.load(slopes + query_head)
     total = tl.zeros([TILE], tl.float32)
     # Queries before a tile of the stride do not see it.
@@ -77,12 +70,10 @@ def _column_sums(
         index = begin + tl.arange(0, QUERIES)
         real = index < length
         token = start + index
-        factor = query_scale(scale, logit_scale, token, real, HAS_LOGIT_SCALE)
+        factor = query_scale(scale, logit_scale, token, real)
         rows = query + token * query_stride + query_head * HEAD
-        queries = load_rows(rows, real, 0, HEAD, HEAD_PAD)
-        logits = stride_logits(
-            queries, keys, cached + index, rank, seen, factor, cap, slope, HAS_CAP, HAS_SLOPES
-        )
+        queries = load_rows(rows, real, 0, HEAD)
+        logits = stride_logits(queries, keys, cached + index, rank, seen, factor, cap, slope)
         norm = tl.load(lse + token * (NUM_HEADS * GROUP) + query_head, mask=real, other=0.0)
         weight = tl.load(decays + (length - 1 - index), mask=real, other=0.0)
         total += tl.sum(tl.exp(logits - norm[:, None]) * weight[:, None], axis=0)
@@ -129,30 +120,23 @@ def column_sums(
     old_tiles = triton.cdiv(max_cached, config.tile)
     tiles = old_tiles + triton.cdiv(max_length, config.tile)
     _column_sums[(tiles, num_queries, num_rows)](
-        *(query, key, old_keys, lse, decays, steps),
-        slopes if slopes is not None else lse,
-        logit_scale if logit_scale is not None else lse,
-        *(sums, scale, softcap, query.stride(0), key.stride(0), max_cached, sums.shape[2]),
-        old_tiles,
-        **stride_constants(config, query, num_heads, softcap, slopes, logit_scale),
+        *(query, key, old_keys, lse, decays, steps, slopes, logit_scale, sums),
+        *(
+            scale,
+            softcap or None,
+            query.stride(0),
+            key.stride(0),
+            max_cached,
+            sums.shape[2],
+            old_tiles,
+        ),
+        **stride_constants(config, query, num_heads),
     )
     return sums
 
 
 @column_sums.register_fake
-def _(
-    query,
-    key,
-    old_keys,
-    lse,
-    decays,
-    steps,
-    slopes,
-    logit_scale,
-    scale,
-    softcap,
-    max_length,
-):
+def _(query, key, old_keys, lse, decays, steps, slopes, logit_scale, scale, softcap, max_length):
     return lse.new_empty(old_keys.shape[0], query.shape[1], old_keys.shape[2] + max_length)
 
 
@@ -167,20 +151,18 @@ def _stride_scores(
     sums_stride,
     NUM_QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
     REDUCTION: tl.constexpr,
-    STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
-    if tl.load(steps + row * STEP + STREAM) < 0:
+    pads, cached, length, _ = stride_of(steps, row)
+    if pads:
         return
-    cached = tl.load(steps + row * STEP + CACHED)
-    columns = cached + tl.load(steps + row * STEP + LENGTH)
+    columns = cached + length
     column = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside = column < columns
-    member = tl.arange(0, HEADS_PAD)
+    member = tl.arange(0, triton.next_power_of_2(HEADS))
     head = row * NUM_QUERIES + head_set * HEADS + member
     mass = tl.load(
         sums + head[:, None] * sums_stride + column[None, :],
@@ -227,9 +209,7 @@ def stride_scores(
         *(sums, old_scores, fades, steps, scores, old_scores.shape[2], num_columns),
         NUM_QUERIES=num_queries,
         HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads),
         REDUCTION=reduction,
-        STEP=steps.shape[1],
         TILE=tile,
         num_warps=4,
     )

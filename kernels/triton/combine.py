@@ -11,7 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import DECAY, OLD_SLOTS, STREAM, WEIGHT, check_steps, reduce_heads, slot_tile
+from .tiles import (
+    DECAY,
+    OLD_SLOTS,
+    STEP,
+    STREAM,
+    WEIGHT,
+    check_steps,
+    padded,
+    reduce_heads,
+    slot_tile,
+)
 
 
 @triton.jit
@@ -24,17 +34,15 @@ def _merge(
     output_stride,
     NUM_QUERIES: tl.constexpr,
     HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    STEP: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    channel = tl.arange(0, HEAD_PAD)
+    channel = tl.arange(0, padded(HEAD))
     inside = channel < HEAD
     target = output + row * output_stride + head * HEAD + channel
     if tl.load(steps + row * STEP + STREAM) < 0:
-        tl.store(target, tl.zeros([HEAD_PAD], output.dtype.element_ty), mask=inside)
+        tl.store(target, tl.zeros(channel.shape, output.dtype.element_ty), mask=inside)
         return
     place = (row * NUM_QUERIES + head) * SPLITS
     split = tl.arange(0, SPLITS)
@@ -79,8 +87,6 @@ def merge(
         *(partial, partial_lse, steps, output, lse, output.stride(0)),
         NUM_QUERIES=num_queries,
         HEAD=head_size,
-        HEAD_PAD=triton.next_power_of_2(head_size),
-        STEP=steps.shape[1],
         SPLITS=splits,
         num_warps=4 if splits >= 8 else 1,
     )
@@ -107,9 +113,7 @@ def _update(
     logits_stride,
     NUM_QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
     REDUCTION: tl.constexpr,
-    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -121,7 +125,7 @@ def _update(
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
     decay = tl.load(steps + row * STEP + DECAY).to(tl.float32, bitcast=True)
     weight = tl.load(steps + row * STEP + WEIGHT).to(tl.float32, bitcast=True)
-    member = tl.arange(0, HEADS_PAD)
+    member = tl.arange(0, triton.next_power_of_2(HEADS))
     real = member < HEADS
     head = row * NUM_QUERIES + head_set * HEADS + member
     norm = tl.load(lse + head, mask=real, other=0.0)
@@ -188,9 +192,7 @@ def update(
         *(rank.stride(0), table.stride(0), num_slots),
         NUM_QUERIES=num_queries,
         HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads),
         REDUCTION=reduction,
-        STEP=steps.shape[1],
         PAGE=page,
         TILE=tile,
         num_warps=4,
@@ -212,12 +214,12 @@ def reduce_reference(mass: torch.Tensor, num_sets: int, reduction: str) -> torch
 
 
 def update_reference(
-    logits: torch.Tensor, old: torch.Tensor, decay: float, weight: float, reduction: str
+    probs: torch.Tensor, old: torch.Tensor, decay: float, weight: float, reduction: str
 ) -> torch.Tensor:
-    """One request in fp64: chronological logits ``[Hq, n + 1]``, scores ``[S, n]`` to ``[S, n+1]``.
+    """One request in fp64: probabilities ``[Hq, n + 1]``, scores ``[S, n]`` to ``[S, n + 1]``.
 
-    The new token's score comes last.
+    Chronological, the new token's last.
     """
-    mass = reduce_reference(logits.double().softmax(-1), old.shape[0], reduction) * weight
+    mass = reduce_reference(probs, old.shape[0], reduction) * weight
     mass[:, :-1] += decay * old.double()
     return mass

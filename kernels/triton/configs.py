@@ -56,11 +56,10 @@ def attend_config(device: torch.device, dtype: torch.dtype, head_size: int) -> C
 
     fp32 takes half the keys (a row is twice as long), and so does a head of 256.
     """
-    tuned = _tuned("attend", device, dtype, head_size)
-    if tuned is not None:
-        return tuned
     half = dtype.itemsize == 2 and head_size <= 128
-    return Config(tile=32 if half else 16, warps=4, stages=2)
+    return _tuned("attend", device, dtype, head_size) or Config(
+        tile=32 if half else 16, warps=4, stages=2
+    )
 
 
 def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots: int) -> int:
@@ -90,7 +89,7 @@ def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> 
 def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
     """Column sums: the same tiles, keys resident and queries streamed."""
     tuned = _tuned("mass", device, dtype, head_size)
-    return tuned if tuned is not None else prefill_config(device, dtype, head_size)
+    return tuned or prefill_config(device, dtype, head_size)
 
 
 def prefers_xformers(device: torch.device, dtype: torch.dtype, head_size: int, stride: int) -> bool:

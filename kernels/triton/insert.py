@@ -29,6 +29,8 @@ from .tiles import (
     NUM_MORE,
     OLD_SLOTS,
     PER_AGE,
+    RULE,
+    STEP,
     STREAM,
     check_pages,
     check_steps,
@@ -40,10 +42,10 @@ from .tiles import (
 
 
 @triton.jit
-def _compared(score, token, word, candidate, now, per_age, HAS_TOKEN: tl.constexpr):
+def _compared(score, token, word, candidate, now, per_age):
     """Scores of candidates as they are compared: as they are, or per query that saw the token."""
     value = tl.load(score + word, mask=candidate, other=0.0)
-    if HAS_TOKEN:
+    if token is not None:
         if per_age != 0:
             born_at = tl.load(token + word, mask=candidate, other=0)
             value = value / tl.maximum(now - born_at, 1).to(tl.float32)
@@ -88,7 +90,6 @@ def _thin_cells(
     now,
     per_age,
     newest_stays,
-    HAS_TOKEN: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -101,7 +102,7 @@ def _thin_cells(
             _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
             place = tl.load(rank + word, mask=inside, other=-1)
             candidate = (place >= lo) & (place < hi)
-            theirs = _compared(score, token, word, candidate, now, per_age, HAS_TOKEN)
+            theirs = _compared(score, token, word, candidate, now, per_age)
             tl.store(values + place, theirs, mask=candidate)
         tl.debug_barrier()  # every slot looks at all of its cell
     for first in range(0, slots, TILE):
@@ -135,13 +136,8 @@ def _insert(
     values_stride,
     NUM_SETS: tl.constexpr,
     HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
     HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    HAS_TOKEN: tl.constexpr,
     HAS_CELLS: tl.constexpr,
-    RULE: tl.constexpr,
-    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CELL_TILE: tl.constexpr,
@@ -181,7 +177,7 @@ def _insert(
                 )
                 place = tl.load(rank + word, mask=inside, other=-1)
                 candidate = (place >= lo) & (place < hi)
-                theirs = _compared(score, token, word, candidate, stream + 1, per_age, HAS_TOKEN)
+                theirs = _compared(score, token, word, candidate, stream + 1, per_age)
                 keys = victim_key(theirs, place, newest_stays)
                 keys = tl.where(candidate, keys, 0x7FFFFFFFFFFFFFFF)
                 best = tl.minimum(best, tl.min(keys, axis=0))
@@ -193,7 +189,7 @@ def _insert(
                 _thin_cells(
                     *(rank, score, token, values, table, slots, head_set, word_stride),
                     *(lo, hi, cell, stream + 1, per_age, newest_stays),
-                    *(HAS_TOKEN, PAGE, CELL_TILE),
+                    *(PAGE, CELL_TILE),
                 )
                 lo = hi - evicts  # what stays has the lowest of these ranks now
 
@@ -220,14 +216,15 @@ def _insert(
     tl.store(rank + word, own)
     tl.store(born + word, cached)
     tl.store(score + word, mine)
-    if HAS_TOKEN:
+    if token is not None:
         tl.store(token + word, stream)
-    head = head_set * HEADS + tl.arange(0, HEADS_PAD)
-    real = tl.arange(0, HEADS_PAD) < HEADS
+    member = tl.arange(0, triton.next_power_of_2(HEADS))
+    head = head_set * HEADS + member
+    real = member < HEADS
     key_rows = key + row * key_stride + head * HEAD
     value_rows = value + row * value_stride + head * HEAD
     rows = kv + block * page_stride + (head * PAGE + target % PAGE) * (2 * HEAD)
-    copy_rows(key_rows, value_rows, rows, real, HEAD, HEAD_PAD)
+    copy_rows(key_rows, value_rows, rows, real, HEAD)
 
 
 @torch.library.custom_op(
@@ -276,30 +273,19 @@ def insert(
     tile = min(4096, triton.next_power_of_2(num_slots))
     values = score.new_empty((num_rows, num_sets, num_slots) if has_cells else (1,))
     _insert[(num_rows, num_sets)](
-        *(key, value, new_score, kv, rank, born, score),
-        *(token if token is not None else rank, table, steps, rules, values),
+        *(key, value, new_score, kv, rank, born, score, token, table, steps, rules, values),
         *(key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
         num_slots,
         NUM_SETS=num_sets,
         HEADS=heads,
-        HEADS_PAD=triton.next_power_of_2(heads),
         HEAD=head_size,
-        HEAD_PAD=triton.next_power_of_2(head_size),
-        HAS_TOKEN=token is not None,
         HAS_CELLS=has_cells,
-        RULE=RULE_COLUMNS,
-        STEP=steps.shape[1],
         PAGE=page,
         TILE=tile,
         CELL_TILE=min(tile, 512),
         num_warps=8 if tile > 1024 else 4,
         maxnreg=128,  # two blocks a multiprocessor; left to itself, ptxas may spill for more
     )
-
-
-@insert.register_fake
-def _(key, value, new_score, kv, rank, born, score, token, table, steps, rules, has_cells) -> None:
-    return None
 
 
 def survivors_reference(

@@ -12,16 +12,16 @@ import triton.language as tl
 
 from .tiles import (
     CACHED,
-    LENGTH,
     NEW_SLOTS,
     OLD_SLOTS,
-    START,
+    STEP,
     STREAM,
     block_of,
     check_pages,
     check_steps,
     copy_rows,
     slot_tile,
+    stride_of,
 )
 
 
@@ -33,16 +33,15 @@ def _number(
     survivors,
     columns_stride,
     tokens_stride,
-    STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """New ranks of all columns (-1: deleted), and how many new tokens survive: which ones."""
     row = tl.program_id(0).to(tl.int64)
     mine = row * tl.num_programs(1) + tl.program_id(1)
-    if tl.load(steps + row * STEP + STREAM) < 0:
+    pads, cached, length, _ = stride_of(steps, row)
+    if pads:
         return
-    cached = tl.load(steps + row * STEP + CACHED)
-    columns = cached + tl.load(steps + row * STEP + LENGTH)
+    columns = cached + length
     kept_before = tl.full([], 0, tl.int32)
     new_before = tl.full([], 0, tl.int32)
     for first in range(0, columns, TILE):
@@ -76,8 +75,6 @@ def _place(
     table_stride,
     columns_stride,
     tokens_stride,
-    HAS_TOKEN: tl.constexpr,
-    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -116,7 +113,7 @@ def _place(
         value = tl.load(scores + column, mask=stays | taken, other=0.0)
         tl.store(score + word, value, mask=stays | taken)
         tl.store(born + word, cached + who, mask=taken)
-        if HAS_TOKEN:
+        if token is not None:
             tl.store(token + word, stream + who, mask=taken)
         tl.store(targets + mine * tokens_stride + who, slot, mask=taken)
         free_before += tl.sum(free.to(tl.int32), 0)
@@ -139,19 +136,15 @@ def _write(
     tokens_stride,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Keys and values of survivors into their slots."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    if tl.load(steps + row * STEP + STREAM) < 0:
+    pads, cached, length, start = stride_of(steps, row)
+    if pads:
         return
-    length = tl.load(steps + row * STEP + LENGTH)
-    cached = tl.load(steps + row * STEP + CACHED)
-    start = tl.load(steps + row * STEP + START).to(tl.int64)
     mine = row * NUM_SETS + head % NUM_SETS
     index = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside = index < length
@@ -161,7 +154,7 @@ def _write(
     keys = key + (start + index) * key_stride + head * HEAD
     values = value + (start + index) * value_stride + head * HEAD
     slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
-    copy_rows(keys, values, slots, kept, HEAD, HEAD_PAD)
+    copy_rows(keys, values, slots, kept, HEAD)
 
 
 @torch.library.custom_op(
@@ -209,15 +202,12 @@ def insert_strides(
     targets = torch.empty_like(survivors)
     _number[(num_rows, num_sets)](
         *(keep, steps, ranks, survivors, num_columns, max_length + 1),
-        STEP=steps.shape[1],
         TILE=min(1024, triton.next_power_of_2(num_columns)),
         num_warps=4,
     )
     _place[(num_rows, num_sets)](
-        *(ranks, survivors, scores, rank, born, score, token if token is not None else rank),
-        *(table, steps, targets, rank.stride(0), table.stride(0), num_columns, max_length + 1),
-        HAS_TOKEN=token is not None,
-        STEP=steps.shape[1],
+        *(ranks, survivors, scores, rank, born, score, token, table, steps, targets),
+        *(rank.stride(0), table.stride(0), num_columns, max_length + 1),
         PAGE=page,
         TILE=min(1024, triton.next_power_of_2(table.shape[1] * page)),
         num_warps=4,
@@ -228,14 +218,7 @@ def insert_strides(
         *(kv.stride(0), table.stride(0), num_columns, max_length + 1),
         NUM_SETS=num_sets,
         HEAD=head_size,
-        HEAD_PAD=triton.next_power_of_2(head_size),
-        STEP=steps.shape[1],
         PAGE=page,
         TILE=tile,
         num_warps=4,
     )
-
-
-@insert_strides.register_fake
-def _(key, value, keep, scores, kv, rank, born, score, token, table, steps, max_length) -> None:
-    return None

@@ -13,47 +13,34 @@ import triton.language as tl
 
 from .configs import Config, prefill_config
 from .tiles import (
-    CACHED,
-    LENGTH,
-    START,
-    STEP_COLUMNS,
-    STREAM,
     check_steps,
     dot_keys,
     load_rows,
     online_softmax,
+    padded,
     soft_cap,
+    store_rows,
+    stride_of,
 )
 
 
 @triton.jit
-def stride_logits(
-    queries,
-    keys,
-    position,
-    key_rank,
-    seen,
-    scale,
-    cap,
-    slope,
-    HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-):
+def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope):
     """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
 
-    ``scale`` is one number a query; ``seen``: keys that exist.
+    ``scale`` is one number a query; ``seen``: keys that exist; ``slope``: ALiBi's, or None.
     """
-    logits = soft_cap(dot_keys(queries, keys) * scale[:, None], cap, HAS_CAP)
-    if HAS_SLOPES:
+    logits = soft_cap(dot_keys(queries, keys) * scale[:, None], cap)
+    if slope is not None:
         logits += slope * (key_rank[None, :] - position[:, None]).to(tl.float32)
     visible = seen[None, :] & (key_rank[None, :] <= position[:, None])
     return tl.where(visible, logits, float("-inf"))
 
 
 @triton.jit
-def query_scale(scale, logit_scale, token, real, HAS_LOGIT_SCALE: tl.constexpr):
+def query_scale(scale, logit_scale, token, real):
     factor = tl.zeros(token.shape, tl.float32) + scale
-    if HAS_LOGIT_SCALE:
+    if logit_scale is not None:
         factor *= tl.load(logit_scale + token, mask=real, other=1.0)
     return factor
 
@@ -80,76 +67,55 @@ def _attend_strides(
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    HAS_LOGIT_SCALE: tl.constexpr,
-    STEP: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(2)
     query_head = tl.program_id(1)
     head = query_head // GROUP
-    length = tl.load(steps + row * STEP + LENGTH)
+    pads, cached, length, start = stride_of(steps, row)
     first_query = tl.program_id(0) * QUERIES
-    if (tl.load(steps + row * STEP + STREAM) < 0) | (first_query >= length):
+    if pads | (first_query >= length):
         return
-    start = tl.load(steps + row * STEP + START).to(tl.int64)
-    cached = tl.load(steps + row * STEP + CACHED)
     index = first_query + tl.arange(0, QUERIES)
     real = index < length
     token = start + index
     position = cached + index
-    factor = query_scale(scale, logit_scale, token, real, HAS_LOGIT_SCALE)
-    slope = 0.0
-    if HAS_SLOPES:
+    factor = query_scale(scale, logit_scale, token, real)
+    slope = None
+    if slopes is not None:
         slope = tl.load(slopes + query_head)
     rows = query + token * query_stride + query_head * HEAD
-    queries = load_rows(rows, real, 0, HEAD, HEAD_PAD)
+    queries = load_rows(rows, real, 0, HEAD)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, HEAD_PAD], tl.float32)
+    acc = tl.zeros([QUERIES, padded(HEAD)], tl.float32)
 
     base = (row * NUM_HEADS + head).to(tl.int64) * old_stride * HEAD
     for begin in range(0, cached, TILE):
         rank = begin + tl.arange(0, TILE)
         seen = rank < cached
-        keys = load_rows(old_keys + base + rank * HEAD, seen, 0, HEAD, HEAD_PAD)
-        logits = stride_logits(
-            queries, keys, position, rank, seen, factor, cap, slope, HAS_CAP, HAS_SLOPES
-        )
-        values = load_rows(old_values + base + rank * HEAD, seen, 0, HEAD, HEAD_PAD)
+        keys = load_rows(old_keys + base + rank * HEAD, seen, 0, HEAD)
+        logits = stride_logits(queries, keys, position, rank, seen, factor, cap, slope)
+        values = load_rows(old_values + base + rank * HEAD, seen, 0, HEAD)
         top, total, acc = online_softmax(top, total, acc, logits, values)
     for begin in range(0, tl.minimum(first_query + QUERIES, length), TILE):
         place = begin + tl.arange(0, TILE)
         seen = place < length
         source = (start + place) * key_stride + head * HEAD
-        keys = load_rows(key + source, seen, 0, HEAD, HEAD_PAD)
-        logits = stride_logits(
-            queries, keys, position, cached + place, seen, factor, cap, slope, HAS_CAP, HAS_SLOPES
-        )
+        keys = load_rows(key + source, seen, 0, HEAD)
+        logits = stride_logits(queries, keys, position, cached + place, seen, factor, cap, slope)
         source = (start + place) * value_stride + head * HEAD
-        values = load_rows(value + source, seen, 0, HEAD, HEAD_PAD)
+        values = load_rows(value + source, seen, 0, HEAD)
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    channel = tl.arange(0, HEAD_PAD)
-    where = output + token[:, None] * output_stride + query_head * HEAD + channel[None, :]
-    write = real[:, None] & (channel < HEAD)[None, :]
-    tl.store(where, acc.to(output.dtype.element_ty), mask=write)
+    store_rows(output + token * output_stride + query_head * HEAD, acc, real, 0, HEAD)
     norm = top + tl.log(tl.where(total > 0.0, total, 1.0))
     tl.store(lse + token * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
 
 
-def stride_constants(
-    config: Config,
-    query: torch.Tensor,
-    num_heads: int,
-    softcap: float,
-    slopes: torch.Tensor | None,
-    logit_scale: torch.Tensor | None,
-) -> dict[str, int]:
+def stride_constants(config: Config, query: torch.Tensor, num_heads: int) -> dict[str, int]:
     """What both kernels over strides are compiled for; ``query`` is ``[num_tokens, H * G, D]``."""
     num_queries, head_size = query.shape[1:]
     assert num_queries % num_heads == 0, (num_queries, num_heads)
@@ -157,11 +123,6 @@ def stride_constants(
         "NUM_HEADS": num_heads,
         "GROUP": num_queries // num_heads,
         "HEAD": head_size,
-        "HEAD_PAD": max(16, triton.next_power_of_2(head_size)),
-        "HAS_CAP": softcap != 0,
-        "HAS_SLOPES": slopes is not None,
-        "HAS_LOGIT_SCALE": logit_scale is not None,
-        "STEP": STEP_COLUMNS,
         "QUERIES": config.queries,
         "TILE": config.tile,
         "num_warps": config.warps,
@@ -212,31 +173,23 @@ def attend_strides(
         return lse
     config = prefill_config(query.device, query.dtype, head_size)
     _attend_strides[(triton.cdiv(max_length, config.queries), num_queries, num_rows)](
-        *(query, key, value, old_keys, old_values, steps),
-        slopes if slopes is not None else lse,
-        logit_scale if logit_scale is not None else lse,
-        *(output, lse, scale, softcap, query.stride(0), key.stride(0), value.stride(0)),
-        *(output.stride(0), max_cached),
-        **stride_constants(config, query, num_heads, softcap, slopes, logit_scale),
+        *(query, key, value, old_keys, old_values, steps, slopes, logit_scale, output, lse),
+        *(
+            scale,
+            softcap or None,
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            output.stride(0),
+        ),
+        max_cached,
+        **stride_constants(config, query, num_heads),
     )
     return lse
 
 
 @attend_strides.register_fake
-def _(
-    query,
-    key,
-    value,
-    old_keys,
-    old_values,
-    steps,
-    slopes,
-    logit_scale,
-    output,
-    scale,
-    softcap,
-    max_length,
-):
+def _(query, *others):
     return query.new_empty(query.shape[:2], dtype=torch.float32)
 
 

@@ -13,14 +13,17 @@ import triton.language as tl
 from .tiles import (
     CACHED,
     OLD_SLOTS,
+    STEP,
     STREAM,
     check_pages,
     check_steps,
     load_pair,
     load_rows,
+    padded,
     pair_channels,
     rotate_pair,
     slot_tile,
+    store_rows,
 )
 
 _tables: dict[tuple, torch.Tensor] = {}
@@ -69,13 +72,7 @@ def _gather(
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
     HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    REST: tl.constexpr,
-    REST_PAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    HAS_TOKEN: tl.constexpr,
-    STEP: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -96,26 +93,22 @@ def _gather(
     target = (row * NUM_HEADS + head).to(tl.int64) * out_stride + tl.where(valid, place, 0)
     out = keys + target * HEAD
     if HALF > 0:
-        x, y = load_pair(source, valid, HALF, HALF_PAD, INTERLEAVED)
-        x, y = rotate_pair(x, y, rotation, distance, valid, HALF, HALF_PAD)
-        index = tl.arange(0, HALF_PAD)
+        x, y = load_pair(source, valid, HALF, INTERLEAVED)
+        x, y = rotate_pair(x, y, rotation, distance, valid, HALF)
+        index = tl.arange(0, padded(HALF))
         first, second = pair_channels(index, HALF, INTERLEAVED)
         write = valid[:, None] & (index < HALF)[None, :]
         tl.store(out[:, None] + first[None, :], x.to(keys.dtype.element_ty), mask=write)
         tl.store(out[:, None] + second[None, :], y.to(keys.dtype.element_ty), mask=write)
-    if REST > 0:
-        rest = load_rows(source, valid, 2 * HALF, HEAD, REST_PAD)
-        channel = 2 * HALF + tl.arange(0, REST_PAD)
-        write = valid[:, None] & (channel < HEAD)[None, :]
-        tl.store(out[:, None] + channel[None, :], rest, mask=write)
-    value = load_rows(source + HEAD, valid, 0, HEAD, HEAD_PAD)
-    channel = tl.arange(0, HEAD_PAD)
-    write = valid[:, None] & (channel < HEAD)[None, :]
-    tl.store(values + target[:, None] * HEAD + channel[None, :], value, mask=write)
+    if 2 * HALF < HEAD:
+        rest = load_rows(source, valid, 2 * HALF, HEAD)
+        store_rows(out, rest, valid, 2 * HALF, HEAD)
+    value = load_rows(source + HEAD, valid, 0, HEAD)
+    store_rows(values + target * HEAD, value, valid, 0, HEAD)
     if head < NUM_SETS:
         target = (row * NUM_SETS + head).to(tl.int64) * out_stride + tl.where(valid, place, 0)
         tl.store(scores + target, tl.load(score + word, mask=valid, other=0.0), mask=valid)
-        if HAS_TOKEN:
+        if token is not None:
             tl.store(tokens + target, tl.load(token + word, mask=valid, other=0), mask=valid)
 
 
@@ -161,20 +154,13 @@ def gather(
         return keys, values, scores, tokens
     tile = min(16, triton.next_power_of_2(num_slots))
     _gather[(num_rows, num_heads, triton.cdiv(num_slots, tile))](
-        *(kv, rank, born, score, token if token is not None else rank, table, steps),
-        *(rotation if rotation is not None else score, keys, values, scores, tokens),
+        *(kv, rank, born, score, token, table, steps, rotation, keys, values, scores, tokens),
         *(kv.stride(0), rank.stride(0), table.stride(0), max_cached),
         NUM_HEADS=num_heads,
         NUM_SETS=num_sets,
         HEAD=head_size,
         HALF=half,
-        HALF_PAD=triton.next_power_of_2(max(half, 1)),
-        REST=head_size - 2 * half,
-        REST_PAD=triton.next_power_of_2(max(head_size - 2 * half, 1)),
-        HEAD_PAD=triton.next_power_of_2(head_size),
         INTERLEAVED=interleaved,
-        HAS_TOKEN=token is not None,
-        STEP=steps.shape[1],
         PAGE=page,
         TILE=tile,
         num_warps=4,

@@ -12,20 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from .tiles import (
-    CACHED,
-    LENGTH,
-    LO,
-    NEW_SLOTS,
-    OLD_SLOTS,
-    PER_AGE,
-    START,
-    STEP_COLUMNS,
-    STREAM,
-)
+from .tiles import CACHED, LENGTH, LO, NEW_SLOTS, OLD_SLOTS, PER_AGE, START, STEP, STREAM
 
-COUNT, SLOTS, TABLE_COLUMNS = tl.constexpr(6), tl.constexpr(7), 8
-HEAD_COLUMNS = 7
+TABLE_COLUMNS, HEAD_COLUMNS = 8, 7
+COUNT, SLOTS, TABLE, HEAD = (tl.constexpr(n) for n in (6, 7, TABLE_COLUMNS, HEAD_COLUMNS))
 
 
 @dataclass(frozen=True)
@@ -66,9 +56,6 @@ def _schedule(
     positions,
     num_rows,
     blocks_stride,
-    COLUMNS: tl.constexpr,
-    HEAD: tl.constexpr,
-    STEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -82,8 +69,8 @@ def _schedule(
     first = tl.load(head, mask=inside, other=0)
     transient = tl.load(head + 1, mask=inside, other=0)
     period = tl.load(head + 2, mask=inside, other=1)
-    now = table + _table_row(tl.maximum(stream, 0), first, transient, period) * COLUMNS
-    before = table + _table_row(tl.maximum(stream - 1, 0), first, transient, period) * COLUMNS
+    now = table + _table_row(tl.maximum(stream, 0), first, transient, period) * TABLE
+    before = table + _table_row(tl.maximum(stream - 1, 0), first, transient, period) * TABLE
     older = real & (stream > 0)
     cached = tl.load(before + COUNT, mask=older, other=0)
     out = steps + row * STEP
@@ -120,7 +107,7 @@ def schedule(
     """
     num_rows = seq_lens.shape[0]
     assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
-    assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP_COLUMNS
+    assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP.value
     assert positions.dtype == torch.int64 and min(len(positions), len(steps)) >= num_rows
     assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_rows, schedule_of.shape
     if num_rows == 0:
@@ -129,9 +116,6 @@ def schedule(
     _schedule[(triton.cdiv(num_rows, tile),)](
         *(seq_lens, blocks, tables.table, tables.heads, schedule_of, steps, positions),
         *(num_rows, blocks.stride(0)),
-        COLUMNS=TABLE_COLUMNS,
-        HEAD=HEAD_COLUMNS,
-        STEP=STEP_COLUMNS,
         TILE=tile,
         num_warps=1,
     )
@@ -148,7 +132,7 @@ def schedule_reference(
     result = []
     for row, (length, block) in enumerate(zip(seq_lens, first_blocks, strict=True)):
         if length == 0 or block == 0:
-            result.append([-1] + [0] * (STEP_COLUMNS - 1))
+            result.append([-1] + [0] * (STEP.value - 1))
             continue
         first, transient, period, *scores = heads[schedule_of[row]]
         own = rows[first : first + transient + period]

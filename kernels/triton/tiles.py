@@ -27,6 +27,7 @@ NEWEST_STAYS = tl.constexpr(columns.NEWEST_STAYS)
 DECAY = tl.constexpr(columns.DECAY)
 WEIGHT = tl.constexpr(columns.WEIGHT)
 STEP_COLUMNS = columns.STEP_COLUMNS
+STEP, RULE = tl.constexpr(STEP_COLUMNS), tl.constexpr(columns.RULE_COLUMNS)
 
 NEVER = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -57,10 +58,24 @@ def float_bits(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 
+@triton.constexpr_function
+def padded(channels):
+    """Channels of a tile: a power of two, and enough for a tensor core."""
+    return max(16, triton.next_power_of_2(channels))
+
+
 @triton.jit
 def block_of(table, slot, inside, PAGE: tl.constexpr):
     """Block numbers of slots; int64, because a pool may exceed 2**31 elements."""
     return tl.load(table + slot // PAGE, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit
+def stride_of(steps, row):
+    """A stride's row: whether it only pads, tokens cached before, its length, its first place."""
+    step = steps + row * STEP
+    start = tl.load(step + START).to(tl.int64)
+    return tl.load(step + STREAM) < 0, tl.load(step + CACHED), tl.load(step + LENGTH), start
 
 
 @triton.jit
@@ -89,9 +104,9 @@ def pair_channels(index, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def load_pair(rows, row_inside, HALF: tl.constexpr, PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both halves ``[n, PAD]`` of the rotary channels of rows, zero outside."""
-    index = tl.arange(0, PAD)
+def load_pair(rows, row_inside, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Both halves ``[n, padded(HALF)]`` of the rotary channels of rows, zero outside."""
+    index = tl.arange(0, padded(HALF))
     first, second = pair_channels(index, HALF, INTERLEAVED)
     inside = row_inside[:, None] & (index < HALF)[None, :]
     x = tl.load(rows[:, None] + first[None, :], mask=inside, other=0.0)
@@ -100,29 +115,34 @@ def load_pair(rows, row_inside, HALF: tl.constexpr, PAD: tl.constexpr, INTERLEAV
 
 
 @triton.jit
-def load_rows(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr, PAD: tl.constexpr):
-    """Channels ``[FROM, TO)`` of rows, ``[n, PAD]``, zero outside."""
-    channel = FROM + tl.arange(0, PAD)
+def load_rows(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
+    """Channels ``[FROM, TO)`` of rows, ``[n, padded(TO - FROM)]``, zero outside."""
+    channel = FROM + tl.arange(0, padded(TO - FROM))
     inside = row_inside[:, None] & (channel < TO)[None, :]
     return tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def copy_rows(keys, values, slots, row_inside, HEAD: tl.constexpr, PAD: tl.constexpr):
-    """Rows of keys and of values to their slots, where a key is followed by its value."""
-    key_rows = load_rows(keys, row_inside, 0, HEAD, PAD)
-    value_rows = load_rows(values, row_inside, 0, HEAD, PAD)
-    channel = tl.arange(0, PAD)
-    where = slots[:, None] + channel[None, :]
-    write = row_inside[:, None] & (channel < HEAD)[None, :]
-    tl.store(where, key_rows, mask=write)
-    tl.store(where + HEAD, value_rows, mask=write)
+def store_rows(rows, x, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
+    """What ``load_rows`` loads, in the type of where it goes."""
+    channel = FROM + tl.arange(0, padded(TO - FROM))
+    inside = row_inside[:, None] & (channel < TO)[None, :]
+    tl.store(rows[:, None] + channel[None, :], x.to(rows.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr, PAD: tl.constexpr):
+def copy_rows(keys, values, slots, row_inside, HEAD: tl.constexpr):
+    """Rows of keys and of values to their slots, where a key is followed by its value."""
+    key_rows = load_rows(keys, row_inside, 0, HEAD)
+    value_rows = load_rows(values, row_inside, 0, HEAD)
+    store_rows(slots, key_rows, row_inside, 0, HEAD)
+    store_rows(slots + HEAD, value_rows, row_inside, 0, HEAD)
+
+
+@triton.jit
+def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr):
     """Rotate fp32 pairs back by ``distance`` positions (``rotate.rotation_table``)."""
-    index = tl.arange(0, PAD)
+    index = tl.arange(0, padded(HALF))
     inside = row_inside[:, None] & (index < HALF)[None, :]
     base = rotation + distance[:, None] * (2 * HALF) + index[None, :]
     cos = tl.load(base, mask=inside, other=0.0).to(tl.float32)
@@ -158,9 +178,9 @@ def dot_values(probs, values):
 
 
 @triton.jit
-def soft_cap(logits, cap, HAS_CAP: tl.constexpr):
-    """``cap * tanh(logits / cap)``."""
-    if HAS_CAP:
+def soft_cap(logits, cap):
+    """``cap * tanh(logits / cap)``; a cap of None is none."""
+    if cap is not None:
         logits = cap * (2.0 * tl.sigmoid(2.0 * logits / cap) - 1.0)
     return logits
 

@@ -167,7 +167,6 @@ PAGES = (
     *rows(
         "vllm.v1.core.kv_cache_utils",
         BlockHash=given("the hash of a prefix", SNAPSHOTS),
-        BlockHashList=given("the hashes of a prompt", MANAGER),
         KVCacheBlockCopy=called("copies before a step", "(src_block_id, dst_block_id)", SNAPSHOTS),
     ),
     *rows(
@@ -203,7 +202,7 @@ SPECS = (
     ),
     *rows(
         "vllm.v1.kv_cache_interface",
-        KVCacheSpec=given("what a layer asks for", MANAGER, WORKER),
+        KVCacheSpec=given("what a layer asks for", WORKER),
         replace_as=called(
             "a layer's spec becomes ours", "(spec, target_cls, *, drop=, **changes)", MANAGER
         ),

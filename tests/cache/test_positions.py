@@ -42,7 +42,7 @@ def test_moving_a_key_equals_writing_it_there(kind: str, is_neox: bool, partial:
     """Also far from zero, where drift would show, and with YaRN's magnitude."""
     module = rope(kind, partial=partial, is_neox=is_neox)
     rotary = rotary_of(module)
-    assert rotary.rotary_dim == HEAD * partial and rotary.is_neox == is_neox
+    assert 2 * rotary.inv_freq.numel() == HEAD * partial and rotary.is_neox == is_neox
     torch.manual_seed(0)
     key = torch.randn(200, 1, HEAD)
     born = torch.randint(0, LENGTH, (200,))

@@ -39,7 +39,7 @@ class Pages:
     rank: torch.Tensor
     born: torch.Tensor
     score: torch.Tensor
-    token: torch.Tensor | None
+    token: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -69,13 +69,8 @@ def page_views(kv_cache: torch.Tensor, spec: "KVPolicySpec") -> Pages:
         (page_bytes // WORD_BYTES, spec.num_sets * units, units, 1),
     )
     tail = dict(zip(spec.words, words.unbind(1), strict=True))
-    return Pages(
-        kv=kv_cache,
-        rank=tail["rank"],
-        born=tail["born"],
-        score=tail["score"].view(torch.float32),
-        token=tail.get("token"),
-    )
+    tail["score"] = tail["score"].view(torch.float32)
+    return Pages(kv_cache, **tail)
 
 
 def whole_pages(kv_cache: torch.Tensor) -> torch.Tensor:

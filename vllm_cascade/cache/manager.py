@@ -8,13 +8,14 @@ nothing here knows which tokens are kept; what a page holds is in ``layout.py``.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.cache.layout import TRACE_WORDS, UNIT_WORDS, WORD_BYTES
@@ -28,10 +29,13 @@ class KVPolicySpec(AttentionSpec):
 
     policy: Policy
 
+    prefix_cacheable = uses_slot_mapping = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        tail = self.num_sets * (self.block_size // self.policy.unit) * self.unit_bytes
-        object.__setattr__(self, "page_size_padded", self.unpadded_page_size_bytes + tail)
+        units = self.num_sets * (self.block_size // self.policy.unit)
+        words = units * len(self.words) * WORD_BYTES
+        object.__setattr__(self, "page_size_padded", self.unpadded_page_size_bytes + words)
 
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
@@ -58,19 +62,6 @@ class KVPolicySpec(AttentionSpec):
     def words(self) -> tuple[str, ...]:
         return TRACE_WORDS if self.policy.keeps_ages else UNIT_WORDS
 
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of metadata per unit of slots and head set."""
-        return len(self.words) * WORD_BYTES
-
-    @property
-    def prefix_cacheable(self) -> bool:
-        return False
-
-    @property
-    def uses_slot_mapping(self) -> bool:
-        return False
-
     def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
         """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
         return cdiv((schedule or self.schedule).peak_at(num_tokens), self.block_size)
@@ -82,14 +73,6 @@ class KVPolicySpec(AttentionSpec):
         return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
 
-@dataclass(frozen=True)
-class Limit:
-    """How long a request may become, and under which policy."""
-
-    num_tokens: int
-    schedule: Schedule
-
-
 class KVPolicyManager(SingleTypeKVCacheManager):
     """Hands out a request's bounded pages and reserves all of them on admission.
 
@@ -99,20 +82,15 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     """
 
     kv_cache_spec: KVPolicySpec
+    has_positionally_stable_blocks = False  # a slot is reused by a later token
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
-        self._limits: dict[str, Limit] = {}
+        self._limits: dict[str, tuple[int, Schedule]] = {}  # how long, and under which policy
         self.snapshots: SnapshotStore | None = None
         if self.enable_caching:
-            policy = kv_cache_spec.policy
-            self.snapshots = SnapshotStore(
-                block_pool, block_pool.hash_block_size, policy.prefill_stride
-            )
-
-    @property
-    def has_positionally_stable_blocks(self) -> bool:
-        return False  # a slot is reused by a later token
+            stride = kv_cache_spec.policy.prefill_stride
+            self.snapshots = SnapshotStore(block_pool, block_pool.hash_block_size, stride)
 
     def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
         """Announce that a request will never hold more than ``num_tokens`` tokens.
@@ -120,19 +98,19 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         Args:
             schedule: the request's own; None: the engine's.
         """
-        self._limits[request_id] = Limit(num_tokens, schedule or self.kv_cache_spec.schedule)
+        self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.schedule
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
         """Pages that a request needs after ``num_tokens`` tokens."""
-        limit = self._limits.get(request_id)
-        return self.kv_cache_spec.num_pages(num_tokens, limit and limit.schedule)
+        _, schedule = self._limits.get(request_id, (0, None))
+        return self.kv_cache_spec.num_pages(num_tokens, schedule)
 
     def final_pages(self, request_id: str) -> int:
         """Pages a request may come to hold; without a limit, all that the policy allows."""
         limit = self._limits.get(request_id)
         if limit is None:
             return cdiv(self.kv_cache_spec.policy.capacity, self.block_size)
-        return self.kv_cache_spec.num_pages(limit.num_tokens, limit.schedule)
+        return self.kv_cache_spec.num_pages(*limit)
 
     def reserved_pages(self) -> int:
         """Pages promised to admitted requests and not taken yet."""
@@ -143,15 +121,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         )
 
     def get_num_blocks_to_allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        new_computed_blocks: Sequence[KVCacheBlock],
-        total_computed_tokens: int,
-        num_local_computed_tokens: int,
-        num_tokens_main_model: int,
-        apply_admission_cap: bool = False,
-        prefill_end: int = 0,
+        self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
         """Pages the pool must have free: the next ones, or on admission all still promised."""
         held = len(self.req_to_blocks.get(request_id, ()))
@@ -180,9 +150,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     ) -> list[KVCacheBlock]:
         blocks = self.req_to_blocks[request_id]
         missing = self.num_pages(request_id, num_tokens) - len(blocks)
-        if missing <= 0:
-            return []
-        new_blocks = self.block_pool.get_new_blocks(missing)
+        new_blocks = self.block_pool.get_new_blocks(missing) if missing > 0 else []
         blocks.extend(new_blocks)
         return new_blocks
 
@@ -192,16 +160,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     @classmethod
     def find_longest_cache_hit(
-        cls,
-        block_hashes: BlockHashList,
-        max_length: int,
-        kv_cache_group_ids: list[int],
-        block_pool: BlockPool,
-        kv_cache_spec: KVCacheSpec,
-        drop_eagle_block: bool,
-        alignment_tokens: int,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        cls, *args: Any, kv_cache_group_ids: list[int], **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Never a hit on live pages; the scheduler looks for snapshots of them instead."""
         return tuple([] for _ in kv_cache_group_ids), 0

@@ -39,10 +39,6 @@ class Rotary:
     inv_freq: torch.Tensor
     is_neox: bool
 
-    @property
-    def rotary_dim(self) -> int:
-        return 2 * self.inv_freq.numel()
-
     def table(self, max_distance: int) -> torch.Tensor:
         """cos and sin of a rotation by ``-d`` for ``d`` in ``[0, max_distance]``.
 

@@ -82,11 +82,6 @@ class SnapshotStore:
         """Snapshots are taken at multiples of this: stride boundaries at which a hash ends."""
         return math.lcm(self.stride, self.hash_block_size)
 
-    @property
-    def num_pages(self) -> int:
-        """Pages that hold snapshots; vLLM counts them as free."""
-        return len(self._by_block)
-
     def __len__(self) -> int:
         return len(self._by_key)
 
@@ -103,7 +98,7 @@ class SnapshotStore:
         """Lengths up to ``max_tokens`` at which a state may be taken, the longest first."""
         most = min(max_tokens, len(hashes) * self.hash_block_size)
         for num_tokens in range(most // self.interval * self.interval, 0, -self.interval):
-            yield num_tokens, (schedule.number, hashes[num_tokens // self.hash_block_size - 1])
+            yield num_tokens, self._key(schedule, hashes, num_tokens)
 
     def has(self, schedule: Schedule, hashes: Sequence[BlockHash], num_tokens: int) -> bool:
         return self._key(schedule, hashes, num_tokens) in self._by_key
@@ -112,14 +107,8 @@ class SnapshotStore:
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
     ) -> Snapshot | None:
         """The snapshot of the longest prefix of at most ``max_tokens`` tokens."""
-        if not self._by_key:
-            return None
-        for num_tokens, key in self._prefixes(schedule, hashes, max_tokens):
-            snapshot = self._by_key.get(key)
-            if snapshot is not None:
-                assert snapshot.num_tokens == num_tokens
-                return snapshot
-        return None
+        prefixes = self._prefixes(schedule, hashes, max_tokens) if self._by_key else ()
+        return next((self._by_key[key] for _, key in prefixes if key in self._by_key), None)
 
     def junction(
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int, known: int

@@ -2,6 +2,7 @@
 """Requests that could not be served as they ask to be, refused before they wait for ever."""
 
 import difflib
+from bisect import bisect_right
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
@@ -26,18 +27,13 @@ def usable_pages(vllm_config: VllmConfig) -> int:
     """
     parallel = vllm_config.parallel_config
     local = parallel.data_parallel_size_local if parallel.local_engines_only else 0
-    return (vllm_config.cache_config.num_gpu_blocks or 0) // (
-        local or parallel.data_parallel_size
-    ) - 1
+    engines = local or parallel.data_parallel_size
+    return (vllm_config.cache_config.num_gpu_blocks or 0) // engines - 1
 
 
 def longest_stream(schedule: Schedule, slots: int, limit: int) -> int:
     """Most tokens, at most ``limit``, that a stream may have and never need more than ``slots``."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if schedule.peak_at(middle) <= slots else (low, middle - 1)
-    return low
+    return bisect_right(range(1, limit + 1), slots, key=schedule.peak_at)
 
 
 def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams | None) -> None:

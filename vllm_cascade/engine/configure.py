@@ -81,13 +81,11 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
     inert = sorted(policy.inert_keys & set(raw))
     if inert:
         logger.warning("KV policy %s: no effect from %s", policy.name, ", ".join(inert))
-    spare = config.scheduler_config.max_num_batched_tokens - policy.prefill_stride
+    most = config.scheduler_config.max_num_batched_tokens
+    spare = most - policy.prefill_stride
     if spare < config.scheduler_config.max_num_seqs - 1:
         logger.warning(
-            "KV policy %s: with more than %d requests decoding, a prompt's stride of %d tokens "
-            "does not fit --max-num-batched-tokens %d and waits; raise it or lower prefill_stride",
-            policy.name,
-            max(spare, 0),
-            policy.prefill_stride,
-            config.scheduler_config.max_num_batched_tokens,
+            f"KV policy {policy.name}: with more than {max(spare, 0)} requests decoding, a "
+            f"prompt's stride of {policy.prefill_stride} tokens does not fit "
+            f"--max-num-batched-tokens {most} and waits; raise it or lower prefill_stride"
         )

@@ -12,13 +12,11 @@ class Device:
     """How a policy gets into vLLM on one kind of device.
 
     Attributes:
-        platform: vLLM's word for it, as in ``current_platform.is_cpu``.
         stock_worker, worker: vLLM's worker class, and ours that takes its place.
         slot: the backend's name under which layers find ours while they are built.
         backend: our backend class.
     """
 
-    platform: str
     stock_worker: str
     worker: str
     slot: AttentionBackendEnum
@@ -26,24 +24,20 @@ class Device:
 
 
 DEVICES = {
-    device.platform: device
-    for device in (
-        Device(
-            platform="cpu",
-            stock_worker="vllm.v1.worker.cpu_worker.CPUWorker",
-            worker="vllm_cascade.engine.worker.CPUKVPolicyWorker",
-            slot=AttentionBackendEnum.CPU_ATTN,  # the only one that the CPU platform knows
-            backend="vllm_cascade.attention.cpu.backend.CPUKVPolicyBackend",
-        ),
-        Device(
-            platform="cuda",
-            stock_worker="vllm.v1.worker.gpu_worker.Worker",
-            worker="vllm_cascade.engine.gpu_worker.GPUKVPolicyWorker",
-            slot=AttentionBackendEnum.CUSTOM,
-            backend="vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend",
-        ),
-    )
+    "cpu": Device(
+        stock_worker="vllm.v1.worker.cpu_worker.CPUWorker",
+        worker="vllm_cascade.engine.worker.CPUKVPolicyWorker",
+        slot=AttentionBackendEnum.CPU_ATTN,  # the only one that the CPU platform knows
+        backend="vllm_cascade.attention.cpu.backend.CPUKVPolicyBackend",
+    ),
+    "cuda": Device(
+        stock_worker="vllm.v1.worker.gpu_worker.Worker",
+        worker="vllm_cascade.engine.gpu_worker.GPUKVPolicyWorker",
+        slot=AttentionBackendEnum.CUSTOM,
+        backend="vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend",
+    ),
 }
+"""By vLLM's word for a platform, as in ``current_platform.is_cpu``."""
 
 
 def this_device() -> Device | None:

@@ -16,10 +16,9 @@ from vllm_cascade.policies.text_importance import IdfTable, TokenImportance
 
 def policy_of(vllm_config: VllmConfig) -> Policy | None:
     """The policy of an engine whose settings are already resolved; None for stock vLLM."""
-    raw = raw_settings(vllm_config.additional_config)
-    if raw is None:
+    settings = raw_settings(vllm_config.additional_config)
+    if settings is None:
         return None
-    settings = dict(raw)
     return policy_class(settings.pop("name")).model_validate(settings)
 
 
@@ -60,10 +59,6 @@ def token_importance(policy: Policy, model_config: ModelConfig) -> TokenImportan
             f"it with `vllm-cascade idf --tokenizer {model_config.tokenizer}`"
         )
     ends = sentence_ends(tokenizer) if table is None else table.ends
-    return TokenImportance(source.rule, _padded(ends, model_config), table)
-
-
-def _padded(ends: np.ndarray, model_config: ModelConfig) -> np.ndarray:
-    """A model's vocabulary may be larger than its tokenizer's."""
+    # A model's vocabulary may be larger than its tokenizer's.
     missing = max(model_config.get_vocab_size() - len(ends), 0)
-    return np.pad(ends, (0, missing))
+    return TokenImportance(source.rule, np.pad(ends, (0, missing)), table)

@@ -22,20 +22,26 @@ from vllm_cascade.cache.strides import count_strides
 from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.policies import Schedule
 
+PREFIX = "vllm:kv_policy_"
+GAUGES = {
+    "cached_tokens": "Tokens that running requests have cached, per layer and head.",
+    "pages": "KV cache pages that requests hold.",
+    "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
+    "bytes that they hold; negative while requests are shorter than the budget.",
+}
+COUNTERS = {
+    "evicted_tokens": "Number of tokens evicted from the KV cache, per layer and head.",
+    "strides": "Number of strides attended; a decoded token is one.",
+    "snapshot_hits": "Number of prompts that started from a snapshot of the cache.",
+}
+
 
 @dataclass
 class KVPolicyStats:
-    """One report of a scheduler; the first three are levels, the others grew since the last one.
+    """One report of a scheduler: ``GAUGES`` are levels, ``COUNTERS`` grew since the last one.
 
-    Attributes:
-        cached_tokens: tokens that running requests have cached, per layer and head.
-        pages: pages that requests hold.
-        saved_bytes: what full attention would hold for these requests, less what they hold; over
-            all layers and ranks. Negative while requests are shorter than the budget, because a
-            page's metadata comes on top of its keys and values.
-        evicted_tokens: tokens that left a cache, per layer and head.
-        strides: strides attended; a decoded token is one.
-        snapshot_hits: prompts that started from a snapshot.
+    Bytes are summed over all layers and ranks; a page's metadata comes on top of its keys and
+    values, so a short request saves less than nothing.
     """
 
     cached_tokens: int = 0
@@ -57,37 +63,29 @@ class Meter:
     """Counts what a scheduler's requests do under a policy.
 
     Args:
-        managers: who own the pages.
-        num_layers: layers of each manager's cache group.
-        num_ranks: tensor-parallel ranks; each holds pages of the same size.
+        copies: who own the pages, and on how many layers and tensor-parallel ranks each of
+            theirs stands.
         schedule_of: what a request runs under.
     """
 
     def __init__(
         self,
-        managers: Sequence[KVPolicyManager],
-        num_layers: Sequence[int],
-        num_ranks: int,
+        copies: Sequence[tuple[KVPolicyManager, int]],
         schedule_of: Callable[[Request], Schedule],
     ) -> None:
-        self._managers = list(managers)
-        self._copies = [layers * num_ranks for layers in num_layers]
-        self._schedule_of = schedule_of
-        self._evicted_tokens = self._strides = 0
-        self._snapshot_hits = 0
+        self._copies, self._schedule_of = copies, schedule_of
+        self._grown, self._snapshot_hits = KVPolicyStats(), 0
 
     def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
         """Count a step, given its requests as they were before it and their tokens in it."""
         for schedule, rows in self._by_schedule(scheduled):
-            table = np.asarray(
-                [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows], dtype=np.int64
-            )
-            first, num, prompt = table.T
+            numbers = [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows]
+            first, num, prompt = np.asarray(numbers, dtype=np.int64).T
             end = first + num
             grown = schedule.counts(end) - schedule.counts(first)
-            self._evicted_tokens += int((num - grown).sum())
+            self._grown.evicted_tokens += int((num - grown).sum())
             strides = count_strides(first, end, prompt, schedule.policy.prefill_stride)
-            self._strides += int(strides.sum())
+            self._grown.strides += int(strides.sum())
 
     def report(self, requests: dict[str, Request], snapshot_hits: int) -> KVPolicyStats:
         """The levels now and the counts since the last report.
@@ -96,21 +94,13 @@ class Meter:
             requests: all unfinished ones, by id.
             snapshot_hits: since the engine's start.
         """
-        stats = KVPolicyStats(
-            evicted_tokens=self._evicted_tokens,
-            strides=self._strides,
-            snapshot_hits=snapshot_hits - self._snapshot_hits,
-        )
-        self._evicted_tokens = self._strides = 0
+        stats, self._grown = self._grown, KVPolicyStats()
+        stats.snapshot_hits = snapshot_hits - self._snapshot_hits
         self._snapshot_hits = snapshot_hits
         held: list[tuple[Request, int]] = []
-        for manager, copies in zip(self._managers, self._copies, strict=True):
-            spec = manager.kv_cache_spec
-            held = [
-                (requests[name], len(blocks))
-                for name, blocks in manager.req_to_blocks.items()
-                if blocks and name in requests
-            ]
+        for manager, copies in self._copies:
+            spec, blocks_of = manager.kv_cache_spec, manager.req_to_blocks.items()
+            held = [(requests[name], len(b)) for name, b in blocks_of if b and name in requests]
             pages = sum(num for _, num in held)
             full = sum(cdiv(request.num_computed_tokens, spec.block_size) for request, _ in held)
             saved = full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes
@@ -130,19 +120,6 @@ class Meter:
         return groups.items()
 
 
-GAUGES = {
-    "cached_tokens": "Tokens that running requests have cached, per layer and head.",
-    "pages": "KV cache pages that requests hold.",
-    "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
-    "bytes that they hold; negative while requests are shorter than the budget.",
-}
-COUNTERS = {
-    "evicted_tokens": "Number of tokens evicted from the KV cache, per layer and head.",
-    "strides": "Number of strides attended; a decoded token is one.",
-    "snapshot_hits": "Number of prompts that started from a snapshot of the cache.",
-}
-
-
 class KVPolicyStatLogger(AggregateStatLoggerBase):
     """``vllm:kv_policy_*`` on ``/metrics``; only engines with a policy have one."""
 
@@ -151,16 +128,11 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
         assert policy is not None
         labels = ("model_name", "engine", "policy")
         model = vllm_config.model_config.served_model_name
-        metrics = {
-            **{
-                name: Gauge(f"vllm:kv_policy_{name}", text, labels, multiprocess_mode="mostrecent")
-                for name, text in GAUGES.items()
-            },
-            **{
-                name: Counter(f"vllm:kv_policy_{name}", text, labels)
-                for name, text in COUNTERS.items()
-            },
+        metrics: dict[str, Gauge | Counter] = {
+            name: Gauge(PREFIX + name, text, labels, multiprocess_mode="mostrecent")
+            for name, text in GAUGES.items()
         }
+        metrics |= {name: Counter(PREFIX + name, text, labels) for name, text in COUNTERS.items()}
         self._metrics = {
             index: {
                 name: metric.labels(model, str(index), policy.name)
@@ -176,8 +148,6 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        if scheduler_stats is None:
-            return
         stats: KVPolicyStats | None = getattr(scheduler_stats, "kv_policy", None)
         if stats is None:
             return

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm.config import VllmConfig
+from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -38,25 +38,24 @@ def _rope_types(config: VllmConfig) -> set[str]:
     return {entry.get("rope_type", "default") for entry in parameters}
 
 
-def _has_mrope(config: VllmConfig) -> bool:
-    model = config.model_config
+def _has_mrope(model: ModelConfig) -> bool:
     parameters = iter_rope_parameters(model.hf_text_config)
     return model.uses_mrope or any("mrope_section" in entry for entry in parameters)
 
 
-def _windowed(config: VllmConfig) -> bool:
-    hf = config.model_config.hf_text_config
+def _windowed(model: ModelConfig) -> bool:
+    hf = model.hf_text_config
     kinds = set(getattr(hf, "layer_types", None) or ())
     return (
         bool(kinds & {"sliding_attention", "chunked_attention"})
         or bool(getattr(hf, "attention_chunk_size", None))
-        or (config.model_config.get_sliding_window() is not None and not kinds)
-        or config.model_config.rswa_window is not None
+        or (model.get_sliding_window() is not None and not kinds)
+        or model.rswa_window is not None
     )
 
 
-def _unrotated_layers(config: VllmConfig) -> bool:
-    hf = config.model_config.hf_text_config
+def _unrotated_layers(model: ModelConfig) -> bool:
+    hf = model.hf_text_config
     flags = getattr(hf, "no_rope_layers", None)
     return bool(flags and not all(flags)) or bool(getattr(hf, "no_rope_layer_interval", None))
 
@@ -85,6 +84,12 @@ def _no_movable_positions(config: VllmConfig) -> bool:
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
     )
+
+
+def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
+    """A kind of model that no policy knows."""
+    message = f"{what} not supported; use --kv-policy full"
+    return Refusal(name, lambda config, _: applies(config.model_config), message)
 
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -167,16 +172,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "--kv-cache-dtype must be auto with --kv-policy: keys are rotated when they are read and "
         "quantised keys cannot be; remove one of the two",
     ),
-    Refusal(
-        "MLA",
-        lambda config, _: config.model_config.use_mla,
-        "models with multi-head latent attention are not supported; use --kv-policy full",
-    ),
-    Refusal(
-        "encoder-decoder",
-        lambda config, _: config.model_config.is_encoder_decoder,
-        "encoder-decoder models are not supported; use --kv-policy full",
-    ),
+    _model("MLA", "models with multi-head latent attention are", lambda m: m.use_mla),
+    _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
     Refusal(
         "pooling",
         lambda config, _: config.model_config.runner_type != "generate",
@@ -188,22 +185,16 @@ REFUSALS: tuple[Refusal, ...] = (
         "models whose image tokens attend in both directions are not supported: a stride is "
         "causal; use --kv-policy full",
     ),
-    Refusal(
+    _model(
         "state-space layers",
-        lambda config, _: config.model_config.is_hybrid or config.model_config.is_attention_free,
-        "models with Mamba or linear-attention layers are not supported; use --kv-policy full",
+        "models with Mamba or linear-attention layers are",
+        lambda m: m.is_hybrid or m.is_attention_free,
     ),
-    Refusal(
-        "M-RoPE",
-        lambda config, _: _has_mrope(config),
-        "models with multi-axis rotary positions (M-RoPE) are not supported; use --kv-policy full",
-    ),
-    Refusal(
+    _model("M-RoPE", "models with multi-axis rotary positions (M-RoPE) are", _has_mrope),
+    _model(
         "dual-chunk attention",
-        lambda config, _: bool(
-            getattr(config.model_config.hf_text_config, "dual_chunk_attention_config", None)
-        ),
-        "dual-chunk attention is not supported; use --kv-policy full",
+        "dual-chunk attention is",
+        lambda m: bool(getattr(m.hf_text_config, "dual_chunk_attention_config", None)),
     ),
     Refusal(
         "rope type",
@@ -212,11 +203,10 @@ REFUSALS: tuple[Refusal, ...] = (
         f"so cached keys cannot be moved; supported: {', '.join(SUPPORTED_ROPE_TYPES)}; "
         "use --kv-policy full",
     ),
-    Refusal(
+    _model(
         "layers without rotary positions",
-        lambda config, _: _unrotated_layers(config),
-        "models that leave some layers without rotary positions are not supported; "
-        "use --kv-policy full",
+        "models that leave some layers without rotary positions are",
+        _unrotated_layers,
     ),
     Refusal(
         "absolute positions",
@@ -224,12 +214,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "the model adds positions to its inputs (learned or sinusoidal), so cached keys cannot be "
         "moved to new positions; use --kv-policy full",
     ),
-    Refusal(
-        "windowed layers",
-        lambda config, _: _windowed(config),
-        "models whose layers use sliding or chunked windows are not supported; "
-        "use --kv-policy full",
-    ),
+    _model("windowed layers", "models whose layers use sliding or chunked windows are", _windowed),
     Refusal(
         "scheduler",
         lambda config, _: config.scheduler_config.scheduler_cls is not None,

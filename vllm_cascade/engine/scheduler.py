@@ -48,9 +48,9 @@ class _StrideAligned:
         self._prefilling: set[str] = set()
         self._warn_of_small_pool()
         groups = self.kv_cache_config.kv_cache_groups
-        num_layers = [len(groups[m.kv_cache_group_id].layer_names) for m in self._managers]
-        num_ranks = self.parallel_config.tensor_parallel_size
-        self._meter = Meter(self._managers, num_layers, num_ranks, self._schedule_of)
+        ranks = self.parallel_config.tensor_parallel_size
+        copies = [(m, ranks * len(groups[m.kv_cache_group_id].layer_names)) for m in self._managers]
+        self._meter = Meter(copies, self._schedule_of)
         self._log_prefix_caching()
 
     @property
@@ -60,16 +60,13 @@ class _StrideAligned:
     def _log_prefix_caching(self) -> None:
         if self._snapshots is None:
             return
-        interval = self._snapshots.interval
+        interval, block_size = self._snapshots.interval, self._snapshots.hash_block_size
         logger.info("Prefix caching: state snapshots at multiples of %d prompt tokens", interval)
-        if interval > self._stride and interval > self._snapshots.hash_block_size:
+        if interval > max(self._stride, block_size):
             logger.warning(
-                "Prefix caching works only at multiples of %d tokens, where a stride of %d and a "
-                "block of %d both end; make one of prefill_stride and --block-size a multiple of "
-                "the other",
-                interval,
-                self._stride,
-                self._snapshots.hash_block_size,
+                f"Prefix caching works only at multiples of {interval} tokens, where a stride of "
+                f"{self._stride} and a block of {block_size} both end; make one of prefill_stride "
+                "and --block-size a multiple of the other"
             )
 
     def _warn_of_small_pool(self) -> None:
@@ -78,14 +75,10 @@ class _StrideAligned:
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
         if need > have:
             logger.warning(
-                "kv_policy: a request of --max-model-len %d tokens needs %d pages of %d tokens, "
-                "but the pool has %d; requests that need more are refused. Raise "
-                "--kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --kv-budget or "
-                "--max-model-len",
-                self.max_model_len,
-                need,
-                self.block_size,
-                have,
+                f"kv_policy: a request of --max-model-len {self.max_model_len} tokens needs {need} "
+                f"pages of {self.block_size} tokens, but the pool has {have}; requests that need "
+                "more are refused. Raise --kv-cache-memory-bytes (or --num-gpu-blocks-override), "
+                "or lower --kv-budget or --max-model-len"
             )
 
     def _mamba_block_aligned_split(
@@ -118,9 +111,8 @@ class _StrideAligned:
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
         schedule, hashes = self._schedule_of(request), request.block_hashes
         snapshot = store.find(schedule, hashes, longest)
-        hit = 0 if snapshot is None else snapshot.num_tokens
+        hit, blocks = (snapshot.num_tokens, snapshot.blocks) if snapshot else (0, ())
         junction = store.junction(schedule, hashes, longest, hit)
-        blocks = () if snapshot is None else snapshot.blocks
         return manager.create_kv_cache_blocks((list(blocks),)), hit, junction, False
 
     def _stops(self, request: Request) -> list[int]:

@@ -23,15 +23,7 @@ POLICIES: dict[str, type[Policy]] = {
 }
 CHOICES = ("full", *POLICIES)
 
-__all__ = [
-    "CHOICES",
-    "POLICIES",
-    "Policy",
-    "Schedule",
-    "compiled",
-    "policy_class",
-    "resolve",
-]
+__all__ = ["CHOICES", "POLICIES", "Policy", "Schedule", "compiled", "policy_class", "resolve"]
 
 
 def policy_class(name: Any) -> type[Policy]:

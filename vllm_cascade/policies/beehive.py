@@ -3,6 +3,7 @@
 
 import math
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -140,17 +141,17 @@ class Beehive(Policy):
         Returns:
             The rules of every token, the survivors in the middle after it, and the period.
         """
-        length = old = 0
+        length, old, fixed = 0, 0, self.num_sinks + self.recent
         rules: list[Rules] = []
         olds: list[int] = []
         seen: dict[int, int] = {}
         while True:
             length += 1
             todo: list[Rule] = []
-            while self._evicts(length, old):
+            while length - fixed - (old if self.threshold_counts == "new" else 0) > self.comb:
                 thinned, old = self._thin(length, old)
                 todo += thinned
-                length = self.num_sinks + self.recent + old
+                length = fixed + old
             rules.append(tuple(todo))
             olds.append(old)
             if todo and old in seen:
@@ -159,20 +160,8 @@ class Beehive(Policy):
                 seen[old] = len(rules)
 
     def _most_cached(self) -> int:
-        length = most = 0
-        for todo in self._walk()[0]:
-            length += 1 - sum(rule.evicts for rule in todo)
-            most = max(most, length)
-        return most
-
-    def _evicts(self, length: int, old: int) -> bool:
-        middle = length - self.num_sinks - self.recent
-        return middle - (old if self.threshold_counts == "new" else 0) > self.comb
-
-    @property
-    def segment(self) -> int:
-        """Of so many new tokens the one with the highest score stays."""
-        return self.stride
+        grown = (1 - sum(rule.evicts for rule in todo) for todo in self._walk()[0])
+        return max(accumulate(grown))
 
     @property
     def interval(self) -> int:
@@ -182,12 +171,13 @@ class Beehive(Policy):
     def _thin(self, length: int, old: int) -> tuple[list[Rule], int]:
         """One eviction: its rules, and the survivors that it leaves in the middle.
 
-        The newer tokens come first: what they leave does not move the older ones.
+        Of ``stride`` new tokens the one with the highest score stays. They come first: what they
+        leave does not move the older ones.
         """
         first, end = self.num_sinks + old, length - self.recent
-        new_left, old_left = -(-(end - first) // self.segment), -(-old // self.interval)
+        new_left, old_left = -(-(end - first) // self.stride), -(-old // self.interval)
         thinned = [
-            (first, end, end - first - new_left, self.segment),
+            (first, end, end - first - new_left, self.stride),
             (self.num_sinks, first, old - old_left, -self.interval),
         ]
         return [Rule(*rule) for rule in thinned if rule[2]], new_left + old_left

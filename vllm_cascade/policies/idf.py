@@ -7,7 +7,7 @@ same rule as in a request: at tokens that end one, or after ``MAX_SENTENCE`` tok
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +56,11 @@ def blocks(path: Path) -> Iterator[tuple[str, int]]:
         yield rest, len(rest.encode())
 
 
-def build_table(tokenizer: Any, texts: Iterable[str], ends: np.ndarray | None = None) -> IdfTable:
-    """Count tokens and sentences of a corpus.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer, or one with its interface.
-        texts: pieces of the corpus; a sentence may go on from one to the next.
-    """
-    ends = sentence_ends(tokenizer) if ends is None else ends
-    counter = SentenceCounter(ends)
-    for text in texts:
-        counter.add(tokenizer.encode(text, add_special_tokens=False))
-    counter.close()
-    return IdfTable(
-        counter.num_sentences, counter.sentences, counter.counts, ends, fingerprint(tokenizer)
-    )
-
-
 class SentenceCounter:
     """How many tokens and sentences there are, and in how many sentences each token stands."""
 
     def __init__(self, ends: np.ndarray) -> None:
-        self._ends = ends
+        self.ends = ends
         self._open = np.zeros(0, dtype=np.int64)  # the tokens of a sentence that has not ended
         self.num_sentences = 0
         self.sentences = np.zeros(len(ends), dtype=np.int64)
@@ -85,7 +68,7 @@ class SentenceCounter:
 
     def add(self, tokens: list[int]) -> None:
         ids = np.concatenate([self._open, np.asarray(tokens, dtype=np.int64)])
-        index = _sentence_index(self._ends[ids])
+        index = _sentence_index(self.ends[ids])
         # The last sentence waits for more: another end would still be part of it.
         done = int(np.argmax(index == index[-1])) if len(ids) else 0
         self._count(ids[:done], index[:done])
@@ -114,16 +97,22 @@ def _sentence_index(ends: np.ndarray) -> np.ndarray:
 
 
 def build_from_files(tokenizer: Any, paths: list[Path]) -> IdfTable:
-    """A table of text files, with a progress bar over their bytes."""
+    """Count tokens and sentences of text files, with a progress bar over their bytes.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer, or one with its interface.
+        paths: a sentence may go on from one file to the next.
+    """
     from tqdm import tqdm
 
+    counter = SentenceCounter(sentence_ends(tokenizer))
     total = sum(path.stat().st_size for path in paths)
     with tqdm(total=total, unit="B", unit_scale=True, desc="counting tokens") as bar:
-
-        def texts() -> Iterator[str]:
-            for path in paths:
-                for text, size in blocks(path):
-                    yield text
-                    bar.update(size)
-
-        return build_table(tokenizer, texts())
+        for text, size in (block for path in paths for block in blocks(path)):
+            counter.add(tokenizer.encode(text, add_special_tokens=False))
+            bar.update(size)
+    counter.close()
+    return IdfTable(
+        *(counter.num_sentences, counter.sentences, counter.counts, counter.ends),
+        fingerprint(tokenizer),
+    )

@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Insertions, Rule
+from vllm_cascade.policies.sink import Sink
 
 
-class Lazy(Policy):
+class Lazy(Sink):
     """Sinks and a window that grows by ``overflow`` tokens before it is pruned (Algorithm 1).
 
     With ``C = num_sinks + budget``, a cache of ``L >= C + overflow`` tokens is cut to ``C``, or
@@ -22,8 +22,7 @@ class Lazy(Policy):
         "Lazy Pruning, Slack, and Staged Eviction for streaming LLMs (Algorithm 1)"
     )
     batches_itself: ClassVar[bool] = True
-    inert_keys: ClassVar[frozenset[str]] = frozenset({"head_reduction", "ema_gamma", "tie"})
-    token_keys: ClassVar[tuple[str, ...]] = (*Policy.token_keys, "slack", "max_drop")
+    token_keys: ClassVar[tuple[str, ...]] = (*Sink.token_keys, "slack", "max_drop")
 
     overflow: int = Field(32, ge=1, description="R: tokens over the budget before pruning")
     slack: int = Field(24, ge=0, description="σ: tokens over the budget that pruning may leave")
@@ -50,10 +49,6 @@ class Lazy(Policy):
         dropped = peak - self.pruned(peak)  # at once, and so many tokens until the next time
         prune = Rule(self.num_sinks, self.num_sinks + dropped, dropped)
         return Insertions([()] * (peak - 1) + [(prune,)] + [()] * (dropped - 1), period=dropped)
-
-    def regions(self, t: int, count: int) -> list[str]:
-        sinks = min(t, self.num_sinks)
-        return ["sink"] * sinks + ["window"] * (count - sinks)
 
     def remarks(self) -> list[str]:
         if self.max_drop >= self.overflow or (self.slack == 0 and self.max_drop == 0):

@@ -69,10 +69,8 @@ def derive(policy: Policy, name: str | None, budget: int | None) -> Policy:
     cls = _allowed_class(policy, name)
     settings = _inherited(policy, cls)
     largest = _largest_budget(policy, cls, settings)
-    if budget is None:
-        settings["budget"] = policy.budget if cls is type(policy) else largest
-    else:
-        settings["budget"] = budget
+    default = policy.budget if cls is type(policy) else largest
+    settings["budget"] = default if budget is None else budget
     try:
         own = cls.model_validate(settings)
     except ValidationError as error:

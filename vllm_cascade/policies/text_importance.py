@@ -11,26 +11,14 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from vllm_cascade.policies.settings import KVPolicyError
 
+FORMAT = "vllm-cascade-idf-1"
 MAX_SENTENCE = 256
 """A run of tokens without a sentence's end is cut here, so that its counts stay small."""
-
-
-class Corpus(Protocol):
-    """Where document frequencies come from."""
-
-    num_sentences: int
-
-    def occurrences(self, token: int) -> int:
-        """How often the corpus has a token."""
-
-    def sentences_with(self, token: int) -> int:
-        """How many of its sentences do."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +40,20 @@ class IdfTable:
     tokenizer: str
 
     def occurrences(self, token: int) -> int:
-        """A token that the corpus does not have counts as seen once."""
+        """How often the corpus has a token; one that it does not have counts as seen once."""
         return max(int(self.counts[token]), 1) if token < len(self.counts) else 1
 
     def sentences_with(self, token: int) -> int:
+        """How many of its sentences do, likewise."""
         return max(int(self.sentences[token]), 1) if token < len(self.sentences) else 1
 
     def save(self, path: str | Path) -> None:
         from safetensors.numpy import save_file
 
-        arrays = {
-            "sentences": self.sentences.astype(np.int64),
-            "counts": self.counts.astype(np.int64),
-            "ends": self.ends.astype(np.uint8),
-        }
+        kinds = {"sentences": np.int64, "counts": np.int64, "ends": np.uint8}
+        arrays = {name: getattr(self, name).astype(kind) for name, kind in kinds.items()}
         meta = {"num_sentences": str(self.num_sentences), "tokenizer": self.tokenizer}
-        save_file(arrays, path, metadata={"format": "vllm-cascade-idf-1", **meta})
+        save_file(arrays, path, metadata={"format": FORMAT, **meta})
 
     @classmethod
     def load(cls, path: str | Path) -> "IdfTable":
@@ -82,7 +68,7 @@ class IdfTable:
         try:
             with safe_open(path, "numpy") as file:
                 meta = file.metadata() or {}
-                if meta.get("format") != "vllm-cascade-idf-1":
+                if meta.get("format") != FORMAT:
                     raise KVPolicyError(
                         f"kv_policy: idf = {str(path)!r} is not an IDF table; {fix}"
                     )
@@ -91,17 +77,12 @@ class IdfTable:
             raise KVPolicyError(
                 f"kv_policy: idf = {str(path)!r} cannot be read ({error}); {fix}"
             ) from None
-        return cls(
-            int(meta["num_sentences"]),
-            arrays["sentences"],
-            arrays["counts"],
-            arrays["ends"].astype(bool),
-            meta["tokenizer"],
-        )
+        arrays["ends"] = arrays["ends"].astype(bool)
+        return cls(int(meta["num_sentences"]), tokenizer=meta["tokenizer"], **arrays)
 
 
 class OwnPast:
-    """Document frequencies of what a request has read so far."""
+    """Document frequencies of what a request has read so far, asked for as an ``IdfTable``'s."""
 
     def __init__(self) -> None:
         self.num_sentences = 0
@@ -113,6 +94,9 @@ class OwnPast:
 
     def sentences_with(self, token: int) -> int:
         return self.sentences[token]
+
+
+Corpus = IdfTable | OwnPast
 
 
 def tfidf(token: int, sentence: Counter[int], corpus: Corpus) -> float:
@@ -138,7 +122,7 @@ RULES = {"tfidf": tfidf, "tfidf_sklearn": tfidf_sklearn}
 class _Stream:
     """One request: its past, the sentence it is in, and the tokens not judged yet."""
 
-    corpus: IdfTable | OwnPast
+    corpus: Corpus
     num_tokens: int = 0
     sentence: Counter[int] = field(default_factory=Counter)
     sentence_length: int = 0
@@ -200,10 +184,8 @@ class TokenImportance:
                 stream.corpus.counts[token] += 1
                 stream.corpus.sentences[token] += sentence[token] == 1
             stream.pending.append((token, sentence))
-            if len(stream.pending) <= lag:
-                judged.append(0.0)
-                continue
-            judged.append(self._rule(*stream.pending.popleft(), stream.corpus))
+            known = len(stream.pending) > lag
+            judged.append(self._rule(*stream.pending.popleft(), stream.corpus) if known else 0.0)
         stream.num_tokens += len(tokens)
         return judged
 

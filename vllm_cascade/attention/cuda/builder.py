@@ -13,11 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from vllm.config import SchedulerConfig, VllmConfig
-from vllm.v1.attention.backend import (
-    AttentionCGSupport,
-    AttentionMetadata,
-    CommonAttentionMetadata,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 
 from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.cuda.tables import DeviceTables
@@ -233,9 +229,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         for row in np.flatnonzero(stream >= 0).tolist():
             schedule, t = schedules[row], int(stream[row])
             if schedule.scoring.source == "text":
-                lag = schedule.lag
-                given[row] = self.requests.token_scores(common, row, t, t + 1, lag)[0]
-                scored[row] = schedule.count_at(t) - lag
+                (given[row],) = self.requests.token_scores(common, row, t, t + 1, schedule.lag)
+                scored[row] = schedule.count_at(t) - schedule.lag
         self.given[: len(given)].copy_(self._sent(given), non_blocking=True)
         self.scored[: len(scored)].copy_(self._sent(scored), non_blocking=True)
         return True
@@ -246,19 +241,16 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self, rows: StrideRows, step: Step, scale: torch.Tensor | None, table: torch.Tensor
     ) -> DeviceWave:
         single, longer = split(rows)
-        decode, prefill, others = None, [], []
-        if len(single):
-            decode = self._singles(single, step, scale, table)
-        ruled = [not schedule.moves_tokens for schedule in longer.schedules]
-        groups: dict[int, list[int]] = {}
-        for i in np.flatnonzero(ruled).tolist():
-            groups.setdefault(longer.schedules[i].arithmetic, []).append(i)
-        for same in groups.values():
-            prefill.append(self._strides(longer.select(np.asarray(same)), step, table))
-        if not all(ruled):
-            moving = longer.select(np.flatnonzero(~np.asarray(ruled)))
-            others = strides_of(moving, step, table, self.kv_cache_spec.block_size)
-            others = [stride for stride in others if int(stride.pages[0]) != 0]  # not a warm-up's
+        decode = self._singles(single, step, scale, table) if len(single) else None
+        moves = np.asarray([schedule.moves_tokens for schedule in longer.schedules], dtype=bool)
+        alike: dict[int, list[int]] = {}
+        for i in np.flatnonzero(~moves).tolist():
+            alike.setdefault(longer.schedules[i].arithmetic, []).append(i)
+        groups = [longer.select(np.asarray(same)) for same in alike.values()]
+        prefill = [self._strides(group, step, table) for group in groups]
+        moving = longer.select(np.flatnonzero(moves))
+        others = strides_of(moving, step, table, self.kv_cache_spec.block_size)
+        others = [stride for stride in others if int(stride.pages[0]) != 0]  # not a warm-up's
         return DeviceWave(rows, decode, prefill, others)
 
     def _mirrored(self, rows: StrideRows, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,14 +6,11 @@ PyTorch, on the same pages. Nothing here knows a device: where Triton interprets
 the CPU, and so it is tested.
 """
 
+from typing import Any
+
 import torch
 
-from vllm_cascade.attention.cuda.builder import (
-    DecodeRows,
-    DeviceWave,
-    PrefillRows,
-    TritonMetadata,
-)
+from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, PrefillRows, TritonMetadata
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.strides import attend_and_insert
@@ -58,30 +55,26 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _decode(
         self, pages: Pages, metadata: TritonMetadata, decode: DecodeRows, new: NewTokens
     ) -> None:
-        policy, steps, table = metadata.spec.policy, decode.steps, decode.table
-        rows = slice(0, len(steps)) if decode.index is None else decode.index
+        policy, where = metadata.spec.policy, {"table": decode.table, "steps": decode.steps}
+        rows = slice(0, len(decode.steps)) if decode.index is None else decode.index
         query, key, value = new.at(rows)
         place = new.output[rows] if decode.index is None else torch.empty_like(query)
-        num_slots = table.shape[1] * pages.block_size
+        num_slots = decode.table.shape[1] * pages.block_size
         parts, parts_lse, logits, own = attend(
             query=query,
             key=key,
             value=value,
-            kv=pages.kv,
-            rank=pages.rank,
-            born=pages.born,
-            table=table,
-            steps=steps,
-            rotation=self._rotation,
+            **_words(pages, "kv", "rank", "born"),
+            **where,
             slopes=self.alibi_slopes,
             logit_scale=decode.logit_scale,
             scale=self.scale,
             softcap=self.softcap,
-            interleaved=self._interleaved,
+            **self._turning,
             splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
             keep_logits=policy.uses_attention,
         )
-        lse = merge(partial=parts, partial_lse=parts_lse, steps=steps, output=place)
+        lse = merge(partial=parts, partial_lse=parts_lse, steps=decode.steps, output=place)
         if decode.index is not None:
             new.output[rows] = place
         new_score = decode.no_scores
@@ -91,40 +84,30 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 logits=logits,
                 own=own,
                 lse=lse,
-                rank=pages.rank,
-                score=pages.score,
-                table=table,
-                steps=steps,
+                **_words(pages, "rank", "score"),
+                **where,
                 reduction=policy.head_reduction,
             )
         elif decode.given is not None:
-            assign(
-                given=decode.given,
-                ranks=decode.scored,
-                rank=pages.rank,
-                score=pages.score,
-                table=table,
-                steps=steps,
-            )
+            words = _words(pages, "rank", "score")
+            assign(given=decode.given, ranks=decode.scored, **words, **where)
         insert(
             key=key,
             value=value,
             new_score=new_score,
             **_words(pages),
-            table=table,
-            steps=steps,
+            **where,
             rules=metadata.rules,
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
         )
 
     @property
-    def _rotation(self) -> torch.Tensor | None:
-        return None if self._layer is None else self._layer.rotation
-
-    @property
-    def _interleaved(self) -> bool:
-        return self._layer is not None and not self._layer.is_neox
+    def _turning(self) -> dict[str, Any]:
+        """How kernels rotate keys as they read them."""
+        if self._layer is None:
+            return {"rotation": None, "interleaved": False}
+        return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
 
     def _all_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``[rows, heads, ...]`` of all tensor-parallel ranks, where those decide together."""
@@ -137,15 +120,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _prefill(
         self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
-        policy, steps, table = metadata.spec.policy, rows.steps, rows.table
+        policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
         scoring = rows.strides[0].schedule.scoring
         keys, values, old_scores, old_tokens = gather(
-            **_words(pages),
-            table=table,
-            steps=steps,
-            rotation=self._rotation,
-            interleaved=self._interleaved,
-            max_cached=rows.max_cached,
+            **_words(pages), **where, **self._turning, max_cached=rows.max_cached
         )
         lse = self._attend_strides(metadata, rows, new, keys, values)
         if scoring.source == "attention":
@@ -155,7 +133,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 old_keys=keys,
                 lse=lse,
                 decays=rows.decays,
-                steps=steps,
+                steps=rows.steps,
                 slopes=self.alibi_slopes,
                 logit_scale=metadata.logit_scale,
                 scale=self.scale,
@@ -163,7 +141,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 max_length=rows.max_length,
             )
             (sums,) = self._all_ranks(sums)
-            scores = stride_scores(sums, old_scores, rows.fades, steps, policy.head_reduction)
+            scores = stride_scores(sums, old_scores, rows.fades, rows.steps, policy.head_reduction)
         else:
             scores = _given_scores(rows, old_scores)
         insert_strides(
@@ -172,8 +150,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             keep=_keep(rows, scores, old_tokens),
             scores=scores,
             **_words(pages),
-            table=table,
-            steps=steps,
+            **where,
             max_length=rows.max_length,
         )
 
@@ -188,8 +165,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         """Write the strides' outputs; returns log-sum-exps fp32 ``[num_tokens, num_heads]``."""
         query = new.query
         plain = self.alibi_slopes is None and metadata.logit_scale is None
-        plain &= self.softcap == 0 and rows.max_cached > 0
-        plain &= len(rows.strides) == 1
+        plain &= self.softcap == 0 and rows.max_cached > 0 and len(rows.strides) == 1
         longest = rows.max_length
         if use_xformers(query.device, query.dtype, self.head_size, longest, plain):
             part = rows.strides[0].rows
@@ -202,12 +178,12 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             query=query,
             key=new.key,
             value=new.value,
+            output=new.output,
             old_keys=keys,
             old_values=values,
             steps=rows.steps,
             slopes=self.alibi_slopes,
             logit_scale=metadata.logit_scale,
-            output=new.output,
             scale=self.scale,
             softcap=self.softcap,
             max_length=longest,
@@ -232,10 +208,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 self.recorder.add(layer, pages, blocks, step[NEW_SLOTS], step[STREAM] + 1)
 
 
-def _words(pages: Pages) -> dict[str, torch.Tensor | None]:
-    """The views of the pages that kernels write, by name."""
-    names = ("kv", "rank", "born", "score", "token")
-    return {name: getattr(pages, name) for name in names}
+def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
+    """Views of the pages by name: these, or all."""
+    return {name: getattr(pages, name) for name in names or Pages.__dataclass_fields__}
 
 
 def _given_scores(rows: PrefillRows, old_scores: torch.Tensor) -> torch.Tensor:

@@ -60,8 +60,7 @@ class DeviceTables:
         first_row, self._begins = 0, {}
         for schedule in schedules:
             begin = self._begins[schedule] = sum(map(len, rules))
-            after = np.stack([schedule.count, schedule.peak], axis=1)
-            columns = np.concatenate([schedule.leading, after], axis=1)
+            columns = np.column_stack([schedule.leading, schedule.count, schedule.peak])
             columns[:, MORE_IN_TABLE] += begin
             ways = schedule.score_columns.tolist()
             heads.append([first_row, schedule.transient, schedule.period, *ways])
