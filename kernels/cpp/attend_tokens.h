@@ -219,11 +219,24 @@ void attend_tile(const Layer& layer, const Mass& mass, Online& on, int64_t q, in
 // A head's queries, turned as far as each unit of a tile has moved.
 inline void turn_tile(const Layer& layer, const Online& on, int64_t first, const int32_t* distance,
                       int64_t unit, int64_t n, float* turned) {
-  for (int64_t i = 0; i < n; i += unit)
-    for (int64_t g = 0; g < layer.group; g++, turned += on.width) {
-      std::memcpy(turned, on.query + (first + g) * on.width, on.width * sizeof(float));
-      if (distance[i]) rotate<-1>(layer, turned, distance[i]);
+  const int64_t half = layer.half, group = layer.group, width = on.width;
+  const float* query = on.query + first * width;
+  for (int64_t i = 0; i < n; i += unit, turned += group * width) {
+    if (!layer.turns_by_registers()) {
+      std::memcpy(turned, query, group * width * sizeof(float));
+      for (int64_t g = 0; g < group; g++) rotate<-1>(layer, turned + g * width, distance[i]);
+      continue;
     }
+    const float* rotation = layer.rotation + distance[i] * 2 * half;
+    for (int64_t c = 0; c < half; c += W) {
+      const vf cos = held(load(rotation + c)), sin = held(load(rotation + half + c));
+      for (int64_t at = c; at < group * width; at += width) {
+        const vf x = load(query + at), y = load(query + at + half);
+        store(turned + at, x * cos + y * sin);
+        store(turned + at + half, y * cos - x * sin);
+      }
+    }
+  }
 }
 
 // Attention of KV heads [begin, end) of one request: tile after tile, all heads of each, so that
