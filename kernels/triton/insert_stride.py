@@ -26,15 +26,7 @@ from .tiles import (
 
 
 @triton.jit
-def _number(
-    keep,
-    steps,
-    ranks,
-    survivors,
-    columns_stride,
-    tokens_stride,
-    TILE: tl.constexpr,
-):
+def _number(keep, steps, ranks, survivors, columns_stride, tokens_stride, TILE: tl.constexpr):
     """New ranks of all columns (-1: deleted), and how many new tokens survive: which ones."""
     row = tl.program_id(0).to(tl.int64)
     mine = row * tl.num_programs(1) + tl.program_id(1)

@@ -95,12 +95,8 @@ def slot_tile(table, first, end, head_set, word_stride, PAGE: tl.constexpr, TILE
 def pair_channels(index, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two channels of each rotary pair: (2i, 2i + 1) or (i, i + rotary_dim / 2)."""
     if INTERLEAVED:
-        first = 2 * index
-        second = first + 1
-    else:
-        first = index
-        second = index + HALF
-    return first, second
+        return 2 * index, 2 * index + 1
+    return index, index + HALF
 
 
 @triton.jit
