@@ -182,7 +182,7 @@ def test_any_strides_keep_the_units_that_the_simulation_keeps(
     t = 0
     for length in strides:
         end = t + length
-        line = kept + [u for u in range(t // unit, end // unit)]
+        line = kept + list(range(t // unit, end // unit))
         if end // unit > t // unit:
             values = [sum(scores[u * unit : (u + 1) * unit]) for u in line]
             first = torch.tensor([line]) * unit
