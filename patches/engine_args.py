@@ -106,10 +106,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="The policy's other settings as JSON: num_sinks (4), prefill_stride "
         f"({DEFAULT_PREFILL_STRIDE}), head_policy (homogeneous), head_reduction (mean), "
-        "ema_gamma (null: the paper's), tie (incoming), overflow (1), trace (false); for "
-        "cascade also num_subcaches (4), cascade_base (2), eager_fill (true), preset (null, or "
-        "paper). `vllm-cascade policies` lists every policy's own. "
-        "(default: {})",
+        "ema_gamma (null: the paper's), tie (incoming), overflow (1), unit (1, a number of "
+        "tokens, or page), trace (false); for cascade also num_subcaches (4), cascade_base (2), "
+        "eager_fill (true), preset (null, or paper). `vllm-cascade policies` lists every policy's "
+        "own. (default: {})",
     )
 
 

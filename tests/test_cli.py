@@ -12,6 +12,7 @@ import torch
 
 from tests.attention.test_paged import CASES, PagedLayer, Shape, oracle_for
 from tests.oracle.settings import make_sim
+from tests.oracle.unit_cases import CASES as UNIT_CASES
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cli import main, runs
 from vllm_cascade.policies import POLICIES
@@ -46,6 +47,30 @@ def test_without_scores_it_is_the_simulation(name: str, tmp_path: Path) -> None:
         assert step["kept"] == sim.tokens()
         assert len(step["region"]) == len(step["kept"])
         assert step["region"].count("sink") == min(token + 1, settings["num_sinks"])
+
+
+@pytest.mark.parametrize(
+    "name", ["sink-8", "lazy-8", "cascade-8-all", "h2o-8-all", "beehive-8-all"]
+)
+def test_units_are_the_simulations(name: str, tmp_path: Path) -> None:
+    """Every token gets attention from its own query only, so that a sum of it never changes.
+
+    A cascade's average would: to it all are worth the same.
+    """
+    (case,) = [case for case in UNIT_CASES if case.id == name]
+    settings = {**case.settings, "head_policy": "homogeneous"}
+    worth = [0.0 if "cascade" in name else float(7 * token % 31) for token in range(700)]
+    np.save(tmp_path / "scores.npy", np.diag(worth))
+    document = trace(
+        tmp_path, settings, "--tokens", "700", "--scores", str(tmp_path / "scores.npy")
+    )
+    sim = make_sim(settings)
+    for token, step in enumerate(document["steps"]):
+        sim.insert(token, worth.__getitem__)
+        sim.end_stride(worth.__getitem__)
+        assert (step["t"], step["kept"]) == (token + 1, sim.tokens())
+        assert step["region"].count("filling") == (token + 1) % 8
+    assert len(document["steps"][-1]["kept"]) < 200
 
 
 @pytest.mark.parametrize("name", ["cascade", "cascade-overflow", "h2o", "h2o-normalise", "beehive"])

@@ -193,6 +193,7 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         ),
         "--kv-cache-dtype",
     ),
+    "units on CUDA": (SimpleNamespace(), "set unit to 1"),
 }
 ENVIRONMENT = {"device", "Model Runner V2 on the CPU"}
 
@@ -241,11 +242,36 @@ def test_refused_configuration(name: str) -> None:
 def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, message = ON_CUDA[name]
     (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
-    policy = resolve({"name": "cascade"})
+    policy = resolve({"name": "cascade", "unit": 16 if name == "units on CUDA" else 1})
     assert not refusal.applies(config, policy)
     monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
     assert refusal.applies(config, policy)
     assert message in refusal.message
+
+
+def test_tokens_are_accepted_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == "units on CUDA"]
+    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    assert not refusal.applies(SimpleNamespace(), resolve({"name": "cascade"}))
+
+
+@pytest.mark.parametrize("sizes", [{"block_size": 32}, {}])
+def test_a_unit_may_be_a_page(sizes: dict[str, int]) -> None:
+    """Also where vLLM chooses the page's size."""
+    policy = {"name": "cascade", "budget": 256, "num_subcaches": 2, "unit": "page"}
+    made = EngineArgs(model=str(MODEL), additional_config={"kv_policy": policy}, **sizes)
+    config = made.create_engine_config()
+    resolved = config.additional_config["kv_policy"]
+    assert resolved["unit"] == resolved["num_sinks"] == config.cache_config.block_size
+    assert config.cache_config.block_size == sizes.get("block_size", 128)
+
+
+def test_a_unit_that_does_not_divide_a_page() -> None:
+    policy = {"name": "sink", "budget": 96, "unit": 48}
+    with pytest.raises(KVPolicyError, match="unit 48 does not divide a page of 32 tokens"):
+        EngineArgs(
+            model=str(MODEL), additional_config={"kv_policy": policy}, block_size=32
+        ).create_engine_config()
 
 
 def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:

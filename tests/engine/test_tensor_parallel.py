@@ -14,8 +14,13 @@ from tests.engine.test_against_oracle import CASCADE, compare
     [
         {**CASCADE, "prefill_stride": 64, "head_reduction": "median"},
         {**CASCADE, "prefill_stride": 64, "head_policy": "per_kv_head"},
+        pytest.param({**CASCADE, "prefill_stride": 64, "unit": 16}, marks=pytest.mark.slow),
     ],
-    ids=["homogeneous: scores are gathered", "per KV head: ranks decide alone"],
+    ids=[
+        "homogeneous: scores are gathered",
+        "per KV head: ranks decide alone",
+        "units: their mass is gathered",
+    ],
 )
 def test_two_ranks(
     policy: dict,

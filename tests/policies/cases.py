@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random settings of every policy, small enough for a simulation, and scores with ties."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,25 @@ def raw_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
         raw["threshold_counts"] = draw(st.sampled_from(["middle", "new"]))
         raw["budget"] = 60
     return raw
+
+
+TOKEN_COUNTS = ("budget", "num_sinks", "overflow", "slack", "max_drop", "window")
+TOKEN_COUNTS += ("threshold", "global_size")
+
+
+@st.composite
+def raw_unit_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
+    """The same with units of several tokens."""
+    raw = draw(raw_settings(name).filter(lambda raw: raw.get("importance") != "cluster"))
+    unit = draw(st.sampled_from([2, 3, 4, 8]))
+    raw |= {key: raw[key] * unit for key in TOKEN_COUNTS if key in raw}
+    if raw["overflow"] == unit:
+        raw["overflow"] = draw(st.sampled_from([1, unit]))  # which are the same
+    if name == "cascade":  # also fewer units a sub-cache than it skips tokens
+        num, base = raw["num_subcaches"], raw["cascade_base"]
+        step = math.lcm(num * base ** (num - 1), num * unit)
+        raw["budget"] = step * draw(st.integers(1, 3))
+    return raw | {"unit": unit, "prefill_stride": unit * draw(st.integers(1, 4))}
 
 
 def literal_scores(rng: np.random.Generator, num: int, values: int) -> list[float]:

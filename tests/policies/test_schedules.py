@@ -5,6 +5,7 @@ import copy
 import pickle
 import subprocess
 import sys
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from tests.oracle.dgc import ClusterSim, DGCSim
 from tests.oracle.policies import BeehiveSim, CascadeSim, H2OSim, LazySim, OverflowSim, WindowSim
 from tests.oracle.settings import PerToken, make_sim
 from tests.oracle.test_oracle_policies import LAZY as LAZY_PERIODS
-from tests.policies.cases import literal_scores, raw_settings
+from tests.oracle.units import UnitSim
+from tests.policies.cases import literal_scores, raw_settings, raw_unit_settings
 from tests.policies.literal import rules_of
 from vllm_cascade.policies import POLICIES, Schedule, compiled, resolve
 from vllm_cascade.policies.rules import Scoring
@@ -29,6 +31,9 @@ def regions_of(sim: Any) -> list[str]:
     """What part of the cache each of a simulation's tokens is in."""
     if isinstance(sim, PerToken):
         return regions_of(sim.inner)
+    if isinstance(sim, UnitSim):
+        whole = [name for name in regions_of(sim.inner) for _ in range(sim.unit)]
+        return whole + ["filling"] * len(sim.filling)
     if isinstance(sim, OverflowSim):
         return regions_of(sim.inner) + ["waiting"] * len(sim.pending)
     waiting, parts = 0, {"sink": len(sim.sinks)}
@@ -155,6 +160,90 @@ def test_tables(name: str, data: st.DataObject) -> None:
     firsts = int((np.diff(schedule.first) > 0).sum())
     assert schedule.further.shape == (len(schedule.rules) - firsts, 4)
     assert schedule.further.dtype == np.dtype("i4")
+
+
+# --------------------------------------------------------------------- units of several tokens
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_strides_keep_the_units_that_the_simulation_keeps(
+    name: str, data: st.DataObject
+) -> None:
+    """By the plans of strides that begin and end inside units; sums of scores decide."""
+    raw = data.draw(raw_unit_settings(name))
+    schedule, unit, sim = compiled(resolve(raw)), raw["unit"], make_sim(raw)
+    decode = st.integers(20, 160).map(lambda num: [1] * num)
+    strides = data.draw(st.one_of(st.lists(st.integers(1, 45), min_size=1, max_size=12), decode))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    scores = literal_scores(rng, sum(strides), data.draw(st.sampled_from([4, 1000])))
+    kept: list[int] = []  # units
+    t = 0
+    for length in strides:
+        end = t + length
+        line = kept + list(range(t // unit, end // unit))
+        if end // unit > t // unit:
+            values = [sum(scores[u * unit : (u + 1) * unit]) for u in line]
+            first = torch.tensor([line]) * unit
+            value = compared(schedule.scoring, torch.tensor([values]), end - first)
+            kept = [
+                u
+                for u, stays in zip(
+                    line, schedule.survivors(value, schedule.plan(t, length))[0], strict=True
+                )
+                if stays
+            ]
+
+        def worth(token: int, end: int = end) -> Fraction:
+            age = end - token // unit * unit if sim.normalise else 1
+            return Fraction(int(scores[token]), age)
+
+        for token in range(t, end):
+            sim.insert(token, worth)
+        sim.end_stride(worth)
+        t = end
+        filling = list(range(t // unit * unit, t))
+        assert [u * unit + i for u in kept for i in range(unit)] + filling == sim.tokens()
+        assert schedule.count_at(t) == len(sim.tokens())
+        inserted = int(schedule.inserted(np.asarray(t)))
+        if inserted >= schedule.policy.num_sinks:  # to the simulation a sink never waits
+            assert schedule.regions(t) == regions_of(sim)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_counts_of_units_for_thousands_of_tokens(name: str, data: st.DataObject) -> None:
+    """Counts are those of the policy over units; a unit takes its slots with its first token."""
+    raw = data.draw(raw_unit_settings(name))
+    schedule, unit, sim = compiled(resolve(raw)), raw["unit"], make_sim(raw)
+    over_units = make_sim(raw).inner
+    counts, slots, num_units = [0], [0], [0]
+    for token in range(4000):
+        held = {cached // unit for cached in sim.tokens()} | {token // unit}
+        slots.append(len(held) * unit)
+        sim.insert(token, lambda _: 0.0)
+        sim.end_stride(lambda _: 0.0)
+        if (token + 1) % unit == 0:
+            over_units.insert(token // unit, lambda _: 0.0)
+            over_units.end_stride(lambda _: 0.0)
+            num_units.append(len(over_units.tokens()))
+        counts.append(len(sim.tokens()))
+        assert counts[-1] == unit * num_units[-1] + (token + 1) % unit
+    t = np.arange(4001)
+    peaks = np.maximum.accumulate(slots)
+    assert schedule.counts(t).tolist() == counts
+    assert schedule.peaks(t).tolist() == peaks.tolist()
+    assert schedule.peak_at(10**9) == peaks[-1] <= schedule.policy.capacity
+    deleted = 1 - np.diff(counts)
+    for n in range(0, 4001, 7):
+        assert schedule.count_at(n) == counts[n] and schedule.peak_at(n) == peaks[n]
+        assert len(schedule.regions(n)) == counts[n]
+        last = n < 4000 and bool(schedule.completes(np.asarray(n)))
+        rules = rules_of(schedule, n // unit) if last else ()
+        assert n == 4000 or sum(rule.evicts for rule in rules) * unit == deleted[n]
+    assert schedule.rows(t).tolist() == compiled(schedule.policy.in_units).rows(t // unit).tolist()
 
 
 @pytest.mark.parametrize(

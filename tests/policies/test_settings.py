@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_cascade.policies import CHOICES, POLICIES, compiled, resolve
+from vllm_cascade.policies import CHOICES, POLICIES, Policy, compiled, resolve
+from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.settings import KVPolicyError, raw_settings
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -131,6 +132,166 @@ def test_where_settings_come_from() -> None:
         raw_settings({"kv_policy": {"budget": 7}})
     with pytest.raises(KVPolicyError, match=r"full.*takes no"):
         raw_settings({"kv_policy": {"name": "full", "budget": 7}})
+
+
+# --------------------------------------------------------------------- units of several tokens
+
+NUMBER = "set it to a number of tokens, at least 1, or to 'page'"
+DGC = {"name": "dgc", "unit": 16}
+BEEHIVE = {"name": "beehive", "unit": 16, "budget": 160}
+BAD_UNITS: dict[str, tuple[dict[str, Any], str]] = {
+    "unit zero": ({"unit": 0}, f"unit = 0: {NUMBER}"),
+    "unit negative": ({"unit": -16}, f"unit = -16: {NUMBER}"),
+    "unit text": ({"unit": "block"}, f"unit = 'block': {NUMBER}"),
+    "unit number as text": ({"unit": "16"}, f"unit = '16': {NUMBER}"),
+    "unit fraction": ({"unit": 1.5}, f"unit = 1.5: {NUMBER}"),
+    "unit true": ({"unit": True}, f"unit = True: {NUMBER}"),
+    "a page, without an engine": (
+        {"unit": "page"},
+        "unit = 'page': only an engine has pages; here, set a number of tokens",
+    ),
+    "budget": (
+        {"unit": 16, "budget": 100},
+        "budget 100 is not a whole number of units of 16 tokens; set it to 96 or 112, or change",
+    ),
+    "budget below one unit": ({"unit": 16, "budget": 9}, "budget 9 is not .* set it to 16, or"),
+    "sinks": ({"unit": 16, "num_sinks": 4}, "num_sinks 4 is not a whole .* set it to 16, or"),
+    "stride": (
+        {"unit": 16, "prefill_stride": 100},
+        "prefill_stride 100 is not a whole number of units of 16 tokens; set it to 96 or 112",
+    ),
+    "stride of a token": ({"unit": 16, "prefill_stride": 1}, "prefill_stride 1 .*set it to 16,"),
+    "overflow": ({"unit": 16, "overflow": 24}, "overflow 24 is not .* set it to 16 or 32, or"),
+    "h2o's window": ({"name": "h2o", "unit": 16, "window": 40}, "window 40 is .* 32 or 48"),
+    "lazy's slack": ({"name": "lazy", "unit": 16, "slack": 20}, "slack 20 is .* 16 or 32"),
+    "lazy's max_drop": ({"name": "lazy", "unit": 16, "max_drop": 8}, "max_drop 8 is .* 16, or"),
+    "dgc's clusters": (
+        {**DGC, "importance": "cluster"},
+        "importance 'cluster' .* move single tokens; remove them or set unit to 1",
+    ),
+    "dgc's order": ({**DGC, "order": "importance"}, "order 'importance' .* set unit to 1"),
+    "dgc's global part": ({**DGC, "global_size": 40}, "global_size 40 is not .* 32 or 48, or"),
+    "dgc of one unit": ({**DGC, "budget": 16}, "leaves no room for .* recent unit; set >= 32"),
+    "beehive's window": ({**BEEHIVE, "window": 40}, "window 40 is not .* set it to 32 or 48"),
+    "beehive without a middle": (
+        {**BEEHIVE, "window": 160},
+        "in units of 16 tokens: window 10 leaves nothing of the budget 10",
+    ),
+    "cascade's budget": (
+        {"name": "cascade", "unit": 16, "budget": 96},
+        r"budget 96 does not fit 4 sub-caches .*multiple of .* and of num_subcaches \* unit 16: 64"
+        "; nearest good values: 64 or 128",
+    ),
+    "cascade's base": (
+        {"name": "cascade", "unit": 8, "num_subcaches": 3, "cascade_base": 3, "budget": 24},
+        ": 216; nearest good values: 216$",  # the multiple of 3 * 3 * 3 and of 3 * 8
+    ),
+    "paper preset": (
+        {"name": "cascade", "preset": "paper", "unit": 16},
+        "num_sinks 4 is not a whole number of units of 16 tokens",
+    ),
+    "positions": (
+        {"unit": 16, "budget": 1024},
+        "num_sinks 16 .* budget 1024 .* prefill_stride 256 = 1296 positions, but the model has "
+        "1024; lower the budget to at most 752",
+    ),
+    "positions, overflow": (
+        {"unit": 16, "budget": 1024, "overflow": 32},
+        r"prefill_stride 256 \+ overflow 32 - 16 = 1312 positions.* at most 736",
+    ),
+    "positions, one batch": (
+        {"unit": 16, "budget": 1024, "overflow": 16},
+        r"prefill_stride 256 = 1296 positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_UNITS)
+def test_bad_units(name: str) -> None:
+    settings, message = BAD_UNITS[name]
+    with pytest.raises(KVPolicyError, match=message):
+        resolve({"name": "sink", **settings}, max_position=1024, max_num_batched_tokens=512)
+
+
+def test_what_is_named_as_good_is_accepted() -> None:
+    for budget in (64, 128):
+        assert resolve({"name": "cascade", "unit": 16, "budget": budget}).budget == budget
+    resolve({"name": "cascade", "unit": 8, "num_subcaches": 3, "cascade_base": 3, "budget": 216})
+    for budget, sizes in ((752, {}), (736, {"overflow": 32})):
+        settings = {"name": "sink", "unit": 16, "budget": budget, **sizes}
+        assert resolve(settings, max_position=1024).max_position == 1024
+
+
+def test_a_unit_and_a_page() -> None:
+    page = resolve({"name": "sink", "unit": "page"}, block_size=32)
+    assert page == resolve({"name": "sink", "unit": 32}, block_size=32)
+    assert resolve({"name": "sink", "unit": 16}, block_size=48).unit == 16
+    for unit in (32, 96):
+        with pytest.raises(KVPolicyError, match=f"unit {unit} does not divide a page of 48 tok"):
+            resolve({"name": "sink", "unit": unit, "prefill_stride": 96}, block_size=48)
+
+
+@pytest.mark.parametrize("unit", [2, 8, 16, 24, 32, 128, 512])
+@pytest.mark.parametrize("name", POLICIES)
+def test_defaults_of_units(name: str, unit: int) -> None:
+    """Whole units of everything; lazy pruning in its own proportions; up to a unit more slots."""
+    for limits in ({}, {"max_position": 8192, "max_num_batched_tokens": 2048}):
+        policy = resolve({"name": name, "unit": unit}, **limits)
+        assert policy.num_sinks == (0 if name == "window" else unit)
+        assert policy.budget % unit == policy.prefill_stride % unit == 0
+        assert 2048 - 4 * unit < policy.budget <= 2048
+        assert 256 - unit < policy.prefill_stride <= 256 or policy.prefill_stride == unit
+        waiting = 0
+        if name == "lazy":
+            drop = max(8, unit)
+            sizes = (policy.max_drop, policy.slack, policy.overflow)
+            assert sizes == (drop, 3 * drop, 4 * drop)
+            waiting = 4 * drop - unit
+        assert policy.capacity == policy.budget + policy.num_sinks + waiting + unit
+        assert policy.max_position == policy.capacity - unit + policy.prefill_stride
+        assert compiled(policy).peak_at(10**9) == policy.capacity
+        assert policy.remarks() == []
+        copy = pickle.loads(pickle.dumps(policy))
+        assert copy == policy == resolve({"name": name, **policy.model_dump()}, **limits)
+        assert policy.in_units.unit == 1 and policy.in_units.budget * unit == policy.budget
+
+
+def test_defaults_of_units_fit_a_short_model() -> None:
+    short = resolve({"name": "sink", "unit": 16}, max_position=128, max_num_batched_tokens=2048)
+    assert (short.prefill_stride, short.budget, short.max_position) == (32, 80, 128)
+    small = resolve({"name": "cascade", "unit": 16}, max_position=1024)
+    assert small.budget == (1024 - 16 - 256) // 64 * 64
+    assert resolve({"name": "sink", "unit": 24}, max_num_batched_tokens=100).prefill_stride == 48
+
+
+def test_presets_and_units() -> None:
+    assert resolve({"name": "cascade", "preset": "paper"}).unit == 1
+    assert resolve({"name": "cascade"}).unit == 1
+    one = resolve({"name": "sink", "unit": 16, "overflow": 1})
+    assert one.in_units.overflow == 1 and one.waiting == 0, "one unit at a time"
+    lazy = resolve({"name": "lazy", "unit": 16, "overflow": 1})
+    assert "drops overflow = 16 tokens" in " ".join(lazy.remarks())
+
+
+def test_units_of_one_requests_own() -> None:
+    def own(policy: Policy, **asked: Any) -> Policy:
+        return PerRequest(compiled(policy)).schedule(asked).policy
+
+    cascade = resolve({"name": "cascade", "unit": 16, "budget": 256, "prefill_stride": 64})
+    assert own(cascade, kv_budget=128) == cascade.model_copy(update={"budget": 128})
+    sink = own(cascade, kv_policy="sink")
+    assert (sink.unit, sink.num_sinks, sink.budget, sink.prefill_stride) == (16, 16, 256, 64)
+    lazy = own(cascade, kv_policy="lazy")
+    assert (lazy.unit, lazy.max_drop, lazy.budget) == (16, 16, 256 - 48)
+    assert lazy.capacity == cascade.capacity
+    window = own(resolve({"name": "window", "unit": 8, "budget": 64}), kv_policy="sink")
+    assert (window.num_sinks, window.budget) == (8, 56)
+    with pytest.raises(KVPolicyError, match=r"kv_budget 100 cannot .* units of 16 .* 96 or 112"):
+        own(cascade, kv_policy="sink", kv_budget=100)
+    with pytest.raises(KVPolicyError, match=r"kv_budget 96 cannot .* good values: 64 or 128"):
+        own(cascade, kv_budget=96)
+    with pytest.raises(KVPolicyError, match=r"kv_budget 256 .* needs up to 336 .* at most 208"):
+        own(cascade, kv_policy="lazy", kv_budget=256)
 
 
 def test_every_policy_is_documented() -> None:

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.oracle.settings import make_sim, score_rule
-from tests.policies.cases import raw_settings
+from tests.policies.cases import raw_settings, raw_unit_settings
 from vllm_cascade.policies import POLICIES, resolve
 from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.simulate import simulate
@@ -22,7 +22,7 @@ TOKENS = 90
 @given(data=st.data())
 def test_with_probabilities_it_keeps_what_the_oracle_keeps(name: str, data: st.DataObject) -> None:
     """Scores added up in fp64, token by token, as the paper of each policy has them."""
-    raw = data.draw(raw_settings(name))
+    raw = data.draw(st.one_of(raw_settings(name), raw_unit_settings(name)))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     by_text = raw.get("importance") == "tfidf"
     probs = rng.random(TOKENS if by_text else (TOKENS, TOKENS)).astype(np.float32)
@@ -38,7 +38,7 @@ def test_with_probabilities_it_keeps_what_the_oracle_keeps(name: str, data: st.D
             }
 
         def compared(i: int, t: int = t, scores: dict[int, float] = scores) -> float:
-            return scores.get(i, 0.0) / (t + 1 - i if sim.normalise else 1)
+            return scores.get(i, 0.0) / (t + 1 - sim.first_of(i) if sim.normalise else 1)
 
         sim.insert(t, compared)
         sim.end_stride(compared)

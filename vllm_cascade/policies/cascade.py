@@ -65,12 +65,12 @@ class Cascade(Policy):
         if self.budget % step:
             below, above = self.budget // step * step, -(-self.budget // step) * step
             good = f"{below} or {above}" if below else f"{above}"
-            units = "" if self.unit == 1 else f" and of num_subcaches units of {self.unit}:"
+            units = "" if self.unit == 1 else f" and of num_subcaches * unit {self.unit}:"
             raise ValueError(
                 f"budget {self.budget} does not fit {self.num_subcaches} sub-caches of base "
                 f"{self.cascade_base}: it must be a multiple of num_subcaches * "
-                f"cascade_base**(num_subcaches - 1){units} = {step}; nearest good "
-                f"values: {good}"
+                f"cascade_base**(num_subcaches - 1){units or ' ='} {step}; nearest good values: "
+                f"{good}"
             )
         return self
 

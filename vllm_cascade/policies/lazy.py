@@ -51,18 +51,19 @@ class Lazy(Sink):
         return Insertions([()] * (peak - 1) + [(prune,)] + [()] * (dropped - 1), period=dropped)
 
     def remarks(self) -> list[str]:
-        if self.max_drop >= self.overflow or (self.slack == 0 and self.max_drop == 0):
+        overflow = max(self.overflow, self.unit)
+        if self.max_drop >= overflow or (self.slack == 0 and self.max_drop == 0):
             return [
                 f"slack {self.slack} and max_drop {self.max_drop} have no effect: every pruning "
-                f"drops overflow = {self.overflow} tokens; set 0 < max_drop < overflow, slack > 0"
+                f"drops overflow = {overflow} tokens; set 0 < max_drop < overflow, slack > 0"
             ]
         if self.max_drop == 0:
             return [f"slack {self.slack} has no effect without max_drop; set 0 < max_drop"]
         if self.slack == 0:
             return [f"max_drop {self.max_drop} has no effect without slack; set slack > 0"]
-        if self.overflow - self.slack > self.max_drop:
+        if overflow - self.slack > self.max_drop:
             return [
-                f"every pruning drops overflow - slack = {self.overflow - self.slack} tokens, more "
+                f"every pruning drops overflow - slack = {overflow - self.slack} tokens, more "
                 f"than max_drop {self.max_drop}; set slack to at least overflow - max_drop"
             ]
         return []

@@ -8,7 +8,14 @@ and the behaviour are one frozen, hashable, picklable object that can travel to 
 
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 CONFIG_KEY = "kv_policy"
 """Where the settings travel: ``VllmConfig.additional_config[CONFIG_KEY]``."""
@@ -64,12 +71,17 @@ class KVPolicyConfig(BaseModel):
         False, description="remember original token indices in the pages, for inspection"
     )
 
+    @field_validator("unit", mode="before")
+    @classmethod
+    def _check_unit(cls, unit: Any) -> int:
+        if unit == "page":
+            raise ValueError("only an engine has pages; here, set a number of tokens")
+        if isinstance(unit, bool) or not isinstance(unit, int) or unit < 1:
+            raise ValueError("set it to a number of tokens, at least 1, or to 'page'")
+        return unit
+
     @model_validator(mode="after")
     def _check_units(self) -> Self:
-        if self.unit == "page":
-            raise ValueError("'page' is known where --block-size is; here, set a number of tokens")
-        if self.unit < 1:
-            raise ValueError(f"unit {self.unit} is no number of tokens; set it to at least 1")
         for key in self.token_keys:
             tokens = getattr(self, key)
             if tokens is None or tokens % self.unit == 0 or (key, tokens) == ("overflow", 1):

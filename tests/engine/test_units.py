@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units of several tokens on the real engine: against the oracle, and the same in any company.
+
+Prompts end inside a unit and decoding goes on from there, so that what a stride leaves half filled
+is completed token by token.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
+from tests.engine.test_batching import engine
+from tests.oracle.settings import oracle_settings
+from tests.oracle.unit_cases import CASES, UnitCase
+from vllm_cascade.kernels.cpp.library import load
+
+BY_ID = {case.id: case for case in CASES}
+BLOCK = 32  # of `engine_pool`
+FAST = [
+    ("cascade-16-each", {}),
+    ("cascade-8-overflow", {}),
+    ("h2o-8-normalise", {}),
+    ("beehive-8-each", {}),
+    ("dgc-text-16", {}),
+    ("cascade-8-gated", dict(PYTORCH)),
+]
+
+
+BEGINS = {"dgc-1-each": 5000}
+"""Where a text begins, if not at the book's first word: there two scores are within rounding."""
+
+
+def decode(llm: Any, prompt: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
+    """All tokens, and their log-probabilities from the second one on."""
+    params = SamplingParams(
+        max_tokens=max_tokens, logprobs=0, prompt_logprobs=0, temperature=0.0, ignore_eos=True
+    )
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    tokens, entries = output.outputs[0].token_ids, output.outputs[0].logprobs
+    generated = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
+    return [*prompt, *tokens], prompt_logprobs(output) + generated
+
+
+def kept_sets(llm: Any) -> dict[int, list[list[list[int]]]]:
+    """What was recorded: by end of a stride, layer and head set, as the oracle has it."""
+    (snapshots,) = llm.collective_rpc("kv_policy_kept")
+    snapshots.sort(key=lambda s: (s["end"], int(s["layer"].split(".")[2])))
+    kept: dict[int, list[list[list[int]]]] = {}
+    for s in snapshots:
+        kept.setdefault(s["end"], []).append(s["tokens"])
+    return kept
+
+
+def run_case(
+    case: UnitCase,
+    engine_pool: EnginePool,
+    book_tokens: list[int],
+    env: dict[str, str],
+    **changed: Any,
+) -> None:
+    """A prompt of the book and greedy tokens, of which all but the last one are attended."""
+    llm = engine_pool.get(
+        {**case.settings, "trace": True, **changed},
+        max_model_len=4096,
+        max_num_batched_tokens=300,
+        block_size=BLOCK,
+        env=env,
+    )
+    (before,) = llm.collective_rpc("kv_policy_counters")
+    calls = sum(load().calls.values())
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    prompt = book_tokens[BEGINS.get(case.id, 0) :][: case.prompt]
+    tokens, logprobs = decode(llm, prompt, case.total - case.prompt + 1)
+    kept = kept_sets(llm)
+    (after,) = llm.collective_rpc("kv_policy_counters")
+    done = {key: after[key] - before[key] for key in after}
+
+    truth = run_oracle(case.settings, tokens[: case.total], prompt_len=case.prompt)
+    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another text"
+    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
+    print(f"max {error.max():.2e}, mean {error.mean():.2e}, closest {truth.closest_contest:.1e}")
+    assert list(kept) == list(truth.kept)
+    wrong = [end for end in kept if kept[end] != truth.kept[end]]
+    assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+
+    stride = oracle_settings(case.settings)["stride"]
+    assert done["strides"] == -(-case.prompt // stride) + case.total - case.prompt == len(kept)
+    assert done["tokens"] == case.total
+    assert done["evicted_tokens"] == case.total - len(truth.kept[case.total][0][0]) > case.total / 2
+    assert done["moved_reads"] > 0
+    native = 0 if PYTORCH & env.items() else done["strides"] * len(truth.kept[case.total])
+    assert sum(load().calls.values()) - calls == native
+    assert pool_usage(llm) == 0.0
+
+
+@pytest.mark.parametrize(("name", "env"), FAST, ids=[name for name, _ in FAST])
+def test_cases(
+    name: str, env: dict[str, str], engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    run_case(BY_ID[name], engine_pool, book_tokens, env)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in BY_ID if (name, {}) not in FAST])
+def test_all_cases(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    run_case(BY_ID[name], engine_pool, book_tokens, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["cascade-32-all", pytest.param("h2o-32-normalise", marks=pytest.mark.slow)]
+)
+def test_a_page(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """The oracle has units of a block's 32 tokens."""
+    assert BY_ID[name].settings["unit"] == BLOCK
+    run_case(BY_ID[name], engine_pool, book_tokens, {}, unit="page")
+
+
+# ------------------------------------------------------------------------ in any company
+
+UNIT_16 = {"num_subcaches": 2, "prefill_stride": 64, "unit": 16}
+UNIT_32_EACH = {**UNIT_16, "unit": 32, "head_policy": "per_kv_head"}
+LENGTHS = [1, 15, 16, 17, 31, 63, 64, 65, 100, 128, 129, 300, 511, 700, 900, 1300]
+
+
+def answer(llm: Any, prompts: list[list[int]], max_tokens: int = 60) -> list[tuple[int, Any, Any]]:
+    """Prompt tokens from a snapshot, generated tokens, and their log-probabilities."""
+    params = SamplingParams(max_tokens=max_tokens, logprobs=0, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [(output.num_cached_tokens, *generated(output)) for output in outputs]
+
+
+def generated(output: Any) -> tuple[list[int], list[float]]:
+    logprobs = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
+    return list(output.outputs[0].token_ids), logprobs
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [UNIT_16, pytest.param(UNIT_32_EACH, marks=pytest.mark.slow)],
+    ids=["16", "32-each"],
+)
+def test_the_same_answer_in_any_company(
+    policy: dict[str, Any], engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    """A prompt of five strides and 13 tokens, and 60 more: alone, with 16 others, replayed.
+
+    Where the step has other tokens too, or the replayed ones at once, the model's own products of
+    matrices round differently, as without units; from a snapshot and alone they are the same bytes.
+    """
+    llm = engine(engine_pool, **policy)
+    prompt = book_tokens[2000:2333]
+    ((cached, tokens, logprobs),) = answer(llm, [prompt])
+    assert cached == 0
+    assert answer(llm, [prompt]) == [(320, tokens, logprobs)]
+    llm.reset_prefix_cache()
+    assert answer(llm, [prompt]) == [(0, tokens, logprobs)]
+    others = [book_tokens[1000 * i :][:length] for i, length in enumerate(LENGTHS, start=3)]
+    for expected in (320, 0):
+        (cached, *batched), *_ = answer(llm, [prompt, *others])
+        assert (cached, batched[0]) == (expected, tokens)
+        np.testing.assert_allclose(batched[1], logprobs, atol=1e-4)
+        llm.reset_prefix_cache()
+
+    core = llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
+    llm.llm_engine.add_request("again", {"prompt_token_ids": prompt}, params)
+    steps, outputs = 0, []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        steps += 1
+        if steps in (20, 45):
+            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    replayed = generated(outputs[-1])
+    assert replayed[0] == tokens
+    np.testing.assert_allclose(replayed[1], logprobs, atol=1e-4)
+    assert pool_usage(llm) == 0.0
+
+
+OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # what a request asks for, and what the oracle is told: prompts end inside a unit
+    "the engine's": ({}, {"name": "cascade", "budget": 128, "num_subcaches": 2}),
+    "less": ({"kv_budget": 64}, {"name": "cascade", "budget": 64, "num_subcaches": 2}),
+    "sink": ({"kv_policy": "sink", "kv_budget": 80}, {"name": "sink", "budget": 80}),
+    "h2o": ({"kv_policy": "h2o", "kv_budget": 96}, {"name": "h2o", "budget": 96, "window": 48}),
+    "lazy": (
+        {"kv_policy": "lazy", "kv_budget": 48},
+        {"name": "lazy", "budget": 48, "overflow": 64, "slack": 48, "max_drop": 16},
+    ),
+}
+
+
+def test_requests_of_their_own_in_one_batch(
+    engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    """Budgets and policies side by side; the decoded tokens are forced to be the book's."""
+    llm = engine(engine_pool, **UNIT_16)
+    length, num = 437, 90
+    texts = {name: book_tokens[3000 * i :][: length + num] for i, name in enumerate(OWN)}
+    params = [
+        SamplingParams(
+            max_tokens=num,
+            prompt_logprobs=0,
+            logprobs=0,
+            temperature=0.0,
+            extra_args={"forced": texts[name][length:], **asked},
+        )
+        for name, (asked, _) in OWN.items()
+    ]
+    prompts = [{"prompt_token_ids": text[:length]} for text in texts.values()]
+    (before,) = llm.collective_rpc("kv_policy_counters")
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    (after,) = llm.collective_rpc("kv_policy_counters")
+    evicted = 0
+    for (name, (_, settings)), output in zip(OWN.items(), outputs, strict=True):
+        assert generated(output)[0] == texts[name][length:]
+        settings = {**settings, "prefill_stride": 64, "unit": 16}
+        truth = run_oracle(settings, texts[name], prompt_len=length)
+        assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another text"
+        logprobs = prompt_logprobs(output) + generated(output)[1]
+        error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
+        print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
+        assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
+        steps = length + num - 1  # the last token is never attended
+        evicted += steps - len(truth.kept[steps][0][0])
+    assert after["evicted_tokens"] - before["evicted_tokens"] == evicted
+    assert pool_usage(llm) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "message"),
+    [
+        ({"kv_budget": 72}, r"kv_budget 72 cannot .* whole number of units of 16 .* 64 or 80"),
+        ({"kv_budget": 16}, "nearest good values: 32"),
+    ],
+)
+def test_a_budget_that_is_no_whole_number_of_units_is_refused(
+    extra_args: dict[str, Any], message: str, engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    llm = engine(engine_pool, **UNIT_16)
+    params = SamplingParams(max_tokens=2, extra_args=extra_args)
+    with pytest.raises(VLLMValidationError, match=message):
+        llm.generate([{"prompt_token_ids": book_tokens[:20]}], params, use_tqdm=False)
+    assert not llm.llm_engine.has_unfinished_requests()
