@@ -18,14 +18,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm_cascade.patches import max_model_len
 from vllm_cascade.policies import CHOICES, policy_class
 from vllm_cascade.policies.settings import (
+    ARGUMENTS,
     CONFIG_KEY,
     DEFAULT_BUDGET,
     DEFAULT_PREFILL_STRIDE,
     KVPolicyError,
     raw_settings,
 )
-
-ARGUMENTS = ("kv_policy", "kv_budget", "kv_policy_config")
 
 
 def merge_settings(
@@ -42,9 +41,9 @@ def merge_settings(
     merged = dict(additional_config or {})
     if kv_policy is None and kv_budget is None and kv_policy_config is None:
         return merged
-    if CONFIG_KEY in merged:
+    for key in merged.keys() & set(ARGUMENTS):
         raise KVPolicyError(
-            f'the KV policy is given twice, by --kv-policy and in additional_config["{CONFIG_KEY}"]'
+            f'the KV policy is given twice, by --kv-policy and in additional_config["{key}"]'
             "; remove one"
         )
     if kv_policy_config is not None and not isinstance(kv_policy_config, dict):
@@ -159,7 +158,8 @@ def _wrap_create(original):
         raw = raw_settings(self.additional_config)
         if raw is None:
             # `full` must leave no trace: not even another compile-cache key.
-            self.additional_config.pop(CONFIG_KEY, None)
+            for key in ARGUMENTS:
+                self.additional_config.pop(key, None)
             return original(self, *args, **kwargs)
         policy_class(raw["name"])
         from vllm_cascade.engine.configure import apply_policy

@@ -2,7 +2,10 @@
 """Compiles the C++ sources beside this file, once a machine, into the user's cache.
 
 Built for the processor at hand (``-march=native``), so the result is keyed by the sources, the
-compiler, its flags and the processor. Nothing is linked but the C++ and OpenMP runtimes: the
+compiler, its flags and the processor. Beside a library lie its size and hash: a machine that went
+down may have left half of it, which would end the process that loads it.
+
+Nothing is linked but the C++ and OpenMP runtimes: the
 ``libgomp`` that PyTorch has loaded serves both, so its threads and their binding are shared.
 """
 
@@ -11,6 +14,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -57,34 +61,68 @@ def sources() -> list[Path]:
 
 
 def build(folder: Path | None = None) -> Path:
-    """Path of the shared library, compiled unless an equal one is in the cache.
+    """Path of the shared library, compiled unless an equal and whole one is in the cache.
 
     Safe for any number of processes: one compiles while the others wait.
 
     Args:
-        folder: where libraries are kept; None is ``cache_folder()``.
+        folder: where libraries are kept; None is ``cache_folder()``. One that cannot be written
+            serves if it has the library; else a folder of this user's among the temporary files,
+            the same for all processes, takes its place.
 
     Raises:
-        BuildError: no compiler, or it failed.
+        BuildError: no compiler, or it failed, or there is nowhere to keep a library.
     """
     compiler = find_compiler()
-    folder = _writable(folder or cache_folder())
-    target = folder / f"attention-{_key(compiler)}.so"
+    folder, name = folder or cache_folder(), f"attention-{_key(compiler)}.so"
+    if _is_whole(folder / name):
+        return folder / name
+    if not _can_write(folder):
+        folder = _temporary_folder()
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            _compile(compiler, target)
-    return target
+        if not _is_whole(folder / name):
+            _compile(compiler, folder / name)
+    return folder / name
 
 
-def _writable(folder: Path) -> Path:
-    """The folder, or a private temporary one where it cannot be written."""
+def _can_write(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
+            return True
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="vllm_cascade-"))
+        return False
+
+
+def _temporary_folder() -> Path:
+    """This user's alone: whoever could write there could run code in this process.
+
+    Raises:
+        BuildError: somebody else has it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"vllm_cascade-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise BuildError(f"{folder} is not this user's alone; remove it, or set VLLM_CACHE_ROOT")
+    return folder
+
+
+def _note(library: Path) -> Path:
+    return library.with_suffix(".so.sha256")
+
+
+def _describe(library: Path) -> str:
+    content = library.read_bytes()
+    return f"{len(content)} {hashlib.sha256(content).hexdigest()}\n"
+
+
+def _is_whole(library: Path) -> bool:
+    try:
+        return _note(library).read_text("ascii") == _describe(library)
+    except (OSError, ValueError):
+        return False
 
 
 def _key(compiler: str) -> str:
@@ -107,9 +145,19 @@ def _compile(compiler: str, target: Path) -> None:
     partial = target.with_suffix(f".{os.getpid()}.partial")
     try:
         _run([compiler, *FLAGS, "-o", str(partial), *map(str, sources())])
-        os.replace(partial, target)
+        description = _describe(partial)
+        _put(partial, target)
+        partial.write_text(description, "ascii")
+        _put(partial, _note(target))
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _put(partial: Path, target: Path) -> None:
+    """Rename a file whose bytes are on the disk, so that the name never stands for fewer."""
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, target)
 
 
 def _run(command: list[str]) -> str:

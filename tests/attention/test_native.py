@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -202,10 +203,8 @@ print(build.build(Path({str(folder)!r})))
     assert len(built) == 1 and all(process.returncode == 0 for process in processes)
     assert build.build(folder) == Path(built.pop())
     assert (tmp_path / "log").read_text() == "compiled\n"
-    assert sorted(re.sub("-.*", "", file.name) for file in folder.iterdir()) == [
-        "attention",
-        "lock",
-    ]
+    names = sorted(re.sub("-[^.]*", "", file.name) for file in folder.iterdir())
+    assert names == ["attention.so", "attention.so.sha256", "lock"]
     compiler.write_text(compiler.read_text().replace("echo 1.0", "echo 2.0"))
     build.build(folder)
     assert (tmp_path / "log").read_text() == "compiled\n" * 2
@@ -219,11 +218,62 @@ def test_compile_error(compiler: Path, tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "cache").iterdir()] == ["lock"]
 
 
-def test_folder_that_cannot_be_written(compiler: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["short", "changed", "empty", "without note"])
+def test_a_library_that_is_not_whole_is_made_again(
+    damage: str, compiler: Path, tmp_path: Path
+) -> None:
+    """It would end the process that loads it, with a bus error."""
+    built = build.build(tmp_path)
+    assert build.build(tmp_path) == built and (tmp_path / "log").read_text() == "compiled\n"
+    if damage == "without note":
+        built.with_suffix(".so.sha256").unlink()
+    else:
+        built.write_text({"short": "libr", "changed": "Library\n", "empty": ""}[damage])
+    assert build.build(tmp_path) == built and built.read_text() == "library\n"
+    assert (tmp_path / "log").read_text() == "compiled\n" * 2
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go in this test."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    return tmp_path / "temporary"
+
+
+def test_folder_that_cannot_be_written(compiler: Path, tmp_path: Path, temporary: Path) -> None:
+    """One other folder, and one compile, for all processes of this user."""
     (tmp_path / "file").write_text("")
     built = build.build(tmp_path / "file" / "cache")
-    assert built.read_text() == "library\n" and tmp_path not in built.parents
-    os.remove(built)
+    assert built.read_text() == "library\n"
+    assert built.parent == temporary / f"vllm_cascade-{os.getuid()}"
+    assert built.parent.stat().st_mode & 0o777 == 0o700
+    assert build.build(tmp_path / "file" / "cache") == built
+    assert (tmp_path / "log").read_text() == "compiled\n"
+    assert [file.name for file in temporary.iterdir()] == [built.parent.name]
+
+
+def test_a_temporary_folder_of_somebody_elses(
+    compiler: Path, tmp_path: Path, temporary: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    (temporary / f"vllm_cascade-{os.getuid()}").mkdir()
+    (temporary / f"vllm_cascade-{os.getuid()}").chmod(0o777)
+    with pytest.raises(build.BuildError, match="not this user's alone; remove it, or set VLLM_CA"):
+        build.build(tmp_path / "file" / "cache")
+
+
+def test_a_library_on_a_path_that_is_only_read(
+    compiler: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = build.build(tmp_path / "cache")
+
+    def read_only(*args: object, **kwargs: object) -> None:
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    assert build.build(tmp_path / "cache") == built and not list(temporary.iterdir())
+    assert (tmp_path / "log").read_text() == "compiled\n"
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

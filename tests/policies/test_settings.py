@@ -3,6 +3,7 @@
 
 import json
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "budget zero": ({"name": "sink", "budget": 0}, "budget = 0: .*greater than or equal to 1"),
     "budget text": ({"name": "sink", "budget": "2k"}, "budget = '2k': .*valid integer"),
     "budget fraction": ({"name": "sink", "budget": 1.5}, "budget = 1.5: .*valid integer"),
+    "sinks without end": ({"name": "sink", "num_sinks": 10**12}, "; lower num_sinks$"),
+    "overflow without end": ({"name": "sink", "overflow": 10**9}, "; lower overflow$"),
+    "base without end": (
+        {"name": "cascade", "cascade_base": 10**9},
+        "with cascade_base 1000000000 a budget must be a multiple of .*; lower cascade_base, or",
+    ),
+    "name without end": ({"name": "x" * 100_000}, r"unknown name 'x{59}\.\.\., choose"),
     "budget true": ({"name": "sink", "budget": True}, "budget = True"),
     "negative sinks": ({"name": "sink", "num_sinks": -1}, "num_sinks = -1"),
     "window with sinks": ({"name": "window", "num_sinks": 4}, "num_sinks = 4"),
@@ -126,6 +134,14 @@ def test_where_settings_come_from() -> None:
     assert raw_settings({"kv_policy": "sink"}) == {"name": "sink"}
     assert raw_settings({"kv_policy": "full"}) is None
     assert raw_settings({"kv_policy": {"name": "full"}}) is None
+    chosen = {"name": "cascade", "budget": 512, "num_subcaches": 2}
+    for given in (
+        {"kv_policy": chosen},
+        {"kv_policy": "cascade", "kv_budget": 512, "kv_policy_config": {"num_subcaches": 2}},
+        {"kv_policy": {"name": "cascade"}, "kv_policy_config": {"budget": 512, "num_subcaches": 2}},
+        {"kv_policy": {"name": "cascade", "num_subcaches": 2}, "kv_budget": 512, "other": 1},
+    ):
+        assert raw_settings(given) == chosen
     with pytest.raises(KVPolicyError, match="policy name or an object"):
         raw_settings({"kv_policy": 7})
     with pytest.raises(KVPolicyError, match='has no "name"'):
@@ -299,3 +315,29 @@ def test_every_policy_is_documented() -> None:
     for cls in POLICIES.values():
         assert cls.__doc__ and cls.paper
         assert all(field.description for field in cls.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("additional_config", "message"),
+    [
+        ({"kv_budget": 512}, 'has no "name"; add one'),
+        ({"kv-policy": "cascade"}, "has 'kv-policy', which nobody reads; did you mean 'kv_policy'"),
+        ({"KV_POLICY": "cascade"}, "did you mean 'kv_policy'"),
+        ({"kv_polcy": "cascade"}, "did you mean 'kv_policy'"),
+        ({"kv_policy": "sink", "kv_budgets": 8}, "did you mean 'kv_budget'"),
+        ({"kv_policy": {"name": "sink"}, "budget": 512}, "has 'budget' beside 'kv_policy'; put it"),
+        ({"kv_policy": "cascade", "num_subcaches": 2}, "has 'num_subcaches' beside 'kv_policy'"),
+        ({"kv_policy": {"name": "sink", "budget": 4}, "kv_budget": 4}, "gives budget twice"),
+        (
+            {"kv_policy": "sink", "kv_budget": 4, "kv_policy_config": {"budget": 4}},
+            "gives budget twice",
+        ),
+        ({"kv_policy": "sink", "kv_policy_config": {"name": "sink"}}, "gives name twice"),
+        ({"kv_policy": "sink", "kv_policy_config": [1]}, "must be an object of settings"),
+        ({"kv_policy": "full", "kv_budget": 4}, "full is stock vLLM and takes no settings"),
+    ],
+)
+def test_settings_in_the_wrong_place(additional_config: dict[str, Any], message: str) -> None:
+    """Each of them once ran silently: with other settings, or as stock vLLM."""
+    with pytest.raises(KVPolicyError, match=re.escape(message)):
+        raw_settings(additional_config)

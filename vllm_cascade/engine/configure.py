@@ -12,7 +12,7 @@ from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Policy, compiled, resolve
-from vllm_cascade.policies.settings import CONFIG_KEY
+from vllm_cascade.policies.settings import ARGUMENTS, CONFIG_KEY
 
 
 def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
@@ -38,10 +38,9 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     if policy.token_scores is not None and config.scheduler_config.async_scheduling:
         config.scheduler_config.async_scheduling = False
         logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
-    config.additional_config = {
-        **config.additional_config,
-        CONFIG_KEY: {"name": policy.name, **policy.model_dump()},
-    }
+    others = {k: v for k, v in config.additional_config.items() if k not in ARGUMENTS}
+    resolved = {"name": policy.name, **policy.model_dump()}
+    config.additional_config = {**others, CONFIG_KEY: resolved}
     kind = "Async" if config.scheduler_config.async_scheduling else ""
     config.scheduler_config.scheduler_cls = f"vllm_cascade.engine.scheduler.{kind}KVPolicyScheduler"
     device = this_device()

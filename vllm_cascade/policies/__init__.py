@@ -36,7 +36,8 @@ def policy_class(name: Any) -> type[Policy]:
         return POLICIES[name]
     close = difflib.get_close_matches(str(name), CHOICES, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise KVPolicyError(f"kv_policy: unknown name {name!r}, choose from {', '.join(CHOICES)}{hint}")
+    shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:60]}..."
+    raise KVPolicyError(f"kv_policy: unknown name {shown}, choose from {', '.join(CHOICES)}{hint}")
 
 
 def resolve(
@@ -97,6 +98,13 @@ def _default_stride(unit: int, max_position: int | None, max_num_batched_tokens:
 def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int | None) -> int:
     """2048, or the largest valid budget whose positions fit the model."""
     limit, step = DEFAULT_BUDGET, cls.budget_step(given)
+    if step > limit:
+        steps = [key for key in ("num_subcaches", "cascade_base", "unit") if key in given]
+        raise KVPolicyError(
+            f"kv_policy: with {', '.join(f'{key} {given[key]}' for key in steps)} a budget must be "
+            f"a multiple of {step}, more than the default of {limit}; lower {' or '.join(steps)}, "
+            "or set budget"
+        )
     others = [
         given.get(key, cls.model_fields[key].default)
         for key in ("num_sinks", "overflow", "prefill_stride")
@@ -108,6 +116,13 @@ def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int 
     return max(limit // step * step, step)
 
 
+def _largest(policy: Policy) -> str:
+    """The settings that take most positions, but the budget."""
+    keys = ("num_sinks", "overflow", "prefill_stride")
+    key = max(keys, key=lambda key: getattr(policy, key))
+    return "prefill_stride and the budget" if key == "prefill_stride" else key
+
+
 def _check_fit(
     policy: Policy, max_position: int | None, max_num_batched_tokens: int | None
 ) -> None:
@@ -117,7 +132,7 @@ def _check_fit(
         fix = (
             f"lower the budget to at most {room // step * step}"
             if room >= step
-            else "lower prefill_stride and the budget"
+            else f"lower {_largest(policy)}"
         )
         extra = f" + overflow {policy.overflow} - {policy.unit}" if policy.waiting else ""
         raise KVPolicyError(

@@ -6,6 +6,7 @@
 and the behaviour are one frozen, hashable, picklable object that can travel to every process.
 """
 
+import difflib
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -19,6 +20,8 @@ from pydantic import (
 
 CONFIG_KEY = "kv_policy"
 """Where the settings travel: ``VllmConfig.additional_config[CONFIG_KEY]``."""
+ARGUMENTS = (CONFIG_KEY, "kv_budget", "kv_policy_config")
+"""The flags' names, which work in ``additional_config``, too."""
 
 DEFAULT_BUDGET = 2048
 DEFAULT_PREFILL_STRIDE = 256
@@ -146,14 +149,20 @@ def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> s
 def raw_settings(additional_config: Any) -> dict[str, Any] | None:
     """The policy settings inside ``additional_config``; None where stock vLLM must run.
 
-    A bare string is the policy's name. ``full`` is stock vLLM.
+    ``kv_policy`` is an object of settings or a policy's name; the other flags' names work beside
+    it as the flags do. ``full`` is stock vLLM.
 
     Raises:
-        KVPolicyError: neither a string nor a mapping, or no name in it.
+        KVPolicyError: neither a name nor an object, no name in it, a setting that is given twice,
+            or one beside ``kv_policy`` that belongs into it.
     """
-    if not isinstance(additional_config, dict) or CONFIG_KEY not in additional_config:
+    if not isinstance(additional_config, dict):
         return None
-    raw = additional_config[CONFIG_KEY]
+    _check_keys(additional_config)
+    given = {key: additional_config[key] for key in ARGUMENTS if key in additional_config}
+    if not given:
+        return None
+    raw = given.get(CONFIG_KEY, {})
     if isinstance(raw, str):
         raw = {"name": raw}
     if not isinstance(raw, dict):
@@ -161,6 +170,7 @@ def raw_settings(additional_config: Any) -> dict[str, Any] | None:
             f'additional_config["{CONFIG_KEY}"] must be a policy name or an object such as '
             f'{{"name": "cascade", "budget": 2048}}, not {raw!r}'
         )
+    raw = _with_flags(raw, given)
     if "name" not in raw:
         raise KVPolicyError(
             f'additional_config["{CONFIG_KEY}"] has no "name"; add one, for example '
@@ -174,4 +184,40 @@ def raw_settings(additional_config: Any) -> dict[str, Any] | None:
                 "another policy"
             )
         return None
-    return dict(raw)
+    return raw
+
+
+def _with_flags(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A policy's object, with what ``kv_policy_config`` and ``kv_budget`` beside it add."""
+    more = given.get(ARGUMENTS[2]) or {}
+    if not isinstance(more, dict):
+        raise KVPolicyError(
+            f'additional_config["{ARGUMENTS[2]}"] must be an object of settings, not {more!r}'
+        )
+    budget = given.get(ARGUMENTS[1])
+    added = {**more, **({} if budget is None else {"budget": budget})}
+    twice = set(raw) & set(added) | ({"budget"} & set(more) if budget is not None else set())
+    if twice:
+        raise KVPolicyError(f"additional_config gives {', '.join(sorted(twice))} twice; remove one")
+    return {**raw, **added}
+
+
+def _setting_names(cls: type[KVPolicyConfig]) -> set[str]:
+    """What any policy's object may have."""
+    return {"name", *cls.model_fields}.union(*map(_setting_names, cls.__subclasses__()))
+
+
+def _check_keys(additional_config: dict[str, Any]) -> None:
+    """Other plugins' keys are theirs, but a setting of ours must not silently do nothing."""
+    for key in additional_config.keys() - set(ARGUMENTS):
+        plain = str(key).lower().replace("-", "_")
+        close = difflib.get_close_matches(plain, ARGUMENTS, n=1, cutoff=0.85)
+        if close:
+            raise KVPolicyError(
+                f"additional_config has {key!r}, which nobody reads; did you mean {close[0]!r}?"
+            )
+        if CONFIG_KEY in additional_config and key in _setting_names(KVPolicyConfig):
+            raise KVPolicyError(
+                f"additional_config has {key!r} beside {CONFIG_KEY!r}; put it inside, as in "
+                f'{{"{CONFIG_KEY}": {{"name": "cascade", "{key}": ...}}}}'
+            )

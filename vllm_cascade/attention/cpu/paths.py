@@ -16,7 +16,7 @@ from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.attention.torch import strides as stride_path
 from vllm_cascade.attention.torch import tokens as token_path
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.kernels.cpp.build import BuildError
+from vllm_cascade.kernels.cpp.build import BuildError, cache_folder
 from vllm_cascade.kernels.cpp.library import Library, load
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Schedule
@@ -88,6 +88,13 @@ def _library() -> tuple[Library | None, str]:
     try:
         library = load()
         logger.info("CPU attention runs in C++ (%s)", library.path)
+        if cache_folder() not in library.path.parents:
+            logger.warning(
+                "%s cannot be written, so the compiled library is kept in %s for as long as that "
+                "lasts; set VLLM_CACHE_ROOT to a folder that can be written",
+                cache_folder(),
+                library.path.parent,
+            )
         return library, ""
     except BuildError as error:
         return None, str(error)
