@@ -81,9 +81,12 @@ def run_case(
     done = {key: after[key] - before[key] for key in after}
 
     truth = run_oracle(case.settings, tokens[: case.total], prompt_len=case.prompt)
-    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another text"
+    # By text, units of the same words in the same sentence are worth exactly the same.
+    text = case.id.startswith("dgc-text") or case.settings.get("importance") == "tfidf_sklearn"
+    closest = truth.closest_contest
+    assert closest > 1e-6 or (text and closest == 0), "a tie that rounding decides"
     error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
-    print(f"max {error.max():.2e}, mean {error.mean():.2e}, closest {truth.closest_contest:.1e}")
+    print(f"max {error.max():.2e}, mean {error.mean():.2e}, closest {closest:.1e}")
     assert list(kept) == list(truth.kept)
     wrong = [end for end in kept if kept[end] != truth.kept[end]]
     assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
