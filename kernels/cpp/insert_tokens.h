@@ -50,8 +50,8 @@ inline void update_units(const Layer& layer, const Step& step, const Mass& mass,
       for (int64_t part = 0; part < mass.parts; part++)
         sums[part] *= mass.tile_max[q * mass.tiles + tile];
   }
-  for (int64_t u = 0; u <= entry; u += W) {
-    if (u >= units && u + W <= entry) continue;
+  for (int64_t u = 0; u <= std::max(entry, units - 1); u += W) {
+    if (u >= units && u + W <= entry) continue;  // `entry` of a new unit is behind all others
     for (int64_t q = 0; q < heads; q++) {
       const float* sums = mass.sums + (first + q) * mass.tiles * mass.parts;
       float of_unit[W] = {};

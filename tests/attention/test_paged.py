@@ -255,6 +255,15 @@ UNIT_CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
         Shape(num_kv_heads=1, group=8),
         {**IN_UNITS, "head_reduction": "median", "prefill_stride": 40},
     ),
+    "cascade-2-of-many": (
+        Shape(num_kv_heads=1),
+        {**IN_UNITS, "budget": 96, "unit": 2, "prefill_stride": 16},
+    ),
+    "h2o-2-of-many-heads": (
+        Shape(group=1),
+        {"name": "h2o", "budget": 96, "num_sinks": 2, "unit": 2, "head_policy": "per_kv_head",
+         "prefill_stride": 32},
+    ),
     "cascade-4-gated": (
         Shape(is_neox=False),
         {**IN_UNITS, "eager_fill": False, "tie": "resident", "prefill_stride": 4},
