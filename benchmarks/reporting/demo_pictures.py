@@ -75,7 +75,7 @@ def _line(
     memory = f"{arm['peak_kv_bytes'] / 2**20:,.1f} MiB"
     if stock:
         axes.plot(at[-1], values[-1], marker="X", color=colour, markersize=10, zorder=4)
-        text, place, align = f"stock vLLM stops\n({memory})", (0, -14), "center"
+        text, place, align = f"stock vLLM stops\n({memory})", (-10, -26), "right"
     else:
         up = {"window": 0, "sink": 9, "cascade": -9}[label]
         text, place, align = f"{label} ({memory})", (8, up), "left"

@@ -23,6 +23,7 @@ from benchmarks.running.parts import Parts
 FOLDER = ROOT / "benchmarks/results"
 DOCUMENT = ROOT / "docs/RESULTS.md"
 _MARKER = re.compile(r"(<!-- result ([\w.-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_DIGEST = re.compile(r"-[0-9a-f]{8}$")
 PLACES = ("out", "parts")
 """Settings that say where files go, not what was run."""
 _STARTED = time.perf_counter()
@@ -116,12 +117,18 @@ def save(
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON; paths inside the repository are relative to it."""
+    """A setting as JSON. Paths inside the repository are relative to it.
+
+    Of a folder elsewhere only its name is kept, less what tells conversions of a model apart
+    (``benchmarks.models``): a result is not about a machine's folders.
+    """
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     text = str(value)
     if text.startswith(str(ROOT) + "/"):
         return text.removeprefix(str(ROOT) + "/")
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+    if text.startswith("/"):
+        return _DIGEST.sub("", Path(text).name)
     return text if isinstance(value, Path) else value
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import token_time
+from benchmarks import models, quick, token_time
 from benchmarks.reporting import results, speed_report, token_report
 from benchmarks.reporting.goals import goals
 from benchmarks.reporting.tables import Table, mean_std, number, spread
@@ -24,6 +24,14 @@ from benchmarks.throughput import (
     runs,
     warm_up,
 )
+
+
+def test_quick_forms_do_not_replace_longer_runs() -> None:
+    for name in quick.PLAN:
+        out = quick.command(name, results.FOLDER)[-1]
+        shown = out == str(results.FOLDER / f"{name}.json")
+        assert shown == (name != "train" and name not in quick.NOT_SHOWN), out
+    assert quick.command("perplexity", ROOT / "x")[-1] == str(ROOT / "x/perplexity.json")
 
 
 def table() -> Table:
@@ -54,15 +62,16 @@ def test_cells() -> None:
 
 
 def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--tokens", "5", "--out", "x.json", "--data", str(ROOT / "README.md")]
-    settings = {"tokens": 5, "out": tmp_path, "data": [str(ROOT / "README.md")]}
+    real = f"/somewhere/{models.NAME}-0123abcd"
+    argv = ["--tokens", "5", "--out", "x.json", "--data", str(ROOT / "README.md"), "--model", real]
+    settings = {"tokens": 5, "out": tmp_path, "data": [str(ROOT / "README.md")], "model": real}
     results.save(tmp_path / "one.json", [table()], {"values": [1]}, settings, argv)
     printed = capsys.readouterr().out
     assert "ppl [x]" in printed and "A note." in printed
     kept = results.load("one", tmp_path)
     assert kept["data"] == {"values": [1]}
-    assert kept["settings"] == {"tokens": 5, "data": ["README.md"]}
-    assert kept["command"].endswith("--tokens 5 --data README.md")
+    assert kept["settings"] == {"tokens": 5, "data": ["README.md"], "model": models.NAME}
+    assert kept["command"].endswith(f"--tokens 5 --data README.md --model {models.NAME}")
     assert {"cpu", "torch", "vllm", "git_commit", "driver", "gpu"} <= set(kept["environment"])
     text = "Before.\n<!-- result one -->\nold\n<!-- end -->\n<!-- result two -->\n<!-- end -->\n"
     filled = results.fill(text, tmp_path)
