@@ -139,6 +139,23 @@ def cases(interpret: bool) -> dict[str, Any]:
     return found
 
 
+def unit_cases(interpret: bool) -> dict[str, Any]:
+    """Pages of units; strides begin where units do, so lengths are their multiples."""
+    from benchmarks.gpu.kernels_alone import load
+
+    case = load("testing.checks").Case
+    found = {}
+    for unit in (16,) if interpret else (8, 16, 32, 64):
+        lengths = (unit,) if interpret else (0, unit, None, 5 * unit, 512)
+        base = {"unit": unit, "block_size": max(unit, 16), "lengths": lengths, "strides": (9,)}
+        if interpret:
+            return {"units": case(**base, head_size=16, num_heads=1)}
+        base |= {"num_heads": 2, "splits": None, "strides": (1, 7, 64, 33, 200)}
+        for option in ({}, {"group": 1}, {"group": 4, "per_head": True}, {"head_size": 128}):
+            found[f"units of {unit} {option}"] = case(**base, **option)
+    return found
+
+
 def correctness(device: Any, interpret: bool) -> list[Row]:
     """Every kernel against its reference, and a captured step against an eager one."""
     from benchmarks.gpu.kernels_alone import load
@@ -167,7 +184,14 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
             )
         check(f"assign {name}", lambda c=case: checks.check_assign(c, device))
         check(f"insert strides {name}", lambda c=case: checks.check_insert_strides(c, device))
+    for name, case in unit_cases(interpret).items():
+        check(f"decode {name}", lambda c=case: checks.check_decode(c, device))
+        check(f"prefill {name}", lambda c=case: checks.check_prefill(c, device))
+        check(f"insert {name}", lambda c=case: checks.check_insert_units(c, device))
+        strides = checks.check_insert_stride_units
+        check(f"insert strides {name}", lambda c=case, f=strides: f(c, device))
     check("schedule", lambda: checks.check_schedule(device))
+    check("schedule, units", lambda: checks.check_schedule(device, unit=16))
     check("rotation table", lambda: checks.check_rotation_table(device))
     if not interpret:
         check("CUDA graph", lambda: graph_equals_eager(device))

@@ -18,7 +18,7 @@ OUT = Path(__file__).resolve().parent.parent / "docs" / "kernel_resources.md"
 
 def main() -> None:
     aot = load("testing.aot")
-    shapes = (*aot.DEFAULT_SHAPES, *aot.OTHER_SHAPES)
+    shapes = (*aot.DEFAULT_SHAPES, *aot.OTHER_SHAPES, *aot.UNIT_SHAPES)
     found: dict[tuple[str, str, int], dict[int, object]] = {}
     for shape in shapes:
         for capability in aot.CAPABILITIES:

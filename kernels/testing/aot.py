@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from ..triton.assign import assign
 from ..triton.attend import attend
-from ..triton.column_sums import column_sums, stride_scores
+from ..triton.column_sums import column_sums, num_sums, stride_scores
 from ..triton.combine import merge, update
 from ..triton.insert import insert
 from ..triton.insert_stride import insert_strides
@@ -61,6 +61,8 @@ class Shape:
     block_size: int = 16
     pages: int = 130
     stride: int = 512
+    unit: int = 1
+    only: str = ""
 
     def label(self) -> str:
         """Differences from the default, in words."""
@@ -70,6 +72,7 @@ class Shape:
         words += [name for name in flags if getattr(self, name)]
         words += ["soft cap"] if self.softcap else []
         words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
+        words += [f"units of {self.unit}"] if self.unit > 1 else []
         words += [f"{self.pages} pages"] if self.block_size * self.pages < 2000 else []
         words += [self.reduction] if self.reduction != "mean" else []
         words += [] if self.rotary or self.alibi else ["no rotation"]
@@ -177,9 +180,10 @@ class _Layer:
         blocks = shape.batch * shape.pages + 1
         f32, i32 = torch.float32, torch.int32
         self.kv = _meta(blocks, heads, page, 2 * size, dtype=shape.dtype)
-        self.rank = _meta(blocks, sets, page, dtype=i32)
+        units = page // shape.unit
+        self.rank = _meta(blocks, sets, units, dtype=i32)
         self.born = torch.empty_like(self.rank)
-        self.score = _meta(blocks, sets, page, dtype=f32)
+        self.score = _meta(blocks, sets, units, dtype=f32)
         token = torch.empty_like(self.rank) if shape.token else None
         self.words = self.kv, self.rank, self.born, self.score, token
         self.table = _meta(shape.batch, shape.pages, dtype=i32)
@@ -198,7 +202,8 @@ class _Layer:
         rows, heads = _meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32)
         lengths = _meta(shape.batch, dtype=i32)
         positions = _meta(shape.batch, dtype=torch.int64)
-        schedule(lengths, self.table, ScheduleTables(rows, heads), lengths, self.steps, positions)
+        tables = ScheduleTables(rows, heads, shape.unit)
+        schedule(lengths, self.table, tables, lengths, self.steps, positions)
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
             *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
@@ -208,9 +213,9 @@ class _Layer:
         lse = merge._init_fn(parts, parts_lse, self.steps, torch.empty_like(self.query))
         if shape.keep_logits:
             rows = logits, own, lse, self.rank, self.score, self.table, self.steps
-            update._init_fn(*rows, shape.reduction)
+            update._init_fn(*rows, shape.reduction, shape.unit)
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
-        assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps)
+        assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps, shape.unit)
         insert._init_fn(
             *(self.key, self.key, _meta(shape.batch, self.sets, dtype=f32), *self.words),
             *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits),
@@ -235,17 +240,24 @@ class _Layer:
             return
         sums = column_sums._init_fn(
             *(query, key, keys, lse, _meta(tokens, dtype=f32), steps, *common),
-            *(0.088, shape.softcap, tokens),
+            *(0.088, shape.softcap, tokens, shape.unit),
         )
-        scores = stride_scores._init_fn(sums, old, _meta(1, dtype=f32), steps, shape.reduction)
+        _, parts = num_sums(query, keys.shape[2], tokens, shape.unit)
+        fades = _meta(1, dtype=f32)
+        scores = stride_scores._init_fn(sums, old, fades, steps, shape.reduction, shape.unit, parts)
         keep = _meta(*scores.shape, dtype=torch.bool)
-        insert_strides._init_fn(key, key, keep, scores, *self.words, table, steps, tokens)
+        insert_strides._init_fn(
+            *(key, key, keep, scores, *self.words, table, steps, tokens),
+            *(self.rotation, shape.interleaved),
+        )
 
 
 def resources_of(shape: Shape, capability: int) -> list[Resources]:
-    """Every kernel of both paths, compiled for one capability."""
+    """Every kernel of both paths, compiled for one capability; or those the shape is meant for."""
     layer = _Layer(shape)
     launches = launches_of(lambda: (layer.decode(), layer.prefill()))
+    if shape.only:
+        launches = [one for one in launches if one.function.fn.__name__ == "_" + shape.only]
     return [compile_launch(launch, shape.label(), capability) for launch in launches]
 
 
@@ -272,3 +284,20 @@ OTHER_SHAPES = (
     Shape(block_size=32, pages=65),
     Shape(pages=30),
 )
+_ALONE = {"only": "attend_units"}
+UNIT_SHAPES = (
+    Shape(unit=16),
+    Shape(unit=8, **_ALONE),
+    Shape(unit=32, block_size=32, pages=65, **_ALONE),
+    Shape(unit=64, block_size=64, pages=33, **_ALONE),
+    Shape(unit=16, head_size=64, dtype=torch.bfloat16, **_ALONE),
+    Shape(unit=16, head_size=80, **_ALONE),
+    Shape(unit=16, head_size=256, **_ALONE),
+    Shape(unit=16, group=1, **_ALONE),
+    Shape(unit=16, group=8, num_heads=4, **_ALONE),
+    Shape(unit=16, dtype=torch.float32, **_ALONE),
+    Shape(unit=16, alibi=True, **_ALONE),
+    Shape(unit=16, softcap=30.0, logit_scale=True, **_ALONE),
+    Shape(unit=16, keep_logits=False, **_ALONE),
+)
+"""Pages of units: every kernel once, and the one that their size changes in all its ways."""

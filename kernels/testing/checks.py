@@ -12,8 +12,8 @@ import torch
 
 from .. import columns
 from ..triton.attend import attend
-from ..triton.column_sums import column_sums, column_sums_reference, stride_scores
-from ..triton.combine import merge, reduce_reference, update, update_reference
+from ..triton.column_sums import column_sums, column_sums_reference, num_sums, stride_scores
+from ..triton.combine import in_units, merge, reduce_reference, update, update_reference
 from ..triton.configs import attend_splits
 from ..triton.prefill import attend_strides, attend_strides_reference
 from ..triton.rotate import gather, gather_reference, rotate_reference, rotation_table
@@ -40,8 +40,16 @@ from .random_pool import (
     stride_steps,
     table_of,
 )
+from .unit_checks import check_insert_stride_units, check_insert_units
 
-__all__ = ["NUM_RULES", "check_assign", "check_insert", "check_insert_strides"]
+__all__ = [
+    "NUM_RULES",
+    "check_assign",
+    "check_insert",
+    "check_insert_stride_units",
+    "check_insert_strides",
+    "check_insert_units",
+]
 
 
 def _expected(
@@ -92,23 +100,26 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     lse = merge(parts, parts_lse, dsteps, output)
     same("attend writes no page", ours.pool, before.cpu())
     new_score = update(
-        *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction)
+        *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction),
+        case.unit,
     )
     tolerance = TOLERANCE[case.dtype]
     errors = {"output": 0.0, "lse": 0.0, "score": 0.0}
     for row in real_rows(case):
         step = steps[row].tolist()
         own = slice(row, row + 1)
-        (_, _, old, slots), (expected, norm, probs) = _expected(
+        (_, _, old, places), (expected, norm, probs) = _expected(
             cache, row, step, (query[own], key[own], value[own]), factors[own]
         )
-        scores = update_reference(probs[:, 0], old, *averages[row], case.reduction)
-        actual = ours.to("cpu").words("score", row).gather(1, slots)
+        mass = in_units(probs[:, 0], case.unit)
+        scores = update_reference(mass, old, *averages[row], case.reduction)
+        actual = ours.to("cpu").words("score", row).gather(1, places)
         for name, found, wanted in (
             ("output", output[own], expected),
             ("lse", lse[own], norm),
-            ("score", actual, scores[:, :-1]),
-            ("score", new_score[row], scores[:, -1]),
+            ("score", actual, scores[:, : old.shape[1]]),
+            # A token that joins a unit has no score of its own.
+            ("score", new_score[row], scores[:, -1] if opens(case, step) else new_score[row]),
         ):
             errors[name] = max(errors[name], close(name, found, wanted, tolerance))
     for row in set(range(num_rows)) - set(real_rows(case)):
@@ -144,8 +155,11 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     lse = attend_strides(
         *(dq, dk, dv, keys, values, dsteps, *common, output, scale, case.softcap, longest)
     )
-    sums = column_sums(*(dq, dk, keys, lse, ddecays, dsteps, *common, scale, case.softcap, longest))
-    new_scores = stride_scores(sums, scores, dfades, dsteps, case.reduction)
+    sums = column_sums(
+        *(dq, dk, keys, lse, ddecays, dsteps, *common, scale, case.softcap, longest, case.unit)
+    )
+    _, parts = num_sums(dq, max_cached, longest, case.unit)
+    new_scores = stride_scores(*(sums, scores, dfades, dsteps, case.reduction, case.unit, parts))
     same("prefill attention writes no page", ours.pool, cache.pool)
     tolerance = TOLERANCE[case.dtype]
     errors = {"keys": 0.0, "output": 0.0, "lse": 0.0, "sums": 0.0, "scores": 0.0}
@@ -159,24 +173,30 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
             cache, row, step, (query[rows], key[rows], value[rows]), factors[rows]
         )
         mass = column_sums_reference(probs, decay, weight)
-        final = reduce_reference(mass, case.num_sets, case.reduction)
-        final[:, :n] += decay**length * old[2]
+        final = reduce_reference(in_units(mass, case.unit), case.num_sets, case.reduction)
+        units, mass = n // case.unit, in_units(mass, case.unit // parts)
+        final[:, :units] += decay**length * old[2]
         same("values", values[row, :, :n].double(), old[1])
-        same("old scores", scores[row, :, :n].double(), old[2])
-        same("tokens", tokens[row, :, :n], chronological(cache, row, step)[2])
+        same("old scores", scores[row, :, :units].double(), old[2])
+        same("tokens", tokens[row, :, :units], chronological(cache, row, step)[2])
         for name, actual, wanted in (
             ("keys", keys[row, :, :n], old[0]),
             ("output", output[rows], expected),
             ("lse", lse[rows], norm),
-            ("sums", sums[row, :, : n + length], mass),
-            ("scores", new_scores[row, :, : n + length], final),
+            ("sums", sums[row, :, : mass.shape[1]], mass),
+            ("scores", new_scores[row, :, : final.shape[1]], final),
         ):
             errors[name] = max(errors[name], close(name, actual, wanted, tolerance))
     assert output[~written.to(output.device)].isnan().all(), "wrote rows of other requests"
     return errors
 
 
-def check_schedule(device: torch.device | str, seed: int = 0) -> float:
+def opens(case: Case, step: list[int]) -> bool:
+    """Whether a row's token is the first of a unit."""
+    return step[columns.STREAM] % case.unit == 0
+
+
+def check_schedule(device: torch.device | str, seed: int = 0, unit: int = 1) -> float:
     """``schedule`` on random tables of three policies, with rows of length 0."""
     rng = random.Random(seed)
     rows: list[list[int]] = []
@@ -187,17 +207,19 @@ def check_schedule(device: torch.device | str, seed: int = 0) -> float:
         heads.append([len(rows), transient, period, *scores])
         for _ in range(transient + period):
             rows.append([rng.randrange(0, 999) for _ in range(TABLE_COLUMNS)])
-    lengths = [rng.choice([0, 1, 2, 39, 40, 41, 777, 10**6]) for _ in range(300)]
+    lengths = [unit * rng.choice([0, 1, 2, 39, 40, 41, 777, 10**6]) for _ in range(300)]
+    if unit > 1:
+        lengths = [max(length - rng.randrange(unit), 0) for length in lengths]
     policy_of = [rng.randrange(3) for _ in lengths]
     int32 = {"dtype": torch.int32, "device": device}
-    tables = ScheduleTables(torch.tensor(rows, **int32), torch.tensor(heads, **int32))
+    tables = ScheduleTables(torch.tensor(rows, **int32), torch.tensor(heads, **int32), unit)
     steps = torch.full((310, columns.STEP_COLUMNS), -99, **int32)
     positions = torch.full((310,), -99, dtype=torch.int64, device=device)
     blocks = [rng.choice([0, 7, 8, 9]) for _ in lengths]
     block_table = torch.tensor([[block, 5] for block in blocks], **int32)
     seq_lens, of = torch.tensor(lengths, **int32), torch.tensor(policy_of, **int32)
     schedule(seq_lens, block_table, tables, of, steps, positions)
-    expected = schedule_reference(lengths, blocks, rows, heads, policy_of)
+    expected = schedule_reference(lengths, blocks, rows, heads, policy_of, unit)
     same("steps", steps[:300], torch.tensor(expected, dtype=torch.int32))
     same("positions", positions[:300], torch.tensor([row[1] for row in expected]))
     assert (steps[300:] == -99).all() and (positions[300:] == -99).all(), "wrote past the batch"

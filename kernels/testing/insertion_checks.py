@@ -26,7 +26,7 @@ def _cells(lo: int, hi: int, size: int) -> tuple[int, int, int, int]:
     return (lo, hi, evicts, size) if evicts else (0, 0, 0, 0)
 
 
-def _lists_of_rules(n: int) -> list[list[tuple[int, int, int, int]]]:
+def lists_of_rules(n: int) -> list[list[tuple[int, int, int, int]]]:
     """Every family of rules on a line of ``n`` cached tokens and the incoming one."""
     lo = min(2, n)
     middle = max(lo + (n - lo) // 3, lo)
@@ -55,7 +55,7 @@ def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch
     more = [[99, 99, 99, 99]]  # belongs to nobody
     for row in real_rows(case):
         n = int(steps[row, columns.CACHED])
-        first, *others = _lists_of_rules(n)[(row + variant) % NUM_RULES]
+        first, *others = lists_of_rules(n)[(row + variant) % NUM_RULES]
         steps[row, columns.LO : columns.CELL + 1] = torch.tensor(first)
         steps[row, columns.MORE], steps[row, columns.NUM_MORE] = len(more), len(others)
         more += others
@@ -89,7 +89,7 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
         _, old, tokens = chronological(cache, row, step)
         scores = torch.cat([old, new_score[row][:, None]], dim=1)
         kept = survivors_reference(
-            step[columns.CACHED], rules, _compared(case, scores, tokens, step), case.newest_stays
+            step[columns.CACHED], rules, compared(case, scores, tokens, step), case.newest_stays
         )
         own = slice(row, row + 1)
         for head_set in range(case.num_sets):
@@ -103,31 +103,32 @@ def check_assign(case: Case, device: torch.device | str) -> float:
     """``assign``: one score a request changes in every head set, and nothing else."""
     cache, steps = make_cache(case)
     num_rows = len(case.lengths)
-    generator = torch.Generator().manual_seed(case.seed + 4)
+    generator, unit = torch.Generator().manual_seed(case.seed + 4), case.unit
     given = torch.rand(num_rows, generator=generator)
     # A row that only pads brings any number, here what the null block seems to hold.
-    wanted = [3 if n is None else n - 1 - row % 3 for row, n in enumerate(case.lengths)]
+    wanted = [3 if n is None else (n - 1 - row % 3) // unit for row, n in enumerate(case.lengths)]
     ranks = torch.tensor(wanted, dtype=torch.int32)
     ours = cache.to(device)
     dgiven, dranks, dsteps = on(device, given, ranks, steps)
-    assign(dgiven, dranks, ours.rank, ours.score, ours.table, dsteps)
+    assign(dgiven, dranks, ours.rank, ours.score, ours.table, dsteps, unit)
     for row in real_rows(case):
         valid = cache.words("rank", row)
-        valid[:, cache.slots[row] :] = -1  # stale: must not be taken for the token
+        valid[:, cache.slots[row] // unit :] = -1  # stale: must not be taken for the token
         old = cache.words("score", row)
-        value = assign_reference(float(given[row]), int(ranks[row]), valid, old)
+        value = assign_reference(float(given[row]), int(ranks[row]), valid, old, unit)
         cache.put_all("score", row, value)
     same("pool", ours.pool, cache.pool)
     return 0.0
 
 
-def _compared(
+def compared(
     case: Case, scores: torch.Tensor, tokens: torch.Tensor, step: list[int]
 ) -> torch.Tensor:
+    """What rules compare, ``[S, n]``: of the cached ``tokens``, and of a new one after them."""
     if not case.per_age:
         return scores
     age = torch.cat([step[columns.STREAM] + 1 - tokens, torch.ones(len(tokens), 1)], dim=1)
-    return scores / age.float()
+    return scores / age[:, : scores.shape[1]].float()
 
 
 def _apply(

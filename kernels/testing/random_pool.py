@@ -23,7 +23,7 @@ POISON = 0xFF
 class Case:
     """A layer's shape, a batch's cache lengths (None: a row that only pads), and options.
 
-    ``holes``: empty slots among each request's; 0: a few, at random.
+    ``holes``: empty units of slots among each request's; 0: a few, at random.
     """
 
     lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
@@ -46,6 +46,7 @@ class Case:
     holes: int = 0
     max_distance: int = 300
     seed: int = 0
+    unit: int = 1
 
     @property
     def num_sets(self) -> int:
@@ -53,8 +54,13 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of a page; four words a slot and head set follow."""
+        """Keys and values of a page; four words a unit of slots and head set follow."""
         return self.num_heads * self.block_size * 2 * self.head_size * self.dtype.itemsize
+
+    @property
+    def units(self) -> int:
+        """Units of a page."""
+        return self.block_size // self.unit
 
     @property
     def half(self) -> int:
@@ -86,7 +92,7 @@ class Cache:
         rows = self.pool[:, : case.kv_bytes].view(case.dtype)
         self.kv = rows.unflatten(1, (case.num_heads, page, 2 * case.head_size))
         words = self.pool[:, case.kv_bytes :].view(torch.int32)
-        views = words.unflatten(1, (4, case.num_sets, page)).unbind(1)
+        views = words.unflatten(1, (4, case.num_sets, case.units)).unbind(1)
         self.rank, self.born, score, self.token = views
         self.score = score.view(torch.float32)
 
@@ -96,25 +102,26 @@ class Cache:
         return Cache(self.case, pool, self.table.to(device), self.slots)
 
     def words(self, which: str, row: int) -> torch.Tensor:
-        """A copy of one word of a request, ``[S, N]`` by slot."""
+        """A copy of one word of a request, ``[S, N]`` by slot, or by unit of slots."""
         blocks = self.table[row].long()
         return getattr(self, which)[blocks].transpose(0, 1).flatten(1)
 
     def put_all(self, which: str, row: int, values: torch.Tensor) -> None:
-        """Write one word of a request, ``[S, N]`` by slot."""
+        """Write one word of a request, ``[S, N]`` by slot, or by unit of slots."""
         blocks = self.table[row].long()
-        paged = values.unflatten(1, (-1, self.case.block_size)).transpose(0, 1)
+        paged = values.unflatten(1, (-1, self.case.units)).transpose(0, 1)
         getattr(self, which)[blocks] = paged.to(getattr(self, which).dtype)
 
     def put(self, row: int, head_set: int, slot: int, **words: float | torch.Tensor) -> None:
         """Write words of one slot by name; ``kv`` is ``[H, 2 * D]``, of which the set's heads."""
         block, offset = self.table[row, slot // self.case.block_size], slot % self.case.block_size
+        unit = offset // self.case.unit
         heads = slice(head_set, head_set + 1) if self.case.per_head else slice(None)
         for which, value in words.items():
             if which == "kv":
                 self.kv[block, heads, offset] = value[heads]
             else:
-                getattr(self, which)[block, head_set, offset] = value
+                getattr(self, which)[block, head_set, unit] = value
 
 
 def make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
@@ -133,15 +140,18 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     rng = random.Random(case.seed)
     generator = torch.Generator().manual_seed(case.seed)
     room = max(case.strides)
-    per_row = max(n or 0 for n in case.lengths) + case.holes + 2 * room + 2 * case.block_size
+    longest = max(n or 0 for n in case.lengths) + case.holes * case.unit
+    per_row = longest + 2 * room + (2 if case.unit == 1 else 7) * case.block_size
     pages = -(-per_row // case.block_size)
     num_blocks = 1 + pages * len(case.lengths)
-    page_bytes = case.kv_bytes + 4 * 4 * case.num_sets * case.block_size
+    page_bytes = case.kv_bytes + 4 * 4 * case.num_sets * case.units
     pool = torch.full((num_blocks, page_bytes), POISON, dtype=torch.uint8)
     order = torch.randperm(num_blocks - 1, generator=generator).int() + 1
     table = order.view(len(case.lengths), pages)
     slots = [
-        0 if n is None else n + (case.holes or rng.choice([0, 0, 1, 5])) * (n > 0)
+        0
+        if n is None
+        else (-(-n // case.unit) + (case.holes or rng.choice([0, 0, 1, 5])) * (n > 0)) * case.unit
         for n in case.lengths
     ]
     cache = Cache(case, pool, table, slots)
@@ -153,41 +163,49 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
             steps[row, columns.STREAM] = -1
             cache.table[row] = 0  # vLLM pads block tables with the null block
             continue
-        stream = length + (rng.randrange(1, 200) if length else 0)
+        stream = length + (rng.randrange(1, 200) * case.unit if length else 0)
         _fill(cache, row, length, stream, generator)
         steps[row, columns.STREAM] = stream
         steps[row, columns.CACHED] = length
         steps[row, columns.OLD_SLOTS] = slots[row]
         steps[row, columns.NEW_SLOTS] = slots[row]
     # Beyond a request's slots ranks look valid, as stale memory may.
-    every = torch.arange(pages * case.block_size, dtype=torch.int32)
+    every = torch.arange(pages * case.units, dtype=torch.int32)
     for row, length in enumerate(case.lengths):
         if length is not None:
             ranks = cache.words("rank", row)
-            ranks[:, slots[row] :] = every[slots[row] :] % 3
+            used = slots[row] // case.unit
+            ranks[:, used:] = every[used:] % 3
             cache.put_all("rank", row, ranks)
     return cache, steps
 
 
 def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Generator) -> None:
     case, blocks = cache.case, cache.table[row].long()
-    page = case.block_size
+    page, count = case.block_size, -(-length // case.unit)
     for head_set in range(case.num_sets):
         heads = [head_set] if case.per_head else range(case.num_heads)
-        slots = torch.randperm(cache.slots[row], generator=generator)[:length]
-        block, offset = blocks[slots // page], slots % page
-        rank = torch.arange(length, dtype=torch.int32)
-        moved = torch.randint(0, case.max_distance, (length,), generator=generator)
+        held = torch.randperm(cache.slots[row] // case.unit, generator=generator)[:count]
+        block, offset = blocks[held // case.units], held % case.units
+        rank = torch.arange(count, dtype=torch.int32)
+        moved = torch.randint(0, case.max_distance, (count,), generator=generator)
         cache.rank[blocks[: -(-cache.slots[row] // page)], head_set] = -1
         cache.rank[block, head_set, offset] = rank
-        cache.born[block, head_set, offset] = rank + moved.int()
-        score = (torch.rand(length, generator=generator) * 8).round() / 8 - 0.5
+        cache.born[block, head_set, offset] = rank * case.unit + moved.int()
+        score = (torch.rand(count, generator=generator) * 8).round() / 8 - 0.5
         cache.score[block, head_set, offset] = score  # many ties, also below 0
-        tokens = torch.randperm(max(stream, 1), generator=generator)[:length].sort().values
+        tokens = torch.randperm(max(stream, 1), generator=generator)[:count].sort().values
         cache.token[block, head_set, offset] = tokens.int()
+        slots = members(held, case.unit)[:length]
+        block, offset = blocks[slots // page], slots % page
         for head in heads:
             row_kv = torch.randn(length, 2 * case.head_size, generator=generator)
             cache.kv[block, head, offset] = row_kv.to(case.dtype)
+
+
+def members(units: torch.Tensor, unit: int) -> torch.Tensor:
+    """``[..., n * unit]``: the slots, or tokens, of units ``[..., n]`` in order."""
+    return (units.unsqueeze(-1) * unit + torch.arange(unit)).flatten(-2)
 
 
 def new_tokens(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -241,7 +259,9 @@ def stride_steps(case: Case, steps: torch.Tensor) -> int:
 
 
 def chronological(cache: Cache, row: int, step: list[int]) -> tuple[torch.Tensor, ...]:
-    """Slots, scores and tokens ``[S, n]``, oldest first."""
-    ranks = cache.words("rank", row)[:, : step[columns.OLD_SLOTS]]
-    order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, : step[columns.CACHED]]
+    """Slots, scores and tokens ``[S, n]``, oldest first; or of units, those of slots first."""
+    unit = cache.case.unit
+    ranks = cache.words("rank", row)[:, : step[columns.OLD_SLOTS] // unit]
+    count = -(-step[columns.CACHED] // unit)
+    order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :count]
     return order, *(cache.words(w, row).gather(1, order) for w in ("score", "token"))

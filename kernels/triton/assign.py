@@ -24,19 +24,23 @@ def _assign(
     table_stride,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
     wanted = tl.load(ranks + row)
     if (tl.load(steps + row * STEP + STREAM) < 0) | (wanted < 0):
         return
-    slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    slots = tl.load(steps + row * STEP + OLD_SLOTS) // UNIT
     value = tl.load(given + row)
     table += row * table_stride
     first = tl.program_id(2) * TILE
     _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
     found = tl.load(rank + word, mask=inside, other=-1) == wanted
-    tl.store(score + word, tl.zeros([TILE], tl.float32) + value, mask=found)
+    given_there = tl.zeros([TILE], tl.float32) + value
+    if UNIT > 1:  # the sum of its tokens'
+        given_there += tl.load(score + word, mask=found, other=0.0)
+    tl.store(score + word, given_there, mask=found)
 
 
 @torch.library.custom_op("kv_cascade::assign", mutates_args=("score",))
@@ -47,8 +51,9 @@ def assign(
     score: torch.Tensor,
     table: torch.Tensor,
     steps: torch.Tensor,
+    unit: int = 1,
 ) -> None:
-    """Set the score of one rank a request, in every head set.
+    """Set the score of one rank a request, in every head set; of a unit of tokens, add to it.
 
     Args:
         given: fp32 ``[>= B]``.
@@ -56,6 +61,7 @@ def assign(
         rank, score: ``Pages`` views; ``score`` is written.
         table: int32 ``[>= B, P]``.
         steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing.
+        unit: slots that share one rank and score.
     """
     check_steps(steps, table)
     num_rows, (num_sets, page) = steps.shape[0], rank.shape[1:]
@@ -64,18 +70,20 @@ def assign(
     assert min(len(given), len(ranks)) >= num_rows, (given.shape, ranks.shape)
     if num_rows == 0:
         return
-    num_slots = table.shape[1] * page
-    tile = min(1024, triton.next_power_of_2(num_slots))
-    _assign[(num_rows, num_sets, triton.cdiv(num_slots, tile))](
+    num_places = table.shape[1] * page
+    tile = min(1024, triton.next_power_of_2(num_places))
+    _assign[(num_rows, num_sets, triton.cdiv(num_places, tile))](
         *(given, ranks, rank, score, table, steps, rank.stride(0), table.stride(0)),
         PAGE=page,
         TILE=tile,
+        UNIT=unit,
         num_warps=4,
     )
 
 
 def assign_reference(
-    given: float, wanted: int, ranks: torch.Tensor, scores: torch.Tensor
+    given: float, wanted: int, ranks: torch.Tensor, scores: torch.Tensor, unit: int = 1
 ) -> torch.Tensor:
     """One request: scores ``[S, N]`` by slot with ``given`` where ``ranks [S, N]`` says so."""
-    return torch.where((ranks == wanted) & (ranks >= 0), given, scores)
+    there = given if unit == 1 else scores + given
+    return torch.where((ranks == wanted) & (ranks >= 0), there, scores)

@@ -4,7 +4,8 @@
 Each program reads one KV head's share of the slots in physical order: attention does not care
 about order, so nothing is gathered. Key tiles are rotated by ``rank - born`` as they are read and
 shared by the query heads of the group; the new token's own key and value come from the forward
-pass, not from a page. Raw logits go out for the score update, log-sum-exps for the merge.
+pass, not from a page. Raw logits go out for the score update, log-sum-exps for the merge. In pages
+of units of several tokens the kernel is another one (``attend_units.py``).
 Its reference is that of a stride of one token (``prefill.py``).
 Source: split-KV decoding as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
@@ -13,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attend_units import attend_units, masses_of
 from .configs import attend_config
 from .tiles import (
     CACHED,
@@ -194,9 +196,11 @@ def attend(
         fp32: partial outputs ``[B, H * G, splits, D]``, their log-sum-exps
         ``[B, H * G, splits]``, logits ``[B, H * G, N]`` by slot (-inf: empty; beyond ``old_slots``
         not written), and the new token's own logits ``[B, H * G]``. The last two are empty
-        without ``keep_logits``. Rows that are padding are not written.
+        without ``keep_logits``. Rows that are padding are not written. In pages of units there is
+        no logit a slot, but one log-sum-exp a unit, or a part of one where it is longer than a
+        tile: ``masses_of`` says how many.
     """
-    check_pages(kv, rank, born)
+    unit = check_pages(kv, rank, born)
     check_steps(steps, table)
     num_rows, num_queries, head_size = query.shape
     num_heads, page = kv.shape[1], kv.shape[2]
@@ -207,9 +211,14 @@ def attend(
     group = num_queries // num_heads
     half = 0 if rotation is None else rotation.shape[2]
     num_slots = table.shape[1] * page
-    partial, partial_lse, logits, own = _outputs(query, splits, num_slots, keep_logits)
+    masses = masses_of(query, num_slots, unit) if keep_logits else 0
+    outputs = partial, partial_lse, logits, own = _outputs(query, splits, masses)
     if num_rows == 0:
-        return partial, partial_lse, logits, own
+        return outputs
+    if unit > 1:
+        tensors = query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale
+        attend_units(tensors, outputs, scale, softcap, interleaved, splits, keep_logits, unit)
+        return outputs
     config = attend_config(query.device, query.dtype, head_size)
     _attend[(num_rows, num_heads, splits)](
         *(query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale),
@@ -230,11 +239,11 @@ def attend(
         num_warps=config.warps,
         num_stages=config.stages,
     )
-    return partial, partial_lse, logits, own
+    return outputs
 
 
 def _outputs(
-    query: torch.Tensor, splits: int, num_slots: int, keep_logits: bool
+    query: torch.Tensor, splits: int, masses: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     num_rows, num_queries, head_size = query.shape
 
@@ -244,12 +253,13 @@ def _outputs(
     return (
         empty(num_rows, num_queries, splits, head_size),
         empty(num_rows, num_queries, splits),
-        empty(num_rows, num_queries, num_slots) if keep_logits else empty(0),
-        empty(num_rows, num_queries) if keep_logits else empty(0),
+        empty(num_rows, num_queries, masses) if masses else empty(0),
+        empty(num_rows, num_queries) if masses else empty(0),
     )
 
 
 @attend.register_fake
 def _(query, key, value, kv, rank, born, table, *others):
     *_, splits, keep_logits = others
-    return _outputs(query, splits, table.shape[1] * kv.shape[2], keep_logits)
+    num_slots, unit = table.shape[1] * kv.shape[2], kv.shape[2] // rank.shape[2]
+    return _outputs(query, splits, masses_of(query, num_slots, unit) if keep_logits else 0)

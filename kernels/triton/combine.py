@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 
 from .tiles import (
+    CACHED,
     DECAY,
+    NEVER,
     OLD_SLOTS,
     STEP,
     STREAM,
@@ -116,6 +118,8 @@ def _update(
     REDUCTION: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
@@ -123,6 +127,8 @@ def _update(
     if tl.load(steps + row * STEP + STREAM) < 0:
         return
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    if UNIT > 1:
+        slots = slots // UNIT
     decay = tl.load(steps + row * STEP + DECAY).to(tl.float32, bitcast=True)
     weight = tl.load(steps + row * STEP + WEIGHT).to(tl.float32, bitcast=True)
     member = tl.arange(0, triton.next_power_of_2(HEADS))
@@ -139,13 +145,26 @@ def _update(
         slot, inside, _, word = slot_tile(
             table, tile * TILE, slots, head_set, word_stride, PAGE, TILE
         )
-        valid = tl.load(rank + word, mask=inside, other=-1) >= 0
-        raw = tl.load(
-            logits + head[:, None] * logits_stride + slot[None, :],
-            mask=real[:, None] & valid[None, :],
-            other=float("-inf"),
-        )
-        mass = reduce_heads(tl.exp(raw - norm[:, None]), HEADS, REDUCTION)
+        place = tl.load(rank + word, mask=inside, other=-1)
+        valid = place >= 0
+        there = real[:, None] & valid[None, :]
+        if UNIT == 1:
+            source = logits + head[:, None] * logits_stride + slot[None, :]
+            raw = tl.load(source, mask=there, other=float("-inf"))
+            probs = tl.exp(raw - norm[:, None])
+        else:
+            source = logits + head[:, None] * logits_stride + (slot * PARTS)[None, :]
+            probs = tl.zeros(there.shape, tl.float32)
+            for part in tl.static_range(PARTS):
+                raw = tl.load(source + part, mask=there, other=float("-inf"))
+                probs += tl.exp(raw - norm[:, None])
+            # A token that joins a unit adds its own probability to the unit's.
+            offset = tl.load(steps + row * STEP + STREAM) % UNIT
+            filling = tl.load(steps + row * STEP + CACHED) // UNIT
+            joined = place == tl.where(offset > 0, filling, NEVER)
+            mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
+            probs += tl.where(joined[None, :], mine[:, None], 0.0)
+        mass = reduce_heads(probs, HEADS, REDUCTION)
         old = tl.load(score + word, mask=valid, other=0.0)
         tl.store(score + word, decay * old + weight * mass, mask=valid)
 
@@ -160,48 +179,55 @@ def update(
     table: torch.Tensor,
     steps: torch.Tensor,
     reduction: str,
+    unit: int = 1,
 ) -> torch.Tensor:
     """Scores after one query: ``decay * score + weight * reduced probability``.
 
     Decay and weight are each request's own, in its step row.
 
     Args:
-        logits: fp32 ``[B, Hq, N]`` by slot, from ``attend``. Under tensor parallelism and one
-            head set, those of all ranks, and so ``own`` and ``lse``.
+        logits: fp32 ``[B, Hq, N]`` by slot, from ``attend``; of units of several slots, by part
+            of a unit. Under tensor parallelism and one head set, those of all ranks, and so
+            ``own`` and ``lse``.
         own: fp32 ``[B, Hq]``, the new tokens' logits.
         lse: fp32 ``[B, Hq]``, from ``merge``.
         rank, score: ``Pages`` views; ``score`` is written where a slot holds a token.
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
+        unit: slots that share one rank and score.
 
     Returns:
-        fp32 ``[B, S]``: the new tokens' scores; not written in rows that are padding.
+        fp32 ``[B, S]``: the new tokens' scores, which are those of the units that they open, if
+        they do; not written in rows that are padding.
     """
     check_steps(steps, table)
     assert reduction in ("mean", "max", "median"), reduction
     assert logits.is_contiguous() and own.is_contiguous() and lse.is_contiguous()
-    num_rows, num_queries, num_slots = logits.shape
+    num_rows, num_queries, num_logits = logits.shape
     num_sets, page = rank.shape[1:]
-    assert num_queries % num_sets == 0 and num_slots == table.shape[1] * page, logits.shape
+    num_places = table.shape[1] * page
+    assert num_queries % num_sets == 0 and num_logits % num_places == 0, logits.shape
     new_score = lse.new_empty(num_rows, num_sets)
     if num_rows == 0:
         return new_score
     heads = num_queries // num_sets
     tile = 64 if heads > 8 else 128
-    _update[(num_rows, num_sets, triton.cdiv(num_slots, tile))](
+    _update[(num_rows, num_sets, triton.cdiv(num_places, tile))](
         *(logits, own, lse, rank, score, table, steps, new_score),
-        *(rank.stride(0), table.stride(0), num_slots),
+        *(rank.stride(0), table.stride(0), num_logits),
         NUM_QUERIES=num_queries,
         HEADS=heads,
         REDUCTION=reduction,
         PAGE=page,
         TILE=tile,
+        UNIT=unit,
+        PARTS=num_logits // num_places,
         num_warps=4,
     )
     return new_score
 
 
 @update.register_fake
-def _(logits, own, lse, rank, score, table, steps, reduction):
+def _(logits, own, lse, rank, score, table, steps, reduction, unit=1):
     return lse.new_empty(lse.shape[0], rank.shape[1])
 
 
@@ -218,8 +244,14 @@ def update_reference(
 ) -> torch.Tensor:
     """One request in fp64: probabilities ``[Hq, n + 1]``, scores ``[S, n]`` to ``[S, n + 1]``.
 
-    Chronological, the new token's last.
+    Chronological, the new token's last. Of units, one that the token joins is the last.
     """
     mass = reduce_reference(probs, old.shape[0], reduction) * weight
-    mass[:, :-1] += decay * old.double()
+    mass[:, : old.shape[1]] += decay * old.double()
     return mass
+
+
+def in_units(mass: torch.Tensor, unit: int) -> torch.Tensor:
+    """``[..., n]`` of tokens, from the first of a unit on, to ``[..., ceil(n / unit)]`` sums."""
+    padded_mass = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % unit))
+    return padded_mass.unflatten(-1, (-1, unit)).sum(-1)

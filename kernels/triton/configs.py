@@ -24,6 +24,8 @@ class Config:
 TUNED: dict[tuple[str, int, str, int], Config] = {}
 """(kernel, compute capability, dtype, head size) to a configuration."""
 
+TURNED = 16
+"""Tokens that are worth a rotated query in decode; a unit is a multiple of so many, or has less."""
 DEFAULT_SMS = 132
 MAX_SPLITS = 32
 PROGRAMS_PER_SM = 4
@@ -59,6 +61,19 @@ def attend_config(device: torch.device, dtype: torch.dtype, head_size: int) -> C
     half = dtype.itemsize == 2 and head_size <= 128
     return _tuned("attend", device, dtype, head_size) or Config(
         tile=32 if half else 16, warps=4, stages=2
+    )
+
+
+def units_config(device: torch.device, dtype: torch.dtype, head_size: int, unit: int) -> Config:
+    """Decode in units of several tokens: keys stay as they are, which leaves room for twice.
+
+    Units of fewer than ``TURNED`` have theirs rotated, as single tokens do.
+    """
+    if unit & -unit < TURNED:
+        return attend_config(device, dtype, head_size)
+    tile = 16 if dtype.itemsize == 4 else 64 if head_size <= 128 else 32
+    return _tuned("attend_units", device, dtype, head_size) or Config(
+        tile=tile, warps=4 if head_size <= 128 else 8, stages=2
     )
 
 

@@ -115,6 +115,33 @@ def _thin_cells(
 
 
 @triton.jit
+def _unit_of(
+    rank,
+    table,
+    slots,
+    new_slots,
+    head_set,
+    word_stride,
+    opens,
+    filling,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The first free unit of slots, or the one of rank ``filling``; all numbers count units."""
+    found = tl.full([], NEVER, tl.int32)
+    for first in range(0, new_slots, TILE):
+        unit, inside, _, word = slot_tile(
+            table, first, new_slots, head_set, word_stride, PAGE, TILE
+        )
+        place = tl.load(rank + word, mask=unit < slots, other=-1)
+        tl.store(rank + word, place, mask=inside & (unit >= slots))  # fresh ones are empty
+        wanted = inside & tl.where(opens, place < 0, place == filling)
+        found = tl.minimum(found, tl.min(tl.where(wanted, unit, NEVER), axis=0))
+    tl.debug_barrier()  # who opens a unit writes its rank after this
+    return found
+
+
+@triton.jit
 def _insert(
     key,
     value,
@@ -141,6 +168,7 @@ def _insert(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CELL_TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
@@ -160,6 +188,17 @@ def _insert(
     values += (row * NUM_SETS + head_set) * values_stride
     own = cached  # the new token's rank; -1 once it is deleted itself
     target = tl.full([], NEVER, tl.int32)
+    if UNIT > 1:  # in units from here on, also PAGE: one is opened, joined, and judged when whole
+        slots = slots // UNIT
+        new_slots = new_slots // UNIT
+        opens = stream % UNIT == 0
+        own = tl.where(opens, cached // UNIT, -1)
+        home = _unit_of(
+            *(rank, table, slots, new_slots, head_set, word_stride, opens, cached // UNIT),
+            *(PAGE, TILE),
+        )
+        # Most tokens only join: nothing is renumbered then, and no older page changes.
+        num_rules = tl.where(tl.load(step + EVICTS) > 0, num_rules, 0)
 
     for i in range(num_rules):
         rule = tl.where(i == 0, step + LO, more + i * RULE)
@@ -209,21 +248,29 @@ def _insert(
         own = tl.where(own >= hi, own - evicts, tl.where(own >= lo, -1, own))
         tl.debug_barrier()  # the next rule reads what this one wrote
 
+    fresh = None
+    if UNIT > 1:
+        target = home
+        fresh = opens  # a token that joins a unit has nothing of its own but its row
+        own = tl.maximum(own, 0)
     if (own < 0) | (target == NEVER):
         return  # the new token was deleted itself
     block = tl.load(table + target // PAGE).to(tl.int64)
     word = block * word_stride + head_set * PAGE + target % PAGE
-    tl.store(rank + word, own)
-    tl.store(born + word, cached)
-    tl.store(score + word, mine)
+    tl.store(rank + word, own, mask=fresh)
+    tl.store(born + word, cached, mask=fresh)
+    tl.store(score + word, mine, mask=fresh)
     if token is not None:
-        tl.store(token + word, stream)
+        tl.store(token + word, stream, mask=fresh)
     member = tl.arange(0, triton.next_power_of_2(HEADS))
     head = head_set * HEADS + member
     real = member < HEADS
     key_rows = key + row * key_stride + head * HEAD
     value_rows = value + row * value_stride + head * HEAD
-    rows = kv + block * page_stride + (head * PAGE + target % PAGE) * (2 * HEAD)
+    slot = target % PAGE
+    if UNIT > 1:
+        slot = slot * UNIT + stream % UNIT
+    rows = kv + block * page_stride + (head * (PAGE * UNIT) + slot) * (2 * HEAD)
     copy_rows(key_rows, value_rows, rows, real, HEAD)
 
 
@@ -246,9 +293,13 @@ def insert(
 ) -> None:
     """Insert one token a request; ``steps`` and ``rules`` say which ranks may be deleted.
 
+    In pages of units ranks are those of units. A token whose place in the stream is a multiple of
+    the unit opens one, in the first free unit of slots; any other joins the unit of rank ``cached``
+    over unit. Rules come with a unit's last token.
+
     Args:
         key, value: ``[B, H, D]``, keys rotated at position ``cached``.
-        new_score: fp32 ``[B, S]``, the new tokens' scores.
+        new_score: fp32 ``[B, S]``, the new tokens' scores, or those of units that they open.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
         table: int32 ``[>= B, P]``.
         steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing. Rows that
@@ -257,7 +308,7 @@ def insert(
         has_cells: whether any rule may be one of cells.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
-    check_pages(kv, *words)
+    unit = check_pages(kv, *words)
     check_steps(steps, table)
     num_rows, num_heads, head_size = key.shape
     assert key.stride()[1:] == (head_size, 1) and value.stride()[1:] == (head_size, 1)
@@ -269,13 +320,13 @@ def insert(
     num_sets, page = rank.shape[1:]
     heads = num_heads // num_sets
     # One program a request and set: latency decides, so all slots are one tile where they can be.
-    num_slots = table.shape[1] * page
-    tile = min(4096, triton.next_power_of_2(num_slots))
-    values = score.new_empty((num_rows, num_sets, num_slots) if has_cells else (1,))
+    num_places = table.shape[1] * page
+    tile = min(4096, triton.next_power_of_2(num_places))
+    values = score.new_empty((num_rows, num_sets, num_places) if has_cells else (1,))
     _insert[(num_rows, num_sets)](
         *(key, value, new_score, kv, rank, born, score, token, table, steps, rules, values),
         *(key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
-        num_slots,
+        num_places,
         NUM_SETS=num_sets,
         HEADS=heads,
         HEAD=head_size,
@@ -283,6 +334,7 @@ def insert(
         PAGE=page,
         TILE=tile,
         CELL_TILE=min(tile, 512),
+        UNIT=unit,
         num_warps=8 if tile > 1024 else 4,
         maxnreg=128,  # two blocks a multiprocessor; left to itself, ptxas may spill for more
     )

@@ -4,6 +4,10 @@
 The keep-mask is the policy's batch rule: a tournament by arg-max over groups, or a fixed pattern.
 New ranks are its prefix sums; the k-th survivor of the stride takes the k-th free slot. No step
 loops over tokens. Tokens that do not survive never touch a page.
+
+In pages of units all of this is about units, and columns are theirs. A stride's last unit may not
+be complete; it always stays, and its keys are written turned to where it then stands: its other
+tokens come after the stride's evictions, and one ``born`` has to fit all of them.
 """
 
 import torch
@@ -12,6 +16,7 @@ import triton.language as tl
 
 from .tiles import (
     CACHED,
+    LENGTH,
     NEW_SLOTS,
     OLD_SLOTS,
     STEP,
@@ -20,13 +25,28 @@ from .tiles import (
     check_pages,
     check_steps,
     copy_rows,
+    load_pair,
+    load_rows,
+    padded,
+    pair_channels,
+    rotate_pair,
     slot_tile,
+    store_rows,
     stride_of,
 )
 
 
 @triton.jit
-def _number(keep, steps, ranks, survivors, columns_stride, tokens_stride, TILE: tl.constexpr):
+def _number(
+    keep,
+    steps,
+    ranks,
+    survivors,
+    columns_stride,
+    tokens_stride,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
     """New ranks of all columns (-1: deleted), and how many new tokens survive: which ones."""
     row = tl.program_id(0).to(tl.int64)
     mine = row * tl.num_programs(1) + tl.program_id(1)
@@ -34,6 +54,9 @@ def _number(keep, steps, ranks, survivors, columns_stride, tokens_stride, TILE: 
     if pads:
         return
     columns = cached + length
+    if UNIT > 1:
+        columns = tl.cdiv(columns, UNIT)
+        cached = cached // UNIT
     kept_before = tl.full([], 0, tl.int32)
     new_before = tl.full([], 0, tl.int32)
     for first in range(0, columns, TILE):
@@ -69,6 +92,7 @@ def _place(
     tokens_stride,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Renumber the slots, give free ones to survivors; ``targets``: each survivor's slot."""
     row = tl.program_id(0).to(tl.int64)
@@ -80,6 +104,12 @@ def _place(
     cached = tl.load(steps + row * STEP + CACHED)
     old_slots = tl.load(steps + row * STEP + OLD_SLOTS)
     new_slots = tl.load(steps + row * STEP + NEW_SLOTS)
+    first_born = cached
+    if UNIT > 1:
+        filling = tl.load(steps + row * STEP + LENGTH) // UNIT  # the new unit that isn't complete
+        cached = cached // UNIT
+        old_slots = old_slots // UNIT
+        new_slots = new_slots // UNIT
     table += row * table_stride
     ranks += mine * columns_stride
     scores += mine * columns_stride
@@ -104,9 +134,12 @@ def _place(
         tl.store(rank + word, new_rank, mask=inside)
         value = tl.load(scores + column, mask=stays | taken, other=0.0)
         tl.store(score + word, value, mask=stays | taken)
-        tl.store(born + word, cached + who, mask=taken)
+        written_at = first_born + who * UNIT
+        if UNIT > 1:
+            written_at = tl.where(who == filling, new_rank * UNIT, written_at)
+        tl.store(born + word, written_at, mask=taken)
         if token is not None:
-            tl.store(token + word, stream + who, mask=taken)
+            tl.store(token + word, stream + who * UNIT, mask=taken)
         tl.store(targets + mine * tokens_stride + who, slot, mask=taken)
         free_before += tl.sum(free.to(tl.int32), 0)
 
@@ -116,10 +149,12 @@ def _write(
     key,
     value,
     keep,
+    ranks,
     targets,
     kv,
     table,
     steps,
+    rotation,
     key_stride,
     value_stride,
     page_stride,
@@ -128,8 +163,11 @@ def _write(
     tokens_stride,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     """Keys and values of survivors into their slots."""
     row = tl.program_id(0).to(tl.int64)
@@ -140,13 +178,50 @@ def _write(
     mine = row * NUM_SETS + head % NUM_SETS
     index = tl.program_id(2) * TILE + tl.arange(0, TILE)
     inside = index < length
-    kept = tl.load(keep + mine * columns_stride + cached + index, mask=inside, other=0) != 0
-    slot = tl.load(targets + mine * tokens_stride + index, mask=kept, other=0)
+    known = keep + mine * columns_stride + cached // UNIT + index // UNIT
+    kept = tl.load(known, mask=inside, other=0) != 0
+    slot = tl.load(targets + mine * tokens_stride + index // UNIT, mask=kept, other=0)
+    if UNIT > 1:
+        slot = slot * UNIT + index % UNIT
     block = block_of(table + row * table_stride, slot, kept, PAGE)
     keys = key + (start + index) * key_stride + head * HEAD
     values = value + (start + index) * value_stride + head * HEAD
     slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
+    if HALF > 0:
+        begun = length // UNIT * UNIT  # where the unit that isn't complete begins
+        if (tl.program_id(2) + 1) * TILE > begun:
+            last = kept & (index >= begun)
+            column = mine * columns_stride + (cached + index) // UNIT
+            stands = tl.load(ranks + column, mask=last, other=0) * UNIT
+            distance = tl.where(last, cached + begun - stands, 0)
+            _write_turned(keys, slots, rotation, distance, last, HEAD, HALF, INTERLEAVED)
+            store_rows(slots + HEAD, load_rows(values, last, 0, HEAD), last, 0, HEAD)
+            kept = kept & (index < begun)
     copy_rows(keys, values, slots, kept, HEAD)
+
+
+@triton.jit
+def _write_turned(
+    keys,
+    slots,
+    rotation,
+    distance,
+    inside,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rows of keys to their slots, rotated back by ``distance``."""
+    x, y = load_pair(keys, inside, HALF, INTERLEAVED)
+    x, y = rotate_pair(x, y, rotation, distance, inside, HALF)
+    index = tl.arange(0, padded(HALF))
+    first, second = pair_channels(index, HALF, INTERLEAVED)
+    write = inside[:, None] & (index < HALF)[None, :]
+    tl.store(slots[:, None] + first[None, :], x.to(slots.dtype.element_ty), mask=write)
+    tl.store(slots[:, None] + second[None, :], y.to(slots.dtype.element_ty), mask=write)
+    if 2 * HALF < HEAD:
+        rest = load_rows(keys, inside, 2 * HALF, HEAD)
+        store_rows(slots, rest, inside, 2 * HALF, HEAD)
 
 
 @torch.library.custom_op(
@@ -165,20 +240,23 @@ def insert_strides(
     table: torch.Tensor,
     steps: torch.Tensor,
     max_length: int,
+    rotation: torch.Tensor | None = None,
+    interleaved: bool = False,
 ) -> None:
     """Insert ``R`` strides.
 
     Args:
         key, value: ``[num_tokens, H, D]`` of the whole step, keys rotated at cache positions.
-        keep: bool ``[R, S, C]``, chronological columns: cached tokens, then the stride's.
+        keep: bool ``[R, S, C]``, chronological columns: cached tokens, then the stride's; or units.
         scores: fp32 ``[R, S, C]``, every column's score after the stride.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
         table: int32 ``[>= R, P]``.
         steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides.
         max_length: the longest stride.
+        rotation, interleaved: as for ``rotate.gather``, where pages are of units.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
-    check_pages(kv, *words)
+    unit = check_pages(kv, *words)
     check_steps(steps, table)
     num_rows, num_sets, num_columns = keep.shape
     num_heads, head_size = key.shape[1:]
@@ -188,29 +266,36 @@ def insert_strides(
     assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
     if num_rows == 0 or max_length == 0:
         return
-    page = kv.shape[2]
+    page, places = kv.shape[2], rank.shape[2]
+    turned = rotation if unit > 1 else None
+    room = triton.cdiv(max_length, unit) + 1
     ranks = rank.new_empty(num_rows, num_sets, num_columns)
-    survivors = rank.new_empty(num_rows, num_sets, max_length + 1)
+    survivors = rank.new_empty(num_rows, num_sets, room)
     targets = torch.empty_like(survivors)
     _number[(num_rows, num_sets)](
-        *(keep, steps, ranks, survivors, num_columns, max_length + 1),
+        *(keep, steps, ranks, survivors, num_columns, room),
         TILE=min(1024, triton.next_power_of_2(num_columns)),
+        UNIT=unit,
         num_warps=4,
     )
     _place[(num_rows, num_sets)](
         *(ranks, survivors, scores, rank, born, score, token, table, steps, targets),
-        *(rank.stride(0), table.stride(0), num_columns, max_length + 1),
-        PAGE=page,
-        TILE=min(1024, triton.next_power_of_2(table.shape[1] * page)),
+        *(rank.stride(0), table.stride(0), num_columns, room),
+        PAGE=places,
+        TILE=min(1024, triton.next_power_of_2(table.shape[1] * places)),
+        UNIT=unit,
         num_warps=4,
     )
     tile = min(32, triton.next_power_of_2(max_length))
     _write[(num_rows, num_heads, triton.cdiv(max_length, tile))](
-        *(key, value, keep, targets, kv, table, steps, key.stride(0), value.stride(0)),
-        *(kv.stride(0), table.stride(0), num_columns, max_length + 1),
+        *(key, value, keep, None if turned is None else ranks, targets, kv, table, steps, turned),
+        *(key.stride(0), value.stride(0), kv.stride(0), table.stride(0), num_columns, room),
         NUM_SETS=num_sets,
         HEAD=head_size,
+        HALF=0 if turned is None else turned.shape[2],
+        INTERLEAVED=interleaved,
         PAGE=page,
         TILE=tile,
+        UNIT=unit,
         num_warps=4,
     )

@@ -75,6 +75,7 @@ def _gather(
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -84,11 +85,12 @@ def _gather(
     table += row * table_stride
     first = tl.program_id(2) * TILE
     slot, inside, block, word = slot_tile(
-        table, first, slots, head % NUM_SETS, word_stride, PAGE, TILE
+        table, first, slots, head % NUM_SETS, word_stride, PAGE, TILE, UNIT
     )
-    place = tl.load(rank + word, mask=inside, other=-1)
-    valid = place >= 0
-    distance = tl.load(born + word, mask=valid, other=0) - tl.where(valid, place, 0)
+    unit = tl.load(rank + word, mask=inside, other=-1)
+    valid = unit >= 0
+    distance = tl.load(born + word, mask=valid, other=0) - tl.where(valid, unit, 0) * UNIT
+    place = unit * UNIT + slot % UNIT
     source = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
     target = (row * NUM_HEADS + head).to(tl.int64) * out_stride + tl.where(valid, place, 0)
     out = keys + target * HEAD
@@ -106,7 +108,10 @@ def _gather(
     value = load_rows(source + HEAD, valid, 0, HEAD)
     store_rows(values + target * HEAD, value, valid, 0, HEAD)
     if head < NUM_SETS:
-        target = (row * NUM_SETS + head).to(tl.int64) * out_stride + tl.where(valid, place, 0)
+        if UNIT > 1:
+            valid = valid & (slot % UNIT == 0)  # one number a unit
+        target = (row * NUM_SETS + head).to(tl.int64) * (out_stride // UNIT)
+        target += tl.where(valid, unit, 0)
         tl.store(scores + target, tl.load(score + word, mask=valid, other=0.0), mask=valid)
         if token is not None:
             tl.store(tokens + target, tl.load(token + word, mask=valid, other=0), mask=valid)
@@ -128,7 +133,7 @@ def gather(
     """A dense copy of ``R`` requests' caches, oldest token first, keys at their ranks.
 
     Args:
-        kv, rank, born, score, token: ``Pages`` views, ``[blocks, heads or sets, block_size, ..]``.
+        kv, rank, born, score, token: ``Pages`` views.
         table: int32 ``[R, P]`` block numbers.
         steps: int32 ``[R, STEP_COLUMNS]`` step rows (``tiles``).
         rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys stay as they are.
@@ -137,17 +142,18 @@ def gather(
 
     Returns:
         keys and values ``[R, H, max_cached, D]`` in the cache's dtype, scores fp32 and token
-        indices int32 ``[R, S, max_cached]`` (empty without ``token``). What is beyond a request's
-        own count is not written.
+        indices int32 ``[R, S, max_cached // unit]`` (empty without ``token``). What is beyond a
+        request's own count is not written.
     """
-    check_pages(kv, rank, born, score)
+    unit = check_pages(kv, rank, born, score)
     check_steps(steps, table)
+    assert max_cached % unit == 0, "strides begin where units do"
     num_rows, num_heads, head_size = steps.shape[0], kv.shape[1], kv.shape[3] // 2
     num_sets, page = rank.shape[1], kv.shape[2]
     half = 0 if rotation is None else rotation.shape[2]
     keys = kv.new_empty(num_rows, num_heads, max_cached, head_size)
     values = torch.empty_like(keys)
-    scores = score.new_empty(num_rows, num_sets, max_cached)
+    scores = score.new_empty(num_rows, num_sets, max_cached // unit)
     tokens = rank.new_empty(scores.shape if token is not None else (0,))
     num_slots = table.shape[1] * page
     if num_rows == 0 or max_cached == 0:
@@ -163,6 +169,7 @@ def gather(
         INTERLEAVED=interleaved,
         PAGE=page,
         TILE=tile,
+        UNIT=unit,
         num_warps=4,
     )
     return keys, values, scores, tokens
@@ -172,7 +179,8 @@ def gather(
 def _(kv, rank, born, score, token, table, steps, rotation, interleaved, max_cached):
     num_rows, num_heads, head_size = steps.shape[0], kv.shape[1], kv.shape[3] // 2
     keys = kv.new_empty(num_rows, num_heads, max_cached, head_size)
-    scores = score.new_empty(num_rows, rank.shape[1], max_cached)
+    units = max_cached * rank.shape[2] // kv.shape[2]
+    scores = score.new_empty(num_rows, rank.shape[1], units)
     tokens = rank.new_empty(scores.shape if token is not None else (0,))
     return keys, torch.empty_like(keys), scores, tokens
 
@@ -206,17 +214,23 @@ def gather_reference(
     inv_freq: torch.Tensor | None,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One request: fp64 keys and values ``[H, n, D]``, scores ``[S, n]``, slots ``[S, n]``."""
-    cached, old_slots = step[CACHED.value], step[OLD_SLOTS.value]
-    num_heads, head_size = kv.shape[1], kv.shape[3] // 2
-    ranks = rank[blocks.long()].transpose(0, 1).flatten(1)[:, :old_slots]
-    slots = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :cached]
-    assert (ranks.gather(1, slots) == torch.arange(cached)).all(), "not a cache of this many tokens"
+    """One request: fp64 keys and values ``[H, n, D]``, its units' scores and places ``[S, u]``."""
+    cached, old_slots, unit = (
+        step[CACHED.value],
+        step[OLD_SLOTS.value],
+        kv.shape[2] // rank.shape[2],
+    )
+    num_heads, head_size, count = kv.shape[1], kv.shape[3] // 2, -(-cached // unit)
+    ranks = rank[blocks.long()].transpose(0, 1).flatten(1)[:, : old_slots // unit]
+    units = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :count]
+    assert (ranks.gather(1, units) == torch.arange(count)).all(), "not a cache of this many tokens"
+    slots = (units[..., None] * unit + torch.arange(unit)).flatten(1)[:, :cached]
     rows = kv[blocks.long()].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
     index = slots.expand(num_heads, -1)
     rows = rows.gather(1, index[..., None].expand(-1, -1, rows.shape[2])).double()
-    births = born[blocks.long()].transpose(0, 1).flatten(1).gather(1, slots)
-    distance = (births - torch.arange(cached)).expand(num_heads, -1)
+    births = born[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
+    moved = (births - torch.arange(count) * unit).repeat_interleave(unit, dim=1)
+    distance = moved[:, :cached].expand(num_heads, -1)
     keys = rotate_reference(rows[..., :head_size], distance, inv_freq, interleaved)
-    scores = score[blocks.long()].transpose(0, 1).flatten(1).gather(1, slots)
-    return keys, rows[..., head_size:], scores.double(), slots
+    scores = score[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
+    return keys, rows[..., head_size:], scores.double(), units

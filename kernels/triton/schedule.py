@@ -28,10 +28,12 @@ class ScheduleTables:
             cached and the most slots ever needed.
         heads: int32 ``[schedules, 7]``: a schedule's first row, how many of its rows occur once,
             how many repeat after them, and ``PER_AGE .. WEIGHT``.
+        unit: tokens that count as one in ``table``, for all schedules.
     """
 
     table: torch.Tensor
     heads: torch.Tensor
+    unit: int = 1
 
     def __post_init__(self) -> None:
         assert self.table.dtype == self.heads.dtype == torch.int32
@@ -57,6 +59,7 @@ def _schedule(
     num_rows,
     blocks_stride,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < num_rows
@@ -69,17 +72,31 @@ def _schedule(
     first = tl.load(head, mask=inside, other=0)
     transient = tl.load(head + 1, mask=inside, other=0)
     period = tl.load(head + 2, mask=inside, other=1)
-    now = table + _table_row(tl.maximum(stream, 0), first, transient, period) * TABLE
-    before = table + _table_row(tl.maximum(stream - 1, 0), first, transient, period) * TABLE
-    older = real & (stream > 0)
+    done = stream // UNIT  # whole units before the token's
+    now = table + _table_row(tl.maximum(done, 0), first, transient, period) * TABLE
+    before = table + _table_row(tl.maximum(done - 1, 0), first, transient, period) * TABLE
+    older = real & (done > 0)
     cached = tl.load(before + COUNT, mask=older, other=0)
+    ruled = real
+    if UNIT > 1:
+        cached = tl.where(real, cached * UNIT + stream % UNIT, 0)
+        ruled = real & (stream % UNIT == UNIT - 1)  # a unit has its rules with its last token
     out = steps + row * STEP
     tl.store(out + STREAM, tl.where(real, stream, -1), mask=inside)
     tl.store(out + CACHED, cached, mask=inside)
-    tl.store(out + OLD_SLOTS, tl.load(before + SLOTS, mask=older, other=0), mask=inside)
-    tl.store(out + NEW_SLOTS, tl.load(now + SLOTS, mask=real, other=0), mask=inside)
+    if UNIT == 1:
+        tl.store(out + OLD_SLOTS, tl.load(before + SLOTS, mask=older, other=0), mask=inside)
+        tl.store(out + NEW_SLOTS, tl.load(now + SLOTS, mask=real, other=0), mask=inside)
+    else:  # ... and its slots from its first one on
+        earlier = (stream - 1) // UNIT
+        then = _table_row(tl.maximum(earlier - 1, 0), first, transient, period) * TABLE
+        peak = tl.load(table + then + SLOTS, mask=real & (earlier > 0), other=0)
+        old_slots = tl.where(real & (stream > 0), (peak + 1) * UNIT, 0)
+        tl.store(out + OLD_SLOTS, old_slots, mask=inside)
+        peak = tl.load(before + SLOTS, mask=older, other=0)
+        tl.store(out + NEW_SLOTS, tl.where(real, (peak + 1) * UNIT, 0), mask=inside)
     for column in tl.static_range(COUNT):  # the rules
-        tl.store(out + LO + column, tl.load(now + column, mask=real, other=0), mask=inside)
+        tl.store(out + LO + column, tl.load(now + column, mask=ruled, other=0), mask=inside)
     for column in tl.static_range(HEAD - 3):  # what scores are
         value = tl.load(head + 3 + column, mask=real, other=0)
         tl.store(out + PER_AGE + column, value, mask=inside)
@@ -117,6 +134,7 @@ def schedule(
         *(seq_lens, blocks, tables.table, tables.heads, schedule_of, steps, positions),
         *(num_rows, blocks.stride(0)),
         TILE=tile,
+        UNIT=tables.unit,
         num_warps=1,
     )
 
@@ -127,6 +145,7 @@ def schedule_reference(
     rows: list[list[int]],
     heads: list[list[int]],
     schedule_of: list[int],
+    unit: int = 1,
 ) -> list[list[int]]:
     """The same, row by row; ``rows`` and ``heads`` are those of ``ScheduleTables``."""
     result = []
@@ -136,12 +155,23 @@ def schedule_reference(
             continue
         first, transient, period, *scores = heads[schedule_of[row]]
         own = rows[first : first + transient + period]
-        *rules, _, slots = _at(own, transient, length - 1)
-        *_, cached, old_slots = _at(own, transient, length - 2) if length > 1 else (0, 0)
+        done, offset = divmod(length - 1, unit)
+        *rules, _, peak = _at(own, transient, done)
+        *_, cached, old_peak = _at(own, transient, done - 1)
+        slots, old_slots = peak, old_peak
+        if unit > 1:
+            slots = (old_peak + 1) * unit
+            then = _at(own, transient, (length - 2) // unit - 1)[-1]
+            old_slots = (then + 1) * unit if length > 1 else 0
+            rules = rules if offset == unit - 1 else [0] * len(rules)
+        cached = cached * unit + offset
         result.append([length - 1, cached, old_slots, slots, row, 1, *rules, *scores])
     return result
 
 
 def _at(rows: list[list[int]], transient: int, t: int) -> list[int]:
+    """The row of inserting unit ``t``; of zeros before the first."""
+    if t < 0:
+        return [0] * TABLE_COLUMNS
     period = len(rows) - transient
     return rows[t if t < transient else transient + (t - transient) % period]

@@ -33,17 +33,18 @@ NEVER = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-def check_pages(kv: torch.Tensor, *words: torch.Tensor) -> None:
-    """The layout every kernel relies on: ``vllm_cascade.cache.manager.Pages``."""
+def check_pages(kv: torch.Tensor, *words: torch.Tensor) -> int:
+    """The layout every kernel relies on, ``vllm_cascade.cache.layout.Pages``; returns its unit."""
     num_blocks, num_heads, block_size, width = kv.shape
     assert kv.stride()[1:] == (block_size * width, width, 1), kv.stride()
     assert width % 2 == 0, kv.shape
     for word in words:
-        assert word.shape[0] == num_blocks and word.shape[2] == block_size, word.shape
-        assert word.shape[1] in (1, num_heads), word.shape
-        assert word.stride()[1:] == (block_size, 1), word.stride()
+        assert word.shape == words[0].shape and word.shape[0] == num_blocks, word.shape
+        assert block_size % word.shape[2] == 0 and word.shape[1] in (1, num_heads), word.shape
+        assert word.stride()[1:] == (word.shape[2], 1), word.stride()
         assert word.stride(0) == words[0].stride(0), "words of one page share its stride"
         assert word.element_size() == 4, word.dtype
+    return block_size // words[0].shape[2]
 
 
 def check_steps(steps: torch.Tensor, table: torch.Tensor) -> None:
@@ -56,6 +57,11 @@ def check_steps(steps: torch.Tensor, table: torch.Tensor) -> None:
 def float_bits(value: float) -> int:
     """The int32 that holds the same bits as an fp32, for a step row."""
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
+
+
+def chunk_of(unit: int, tile: int) -> int:
+    """Tokens of a unit that a tile of ``tile`` holds together: a power of two; they divide it."""
+    return min(unit & -unit, tile)
 
 
 @triton.constexpr_function
@@ -79,15 +85,25 @@ def stride_of(steps, row):
 
 
 @triton.jit
-def slot_tile(table, first, end, head_set, word_stride, PAGE: tl.constexpr, TILE: tl.constexpr):
+def slot_tile(
+    table,
+    first,
+    end,
+    head_set,
+    word_stride,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr = 1,
+):
     """A tile of a request's slots: their numbers, whether before ``end``, blocks, and words.
 
     A word is the place of a slot's ``rank``, ``born``, ``score`` and ``token`` in these views.
+    Who counts units instead of slots, also in ``PAGE``, leaves ``UNIT`` at 1.
     """
     slot = first + tl.arange(0, TILE)
     inside = slot < end
     block = block_of(table, slot, inside, PAGE)
-    word = block * word_stride + head_set * PAGE + slot % PAGE
+    word = block * word_stride + head_set * (PAGE // UNIT) + slot % PAGE // UNIT
     return slot, inside, block, word
 
 

@@ -17,7 +17,16 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from tests.attention import test_paged
 from tests.attention.steps import step_of
-from tests.attention.test_paged import CASES, ENGINE, OWN, PagedLayer, Shape, oracle_for
+from tests.attention.test_paged import (
+    CASES,
+    ENGINE,
+    IN_UNITS,
+    OWN,
+    UNIT_CASES,
+    PagedLayer,
+    Shape,
+    oracle_for,
+)
 from tests.attention.test_step import literal_rules
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
@@ -109,6 +118,23 @@ def test_decode_rows_are_the_policys(name: str) -> None:
     assert builder.counters.evicted_tokens == sum(counts + 1 - schedule.counts(t + 1))
 
 
+def test_decode_rows_in_units() -> None:
+    """A unit of 4 sinks and four more, by hand: slots with the first token, rules with the last."""
+    settings = {"name": "sink", "budget": 16, "unit": 4, "prefill_stride": 4}
+    layer = PagedLayer(Shape(), settings, 3)
+    lengths = list(range(1, 101))
+    decode = layer.builder.build(0, common(lengths, torch.ones(100, 2, dtype=torch.int32)))
+    rows = decode.waves[0].decode.steps[:, : columns.MORE].tolist()
+    for t, row in enumerate(rows):
+        units, offset = divmod(t, 4)
+        cached = 4 * min(units, 5) + offset
+        old = 4 * min((t - 1) // 4, 5) + 4 if t else 0
+        rules = [1, 2, 1, 0] if offset == 3 and units >= 5 else [0] * 4
+        assert row == [t, cached, old, 4 * min(units, 5) + 4, t, 1, *rules], t
+    cached = [row[columns.CACHED] for row in rows]
+    assert layer.builder.positions.buffer[:100].tolist() == cached
+
+
 @pytest.mark.parametrize("name", [*RULES, *NO_RULES])
 def test_full_graphs_wherever_there_are_rules(name: str) -> None:
     settings = {**RULES, **NO_RULES}[name]
@@ -134,10 +160,11 @@ def test_buffers_stay_where_a_graph_found_them() -> None:
     assert layer.builder.positions.buffer[:4].tolist() == [6, 18, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["cascade", "beehive", "dgc", *NO_RULES])
+@pytest.mark.parametrize("name", ["cascade", "beehive", "dgc", *NO_RULES, "in-units"])
 def test_capture_and_warm_up_write_nothing(name: str) -> None:
     """Block tables of nothing but the null block, decode and prompt: not a byte changes."""
-    layer = PagedLayer(Shape(), {**{**RULES, **NO_RULES}[name], "prefill_stride": 4}, 3)
+    settings = {**RULES, **NO_RULES, "in-units": IN_UNITS}[name]
+    layer = PagedLayer(Shape(), {**settings, "prefill_stride": 4}, 3)
     before = layer.pool.clone()
     table = torch.zeros(3, 2, dtype=torch.int32)
     same = lambda x, _: x  # noqa: E731
@@ -197,6 +224,21 @@ def test_mixed_requests(name: str) -> None:
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
+FEW_UNITS = ["cascade-16-gqa8", "cascade-4-heads", "beehive-2-log-n", "dgc-4"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in FEW_UNITS else pytest.mark.slow) for n in UNIT_CASES],
+)
+def test_mixed_requests_in_units(name: str) -> None:
+    """Prompts that end inside a unit, one that fills the budget, decode on across units' ends."""
+    shape, settings = UNIT_CASES[name]
+    more = settings["budget"]
+    prompts, totals = [1, 23, 40 + more], [6, 35, 60 + more]
+    test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
+
+
 def test_requests_with_policies_of_their_own() -> None:
     """All of a batch's policies at once: budgets, victim rules, averages and ties of their own."""
     prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]
@@ -204,24 +246,43 @@ def test_requests_with_policies_of_their_own() -> None:
     assert len(layer.builder.tables._numbers) == len(OWN)
 
 
-def test_a_step_with_a_prompt_has_every_rows_own_numbers() -> None:
+OWN_IN_UNITS: list[dict[str, Any]] = [
+    {},
+    {"kv_budget": 16},
+    {"kv_policy": "sink", "kv_budget": 12},
+    {"kv_policy": "h2o", "kv_budget": 20},
+    {"kv_policy": "window", "kv_budget": 8},
+]
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+def test_a_step_with_a_prompt_has_every_rows_own_numbers(unit: int) -> None:
     """Planned on the host, decode rows say the same as those that the device makes."""
-    layer = PagedLayer(Shape(), {**ENGINE, "prefill_stride": 8}, 30)
+    engine = ENGINE if unit == 1 else {**ENGINE, "num_sinks": 4, "unit": 4}
+    layer = PagedLayer(Shape(), {**engine, "prefill_stride": 8}, 30)
     own = PerRequest(layer.spec.schedule)
-    schedules = [own.schedule(extra_args) for extra_args, _ in OWN]
-    builder, rows = layer.builder, len(OWN)
+    asked = [extra_args for extra_args, _ in OWN] if unit == 1 else OWN_IN_UNITS
+    schedules = [own.schedule(extra_args) for extra_args in asked]
+    builder, rows = layer.builder, len(asked)
     table = torch.arange(1, 1 + 4 * (rows + 1), dtype=torch.int32).view(rows + 1, 4)
     for t in range(40, 60):
         builder.requests.schedules = lambda _: schedules
         alone = builder.build(0, common([t + 1] * rows, table[:rows])).waves[0].decode
-        made = alone.steps.clone()
+        made = with_rules(alone.steps)
         builder.requests.schedules = lambda _: [*schedules, layer.spec.schedule]
         step = step_of([t] * rows + [0], [1] * rows + [9], [False] * rows + [True], table)
         planned = builder.build(0, step).waves[0].decode
-        assert torch.equal(planned.steps, made)
+        assert torch.equal(with_rules(planned.steps), made)
         assert planned.index.tolist() == list(range(rows))
     averages = made[:, columns.DECAY :].contiguous().view(torch.float32)
     assert len({tuple(row) for row in averages.tolist()}) > 2, "they differ from each other"
+
+
+def with_rules(steps: torch.Tensor) -> torch.Tensor:
+    """A copy; where a row has no further rules, it does not matter where they would begin."""
+    steps = steps.clone()
+    steps[:, columns.MORE] *= steps[:, columns.NUM_MORE] > 0
+    return steps
 
 
 def test_requests_with_budgets_of_their_own_where_no_rule_helps() -> None:

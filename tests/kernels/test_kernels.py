@@ -106,5 +106,68 @@ def test_schedule(seed: int) -> None:
     checks.check_schedule("cpu", seed)
 
 
+FEW = {"head_size": 16, "num_heads": 1}
+UNITS: dict[str, Case] = {
+    # caches that end before, at and inside a unit's end; more units than one tile holds
+    "8": Case(**FEW, unit=8, lengths=(0, 7, None, 9, 40), strides=(3, 16)),
+    "16-heads": Case(**SMALL, unit=16, per_head=True, lengths=(1, 47, 79), strides=(21,)),
+    "16-of-32": Case(
+        **FEW, group=4, unit=16, block_size=32, lengths=(130,), softcap=2.0, reduction="max"
+    ),
+    "32-interleaved": Case(
+        num_heads=1, head_size=24, rotary_dim=12, interleaved=True, unit=32, block_size=64,
+        lengths=(65,), strides=(37,), dtype=BF16,
+    ),
+    "64-median": Case(
+        **FEW, group=3, unit=64, block_size=64, lengths=(70, 127), strides=(5,), reduction="median",
+        per_age=True, logit_scale=True,
+    ),
+    "24-alibi": Case(**SMALL, unit=24, block_size=48, alibi=True, lengths=(30,), strides=(25,)),
+    "3-resident": Case(
+        **FEW, group=1, unit=3, block_size=48, newest_stays=False, lengths=(5, 33), strides=(7, 3)
+    ),
+    "page-mha": Case(**FEW, group=1, unit=16, lengths=(33,), strides=(18,), dtype=FP16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_decode_in_units(name: str) -> None:
+    checks.check_decode(UNITS[name], "cpu")
+
+
+def at_units(case: Case) -> Case:
+    """Strides begin where units do."""
+    return replace(case, lengths=tuple(n and n // case.unit * case.unit for n in case.lengths))
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_prefill_in_units(name: str) -> None:
+    checks.check_prefill(at_units(UNITS[name]), "cpu")
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_insert_strides_in_units(name: str) -> None:
+    for seed in range(3):
+        checks.check_insert_stride_units(at_units(replace(UNITS[name], seed=seed)), "cpu")
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_insert_in_units(name: str) -> None:
+    checks.check_insert_units(UNITS[name], "cpu")
+    checks.check_assign(UNITS[name], "cpu")
+
+
+@pytest.mark.parametrize("variant", range(NUM_RULES))
+@pytest.mark.parametrize("newest_stays", [True, False])
+def test_rules_come_with_a_units_last_token(newest_stays: bool, variant: int) -> None:
+    lengths = (3, 43, None, 83)
+    case = Case(**SMALL, unit=4, per_head=True, newest_stays=newest_stays, lengths=lengths)
+    checks.check_insert_units(case, "cpu", variant)
+
+
+def test_schedule_in_units() -> None:
+    checks.check_schedule("cpu", unit=16)
+
+
 def test_rotation_table() -> None:
     checks.check_rotation_table("cpu")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels as torch operators: schemas and fake implementations agree with the real ones."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,9 +23,11 @@ from vllm_cascade.kernels.triton import (
 CASE = Case(head_size=16, lengths=(9, 17), strides=(5,))
 
 
-def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Every operator with arguments it can run on."""
-    cache, steps = make_cache(CASE)
+    lengths = CASE.lengths if unit == 1 else (0, unit)
+    longest = max(lengths)
+    cache, steps = make_cache(replace(CASE, unit=unit, lengths=lengths))
     strides = steps.clone()
     strides[:, 4], strides[:, 5] = torch.tensor([0, 5]), 5
     query = torch.randn(10, 4, 16)
@@ -34,9 +37,10 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     rotation = rotate.rotation_table(CASE.inv_freq, 301, "cpu")
     decode = (query[:2], key[:2], key[:2], *pages[:3], table, steps, rotation, None, None, 0.25)
     parts, parts_lse, logits, own = attend.attend(*decode, 0.0, False, 2, True)
-    old = torch.randn(2, 2, 17, 16)
-    sums = torch.rand(2, 4, 22)
-    keep, scores = torch.ones(2, 1, 22, dtype=torch.bool), torch.rand(2, 1, 22)
+    old = torch.randn(2, 2, longest, 16)
+    num_columns, per_unit = column_sums.num_sums(query, longest, 5, unit)
+    sums, num_old = torch.rand(2, 4, num_columns * per_unit), longest // unit
+    keep, scores = torch.ones(2, 1, num_columns, dtype=torch.bool), torch.rand(2, 1, num_columns)
     lse = torch.rand(10, 4)
     rules = torch.zeros(1, 4, dtype=torch.int32)
     return {
@@ -45,32 +49,35 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "merge": (combine.merge, (parts, parts_lse, steps, torch.empty(2, 4, 16))),
         "update": (
             combine.update,
-            (logits, own, lse[:2], cache.rank, cache.score, table, steps, "max"),
+            (logits, own, lse[:2], cache.rank, cache.score, table, steps, "max", unit),
         ),
         "assign": (
             assign.assign,
-            (torch.rand(2), torch.tensor([3, -1]).int(), cache.rank, cache.score, table, steps),
+            (
+                *(torch.rand(2), torch.tensor([3, -1]).int(), cache.rank, cache.score),
+                *(table, steps, unit),
+            ),
         ),
         "insert": (
             insert.insert,
             (key[:2], key[:2], torch.rand(2, 1), *pages, table, steps, rules, True),
         ),
-        "gather": (rotate.gather, (*pages, table, strides, rotation, False, 17)),
+        "gather": (rotate.gather, (*pages, table, strides, rotation, False, longest)),
         "attend_strides": (
             prefill.attend_strides,
             (query, key, key, old, old, strides, None, None, torch.empty_like(query), 0.25, 0.0, 5),
         ),
         "column_sums": (
             column_sums.column_sums,
-            (query, key, old, lse, torch.rand(8), strides, None, None, 0.25, 0.0, 5),
+            (query, key, old, lse, torch.rand(8), strides, None, None, 0.25, 0.0, 5, unit),
         ),
         "stride_scores": (
             column_sums.stride_scores,
-            (sums, torch.rand(2, 1, 17), torch.rand(2), strides, "mean"),
+            (sums, torch.rand(2, 1, num_old), torch.rand(2), strides, "mean", unit, per_unit),
         ),
         "insert_strides": (
             insert_stride.insert_strides,
-            (key, key, keep, scores, *pages, table, strides, 5),
+            (key, key, keep, scores, *pages, table, strides, 5, rotation, False),
         ),
     }
 
@@ -78,9 +85,10 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
 NAMES = list(calls())
 
 
+@pytest.mark.parametrize("unit", [1, 16])
 @pytest.mark.parametrize("name", NAMES)
-def test_fake_has_the_shapes_and_types_of_the_real_one(name: str) -> None:
-    op, arguments = calls()[name]
+def test_fake_has_the_shapes_and_types_of_the_real_one(name: str, unit: int) -> None:
+    op, arguments = calls(unit)[name]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
         fake = op(*fakes)

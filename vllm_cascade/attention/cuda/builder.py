@@ -43,7 +43,8 @@ class DecodeRows:
         table: int32 ``[B, P]`` block numbers.
         logit_scale: fp32 ``[B]``, or None.
         no_scores: fp32 ``[B, num_sets]`` zeros, the new scores of a policy that computes none.
-        scored: int32 ``[B]``, ranks of the tokens that get a score from the host; negative: none.
+        scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
+            none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
     """
 
@@ -82,7 +83,9 @@ class PrefillRows:
 
     @property
     def max_cached(self) -> int:
-        return max(stride.cached for stride in self.strides)
+        """Rounded up to whole units: warm-up's rows, which only pad, may begin inside one."""
+        unit = self.strides[0].schedule.unit
+        return -(-max(stride.cached for stride in self.strides) // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             schedule, t = schedules[row], int(stream[row])
             if schedule.scoring.source == "text":
                 (given[row],) = self.requests.token_scores(common, row, t, t + 1, schedule.lag)
-                scored[row] = schedule.count_at(t) - schedule.lag
+                scored[row] = (schedule.count_at(t) - schedule.lag) // schedule.unit
         self.given[: len(given)].copy_(self._sent(given), non_blocking=True)
         self.scored[: len(scored)].copy_(self._sent(scored), non_blocking=True)
         return True
@@ -271,7 +274,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         if step.given is not None:
             lag = np.asarray([schedule.lag for schedule in rows.schedules])
             text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
-            rank = np.where(text, rows.steps[:, CACHED] - lag, NOBODY)
+            rank = (rows.steps[:, CACHED] - lag) // self.schedule.unit
+            rank = np.where(text, rank, NOBODY)
             scored = self._sent(rank.astype(np.int32))
             given = self._sent(step.given[place])
         return DecodeRows(

@@ -19,7 +19,7 @@ from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.column_sums import column_sums, stride_scores
+from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums, stride_scores
 from vllm_cascade.kernels.triton.combine import merge, update
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
@@ -87,10 +87,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 **_words(pages, "rank", "score"),
                 **where,
                 reduction=policy.head_reduction,
+                unit=pages.unit,
             )
         elif decode.given is not None:
             words = _words(pages, "rank", "score")
-            assign(given=decode.given, ranks=decode.scored, **words, **where)
+            assign(given=decode.given, ranks=decode.scored, **words, **where, unit=pages.unit)
         insert(
             key=key,
             value=value,
@@ -121,7 +122,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
         policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
-        scoring = rows.strides[0].schedule.scoring
+        scoring, unit = rows.strides[0].schedule.scoring, pages.unit
         keys, values, old_scores, old_tokens = gather(
             **_words(pages), **where, **self._turning, max_cached=rows.max_cached
         )
@@ -139,19 +140,24 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 scale=self.scale,
                 softcap=self.softcap,
                 max_length=rows.max_length,
+                unit=unit,
             )
             (sums,) = self._all_ranks(sums)
-            scores = stride_scores(sums, old_scores, rows.fades, rows.steps, policy.head_reduction)
+            _, parts = num_sums(new.query, rows.max_cached, rows.max_length, unit)
+            scores = stride_scores(
+                *(sums, old_scores, rows.fades, rows.steps, policy.head_reduction, unit, parts)
+            )
         else:
-            scores = _given_scores(rows, old_scores)
+            scores = _given_scores(rows, old_scores, unit)
         insert_strides(
             key=new.key,
             value=new.value,
-            keep=_keep(rows, scores, old_tokens),
+            keep=_keep(rows, scores, old_tokens, unit),
             scores=scores,
             **_words(pages),
             **where,
             max_length=rows.max_length,
+            **self._turning,
         )
 
     def _attend_strides(
@@ -213,30 +219,40 @@ def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
     return {name: getattr(pages, name) for name in names or Pages.__dataclass_fields__}
 
 
-def _given_scores(rows: PrefillRows, old_scores: torch.Tensor) -> torch.Tensor:
-    """Scores fp32 ``[R, S, C]`` that attention has no part in: 0, or from the host."""
-    columns = rows.max_cached + rows.max_length
+def _given_scores(rows: PrefillRows, old_scores: torch.Tensor, unit: int) -> torch.Tensor:
+    """Scores of units, fp32 ``[R, S, C]``, that attention has no part in: 0, or from the host."""
+    columns = rows.max_cached // unit + -(-rows.max_length // unit)
     scores = old_scores.new_zeros(*old_scores.shape[:2], columns)
     for row, stride in enumerate(rows.strides):
         if stride.given is not None:
-            skip = max(-stride.scored, 0)
+            skip, cached = max(-stride.scored, 0), stride.cached // unit
             given, first = stride.given[skip:], stride.scored + skip
-            scores[row, :, : stride.cached] = old_scores[row, :, : stride.cached]
-            scores[row, :, first : first + len(given)] = given
+            scores[row, :, :cached] = old_scores[row, :, :cached]
+            if unit == 1:
+                scores[row, :, first : first + len(given)] = given
+                continue
+            places = torch.arange(first, first + len(given), device=scores.device) // unit
+            scores[row].index_add_(1, places, given.expand(len(scores[row]), -1))
     return scores
 
 
-def _keep(rows: PrefillRows, scores: torch.Tensor, old_tokens: torch.Tensor) -> torch.Tensor:
-    """bool like ``scores``: which tokens every stride that deletes something leaves."""
+def _keep(
+    rows: PrefillRows, scores: torch.Tensor, old_tokens: torch.Tensor, unit: int
+) -> torch.Tensor:
+    """bool like ``scores``: which units every stride that deletes something leaves.
+
+    A last one that is not complete stays.
+    """
     keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
     for row, (stride, plan) in enumerate(zip(rows.strides, rows.plans, strict=True)):
         if plan is None:
             continue
-        schedule, total = stride.schedule, stride.cached + stride.num_tokens
+        schedule, total = stride.schedule, (stride.cached + stride.num_tokens) // unit
         values, age = scores[row, :, :total], None
         if schedule.scoring.per_age:
-            new = torch.arange(stride.stream, stride.end, device=scores.device)
-            tokens = [old_tokens[row, :, : stride.cached], new.expand(len(values), -1)]
+            ends = stride.end - stride.end % unit
+            new = torch.arange(stride.stream, ends, unit, device=scores.device)
+            tokens = [old_tokens[row, :, : stride.cached // unit], new.expand(len(values), -1)]
             age = stride.end - torch.cat(tokens, dim=1)
         keep[row, :, :total] = schedule.survivors(compared(schedule.scoring, values, age), plan)
     return keep

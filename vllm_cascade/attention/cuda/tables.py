@@ -70,6 +70,7 @@ class DeviceTables:
         self.schedules = ScheduleTables(
             table=self._to_device(np.concatenate(steps).reshape(-1, TABLE_COLUMNS)),
             heads=self._to_device(np.asarray(heads).reshape(-1, HEAD_COLUMNS)),
+            unit=self._engine.unit,
         )
         further = self._to_device(np.concatenate(rules))
         self.rules[: len(further)].copy_(further)
