@@ -30,6 +30,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     cache, steps = make_cache(replace(CASE, unit=unit, lengths=lengths))
     strides = steps.clone()
     strides[:, 4], strides[:, 5] = torch.tensor([0, 5]), 5
+    strides[:, 3] += 32  # room for what they insert
     query = torch.randn(10, 4, 16)
     key = torch.randn(10, 2, 16)
     pages = cache.kv, cache.rank, cache.born, cache.score, cache.token
