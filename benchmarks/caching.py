@@ -195,7 +195,7 @@ class PagedLayer:
 
         (wave,) = self.metadata(step).waves
         singles, scoring = wave.singles, self.schedule.scoring
-        words = tokens._Words.of(singles, self.pages.block_size)
+        words = tokens._Words.of(singles, self.pages)
         rank = words.gather(self.pages.rank)
         slot = rank.new_tensor(range(rank.shape[-1]))
         rank = rank.masked_fill(slot >= singles.column(OLD_SLOTS), -1)
