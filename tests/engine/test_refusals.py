@@ -193,7 +193,6 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         ),
         "--kv-cache-dtype",
     ),
-    "units on CUDA": (SimpleNamespace(), "set unit to 1"),
 }
 ENVIRONMENT = {"device", "Model Runner V2 on the CPU"}
 
@@ -242,17 +241,11 @@ def test_refused_configuration(name: str) -> None:
 def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, message = ON_CUDA[name]
     (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
-    policy = resolve({"name": "cascade", "unit": 16 if name == "units on CUDA" else 1})
+    policy = resolve({"name": "cascade"})
     assert not refusal.applies(config, policy)
     monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
     assert refusal.applies(config, policy)
     assert message in refusal.message
-
-
-def test_tokens_are_accepted_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == "units on CUDA"]
-    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
-    assert not refusal.applies(SimpleNamespace(), resolve({"name": "cascade"}))
 
 
 @pytest.mark.parametrize("sizes", [{"block_size": 32}, {}])

@@ -43,6 +43,10 @@ POLICIES: dict[str, dict[str, Any]] = {
         "log_n": True, "prefill_stride": 1,
     },
     "cascade-overflow-1": {**CASCADE, "overflow": 3, "prefill_stride": 1},
+    "cascade-units-4": {**CASCADE, "num_sinks": 4, "unit": 4, "prefill_stride": 16},
+    "cascade-heads-units-16": {
+        **CASCADE, "num_sinks": 0, "unit": 16, "prefill_stride": 16, "head_policy": "per_kv_head",
+    },
     "dgc-8": {"name": "dgc", "budget": 20, "prefill_stride": 8},
     "dgc-cluster-9": {"name": "dgc", "budget": 20, "importance": "cluster", "prefill_stride": 9},
 }  # fmt: skip

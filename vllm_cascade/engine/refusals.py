@@ -124,11 +124,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "model's own type",
     ),
     Refusal(
-        "units on CUDA",
-        lambda _, policy: current_platform.is_cuda() and policy.unit > 1,
-        "a unit of several tokens runs on CPUs only so far; set unit to 1",
-    ),
-    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
