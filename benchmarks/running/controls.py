@@ -88,13 +88,14 @@ class BeehiveSwapped(Beehive):
 
     name: ClassVar[str] = "beehive_swapped"
 
-    @property
-    def segment(self) -> int:
-        return super().interval
-
-    @property
-    def interval(self) -> int:
-        return self.stride
+    def _thin(self, length: int, old: int) -> tuple[list[Rule], int]:
+        first, end = self.num_sinks + old, length - self.recent
+        new_left, old_left = -(-(end - first) // self.interval), -(-old // self.stride)
+        thinned = [
+            (first, end, end - first - new_left, self.interval),
+            (self.num_sinks, first, old - old_left, -self.stride),
+        ]
+        return [Rule(*rule) for rule in thinned if rule[2]], new_left + old_left
 
 
 CONTROLS: dict[str, type[Policy]] = {

@@ -75,7 +75,8 @@ PARENTS = {
 }
 """What a parent runs: engines, a benchmark of ``make bench``, ``vllm serve``."""
 SETTING_UP = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from pathlib import Path
 from benchmarks.running import leash
 from benchmarks.running.children import in_children
