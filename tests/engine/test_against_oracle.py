@@ -7,7 +7,7 @@ they are told.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -83,6 +83,18 @@ CASES = {
     ),
     "cascade-compiled": Case({**CASCADE, "prefill_stride": 64}, 100, {"enforce_eager": False}),
 }
+
+
+SLOW = {
+    *("sink-heads-1", "cascade-eager-64", "cascade-paper-256-median", "cascade-heads-eager-256"),
+    *("cascade-base-3", "cascade-heads-1-pytorch"),
+}
+"""Cases whose parts others have, too."""
+
+
+def in_time(cases: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """Parameters of a test, some of them marked slow."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in cases]
 
 
 @lru_cache(maxsize=4)
@@ -192,7 +204,7 @@ def run_case(
     assert after["moved_reads"] > before["moved_reads"]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_time(CASES, SLOW))
 def test_books_5m(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     run_case(CASES[name], engine_pool, book_tokens)
 

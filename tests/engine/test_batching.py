@@ -115,6 +115,7 @@ def test_forced_decoding_is_the_token_by_token_prompt(
     np.testing.assert_allclose(decoded, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_stream_of_20_000_tokens(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     """Twenty times the model's positions: no error, constant pages, no decay.
 

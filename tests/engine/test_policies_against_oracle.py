@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.conftest import MODEL
 from tests.engine.pool import EnginePool
-from tests.engine.test_against_oracle import CASCADE, Case, compare, run_case
+from tests.engine.test_against_oracle import CASCADE, Case, compare, in_time, run_case
 
 BEEHIVE = {"name": "beehive", "budget": 100, "window": 20, "stride": 5, "threshold": 80}
 DGC = {"name": "dgc", "budget": 100, "prefill_stride": 64}
@@ -65,7 +65,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"dgc-sklearn-256", "sink-overflow-256", "lazy-1", "h2o-1", "h2o-overflow-64"}
+"""Cases whose parts others have, too."""
+
+
+@pytest.mark.parametrize("name", in_time(CASES, SLOW))
 def test_books_5m(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     run_case(CASES[name], engine_pool, book_tokens)
 
