@@ -25,14 +25,11 @@ from .tiles import (
     check_pages,
     check_steps,
     copy_rows,
-    load_pair,
     load_rows,
-    padded,
-    pair_channels,
-    rotate_pair,
     slot_tile,
     store_rows,
     stride_of,
+    turn_rows,
 )
 
 
@@ -194,34 +191,10 @@ def _write(
             column = mine * columns_stride + (cached + index) // UNIT
             stands = tl.load(ranks + column, mask=last, other=0) * UNIT
             distance = tl.where(last, cached + begun - stands, 0)
-            _write_turned(keys, slots, rotation, distance, last, HEAD, HALF, INTERLEAVED)
+            turn_rows(keys, slots, rotation, distance, last, HEAD, HALF, INTERLEAVED)
             store_rows(slots + HEAD, load_rows(values, last, 0, HEAD), last, 0, HEAD)
             kept = kept & (index < begun)
     copy_rows(keys, values, slots, kept, HEAD)
-
-
-@triton.jit
-def _write_turned(
-    keys,
-    slots,
-    rotation,
-    distance,
-    inside,
-    HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Rows of keys to their slots, rotated back by ``distance``."""
-    x, y = load_pair(keys, inside, HALF, INTERLEAVED)
-    x, y = rotate_pair(x, y, rotation, distance, inside, HALF)
-    index = tl.arange(0, padded(HALF))
-    first, second = pair_channels(index, HALF, INTERLEAVED)
-    write = inside[:, None] & (index < HALF)[None, :]
-    tl.store(slots[:, None] + first[None, :], x.to(slots.dtype.element_ty), mask=write)
-    tl.store(slots[:, None] + second[None, :], y.to(slots.dtype.element_ty), mask=write)
-    if 2 * HALF < HEAD:
-        rest = load_rows(keys, inside, 2 * HALF, HEAD)
-        store_rows(slots, rest, inside, 2 * HALF, HEAD)
 
 
 @torch.library.custom_op(

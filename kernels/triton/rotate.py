@@ -17,13 +17,10 @@ from .tiles import (
     STREAM,
     check_pages,
     check_steps,
-    load_pair,
     load_rows,
-    padded,
-    pair_channels,
-    rotate_pair,
     slot_tile,
     store_rows,
+    turn_rows,
 )
 
 _tables: dict[tuple, torch.Tensor] = {}
@@ -94,17 +91,7 @@ def _gather(
     source = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
     target = (row * NUM_HEADS + head).to(tl.int64) * out_stride + tl.where(valid, place, 0)
     out = keys + target * HEAD
-    if HALF > 0:
-        x, y = load_pair(source, valid, HALF, INTERLEAVED)
-        x, y = rotate_pair(x, y, rotation, distance, valid, HALF)
-        index = tl.arange(0, padded(HALF))
-        first, second = pair_channels(index, HALF, INTERLEAVED)
-        write = valid[:, None] & (index < HALF)[None, :]
-        tl.store(out[:, None] + first[None, :], x.to(keys.dtype.element_ty), mask=write)
-        tl.store(out[:, None] + second[None, :], y.to(keys.dtype.element_ty), mask=write)
-    if 2 * HALF < HEAD:
-        rest = load_rows(source, valid, 2 * HALF, HEAD)
-        store_rows(out, rest, valid, 2 * HALF, HEAD)
+    turn_rows(source, out, rotation, distance, valid, HEAD, HALF, INTERLEAVED)
     value = load_rows(source + HEAD, valid, 0, HEAD)
     store_rows(values + target * HEAD, value, valid, 0, HEAD)
     if head < NUM_SETS:

@@ -252,3 +252,27 @@ def victim_rank(key, newest_stays):
     """The rank inside a ``victim_key``."""
     tie = (key & 0xFFFFFFFF).to(tl.int32)
     return tl.where(newest_stays != 0, tie, NEVER - tie)
+
+
+@triton.jit
+def turn_rows(
+    source,
+    out,
+    rotation,
+    distance,
+    inside,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Copy rows of keys, each rotated back by its ``distance``."""
+    if HALF > 0:
+        x, y = load_pair(source, inside, HALF, INTERLEAVED)
+        x, y = rotate_pair(x, y, rotation, distance, inside, HALF)
+        index = tl.arange(0, padded(HALF))
+        first, second = pair_channels(index, HALF, INTERLEAVED)
+        write = inside[:, None] & (index < HALF)[None, :]
+        tl.store(out[:, None] + first[None, :], x.to(out.dtype.element_ty), mask=write)
+        tl.store(out[:, None] + second[None, :], y.to(out.dtype.element_ty), mask=write)
+    if 2 * HALF < HEAD:
+        store_rows(out, load_rows(source, inside, 2 * HALF, HEAD), inside, 2 * HALF, HEAD)
