@@ -233,11 +233,10 @@ def equal_policy(name: str, capacity: int, **settings: Any) -> dict[str, Any]:
     if name == "window":
         settings.pop("num_sinks", None)
     step = cls.budget_step(settings)
-    fields = {
-        key: settings.get(key, cls.model_fields[key].default) for key in ("num_sinks", "overflow")
-    }
-    budget = capacity - fields["num_sinks"] - (fields["overflow"] - 1)
-    budget = budget // step * step
+    most = capacity // step * step
+    # What is cached besides the budget does not depend on it.
+    besides = resolve({"name": name, "budget": most, **settings}) if most else None
+    budget = most and (capacity - besides.capacity + besides.budget) // step * step
     if budget < 1:
         raise KVPolicyError(f"kv_policy: no budget of {name} fits {capacity} cached tokens")
     chosen = {"name": name, "budget": budget, **settings}

@@ -112,6 +112,14 @@ def test_equal_capacity_for_every_policy(capacity: int) -> None:
         assert peak > capacity - (step if "cascade" in name else 1), name
 
 
+def test_equal_capacity_in_units() -> None:
+    """By hand: 16 sinks, 16 slots of the unit that is being filled, a budget of four units."""
+    chosen = equal_policy("cascade", 576, num_sinks=16, unit=16, prefill_stride=16)
+    assert chosen["budget"] == 512
+    lazy = equal_policy("lazy", 200, unit=8, num_sinks=8, overflow=32, prefill_stride=8)
+    assert lazy["budget"] == 200 - 8 - (32 - 8) - 8
+
+
 def test_equal_policy_refuses_what_cannot_be() -> None:
     with pytest.raises(KVPolicyError, match="no budget of cascade fits 20"):
         equal_policy("cascade", 20, num_sinks=4)
