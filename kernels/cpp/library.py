@@ -64,7 +64,8 @@ class Stride(ctypes.Structure):
         *_of(c_void_p, "logit_scale given"),
         *_of(c_int64, "scored"),
         *_of(c_void_p, "rules first"),
-        *_of(c_int64, "transient period"),
+        *_of(c_int64, "transient period recalled recalls_more num_evicted"),
+        *_of(c_void_p, "evicted_rows evicted_born evicted_token"),
     ]
 
 

@@ -13,6 +13,7 @@ from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.cache.positions import alibi_slopes as _slopes
+from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 
@@ -26,7 +27,8 @@ class LayerConfig:
         softcap: ``softcap * tanh(logits / softcap)``; 0 is none.
         slopes: fp32 ``[num_kv_heads, group]`` of ALiBi, or None.
         rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, cos and sin of a rotation back
-            by a distance; None where keys are not rotated.
+            by a distance; None where keys are not rotated. Where units are recalled, which may
+            move others forward, rows of negative distances lie in memory before it.
         is_neox: how channels pair up.
         uses_attention: whether the engine's policy needs attention's probabilities as scores.
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
@@ -162,7 +164,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         shared = spec.policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
         rotation = None
         if rotary is not None:
-            rotation = self.rotation_table(rotary, spec.policy.max_position, device)
+            rotation = self.rotation_table(rotary, spec.policy, device)
         self._pages = page_views(kv_cache, spec)
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
@@ -178,8 +180,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
             gather_heads=gather_kv_heads if num_ranks > 1 and shared else None,
         )
 
-    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
-        """cos and sin of a rotation back, for every distance up to ``positions``."""
+    def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
+        """cos and sin of a rotation back, for every distance up to the policy's last position."""
         raise NotImplementedError
 
     def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:

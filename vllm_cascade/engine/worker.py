@@ -25,6 +25,8 @@ from vllm_cascade.engine.devices import DEVICES, Device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.stores import Stores
 
 
 class KVPolicyWorker:
@@ -32,6 +34,7 @@ class KVPolicyWorker:
 
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
+    _stores: Stores | None = None
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
@@ -69,6 +72,7 @@ class KVPolicyWorker:
             )
         builder.positions.install(model)
         self._connect(builder)
+        self._open_stores(builder, layers)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
         if not self.use_v2_model_runner:
@@ -84,8 +88,31 @@ class KVPolicyWorker:
         # What the runner copies where a request starts from a snapshot: also the pages' tails.
         runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
 
+    def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
+        """Where evicted units wait, if the policy recalls them."""
+        spec = builder.kv_cache_spec
+        policy = spec.policy
+        if not policy.recall:
+            return
+        names = builder.layer_names
+        shape = UnitShape(
+            num_layers=len(names),
+            num_kv_heads=spec.num_kv_heads,
+            num_sets=spec.num_sets,
+            unit=policy.unit,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            most_units=policy.recall_store // policy.unit,
+            most_recalled=policy.recall,
+        )
+        self._stores = builder.stores = Stores(shape)
+        for index, name in enumerate(names):
+            layers[name].impl.recall_from(index, policy.recall_queries)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         self._requests.note(scheduler_output)
+        if self._stores is not None:
+            self._stores.note(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def _attention_layers(self) -> dict[str, Attention]:
@@ -108,8 +135,18 @@ class KVPolicyWorker:
         return builders[0]
 
     def kv_policy_counters(self) -> dict[str, int]:
-        """What the policy has done in this worker: tokens seen, evicted, strides, steps."""
-        return asdict(self._builder().counters)
+        """What the policy has done in this worker: tokens seen, evicted, strides, steps.
+
+        With recall also units that came back, summed over layers and head sets, units that are
+        stored for requests and snapshots, and host memory in bytes.
+        """
+        counters = asdict(self._builder().counters)
+        if self._stores is not None:
+            layers = [layer.impl.recall for layer in self._attention_layers().values()]
+            counters["recalled_units"] = sum(layer.exchanged for layer in layers if layer)
+            counters["stored_units"] = self._stores.num_units
+            counters["store_bytes"] = self._stores.num_bytes
+        return counters
 
     def kv_policy_trace(self, every: int = 1) -> None:
         """Start recording which tokens every layer keeps; replaces an earlier recording.

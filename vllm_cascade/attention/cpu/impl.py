@@ -8,28 +8,57 @@ import torch
 from vllm_cascade.attention.cpu.builder import CPUMetadata
 from vllm_cascade.attention.cpu.paths import Path, choose
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
+from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.policies import Policy
+from vllm_cascade.recall.layer import LayerRecall
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens at once, each longer stride on its own."""
 
     path: Path | None = None
+    recall: LayerRecall | None = None
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
         super().prepare(spec, *args, **kwargs)
         self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
 
-    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
-        return rotary.table(positions)
+    def recall_from(self, index: int, most_queries: int) -> None:
+        """Let evicted units come back; ``index``: of the layer in its requests' logs."""
+        self.recall = LayerRecall(self._layer, self._pages, index, most_queries)
+
+    def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
+        forward = policy.recalled
+        return rotary.table(policy.max_position, forward)[forward:]
 
     def run(self, name: str, metadata: CPUMetadata, new: NewTokens, kv_cache: torch.Tensor) -> None:
         assert self.path is not None and self._pages is not None, "prepare() was not called"
         for wave in metadata.waves:
             if wave.singles is not None:
-                self.path.tokens(wave.singles, new)
+                self._tokens(wave.singles, new)
             for stride in wave.strides:
-                self.path.stride(stride, new)
+                self._stride(stride, new)
             if self.recorder is not None:
                 self.recorder.record(name, self._pages, wave.rows, metadata.table)
+
+    def _tokens(self, singles: Singles, new: NewTokens) -> None:
+        if not singles.recall or self.recall is None:
+            self.path.tokens(singles, new)
+            return
+        self.recall.select_for_tokens(singles, new)
+        before = self.recall.ranks_before(singles)
+        self.path.tokens(singles, new)
+        self.recall.store_of_tokens(singles, before)
+
+    def _stride(self, stride: Stride, new: NewTokens) -> None:
+        plan = stride.recall
+        if plan is None or self.recall is None:
+            self.path.stride(stride, new)
+            return
+        self.recall.select_for_stride(stride, new)
+        gone = self.recall.room(plan.stored) if len(plan.stored) else None
+        self.path.stride(stride, new, gone)
+        if gone is not None:
+            self.recall.store(plan.stored, gone)

@@ -27,14 +27,15 @@ from vllm_cascade.kernels.triton.insert_stride import insert_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
 from vllm_cascade.kernels.triton.rotate import gather, rotation_table
 from vllm_cascade.kernels.triton.xformers_prefill import attend_with_xformers, use_xformers
+from vllm_cascade.policies import Policy
 from vllm_cascade.policies.schedule import compared
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
 
-    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
-        return rotation_table(rotary.inv_freq, positions, device)
+    def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
+        return rotation_table(rotary.inv_freq, policy.max_position, device)
 
     def run(
         self, name: str, metadata: TritonMetadata, new: NewTokens, kv_cache: torch.Tensor
