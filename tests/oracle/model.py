@@ -355,6 +355,8 @@ class OracleResult:
     a unit's, whole, is its first token's."""
     closest_contest: float
     """Smallest relative gap of two scores in a contest, over all layers and sets."""
+    recalls: tuple[int, int] = (0, 0)
+    """Choices among units to recall, and how many of them rounding decided."""
 
 
 def strides(num_tokens: int, prompt_len: int, stride: int) -> list[tuple[int, int]]:
@@ -399,6 +401,7 @@ def stream(
     token_scores: list[float] | None = None,
     kept_at: Collection[int] | None = None,
     recall: RecallSettings | None = None,
+    chosen: dict[int, list[list[list[int]]]] | None = None,
 ) -> OracleResult:
     """Run `tokens` through the model with one token-retention simulation per layer and head set.
 
@@ -412,7 +415,8 @@ def stream(
     queries that saw the token (of a unit: its first token), its own included. `logit_scale` gives
     a factor on the logits of the query at stream index i (`log_n()`; default 1). `token_scores`
     are shown in place of scores by attention. Tokens that a simulation merges into others are
-    averaged into them. With `recall` the queries of a stride bring evicted units back.
+    averaged into them. With `recall` the queries of a stride bring evicted units back; `chosen`
+    is what another implementation kept (as `kept`), whose choice stands where rounding decides.
     """
     if gamma is not None:
         if decay is not None or weight is not None:
@@ -460,11 +464,13 @@ def stream(
             for s, store in enumerate(stores[layer]):
                 if store is None:
                     continue
+                num_sinks = len(sims[layer][s].sinks)
                 if store.chooses(start, end):
                     of_set = slice(None) if num_sets == 1 else slice(s, s + 1)
                     asked = q[store.asking(length)].unflatten(1, (model.num_kv_heads, -1))
-                    store.choose(asked[:, of_set].flatten(1, 2), keys[layer][of_set])
-                lines[s] = store.line(lines[s], len(sims[layer][s].sinks))
+                    hint = None if chosen is None else store.hint(chosen[end][layer][s], num_sinks)
+                    store.choose(asked[:, of_set].flatten(1, 2), keys[layer][of_set], hint)
+                lines[s] = store.line(lines[s], num_sinks)
             seen = torch.tensor([line + own for line in lines])
             rows = seen.expand(model.num_kv_heads, -1)
             cached_k, cached_v = keys[layer][heads, rows], values[layer][heads, rows]
@@ -508,5 +514,6 @@ def stream(
                         layer_kept[s] = store.line(layer_kept[s], len(layer_sims[s].sinks))
 
     gaps = [sim.closest_contest for row in sims for sim in row]
-    gaps += [store.closest for row in stores for store in row if store is not None]
-    return OracleResult(logprobs, logits[-1].clone(), kept, scores, min(gaps))
+    used = [store for row in stores for store in row if store is not None]
+    choices = sum(store.choices for store in used), sum(store.near for store in used)
+    return OracleResult(logprobs, logits[-1].clone(), kept, scores, min(gaps), choices)

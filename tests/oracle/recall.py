@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+NEAR = 5e-3
+"""Relative difference of two units' worth that rounding to 8 bits can make or undo."""
+
 
 @dataclass
 class RecallSettings:
@@ -47,8 +50,10 @@ class RecallSim:
     """All units that ever left, in order."""
     shown: list[int] = field(default_factory=list)
     """Those that are back, ascending."""
-    closest: float = math.inf
-    """Smallest relative gap between the last unit chosen and the first that was not."""
+    choices: int = 0
+    """How often units were chosen among more than there is room for."""
+    near: int = 0
+    """How often `hint` was another choice that is as good but for rounding."""
 
     @property
     def stored(self) -> list[int]:
@@ -67,11 +72,13 @@ class RecallSim:
             return list(range(num_tokens))
         return [(i + 1) * num_tokens // most - 1 for i in range(most)]
 
-    def choose(self, queries: Tensor, keys: Tensor) -> None:
+    def choose(self, queries: Tensor, keys: Tensor, hint: list[int] | None = None) -> None:
         """Bring units back.
 
         `queries` are [asking, query heads, D] and `keys` [KV heads, tokens, D] of the whole stream,
-        of this set's heads, neither of them rotated.
+        of this set's heads, neither of them rotated. `hint` is what another implementation chose:
+        it is taken if all of its units are worth as much as the least of ours, within `NEAR`. A key
+        that falls between two steps of its 8 bits may go either way.
         """
         number, stored = min(self.settings.units, len(self.evicted)), self.stored
         if number == len(stored):
@@ -88,8 +95,22 @@ class RecallSim:
             worth += of_units.amax(0) / queries.shape[1]
         order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
         self.shown = sorted(stored[i] for i in order[:number])
-        last, first_out = worth[order[number - 1]], worth[order[number]]
-        self.closest = min(self.closest, float((last - first_out) / last))
+        self.choices += 1
+        if hint is None or hint == self.shown:
+            return
+        least = float(worth[order[number - 1]])
+        value = dict(zip(stored, worth.tolist(), strict=True))
+        others = set(self.shown) - set(hint)
+        good = [value.get(u, 0.0) >= least * (1 - NEAR) for u in hint]
+        swapped = [value[u] <= least * (1 + NEAR) for u in others]
+        if len(set(hint)) == number and all(good) and all(swapped):
+            self.shown = hint
+            self.near += 1
+
+    def hint(self, kept: list[int], num_sinks: int) -> list[int]:
+        """The units that another implementation shows, from all of its tokens."""
+        number, unit = min(self.settings.units, len(self.evicted)), self.settings.unit
+        return [t // unit for t in kept[num_sinks : num_sinks + number * unit : unit]]
 
     def line(self, cached: list[int], num_sinks: int) -> list[int]:
         """Tokens in the order of their positions: the shown ones stand after the sinks."""

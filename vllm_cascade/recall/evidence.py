@@ -13,7 +13,8 @@ import torch
 
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.cache.positions import rotate
-from vllm_cascade.recall.log import Part
+from vllm_cascade.kernels.cpp.library import Library, Store
+from vllm_cascade.recall.log import CHUNK_UNITS, Part
 
 LEVELS = 127
 
@@ -48,15 +49,15 @@ def asking(num_tokens: int, most: int) -> np.ndarray:
     return (np.arange(1, most + 1) * num_tokens) // most - 1
 
 
-def evidence(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) -> torch.Tensor:
-    """How much each unit is asked for, fp32 ``[sets, len(units)]``.
+def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) -> torch.Tensor:
+    """How much each query head asks for each unit, fp32 ``[H, G, len(units)]``.
 
     Args:
         index: of the layer.
-        queries: fp32 ``[Q, H * G, D]``, before rotation.
+        queries: fp32 ``[Q, H * G, D]``, before rotation, times the scale of logits.
     """
     logits = []
-    grouped = (queries * layer.scale).unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
+    grouped = queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
     flat = grouped.flatten(1, 2)  # [H, G * Q, D]
     for chunk, which, _ in units.pieces():
         codes = chunk.codes[index, :, which].float().flatten(1, 2)
@@ -64,19 +65,50 @@ def evidence(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor)
         logits.append(products * chunk.scale[index, :, which].flatten(1).unsqueeze(1))
     probs = torch.cat(logits, dim=-1).softmax(-1)  # [H, G * Q, n * unit]
     unit = units.chunks[0].codes.shape[3]
-    asked = probs.unflatten(-1, (-1, unit)).sum(-1).unflatten(1, grouped.shape[1:3]).amax(2)
-    if layer.gather_heads is not None:
-        asked = layer.gather_heads(asked)
-    if layer.num_sets == 1:
-        return asked.flatten(0, 1).mean(0, keepdim=True)
-    return asked.mean(1)
+    return probs.unflatten(-1, (-1, unit)).sum(-1).unflatten(1, grouped.shape[1:3]).amax(2)
 
 
-def choose(
-    layer: LayerConfig, index: int, units: Part, queries: torch.Tensor, num: int
+def asked_by_token(
+    library: Library, layer: LayerConfig, index: int, units: Part, queries: torch.Tensor
 ) -> torch.Tensor:
-    """int64 ``[sets, num]``: the units with most evidence; of equal ones those stored first."""
-    if num == len(units):  # all that there are
-        return torch.arange(num).expand(layer.num_sets, -1)
-    found = evidence(layer, index, units, queries)
-    return found.argsort(dim=1, descending=True, stable=True)[:, :num]
+    """``asked`` of one token, in C++."""
+    queries = queries.contiguous()
+    found = torch.empty(layer.num_kv_heads, queries.shape[1] // layer.num_kv_heads, len(units))
+    addresses = [
+        np.asarray([getattr(chunk, name)[index].data_ptr() for chunk in units.chunks])
+        for name in ("codes", "scale")
+    ]
+    library.recall_evidence(
+        Store(
+            codes=addresses[0].ctypes.data,
+            scales=addresses[1].ctypes.data,
+            queries=queries.data_ptr(),
+            asked=found.data_ptr(),
+            num_chunks=len(units.chunks),
+            chunk_units=CHUNK_UNITS,
+            begin=units.begin,
+            end=units.end,
+            unit=units.chunks[0].codes.shape[3],
+            num_heads=layer.num_kv_heads,
+            group=found.shape[1],
+            head_size=layer.head_size,
+        )
+    )
+    return found
+
+
+def over_heads(layer: LayerConfig, found: torch.Tensor) -> torch.Tensor:
+    """The mean over each set's query heads, of all ranks where they share a set: ``[sets, n]``."""
+    if layer.gather_heads is not None:
+        found = layer.gather_heads(found)
+    if layer.num_sets == 1:
+        return found.flatten(0, 1).mean(0, keepdim=True)
+    return found.mean(1)
+
+
+def most_asked(evidence: np.ndarray, num: int) -> np.ndarray:
+    """int64 ``[num]``: the places of the largest values; of equal ones the first."""
+    least = np.partition(evidence, len(evidence) - num)[len(evidence) - num]
+    more = np.flatnonzero(evidence > least)
+    equal = np.flatnonzero(evidence == least)[: num - len(more)]
+    return np.concatenate([more, equal])

@@ -12,6 +12,7 @@ from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
+from vllm_cascade.kernels.cpp.library import Library
 from vllm_cascade.recall import evidence
 from vllm_cascade.recall.evicted import Evicted
 from vllm_cascade.recall.log import CHUNK_UNITS, Part
@@ -50,9 +51,16 @@ class _Line:
 class LayerRecall:
     """One layer's part in recall."""
 
-    def __init__(self, layer: LayerConfig, pages: Pages, index: int, most_queries: int) -> None:
+    def __init__(
+        self,
+        layer: LayerConfig,
+        pages: Pages,
+        index: int,
+        most_queries: int,
+        library: Library | None = None,
+    ) -> None:
         self._layer, self._pages, self._index = layer, pages, index
-        self._most_queries = most_queries
+        self._most_queries, self._library = most_queries, library
         self.exchanged = 0
         """Units that selections have brought back."""
 
@@ -90,12 +98,24 @@ class LayerRecall:
         self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray, line: _Line
     ) -> None:
         layer, units = self._layer, plan.candidates
+        for head_set, numbers in enumerate(self._choose(plan, queries, position)):
+            self._place(plan, head_set, numbers + units.begin, line)
+
+    def _choose(
+        self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray
+    ) -> list[np.ndarray]:
+        """Each head set's units, counted from the first candidate."""
+        layer, units, index = self._layer, plan.candidates, self._index
+        if plan.now == len(units):
+            return [np.arange(plan.now)] * layer.num_sets
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
-        plain = evidence.unrotated(layer, queries, at)
-        chosen = evidence.choose(layer, self._index, units, plain, plan.now)
-        numbers = chosen.numpy() + units.begin
-        for head_set in range(layer.num_sets):
-            self._place(plan, head_set, numbers[head_set], line)
+        plain = evidence.unrotated(layer, queries, at) * layer.scale
+        if len(plain) == 1 and self._library is not None:
+            found = evidence.asked_by_token(self._library, layer, index, units, plain)
+        else:
+            found = evidence.asked(layer, index, units, plain)
+        found = evidence.over_heads(layer, found)
+        return [evidence.most_asked(row, plan.now) for row in found.numpy()]
 
     def _place(self, plan: RecallStride, head_set: int, numbers: np.ndarray, line: _Line) -> None:
         """Give the units ``numbers``, counted in the candidates' chunks, the ranks after the sinks."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vllm_cascade.attention.cpu.builder import CPUMetadata
+from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import Path, choose
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.step import Singles, Stride
@@ -27,7 +28,8 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
     def recall_from(self, index: int, most_queries: int) -> None:
         """Let evicted units come back; ``index``: of the layer in its requests' logs."""
-        self.recall = LayerRecall(self._layer, self._pages, index, most_queries)
+        library = self.path.library if isinstance(self.path, NativePath) else None
+        self.recall = LayerRecall(self._layer, self._pages, index, most_queries, library)
 
     def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
         forward = policy.recalled

@@ -41,12 +41,12 @@ class NativePath:
         num_heads: int,
         schedule: Schedule,
     ) -> None:
-        self._library = library
+        self.library = library
         self._kept = layer, pages  # whose tensors the addresses are of
         self._layer = _layer(layer, pages, num_heads, schedule)
 
     def tokens(self, singles: Singles, new: NewTokens) -> None:
-        self._library.attend_and_insert_tokens(self._layer, _tokens(singles), _rows(new))
+        self.library.attend_and_insert_tokens(self._layer, _tokens(singles), _rows(new))
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
         made = _stride(stride)
@@ -54,7 +54,7 @@ class NativePath:
             made.num_evicted, made.evicted_rows = len(evicted), evicted.rows.data_ptr()
             made.evicted_born = evicted.born.data_ptr()
             made.evicted_token = evicted.token.data_ptr()
-        self._library.attend_and_insert_stride(self._layer, made, _rows(new))
+        self.library.attend_and_insert_stride(self._layer, made, _rows(new))
 
 
 def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
