@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.oracle.recall import in_8_bits
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.kernels.cpp.library import load
-from vllm_cascade.recall import evidence
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall import evidence
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
 from vllm_cascade.recall.memory import check_host_memory, store_bytes
 from vllm_cascade.recall.stores import Stores
@@ -187,7 +187,7 @@ def test_a_host_without_memory() -> None:
         log.grow(7)
         assert sum(chunk.num_bytes for chunk in log.chunks) <= one
     check_host_memory(shape, 1, one)
-    with pytest.raises(KVPolicyError, match="recall_store 1024 tokens takes .* at most 768"):
+    with pytest.raises(KVPolicyError, match=r"recall_store 1024 tokens takes .* at most 768"):
         check_host_memory(shape, 1, one - 1)
     with pytest.raises(KVPolicyError, match="at most 0, or --kv-recall 0"):
         check_host_memory(shape, 1, 0)
