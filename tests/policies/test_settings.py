@@ -349,7 +349,7 @@ def test_a_request_recalls_no_more_than_the_server() -> None:
     assert own(kv_recall=2).recall == 2 and own(kv_budget=128).recall == 3
     sink = own(kv_policy="sink")
     assert (sink.recall, sink.budget, sink.capacity) == (3, 256, engine.capacity)
-    with pytest.raises(KVPolicyError, match="kv_recall 4 is not within .* ask for 0 to 3"):
+    with pytest.raises(KVPolicyError, match=r"kv_recall 4 is not within .* ask for 0 to 3"):
         own(kv_recall=4)
 
 
