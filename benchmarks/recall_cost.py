@@ -35,7 +35,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", default=None, help="default: the real model")
     parser.add_argument("--policy", default="sink")
-    parser.add_argument("--attended", type=int, default=512, help="tokens, recalled ones among them")
+    parser.add_argument(
+        "--attended", type=int, default=512, help="tokens, recalled ones among them"
+    )
     parser.add_argument("--recall", type=int, default=8, help="units")
     parser.add_argument("--unit", type=int, default=16)
     parser.add_argument("--every", type=int, default=None, help="recall_every")
