@@ -141,7 +141,7 @@ def bytes_asked(ir: str) -> tuple[int, int]:
     return inside, outside
 
 
-def _buffers(ir: str) -> int:
+def buffers(ir: str) -> int:
     """The least number of buffers of what is copied to shared memory while the loop runs."""
     found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ir)
     return min(map(int, found), default=0)
@@ -175,7 +175,7 @@ def counts_of(launch: Launch, binary: CompiledKernel, shape: Shape, capability: 
         **{kind: each(names) for kind, names in KINDS.items()},
         kv_bytes=kv_bytes,
         other_bytes=other,
-        buffers=_buffers(binary.asm["ttgir"]),
+        buffers=buffers(binary.asm["ttgir"]),
         tile_bytes=kv_bytes * keys,
     )
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from .attend_units import attend_units
-from .configs import TURNED, attend_config, attend_heads
+from .configs import TURNED, attend_config
 from .tiles import (
     CACHED,
     OLD_SLOTS,
@@ -103,6 +103,21 @@ def _angles(rotation, distance, HALF: tl.constexpr):
 
 
 @triton.jit
+def _dots(a, b, acc, FLAT: tl.constexpr):
+    """Products of every head's matrices; ``FLAT``: of the only one, by all warps together."""
+    if FLAT:
+        flat = dot(
+            tl.reshape(a, [a.shape[1], a.shape[2]]),
+            tl.reshape(b, [b.shape[1], b.shape[2]]),
+            tl.reshape(acc, [acc.shape[1], acc.shape[2]]),
+        )
+        result = tl.reshape(flat, [1, acc.shape[1], acc.shape[2]])
+    else:
+        result = dot(a, b, acc)
+    return result
+
+
+@triton.jit
 def _columns(rows, HEADS: tl.constexpr, LEAD: tl.constexpr):
     """Rows ``[HEADS * LEAD, d]`` of queries as columns, ``[HEADS, d, LEAD]``."""
     return tl.permute(tl.reshape(rows, [HEADS, LEAD, rows.shape[1]]), (0, 2, 1))
@@ -149,6 +164,7 @@ def _attend(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     row = tl.program_id(0)
     first_head = tl.program_id(1) * HEADS
@@ -225,11 +241,11 @@ def _attend(
                 y = _keys(rows + HALF, valid, 0, HALF, padded(HALF))
             a = x.to(tl.float32)
             b = y.to(tl.float32)
-            products = dot((a * cos - b * sin).to(x.dtype), q1, products)
-            products = dot((b * cos + a * sin).to(x.dtype), q2, products)
+            products = _dots((a * cos - b * sin).to(x.dtype), q1, products, FLAT)
+            products = _dots((b * cos + a * sin).to(x.dtype), q2, products, FLAT)
         if 2 * HALF < HEAD:
             rest = _keys(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
-            products = dot(rest, q3, products)
+            products = _dots(rest, q3, products, FLAT)
 
         block = next_block.to(tl.int64)
         second = first + TILE
@@ -261,7 +277,7 @@ def _attend(
                 tl.store(target, mass, mask=kept)
         fade = tl.exp2(top - highest)
         total = total * fade + tl.sum(probs, axis=1)
-        acc = dot(values, probs.to(values.dtype), acc * fade[:, None, :])
+        acc = _dots(values, probs.to(values.dtype), acc * fade[:, None, :], FLAT)
         top = highest
 
     # An empty split has total 0: its sum is 0, its log-sum-exp -inf.
@@ -341,8 +357,8 @@ def attend(
         tensors = query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale
         attend_units(tensors, outputs, scale, softcap, interleaved, splits, keep_logits, unit)
         return outputs
-    heads = attend_heads(num_heads, rank.shape[1], query.dtype, head_size)
-    config = attend_config(query.device, query.dtype, head_size, heads)
+    sets = rank.shape[1]
+    config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, sets)
     _attend[(num_rows, num_heads // heads, splits)](
         *(query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale),
         *(partial, partial_lse, logits, own, scale, softcap or None),
@@ -363,6 +379,7 @@ def attend(
         TILE=config.tile,
         SPLITS=splits,
         STAGES=config.stages,
+        FLAT=config.warps > heads,
         num_warps=config.warps,
         num_stages=config.stages,
     )

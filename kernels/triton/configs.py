@@ -56,23 +56,27 @@ def _tuned(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int
     return TUNED.get((kernel, capability(device), str(dtype).removeprefix("torch."), head_size))
 
 
-def attend_heads(num_heads: int, num_sets: int, dtype: torch.dtype, head_size: int) -> int:
-    """KV heads that one program of token decode takes, a warp each: they share a tile's rotations.
-
-    Heads with tokens of their own have nothing to share; two buffers of all heads' keys and values
-    must fit shared memory.
-    """
-    if num_sets > 1 or dtype.itemsize == 4:
-        return 1
-    return min(num_heads & -num_heads, 8 if head_size <= 128 else 4)
-
-
 def attend_config(
-    device: torch.device, dtype: torch.dtype, head_size: int, heads: int = 1
-) -> Config:
-    """Decode in single tokens, or in units too small for a query of their own."""
-    warps = 4 if dtype.itemsize == 4 else heads
-    return _tuned("attend", device, dtype, head_size) or Config(tile=16, warps=warps, stages=3)
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    num_heads: int,
+    num_sets: int,
+) -> tuple[Config, int]:
+    """Decode in single tokens, or in units too small for a query of their own.
+
+    Returns:
+        The configuration, and the KV heads that one program takes, a warp each: they share a
+        tile's rotations. Heads with tokens of their own have nothing to share. What does not fit a
+        warp's registers is a head alone, of several warps.
+    """
+    wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
+    tuned = _tuned("attend", device, dtype, head_size)
+    if dtype.itemsize == 4 or wide > 2048 or head_size > 128:
+        return tuned or Config(tile=16, warps=4, stages=3), 1
+    heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 8)
+    return tuned or Config(tile=16, warps=heads, stages=3), heads
 
 
 def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> Config:
