@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from triton.compiler import CompiledKernel
 
 from .aot import Launch, Resources, Shape, _Layer, compiled, launches_of, resources, run_tool
@@ -35,7 +36,7 @@ class Card:
     """A GPU's numbers, as its maker gives them unless said otherwise.
 
     ``l2_bandwidth`` and ``latency`` (seconds from a load to its data under load) are assumptions:
-    no maker gives them.
+    no maker gives them. ``link``: bytes a second to the other GPUs of a machine, one way.
     """
 
     name: str = "H100 SXM"
@@ -48,9 +49,21 @@ class Card:
     registers: int = 65536
     shared: int = 228 << 10
     flops: float = 989e12
+    memory: float = 80e9
+    link: float = 450e9
 
 
 H100 = Card()
+A100 = Card(
+    name="A100 SXM 80GB",
+    bandwidth=2.039e12,
+    l2_bandwidth=3.5e12,
+    sms=108,
+    clock=1.41e9,
+    shared=164 << 10,
+    flops=312e12,
+    link=300e9,
+)
 
 
 @dataclass(frozen=True)
@@ -185,3 +198,24 @@ def decode_counts(shape: Shape, capability: int) -> LoopCounts:
     layer = _Layer(shape)
     (launch,) = [one for one in launches_of(layer.decode) if one.name.startswith("attend")]
     return counts_of(launch, compiled(launch, capability), shape, capability)
+
+
+_BF16 = {"dtype": torch.bfloat16}
+DECODE_SHAPES = (
+    Shape(unit=16, **_BF16),
+    Shape(unit=16, group=8, **_BF16),
+    Shape(unit=16, group=1, **_BF16),
+    Shape(unit=16, per_head=True, **_BF16),
+    Shape(unit=16, head_size=64, **_BF16),
+    Shape(unit=16, head_size=256, **_BF16),
+    Shape(unit=64, block_size=64, pages=33, **_BF16),
+    Shape(unit=8, **_BF16),
+    Shape(**_BF16),
+    Shape(group=8, **_BF16),
+    Shape(group=8, num_heads=4, **_BF16),
+    Shape(group=8, num_heads=1, **_BF16),
+    Shape(per_head=True, **_BF16),
+    Shape(head_size=64, **_BF16),
+    Shape(head_size=256, **_BF16),
+)
+"""What is counted for the table."""
