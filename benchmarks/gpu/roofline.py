@@ -5,7 +5,8 @@
 
 From the machine code of decode attention (``kernels/testing/machine_code.py``), a card's published
 numbers, and assumptions that are all fields of ``Assumptions``, ``Path`` and ``Card``. A
-measurement on a card can refute each term by itself: the JSON has every term of every line.
+measurement on a card can refute each term by itself: the JSON has every term of every line. Left
+out: the scores that ranks exchange where all heads keep the same tokens.
 """
 
 import argparse
