@@ -134,14 +134,15 @@ def compiled(launch: Launch, capability: int) -> CompiledKernel:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.function.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if special and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"

@@ -162,13 +162,13 @@ def _attend(
     CHUNK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     FLAT: tl.constexpr,
 ):
     row = tl.program_id(0)
     first_head = tl.program_id(1) * HEADS
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     if tl.load(steps + row * STEP + STREAM) < 0:
         return
     cached = tl.load(steps + row * STEP + CACHED)
@@ -214,7 +214,7 @@ def _attend(
     heads = (first_head + tl.arange(0, HEADS)) * (PAGE * 2 * HEAD)
     of_head = tl.reshape(out_head, [HEADS, LEAD])
     is_real = tl.reshape(real, [HEADS, LEAD])
-    per_split = tl.cdiv(tl.cdiv(slots, TILE), SPLITS) * TILE
+    per_split = tl.cdiv(tl.cdiv(slots, TILE), splits) * TILE
     begin = split * per_split
     end = tl.minimum(begin + per_split, slots)
     block = _block(table, begin, end, PAGE, TILE).to(tl.int64)
@@ -283,7 +283,7 @@ def _attend(
     # An empty split has total 0: its sum is 0, its log-sum-exp -inf.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None, :]
     lse = tl.where(total > 0.0, (top + tl.log2(total)) * LN_2, float("-inf"))
-    place = of_head * SPLITS + split
+    place = of_head * splits + split
     channel = tl.arange(0, padded(HEAD))
     inside = is_real[:, None, :] & (channel < HEAD)[None, :, None]
     tl.store(partial + place[:, None, :] * HEAD + channel[None, :, None], acc, mask=inside)
@@ -377,7 +377,6 @@ def attend(
         CHUNK=chunk_of(unit, TURNED),
         PAGE=page,
         TILE=config.tile,
-        SPLITS=splits,
         STAGES=config.stages,
         FLAT=config.warps > heads,
         num_warps=config.warps,

@@ -97,12 +97,12 @@ def _attend_units(
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     if tl.load(steps + row * STEP + STREAM) < 0:
         return
     cached = tl.load(steps + row * STEP + CACHED)
@@ -135,7 +135,7 @@ def _attend_units(
     born += head % NUM_SETS * UNITS
     kv += head * (PAGE * 2 * HEAD)
     chunks = slots // CHUNK
-    per_split = tl.cdiv(chunks, SPLITS)
+    per_split = tl.cdiv(chunks, splits)
     begin = split * per_split
     end = tl.minimum(begin + per_split, chunks)
     token = tl.arange(0, CHUNK)
@@ -214,7 +214,7 @@ def _attend_units(
     # An empty split has total 0: its sum is 0, its log-sum-exp -inf.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     lse = tl.where(total > 0.0, (highest + tl.log2(total)) * LN_2, float("-inf"))
-    place = out_head * SPLITS + split
+    place = out_head * splits + split
     store_rows(partial + place * HEAD, acc, real, 0, HEAD)
     tl.store(partial_lse + place, lse, mask=real)
 
@@ -257,7 +257,6 @@ def attend_units(
         UNIT=unit,
         CHUNK=chunk,
         PAGE=page,
-        SPLITS=splits,
         STAGES=config.stages,
         num_warps=config.warps,
         num_stages=config.stages,

@@ -59,7 +59,7 @@ def rotation_table(
     return _tables[key]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride"])
 def _gather(
     kv,
     rank,
