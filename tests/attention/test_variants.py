@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which variants of kernels a GPU would compile while it serves: none after two prompts.
+"""Which variants of kernels a GPU would compile while it serves: none after the warm-up.
 
 Triton compiles a kernel again for every new set of constants and argument types, and, unless told
 not to, for numbers that are 1 or multiples of 16 and for pointers that are not aligned. Kernels are
@@ -7,6 +7,7 @@ not run here; their launches are looked at.
 """
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from tests.attention import test_paged
 from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.warm_up import warm_up
+from vllm_cascade.engine import gpu_worker
 
 STRIDE = 256
 POLICIES: dict[str, dict[str, Any]] = {
@@ -96,11 +99,11 @@ class Served:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_compiled_after_two_prompts(name: str, variants: set[Variant]) -> None:
+def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]) -> None:
     served = Served(POLICIES[name])
-    served.prompt(3 * STRIDE + 7, beside=False)
-    served.prompt(STRIDE + 3, beside=True)
-    served.prompt(1, beside=True)
+    layer = served.layer
+    warm_up(layer.builder, layer.impl, layer.pool, served.table.shape[1])
+    assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"
     warm = set(variants)
     assert {"_attend_strides", "_write", "_schedule"} <= {variant[0] for variant in warm}
     rng = np.random.default_rng(0)
@@ -109,3 +112,28 @@ def test_nothing_is_compiled_after_two_prompts(name: str, variants: set[Variant]
         served.prompt(length, beside=bool(length % 2))
     fresh = variants - warm
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_gpu_worker_warms_one_layer_up(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After vLLM's own warm-up, with tables as wide as the runner's."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        gpu_worker.Worker, "compile_or_warm_up_model", lambda self: calls.append("vllm") or "times"
+    )
+    monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: calls.append(arguments))
+    table = torch.zeros(3, 7, dtype=torch.int32)
+    blocks = SimpleNamespace(block_table=SimpleNamespace(gpu=table))
+    first = SimpleNamespace(block_tables=[blocks])
+    worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
+    worker.use_v2_model_runner = v2
+    worker.model_runner = SimpleNamespace(
+        block_tables=SimpleNamespace(input_block_tables=[table]),
+        input_batch=SimpleNamespace(block_table=first),
+    )
+    builder = SimpleNamespace(layer_names=["b", "a"])
+    layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "ab"}
+    monkeypatch.setattr(worker, "_builder", lambda: builder)
+    monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
+    assert worker.compile_or_warm_up_model() == "times"
+    assert calls == ["vllm", (builder, "b.impl", "b.pool", 7)]

@@ -120,6 +120,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         )
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        assert self._pages is not None, "prepare comes first"
+        return self._pages.kv.dtype
+
+    @property
     def _turning(self) -> dict[str, Any]:
         """How kernels rotate keys as they read them."""
         if self._layer is None:
