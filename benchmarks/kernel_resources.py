@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every kernel and configuration ahead of time, and write what each needs.
+"""Compile every kernel ahead of time; write what each needs, and what decode attention executes.
 
     python -m benchmarks.kernel_resources            # docs/kernel_resources.md
 
@@ -37,7 +37,7 @@ ABOUT_RESOURCES = """
 ## All kernels
 
 Registers a thread / bytes of shared memory a block / bytes spilled a thread, by compute
-capability; `tests/kernels/test_compiled.py` bounds them.
+capability, for some shapes; `tests/kernels/test_compiled.py` compiles many more and bounds them.
 
 """
 OUT = Path(__file__).resolve().parent.parent / "docs" / "kernel_resources.md"
@@ -50,9 +50,8 @@ SHARES = ["issue", "L2", "latency"]
 def resources() -> list[str]:
     """What every kernel needs, one line a kernel and shape."""
     aot = load("testing.aot")
-    shapes = (*aot.DEFAULT_SHAPES, *aot.OTHER_SHAPES, *aot.UNIT_SHAPES)
     found: dict[tuple[str, str, int], dict[int, Any]] = {}
-    for shape in shapes:
+    for shape in aot.TABLED_SHAPES:
         for capability in aot.CAPABILITIES:
             for row in aot.resources_of(shape, capability):
                 found.setdefault((row.kernel, row.label, row.warps), {})[capability] = row

@@ -320,3 +320,12 @@ UNIT_SHAPES = (
     Shape(unit=16, keep_logits=False, **_ALONE),
 )
 """Pages of units: every kernel once, and the one that their size changes in all its ways."""
+TABLED_SHAPES = (
+    Shape(),
+    Shape(head_size=64),
+    Shape(head_size=256),
+    Shape(dtype=torch.float32),
+    Shape(per_head=True),
+    Shape(unit=16),
+)
+"""What the table in the documentation shows."""
