@@ -74,7 +74,8 @@ def attend_config(
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
     tuned = _tuned("attend", device, dtype, head_size)
     if dtype.itemsize == 4 or wide > 2048 or head_size > 128:
-        return tuned or Config(tile=16, warps=4, stages=3), 1
+        stages = 2 if head_size > 128 else 3  # with two buffers registers spill on sm_80
+        return tuned or Config(tile=16, warps=4, stages=stages), 1
     heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 8)
     return tuned or Config(tile=16, warps=heads, stages=3), heads
 
