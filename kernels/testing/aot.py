@@ -128,7 +128,7 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
     return launches
 
 
-def compiled(launch: Launch, capability: int) -> CompiledKernel:
+def binary_of(launch: Launch, capability: int) -> CompiledKernel:
     """A launch's kernel for a compute capability, such as 90."""
     assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET to compile"
     signature, constants, attributes = {}, {}, {}
@@ -153,7 +153,7 @@ def compiled(launch: Launch, capability: int) -> CompiledKernel:
 
 def compile_launch(launch: Launch, label: str, capability: int) -> Resources:
     """Compile for a compute capability and read the binary's needs."""
-    return resources(compiled(launch, capability), launch, label, capability)
+    return resources(binary_of(launch, capability), launch, label, capability)
 
 
 def resources(binary: CompiledKernel, launch: Launch, label: str, capability: int) -> Resources:

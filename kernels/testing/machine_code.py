@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from triton.compiler import CompiledKernel
 
-from .aot import Launch, Resources, Shape, _Layer, compiled, launches_of, resources, run_tool
+from .aot import Launch, Resources, Shape, _Layer, binary_of, launches_of, resources, run_tool
 
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
@@ -197,7 +197,7 @@ def decode_counts(shape: Shape, capability: int) -> LoopCounts:
     """The attention kernel that a shape's decode launches, compiled and counted."""
     layer = _Layer(shape)
     (launch,) = [one for one in launches_of(layer.decode) if one.name.startswith("attend")]
-    return counts_of(launch, compiled(launch, capability), shape, capability)
+    return counts_of(launch, binary_of(launch, capability), shape, capability)
 
 
 _BF16 = {"dtype": torch.bfloat16}
