@@ -222,6 +222,8 @@ def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
 
 def graph_equals_eager(device: Any) -> float:
     """40 replays of a captured decode step leave the same bytes and outputs as 40 eager steps."""
+    from dataclasses import replace
+
     import torch
 
     from benchmarks.gpu.kernels_alone import load
@@ -235,9 +237,7 @@ def graph_equals_eager(device: Any) -> float:
     twins = [Layer.make(device, batch, heads, 128, cached, torch.float16, spare=0)]
     first = twins[0]
     copies = {name: getattr(first, name).clone() for name in ("kv", "rank", "born", "score")}
-    twins.append(
-        Layer(**copies, table=first.table, steps=first.steps.clone(), rotation=first.rotation)
-    )
+    twins.append(replace(first, **copies, steps=first.steps.clone()))
     lengths = [torch.full((batch,), cached + 4, dtype=torch.int32, device=device) for _ in twins]
     for seq_lens in lengths:
         seq_lens[3] = 0  # a padded row
@@ -255,7 +255,7 @@ def graph_equals_eager(device: Any) -> float:
         attend = load("triton.attend").attend
         parts, parts_lse, logits, own = attend(
             *(query, key, key, layer.kv, layer.rank, layer.born, layer.table, layer.steps),
-            *(layer.rotation, None, None, 0.088, 0.0, False, 4, True),
+            *(layer.decode_rotation, None, None, 0.088, 0.0, False, 4, True),
         )
         lse = ops["combine"].merge(parts, parts_lse, layer.steps, outputs[i])
         new = ops["combine"].update(

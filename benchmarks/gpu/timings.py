@@ -112,6 +112,7 @@ class Layer:
     table: torch.Tensor
     steps: torch.Tensor
     rotation: torch.Tensor
+    decode_rotation: torch.Tensor
 
     @classmethod
     def make(
@@ -140,6 +141,7 @@ class Layer:
         first = [10 * cached, cached, cached, cached, 0, 1, 4, 5, 1, 0, 0, 0, 0, 1, *average]
         steps = torch.tensor(first, dtype=torch.int32)
         exponent = torch.arange(0, head_size, 2) / head_size
+        turning = 10000.0**-exponent, 2 * cached + 8, device
         return cls(
             kv=kv,
             rank=rank,
@@ -147,7 +149,8 @@ class Layer:
             score=torch.rand(rank.shape, device=device),
             table=table,
             steps=steps.to(device).repeat(batch, 1),
-            rotation=rotate_ops.rotation_table(10000.0**-exponent, 2 * cached + 8, device),
+            rotation=rotate_ops.rotation_table(*turning),
+            decode_rotation=rotate_ops.rotation_table(*turning, rotate_ops.decode_dtype(dtype)),
         )
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, featured: bool) -> torch.Tensor:
@@ -156,7 +159,7 @@ class Layer:
         splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
         parts, parts_lse, logits, own = attend_ops.attend(
             *(query, key, key, self.kv, self.rank, self.born, self.table, self.steps),
-            *(self.rotation if featured else None, None, None, query.shape[2] ** -0.5, 0.0),
+            *(self.decode_rotation if featured else None, None, None, query.shape[2] ** -0.5, 0.0),
             *(False, splits, featured),
         )
         output = torch.empty_like(query)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from ..triton.assign import assign
@@ -28,7 +28,7 @@ from ..triton.combine import merge, update
 from ..triton.insert import insert
 from ..triton.insert_stride import insert_strides
 from ..triton.prefill import attend_strides
-from ..triton.rotate import gather
+from ..triton.rotate import decode_dtype, gather
 from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
 from ..triton.tiles import STEP_COLUMNS
 
@@ -88,6 +88,10 @@ class Launch:
     arguments: dict[str, Any]
     options: dict[str, int]
 
+    @property
+    def name(self) -> str:
+        return self.function.fn.__name__.removeprefix("_")
+
 
 @dataclass(frozen=True)
 class Resources:
@@ -124,46 +128,58 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
     return launches
 
 
-def compile_launch(launch: Launch, label: str, capability: int) -> Resources:
-    """Compile for a compute capability, such as 90, and read the binary's needs."""
+def binary_of(launch: Launch, capability: int) -> CompiledKernel:
+    """A launch's kernel for a compute capability, such as 90."""
     assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET to compile"
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.function.params):
         value = launch.arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        special = isinstance(value, int) and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (special and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + _TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[parameter.name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if special and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32"
     source = ASTSource(launch.function, signature, constants, attributes)
     target = GPUTarget("cuda", capability, 32)
-    compiled = triton.compile(source, target=target, options=launch.options)
-    registers, stack = _usage(compiled.asm["cubin"])
-    name = launch.function.fn.__name__.removeprefix("_")
-    metadata = compiled.metadata
+    return triton.compile(source, target=target, options=launch.options)
+
+
+def compile_launch(launch: Launch, label: str, capability: int) -> Resources:
+    """Compile for a compute capability and read the binary's needs."""
+    return resources(binary_of(launch, capability), launch, label, capability)
+
+
+def resources(binary: CompiledKernel, launch: Launch, label: str, capability: int) -> Resources:
+    registers, stack = _usage(binary.asm["cubin"])
+    name, metadata = launch.name, binary.metadata
     return Resources(name, label, capability, metadata.num_warps, registers, metadata.shared, stack)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack a thread, from the tool that comes with Triton."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = run_tool("cuobjdump", "--dump-resource-usage", cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done)
+    assert found is not None, done
+    return int(found[1]), int(found[2])
+
+
+def run_tool(name: str, option: str, cubin: bytes) -> str:
+    """What a tool that comes with Triton prints about a binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)
     try:
-        done = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        )
+        command = [tool, option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     finally:
         os.unlink(file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    assert found is not None, done.stdout
-    return int(found[1]), int(found[2])
 
 
 def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -190,6 +206,9 @@ class _Layer:
         self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
         half = size // 2 if shape.rotary and not shape.alibi else 0
         self.rotation = _meta(4096, 2, half, dtype=f32) if half else None
+        self.decode_rotation = self.rotation
+        if self.rotation is not None:
+            self.decode_rotation = self.rotation.to(decode_dtype(shape.dtype))
         queries = heads * shape.group
         self.slopes = _meta(queries, dtype=f32) if shape.alibi else None
         self.query = _meta(shape.batch, queries, size, dtype=shape.dtype)
@@ -207,7 +226,7 @@ class _Layer:
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
             *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
-            *(self.steps, self.rotation, self.slopes, scale, 0.088, shape.softcap),
+            *(self.steps, self.decode_rotation, self.slopes, scale, 0.088, shape.softcap),
             *(shape.interleaved, shape.splits, shape.keep_logits),
         )
         lse = merge._init_fn(parts, parts_lse, self.steps, torch.empty_like(self.query))
@@ -257,7 +276,7 @@ def resources_of(shape: Shape, capability: int) -> list[Resources]:
     layer = _Layer(shape)
     launches = launches_of(lambda: (layer.decode(), layer.prefill()))
     if shape.only:
-        launches = [one for one in launches if one.function.fn.__name__ == "_" + shape.only]
+        launches = [one for one in launches if one.name == shape.only]
     return [compile_launch(launch, shape.label(), capability) for launch in launches]
 
 
@@ -301,3 +320,12 @@ UNIT_SHAPES = (
     Shape(unit=16, keep_logits=False, **_ALONE),
 )
 """Pages of units: every kernel once, and the one that their size changes in all its ways."""
+TABLED_SHAPES = (
+    Shape(),
+    Shape(head_size=64),
+    Shape(head_size=256),
+    Shape(dtype=torch.float32),
+    Shape(per_head=True),
+    Shape(unit=16),
+)
+"""What the table in the documentation shows."""

@@ -16,7 +16,13 @@ from ..triton.column_sums import column_sums, column_sums_reference, num_sums, s
 from ..triton.combine import in_units, merge, reduce_reference, update, update_reference
 from ..triton.configs import attend_splits
 from ..triton.prefill import attend_strides, attend_strides_reference
-from ..triton.rotate import gather, gather_reference, rotate_reference, rotation_table
+from ..triton.rotate import (
+    decode_dtype,
+    gather,
+    gather_reference,
+    rotate_reference,
+    rotation_table,
+)
 from ..triton.schedule import (
     HEAD_COLUMNS,
     TABLE_COLUMNS,
@@ -93,8 +99,8 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     before = ours.pool.clone()
     parts, parts_lse, logits, own = attend(
         *(dq, dk, dv, ours.kv, ours.rank, ours.born, ours.table, dsteps),
-        *(table_of(case, device), slopes, dfactors, scale, case.softcap, case.interleaved),
-        *(splits, True),
+        *(table_of(case, device, decode_dtype(case.dtype)), slopes, dfactors, scale),
+        *(case.softcap, case.interleaved, splits, True),
     )
     output = torch.full_like(dq, torch.nan)
     lse = merge(parts, parts_lse, dsteps, output)

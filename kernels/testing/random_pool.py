@@ -217,10 +217,12 @@ def new_tokens(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor,
     return query.to(case.dtype), key.to(case.dtype), value.to(case.dtype)
 
 
-def table_of(case: Case, device: torch.device | str) -> torch.Tensor | None:
+def table_of(
+    case: Case, device: torch.device | str, dtype: torch.dtype = torch.float32
+) -> torch.Tensor | None:
     if case.inv_freq is None:
         return None
-    return rotation_table(case.inv_freq, case.max_distance + 1, device)
+    return rotation_table(case.inv_freq, case.max_distance + 1, device, dtype)
 
 
 def on(device: torch.device | str, *tensors: torch.Tensor | None) -> list[torch.Tensor | None]:

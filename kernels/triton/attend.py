@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attend_units import attend_units, masses_of
-from .configs import attend_config
+from .attend_units import attend_units
+from .configs import TURNED, attend_config
 from .tiles import (
     CACHED,
     OLD_SLOTS,
@@ -23,16 +23,104 @@ from .tiles import (
     STREAM,
     check_pages,
     check_steps,
-    dot_keys,
+    chunk_of,
+    dot,
     load_pair,
     load_rows,
-    online_softmax,
     padded,
-    rotate_pair,
-    slot_tile,
     soft_cap,
-    store_rows,
 )
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e38)
+"""Below every logit, and finite: what has seen nothing yet needs no special case."""
+
+
+@triton.jit
+def _block(table, first, slots, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Block numbers of a tile's slots: one where a page holds whole tiles, else one a slot."""
+    if PAGE % TILE == 0:
+        slot = first
+    else:
+        slot = first + tl.arange(0, TILE)
+    return tl.load(table + slot // PAGE, mask=slot < slots, other=0)
+
+
+@triton.jit
+def _offset(first, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Where in their pages a tile's slots lie."""
+    if PAGE % TILE == 0:
+        offset = first % PAGE + tl.arange(0, TILE)
+    else:
+        offset = (first + tl.arange(0, TILE)) % PAGE
+    return offset
+
+
+@triton.jit
+def _words(
+    rank,
+    born,
+    block,
+    first,
+    slots,
+    word_stride,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Rank and born of a tile's slots; a rank of -1 is an empty one."""
+    word = block * word_stride + _offset(first, PAGE, TILE) // UNIT
+    inside = first + tl.arange(0, TILE) < slots
+    return tl.load(rank + word, mask=inside, other=-1), tl.load(born + word, mask=inside, other=0)
+
+
+@triton.jit
+def _keys(rows, valid, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr):
+    """Channels ``[FROM, TO)`` of rows ``[h, n]`` as ``[h, n, WIDTH]``; zero where not valid."""
+    channel = FROM + tl.arange(0, WIDTH)
+    inside = valid[None, :, None] & (channel < TO)[None, None, :]
+    return tl.load(rows[:, :, None] + channel[None, None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _values(rows, valid, HEAD: tl.constexpr):
+    """Rows ``[h, n]`` of values as columns, ``[h, padded(HEAD), n]``."""
+    channel = tl.arange(0, padded(HEAD))
+    inside = valid[None, None, :] & (channel < HEAD)[None, :, None]
+    return tl.load(rows[:, None, :] + channel[None, :, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _angles(rotation, distance, HALF: tl.constexpr):
+    """cos and sin, ``[1, n, padded(HALF)]``, of turns back by distances ``[n]``."""
+    index = tl.arange(0, padded(HALF))
+    inside = (index < HALF)[None, :]
+    angles = rotation + distance[:, None] * (2 * HALF) + index[None, :]
+    cos = tl.load(angles, mask=inside, other=0.0)
+    sin = tl.load(angles + HALF, mask=inside, other=0.0)
+    return cos.to(tl.float32)[None, :, :], sin.to(tl.float32)[None, :, :]
+
+
+@triton.jit
+def _dots(a, b, acc, FLAT: tl.constexpr):
+    """Products of every head's matrices; ``FLAT``: of the only one, by all warps together."""
+    if FLAT:
+        flat = dot(
+            tl.reshape(a, [a.shape[1], a.shape[2]]),
+            tl.reshape(b, [b.shape[1], b.shape[2]]),
+            tl.reshape(acc, [acc.shape[1], acc.shape[2]]),
+        )
+        result = tl.reshape(flat, [1, acc.shape[1], acc.shape[2]])
+    else:
+        result = dot(a, b, acc)
+    return result
+
+
+@triton.jit
+def _columns(rows, HEADS: tl.constexpr, LEAD: tl.constexpr):
+    """Rows ``[HEADS * LEAD, d]`` of queries as columns, ``[HEADS, d, LEAD]``."""
+    return tl.permute(tl.reshape(rows, [HEADS, LEAD, rows.shape[1]]), (0, 2, 1))
 
 
 @triton.jit
@@ -63,98 +151,148 @@ def _attend(
     logits_stride,
     NUM_HEADS: tl.constexpr,
     NUM_SETS: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
+    LEAD: tl.constexpr,
     HEAD: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    CHUNK: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     row = tl.program_id(0)
-    head = tl.program_id(1)
+    first_head = tl.program_id(1) * HEADS
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     if tl.load(steps + row * STEP + STREAM) < 0:
         return
     cached = tl.load(steps + row * STEP + CACHED)
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
-    member = tl.arange(0, GROUP_PAD)
-    real = member < GROUP
-    query_head = head * GROUP + member
+    member = tl.arange(0, HEADS * LEAD)
+    real = member % LEAD < GROUP
+    head = first_head + member // LEAD
+    query_head = head * GROUP + member % LEAD
     row64 = row.to(tl.int64)
+    out_head = row64 * (NUM_HEADS * GROUP) + query_head
+    queries = query + row64 * query_stride + query_head * HEAD
     if logit_scale is not None:
         scale = scale * tl.load(logit_scale + row)
 
-    # The new token: split 0 starts from it, the others from nothing.
-    queries = query + row64 * query_stride + query_head * HEAD
-    new_key = key + row64 * key_stride + head * HEAD + tl.zeros([1], tl.int32)
-    new_value = value + row64 * value_stride + head * HEAD + tl.zeros([1], tl.int32)
-    here = tl.full([1], split, tl.int32) == 0
-    itself = tl.zeros([GROUP_PAD], tl.float32)
+    # The new token: split 0 starts from it, the others from nothing. Logits are in powers of 2.
+    new_keys = key + row64 * key_stride + head * HEAD
+    here = real & (split == 0)
+    itself = tl.zeros([HEADS * LEAD], tl.float32)
     if HALF > 0:
         q1, q2 = load_pair(queries, real, HALF, INTERLEAVED)
-        k1, k2 = load_pair(new_key, here, HALF, INTERLEAVED)
+        k1, k2 = load_pair(new_keys, here, HALF, INTERLEAVED)
         itself += tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
         itself += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
+        q1 = _columns(q1, HEADS, LEAD)
+        q2 = _columns(q2, HEADS, LEAD)
     if 2 * HALF < HEAD:
         q3 = load_rows(queries, real, 2 * HALF, HEAD)
-        k3 = load_rows(new_key, here, 2 * HALF, HEAD)
+        k3 = load_rows(new_keys, here, 2 * HALF, HEAD)
         itself += tl.sum(q3.to(tl.float32) * k3.to(tl.float32), axis=1)
+        q3 = _columns(q3, HEADS, LEAD)
     itself = soft_cap(itself * scale, cap)
-    out_head = row64 * (NUM_HEADS * GROUP) + query_head
     if KEEP_LOGITS:
-        tl.store(own + out_head, itself, mask=real & (split == 0))
-    top = tl.where(split == 0, itself, float("-inf"))
-    total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([GROUP_PAD], tl.float32)
-    acc = tl.zeros([GROUP_PAD, padded(HEAD)], tl.float32)
-    acc += load_rows(new_value, here, 0, HEAD).to(tl.float32)
+        tl.store(own + out_head, itself, mask=here)
+    top = tl.reshape(tl.where(split == 0, itself * LOG2_E, LOWEST), [HEADS, LEAD])
+    total = tl.zeros([HEADS, LEAD], tl.float32) + tl.where(split == 0, 1.0, 0.0)
+    new_values = value + row64 * value_stride + head * HEAD
+    acc = _columns(load_rows(new_values, here, 0, HEAD).to(tl.float32), HEADS, LEAD)
 
     table += row64 * table_stride
-    per_split = tl.cdiv(tl.cdiv(slots, TILE), SPLITS)
-    begin = split * per_split * TILE
-    end = tl.minimum(begin + per_split * TILE, slots)
-    for first in range(begin, end, TILE):
-        slot, inside, block, word = slot_tile(
-            table, first, end, head % NUM_SETS, word_stride, PAGE, TILE
-        )
-        place = tl.load(rank + word, mask=inside, other=-1)
-        valid = place >= 0
-        source = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
-        products = tl.zeros([GROUP_PAD, TILE], tl.float32)
-        # K and V loads do not wait for ranks; what an empty slot holds may be NaN and is cut off.
+    UNITS: tl.constexpr = PAGE // UNIT
+    rank += first_head % NUM_SETS * UNITS
+    born += first_head % NUM_SETS * UNITS
+    heads = (first_head + tl.arange(0, HEADS)) * (PAGE * 2 * HEAD)
+    of_head = tl.reshape(out_head, [HEADS, LEAD])
+    is_real = tl.reshape(real, [HEADS, LEAD])
+    per_split = tl.cdiv(tl.cdiv(slots, TILE), splits) * TILE
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, slots)
+    block = _block(table, begin, end, PAGE, TILE).to(tl.int64)
+    unit_rank, unit_born = _words(rank, born, block, begin, end, word_stride, PAGE, TILE, UNIT)
+    next_block = _block(table, begin + TILE, end, PAGE, TILE)
+    for first in tl.range(begin, end, TILE, num_stages=STAGES):
+        slot = first + tl.arange(0, TILE)
+        place = unit_rank * UNIT + slot % UNIT
+        valid = unit_rank >= 0
+        if UNIT > 1:
+            valid = valid & (place < cached)  # a unit's last slots may wait for their tokens
+        distance = tl.where(valid, unit_born - unit_rank * UNIT, 0)
+        rows = kv + block * page_stride + _offset(first, PAGE, TILE) * (2 * HEAD)
+        rows = rows[None, :] + heads[:, None]
+        values = _values(rows + HEAD, valid, HEAD)
+        products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
         if HALF > 0:
-            distance = tl.load(born + word, mask=valid, other=0) - place
-            x, y = load_pair(source, inside, HALF, INTERLEAVED)
-            x, y = rotate_pair(x, y, rotation, distance, valid, HALF)
-            x = tl.where(valid[:, None], x, 0.0).to(q1.dtype)
-            y = tl.where(valid[:, None], y, 0.0).to(q1.dtype)
-            products += dot_keys(q1, x)
-            products += dot_keys(q2, y)
+            cos, sin = _angles(rotation, distance, HALF)
+            if INTERLEAVED:
+                both = _keys(rows, valid, 0, 2 * HALF, 2 * padded(HALF))
+                x, y = tl.split(tl.reshape(both, [HEADS, TILE, padded(HALF), 2]))
+            else:
+                x = _keys(rows, valid, 0, HALF, padded(HALF))
+                y = _keys(rows + HALF, valid, 0, HALF, padded(HALF))
+            a = x.to(tl.float32)
+            b = y.to(tl.float32)
+            products = _dots((a * cos - b * sin).to(x.dtype), q1, products, FLAT)
+            products = _dots((b * cos + a * sin).to(x.dtype), q2, products, FLAT)
         if 2 * HALF < HEAD:
-            rest = load_rows(source, inside, 2 * HALF, HEAD)
-            rest = tl.where(valid[:, None], rest, 0.0).to(q3.dtype)
-            products += dot_keys(q3, rest)
-        products = soft_cap(products * scale, cap)
+            rest = _keys(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
+            products = _dots(rest, q3, products, FLAT)
+
+        block = next_block.to(tl.int64)
+        second = first + TILE
+        unit_rank, unit_born = _words(rank, born, block, second, end, word_stride, PAGE, TILE, UNIT)
+        next_block = _block(table, second + TILE, end, PAGE, TILE)
+
+        if cap is None:
+            products = products * (scale * LOG2_E)
+        else:
+            products = soft_cap(products * scale, cap) * LOG2_E
         if slopes is not None:
-            # Not before the loop: one value more through it, and registers spill on sm_100.
-            slope = tl.load(slopes + query_head, mask=real, other=0.0)
-            products += slope[:, None] * (place - cached).to(tl.float32)[None, :]
-        products = tl.where(valid[None, :], products, float("-inf"))
+            slope = tl.load(slopes + query_head, mask=real, other=0.0) * LOG2_E
+            slope = tl.reshape(slope, [HEADS, LEAD])[:, None, :]
+            products += (place - cached).to(tl.float32)[None, :, None] * slope
+        products = tl.where(valid[None, :, None], products, float("-inf"))
+        highest = tl.maximum(top, tl.max(products, axis=1))
+        probs = tl.exp2(products - highest[:, None, :])
         if KEEP_LOGITS:
-            target = logits + out_head[:, None] * logits_stride + slot[None, :]
-            tl.store(target, products, mask=real[:, None] & inside[None, :])
-        values = load_rows(source + HEAD, inside, 0, HEAD)
-        values = tl.where(valid[:, None], values, 0.0).to(values.dtype)
-        top, total, acc = online_softmax(top, total, acc, products, values)
+            if CHUNK == 1:
+                target = logits + of_head[:, None, :] * logits_stride + slot[None, :, None]
+                kept = is_real[:, None, :] & (slot < end)[None, :, None]
+                tl.store(target, products * LN_2, mask=kept)
+            else:
+                mass = tl.sum(tl.reshape(probs, [HEADS, TILE // CHUNK, CHUNK, LEAD]), axis=2)
+                mass = (highest[:, None, :] + tl.log2(mass)) * LN_2
+                chunk = first // CHUNK + tl.arange(0, TILE // CHUNK)
+                target = logits + of_head[:, None, :] * logits_stride + chunk[None, :, None]
+                kept = is_real[:, None, :] & (chunk * CHUNK < end)[None, :, None]
+                tl.store(target, mass, mask=kept)
+        fade = tl.exp2(top - highest)
+        total = total * fade + tl.sum(probs, axis=1)
+        acc = _dots(values, probs.to(values.dtype), acc * fade[:, None, :], FLAT)
+        top = highest
 
     # An empty split has total 0: its sum is 0, its log-sum-exp -inf.
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-    place = out_head * SPLITS + split
-    store_rows(partial + place * HEAD, acc, real, 0, HEAD)
-    tl.store(partial_lse + place, lse, mask=real)
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None, :]
+    lse = tl.where(total > 0.0, (top + tl.log2(total)) * LN_2, float("-inf"))
+    place = of_head * splits + split
+    channel = tl.arange(0, padded(HEAD))
+    inside = is_real[:, None, :] & (channel < HEAD)[None, :, None]
+    tl.store(partial + place[:, None, :] * HEAD + channel[None, :, None], acc, mask=inside)
+    tl.store(partial_lse + place, lse, mask=is_real)
+
+
+def masses_of(num_slots: int, unit: int) -> int:
+    """Numbers that a query head leaves for the scores: one a slot, or a unit, or a part of one."""
+    return num_slots // chunk_of(unit, TURNED)
 
 
 @torch.library.custom_op("kv_cascade::attend", mutates_args=())
@@ -211,31 +349,36 @@ def attend(
     group = num_queries // num_heads
     half = 0 if rotation is None else rotation.shape[2]
     num_slots = table.shape[1] * page
-    masses = masses_of(query, num_slots, unit) if keep_logits else 0
+    masses = masses_of(num_slots, unit) if keep_logits else 0
     outputs = partial, partial_lse, logits, own = _outputs(query, splits, masses)
     if num_rows == 0:
         return outputs
-    if unit > 1:
+    if unit % TURNED == 0:
         tensors = query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale
         attend_units(tensors, outputs, scale, softcap, interleaved, splits, keep_logits, unit)
         return outputs
-    config = attend_config(query.device, query.dtype, head_size)
-    _attend[(num_rows, num_heads, splits)](
+    sets = rank.shape[1]
+    config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, sets)
+    _attend[(num_rows, num_heads // heads, splits)](
         *(query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale),
         *(partial, partial_lse, logits, own, scale, softcap or None),
         *(query.stride(0), key.stride(0), value.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0), num_slots),
+        *(kv.stride(0), rank.stride(0), table.stride(0), masses_of(num_slots, unit)),
         NUM_HEADS=num_heads,
         NUM_SETS=rank.shape[1],
+        HEADS=heads,
         GROUP=group,
-        GROUP_PAD=1 if group == 1 else max(16, triton.next_power_of_2(group)),
+        LEAD=triton.next_power_of_2(group),
         HEAD=head_size,
         HALF=half,
         INTERLEAVED=interleaved,
         KEEP_LOGITS=keep_logits,
+        UNIT=unit,
+        CHUNK=chunk_of(unit, TURNED),
         PAGE=page,
         TILE=config.tile,
-        SPLITS=splits,
+        STAGES=config.stages,
+        FLAT=config.warps > heads,
         num_warps=config.warps,
         num_stages=config.stages,
     )
@@ -262,4 +405,4 @@ def _outputs(
 def _(query, key, value, kv, rank, born, table, *others):
     *_, splits, keep_logits = others
     num_slots, unit = table.shape[1] * kv.shape[2], kv.shape[2] // rank.shape[2]
-    return _outputs(query, splits, masses_of(query, num_slots, unit) if keep_logits else 0)
+    return _outputs(query, splits, masses_of(num_slots, unit) if keep_logits else 0)

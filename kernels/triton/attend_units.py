@@ -3,28 +3,31 @@
 
 The tokens of a unit stand at positions in a row, before and after they move, so all their keys are
 ``born - rank`` from where they belong: instead of every key, the query is rotated, the other way,
-once a unit, and meets keys as they were written. Units of fewer than 16 tokens do not fill a tensor
-core's tile, so their keys are rotated, with one row of the table a unit. What leaves for the scores
-is one log-sum-exp a unit and query head.
+once a chunk (a unit, or a part of a long one), and meets keys as they were written. What leaves
+for the scores is one log-sum-exp a chunk and query head.
 
-A tile holds ``COUNT`` chunks of ``CHUNK`` tokens; a unit is one chunk, or several parts.
+A program is one warp wherever its registers suffice, and takes a chunk at a time, so nothing in
+the loop waits for another warp. Everything is the other way round than in a book: keys are rows
+of the first product and values, transposed, of the second, because a tensor core wants 16 rows and
+only 8 columns, and a group has few query heads. The chain from a block's number over its words to
+the rotation is walked ahead of the loop, a number a turn: the block of two chunks ahead, the words
+of the next. So the loads of K, V, cosines and sines depend on nothing but registers, and the
+compiler keeps two chunks of them in flight.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .configs import TURNED, units_config
+from .configs import units_config
 from .tiles import (
     CACHED,
-    INTERPRETED,
     OLD_SLOTS,
     STEP,
     STREAM,
-    block_of,
     chunk_of,
-    dot_keys,
-    dot_values,
+    dot,
+    load_columns,
     load_pair,
     load_rows,
     padded,
@@ -32,58 +35,29 @@ from .tiles import (
     store_rows,
 )
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e38)
+"""Below every logit, and finite: what has seen nothing yet needs no special case."""
+
 
 @triton.jit
-def _angles(rotation, distance, held, HALF: tl.constexpr):
-    """cos and sin ``[n, padded(HALF)]`` of a turn back by ``distance``."""
+def _words(rank, born, block, chunk, end, word_stride, PARTS: tl.constexpr, UNITS: tl.constexpr):
+    """Rank and born of a chunk's unit; a rank of -1 is an empty one."""
+    word = block * word_stride + chunk // PARTS % UNITS
+    inside = chunk < end
+    return tl.load(rank + word, mask=inside, other=-1), tl.load(born + word, mask=inside, other=0)
+
+
+@triton.jit
+def _turned(q1, q2, rotation, distance, dtype, HALF: tl.constexpr):
+    """A query's pairs ``[m, padded(HALF)]``, turned forward by ``distance``, in fp32."""
     index = tl.arange(0, padded(HALF))
-    inside = held[:, None] & (index < HALF)[None, :]
-    base = rotation + distance[:, None] * (2 * HALF) + index[None, :]
-    cos = tl.load(base, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(base + HALF, mask=inside, other=0.0).to(tl.float32)
-    return cos, sin
-
-
-@triton.jit
-def _filled(x, dtype, ROWS: tl.constexpr):
-    """``[n, m, d]`` as ``[n, ROWS, d]``: its rows over and over, to fill a tensor core's tile."""
-    repeats: tl.constexpr = ROWS // x.shape[1]
-    x = x.to(dtype)[:, None, :, :]
-    x = tl.broadcast_to(x, [x.shape[0], repeats, x.shape[2], x.shape[3]])
-    return tl.reshape(x, [x.shape[0], ROWS, x.shape[3]])
-
-
-@triton.jit
-def _products(queries, keys, COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """fp32 ``[m, n]`` products of keys ``[n, d]`` with their chunks' queries ``[COUNT, m, d]``."""
-    rows: tl.constexpr = queries.shape[1]
-    size: tl.constexpr = queries.shape[2]
-    if COUNT == 1:
-        result = dot_keys(tl.reshape(queries, [rows, size]), keys)
-    else:
-        chunks = tl.reshape(keys, [COUNT, CHUNK, size])
-        if rows == 1:
-            chunks = tl.sum(queries.to(tl.float32) * chunks.to(tl.float32), axis=2)
-            result = tl.reshape(chunks, [1, COUNT * CHUNK])
-        else:
-            if INTERPRETED:
-                queries = queries.to(tl.float32)
-                chunks = chunks.to(tl.float32)
-            chunks = tl.dot(queries, tl.permute(chunks, (0, 2, 1)), input_precision="ieee")
-            result = tl.reshape(tl.permute(chunks, (1, 0, 2)), [rows, COUNT * CHUNK])
-    return result
-
-
-@triton.jit
-def _turned_keys(x, y, cos, sin, COUNT: tl.constexpr, CHUNK: tl.constexpr):
-    """Pairs ``[n, d]`` turned back by their chunks' angles ``[COUNT, d]``, in their own type."""
-    size: tl.constexpr = x.shape[1]
-    first = tl.reshape(x, [COUNT, CHUNK, size]).to(tl.float32)
-    second = tl.reshape(y, [COUNT, CHUNK, size]).to(tl.float32)
-    left = first * cos[:, None, :] - second * sin[:, None, :]
-    right = second * cos[:, None, :] + first * sin[:, None, :]
-    left = tl.reshape(left, [COUNT * CHUNK, size]).to(x.dtype)
-    return left, tl.reshape(right, [COUNT * CHUNK, size]).to(y.dtype)
+    inside = index < HALF
+    angles = rotation + distance * (2 * HALF) + index
+    cos = tl.load(angles, mask=inside, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(angles + HALF, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return (q1 * cos + q2 * sin).to(dtype), (q2 * cos - q1 * sin).to(dtype)
 
 
 @triton.jit
@@ -115,7 +89,6 @@ def _attend_units(
     NUM_HEADS: tl.constexpr,
     NUM_SETS: tl.constexpr,
     GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
     LEAD: tl.constexpr,
     HEAD: tl.constexpr,
     HALF: tl.constexpr,
@@ -123,125 +96,127 @@ def _attend_units(
     KEEP_MASSES: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
-    COUNT: tl.constexpr,
-    TURN_QUERY: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
+    splits = tl.num_programs(2)
     if tl.load(steps + row * STEP + STREAM) < 0:
         return
     cached = tl.load(steps + row * STEP + CACHED)
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
-    member = tl.arange(0, ROWS)
+    member = tl.arange(0, LEAD)
     real = member < GROUP
     query_head = head * GROUP + member
     row64 = row.to(tl.int64)
+    out_head = row64 * (NUM_HEADS * GROUP) + query_head
+    queries = query + row64 * query_stride + query_head * HEAD
     if logit_scale is not None:
         scale = scale * tl.load(logit_scale + row)
+    if slopes is not None:
+        slope = tl.load(slopes + query_head, mask=real, other=0.0) * LOG2_E
+    if HALF > 0:
+        q1, q2 = load_pair(queries, real, HALF, INTERLEAVED)
+        q1 = q1.to(tl.float32)
+        q2 = q2.to(tl.float32)
+    if 2 * HALF < HEAD:
+        q3 = load_rows(queries, real, 2 * HALF, HEAD)
+    top = tl.full([LEAD], LOWEST, tl.float32)  # logits are in powers of 2 here
+    total = tl.zeros([LEAD], tl.float32)
+    acc = tl.zeros([padded(HEAD), LEAD], tl.float32)
 
-    # The new token: split 0 starts from it, the others from nothing.
-    queries = query + row64 * query_stride + query_head * HEAD
+    PARTS: tl.constexpr = UNIT // CHUNK
+    UNITS: tl.constexpr = PAGE // UNIT
+    CHUNKS: tl.constexpr = PAGE // CHUNK
+    table += row64 * table_stride
+    rank += head % NUM_SETS * UNITS
+    born += head % NUM_SETS * UNITS
+    kv += head * (PAGE * 2 * HEAD)
+    chunks = slots // CHUNK
+    per_split = tl.cdiv(chunks, splits)
+    begin = split * per_split
+    end = tl.minimum(begin + per_split, chunks)
+    token = tl.arange(0, CHUNK)
+    block = tl.load(table + begin // CHUNKS, mask=begin < end, other=0).to(tl.int64)
+    unit_rank, unit_born = _words(rank, born, block, begin, end, word_stride, PARTS, UNITS)
+    next_block = tl.load(table + (begin + 1) // CHUNKS, mask=begin + 1 < end, other=0)
+    for chunk in tl.range(begin, end, num_stages=STAGES):
+        # A unit's last slots may wait for their tokens; what they hold may be NaN, and is not read.
+        first = unit_rank * UNIT + chunk % PARTS * CHUNK
+        valid = token < tl.where(unit_rank >= 0, cached - first, 0)
+        distance = tl.where(unit_rank >= 0, unit_born - unit_rank * UNIT, 0)
+        source = kv + block * page_stride + chunk % CHUNKS * (CHUNK * 2 * HEAD)
+        rows = source + token * (2 * HEAD)
+        values = load_columns(rows + HEAD, valid, 0, HEAD)
+        products = tl.zeros([CHUNK, LEAD], tl.float32)
+        if HALF > 0:
+            left, right = _turned(q1, q2, rotation, distance, values.dtype, HALF)
+            if INTERLEAVED:
+                channel = tl.arange(0, 2 * padded(HALF))
+                inside = valid[:, None] & (channel < 2 * HALF)[None, :]
+                keys = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
+                both = tl.reshape(tl.join(left, right), [LEAD, 2 * padded(HALF)])
+                products = dot(keys, tl.trans(both), products)
+            else:
+                x, y = load_pair(rows, valid, HALF, False)
+                products = dot(x, tl.trans(left), products)
+                products = dot(y, tl.trans(right), products)
+        if 2 * HALF < HEAD:
+            rest = load_rows(rows, valid, 2 * HALF, HEAD)
+            products = dot(rest, tl.trans(q3), products)
+
+        block = next_block.to(tl.int64)
+        unit_rank, unit_born = _words(rank, born, block, chunk + 1, end, word_stride, PARTS, UNITS)
+        next_block = tl.load(table + (chunk + 2) // CHUNKS, mask=chunk + 2 < end, other=0)
+
+        if cap is None:
+            products = products * (scale * LOG2_E)
+        else:
+            products = soft_cap(products * scale, cap) * LOG2_E
+        if slopes is not None:
+            products += (first + token - cached).to(tl.float32)[:, None] * slope[None, :]
+        products = tl.where(valid[:, None], products, float("-inf"))
+        highest = tl.maximum(top, tl.max(products, axis=0))
+        probs = tl.exp2(products - highest[None, :])
+        mass = tl.sum(probs, axis=0)
+        fade = tl.exp2(top - highest)
+        total = total * fade + mass
+        acc = dot(values, probs.to(values.dtype), acc * fade[None, :])
+        top = highest
+        if KEEP_MASSES:
+            # Nothing there: the logarithm of 0 is -inf, as it must be.
+            mass = (highest + tl.log2(mass)) * LN_2
+            tl.store(masses + out_head * masses_stride + chunk, mass, mask=real)
+
+    # The new token comes to the first split's part.
     new_key = key + row64 * key_stride + head * HEAD + tl.zeros([1], tl.int32)
     new_value = value + row64 * value_stride + head * HEAD + tl.zeros([1], tl.int32)
     here = tl.full([1], split, tl.int32) == 0
-    whole = load_rows(queries, real, 0, HEAD).to(tl.float32)
-    itself = tl.sum(whole * load_rows(new_key, here, 0, HEAD).to(tl.float32), axis=1)
+    itself = tl.zeros([LEAD], tl.float32)
+    if HALF > 0:
+        k1, k2 = load_pair(new_key, here, HALF, INTERLEAVED)
+        itself += tl.sum(q1 * k1.to(tl.float32) + q2 * k2.to(tl.float32), axis=1)
+    if 2 * HALF < HEAD:
+        k3 = load_rows(new_key, here, 2 * HALF, HEAD)
+        itself += tl.sum(q3.to(tl.float32) * k3.to(tl.float32), axis=1)
     itself = soft_cap(itself * scale, cap)
-    out_head = row64 * (NUM_HEADS * GROUP) + query_head
     if KEEP_MASSES:
         tl.store(own + out_head, itself, mask=real & (split == 0))
-    top = tl.where(split == 0, itself, float("-inf"))
-    total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, padded(HEAD)], tl.float32)
-    acc += load_rows(new_value, here, 0, HEAD).to(tl.float32)
-    if HALF > 0:
-        lead = tl.arange(0, LEAD)
-        rows = query + row64 * query_stride + (head * GROUP + lead) * HEAD
-        q1, q2 = load_pair(rows, lead < GROUP, HALF, INTERLEAVED)
-    if 2 * HALF < HEAD:
-        q3 = load_rows(queries, real, 2 * HALF, HEAD)
-
-    table += row64 * table_stride
-    UNITS: tl.constexpr = PAGE // UNIT
-    PARTS: tl.constexpr = UNIT // CHUNK
-    chunks = slots // CHUNK
-    per_split = tl.cdiv(tl.cdiv(chunks, COUNT), SPLITS) * COUNT
-    begin = split * per_split
-    end = tl.minimum(begin + per_split, chunks)
-    for first in range(begin, end, COUNT):
-        chunk = first + tl.arange(0, COUNT)
-        there = chunk < end
-        unit = chunk // PARTS
-        word = block_of(table, unit, there, UNITS) * word_stride
-        word += head % NUM_SETS * UNITS + unit % UNITS
-        unit_rank = tl.load(rank + word, mask=there, other=-1)
-        held = unit_rank >= 0
-        place = (unit_rank * UNIT + chunk % PARTS * CHUNK)[:, None] + tl.arange(0, CHUNK)[None, :]
-        valid = held[:, None] & (place < cached)  # a unit's last slots may wait for their tokens
-        valid = tl.reshape(valid, [COUNT * CHUNK])
-        slot = first * CHUNK + tl.arange(0, COUNT * CHUNK)
-        inside = slot < end * CHUNK
-        block = block_of(table, slot, inside, PAGE)
-        source = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
-        products = tl.zeros([ROWS, COUNT * CHUNK], tl.float32)
-        # K and V loads do not wait for ranks; what an empty slot holds may be NaN and is cut off.
-        if HALF > 0:
-            distance = tl.load(born + word, mask=held, other=0) - unit_rank * UNIT
-            cos, sin = _angles(rotation, distance, held, HALF)
-            x, y = load_pair(source, inside, HALF, INTERLEAVED)
-            if TURN_QUERY:
-                a = q1.to(tl.float32)[None, :, :]
-                b = q2.to(tl.float32)[None, :, :]
-                left = a * cos[:, None, :] + b * sin[:, None, :]
-                right = b * cos[:, None, :] - a * sin[:, None, :]
-                products += _products(_filled(left, q1.dtype, ROWS), x, COUNT, CHUNK)
-                products += _products(_filled(right, q1.dtype, ROWS), y, COUNT, CHUNK)
-            else:
-                x, y = _turned_keys(x, y, cos, sin, COUNT, CHUNK)
-                products += dot_keys(q1, x)
-                products += dot_keys(q2, y)
-        if 2 * HALF < HEAD:
-            products += dot_keys(q3, load_rows(source, inside, 2 * HALF, HEAD))
-        products = soft_cap(products * scale, cap)
-        if slopes is not None:
-            slope = tl.load(slopes + query_head, mask=real, other=0.0)
-            away = tl.reshape(place - cached, [COUNT * CHUNK]).to(tl.float32)
-            products += slope[:, None] * away[None, :]
-        products = tl.where(valid[None, :], products, float("-inf"))
-        values = load_rows(source + HEAD, inside, 0, HEAD)
-        values = tl.where(valid[:, None], values, 0.0).to(values.dtype)
-        highest = tl.maximum(top, tl.max(products, axis=1))
-        shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen yet
-        probs = tl.exp(products - shift[:, None])
-        if KEEP_MASSES:
-            mass = tl.sum(tl.reshape(probs, [ROWS, COUNT, CHUNK]), axis=2)
-            some = mass > 0.0
-            mass = shift[:, None] + tl.log(tl.where(some, mass, 1.0))
-            target = masses + out_head[:, None] * masses_stride + chunk[None, :]
-            kept = real[:, None] & there[None, :]
-            tl.store(target, tl.where(some, mass, float("-inf")), mask=kept)
-        fade = tl.exp(top - shift)
-        total = total * fade + tl.sum(probs, axis=1)
-        acc = acc * fade[:, None] + dot_values(probs, values)
-        top = highest
-
+    itself = tl.where(split == 0, itself * LOG2_E, float("-inf"))
+    highest = tl.maximum(top, itself)
+    fade = tl.exp2(top - highest)
+    prob = tl.exp2(itself - highest)
+    total = total * fade + prob
+    acc = tl.trans(acc * fade[None, :])
+    acc += prob[:, None] * load_rows(new_value, here, 0, HEAD).to(tl.float32)
     # An empty split has total 0: its sum is 0, its log-sum-exp -inf.
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    lse = tl.where(total > 0.0, top + tl.log(tl.where(total > 0.0, total, 1.0)), float("-inf"))
-    place = out_head * SPLITS + split
+    lse = tl.where(total > 0.0, (highest + tl.log2(total)) * LN_2, float("-inf"))
+    place = out_head * splits + split
     store_rows(partial + place * HEAD, acc, real, 0, HEAD)
     tl.store(partial_lse + place, lse, mask=real)
-
-
-def masses_of(query: torch.Tensor, num_slots: int, unit: int) -> int:
-    """Numbers that a query head leaves for the scores: one a slot, or a unit, or a part of one."""
-    if unit == 1:
-        return num_slots
-    config = units_config(query.device, query.dtype, query.shape[2], unit)
-    return num_slots // chunk_of(unit, config.tile)
 
 
 def attend_units(
@@ -264,10 +239,8 @@ def attend_units(
     num_rows, num_queries, head_size = query.shape
     num_heads, page = kv.shape[1], kv.shape[2]
     group = num_queries // num_heads
-    config = units_config(query.device, query.dtype, head_size, unit)
+    config = units_config(query.device, query.dtype, head_size, group)
     chunk = chunk_of(unit, config.tile)
-    rows = 1 if group == 1 else max(16, triton.next_power_of_2(group))
-    turn_query = chunk >= TURNED
     _attend_units[(num_rows, num_heads, splits)](
         *tensors,
         *outputs,
@@ -276,18 +249,15 @@ def attend_units(
         NUM_HEADS=num_heads,
         NUM_SETS=rank.shape[1],
         GROUP=group,
-        ROWS=rows,
-        LEAD=triton.next_power_of_2(group) if turn_query else rows,
+        LEAD=triton.next_power_of_2(group),
         HEAD=head_size,
         HALF=0 if rotation is None else rotation.shape[2],
         INTERLEAVED=interleaved,
         KEEP_MASSES=keep_masses,
         UNIT=unit,
         CHUNK=chunk,
-        COUNT=config.tile // chunk,
-        TURN_QUERY=turn_query,
         PAGE=page,
-        SPLITS=splits,
+        STAGES=config.stages,
         num_warps=config.warps,
         num_stages=config.stages,
     )

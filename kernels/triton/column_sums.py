@@ -17,7 +17,7 @@ from .prefill import query_scale, stride_constants, stride_logits
 from .tiles import check_steps, chunk_of, load_rows, reduce_heads, stride_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["old_stride", "sums_stride", "old_tiles"])
 def _column_sums(
     query,
     key,
@@ -161,7 +161,7 @@ def _(query, key, old_keys, lse, decays, steps, *others):
     return lse.new_empty(old_keys.shape[0], query.shape[1], columns * parts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["old_stride", "sums_stride"])
 def _stride_scores(
     sums,
     old_scores,

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .configs import MAX_SPLITS
 from .tiles import (
     CACHED,
     DECAY,
@@ -26,7 +27,7 @@ from .tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     partial,
     partial_lse,
@@ -34,9 +35,10 @@ def _merge(
     output,
     lse,
     output_stride,
+    splits,
     NUM_QUERIES: tl.constexpr,
     HEAD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -46,15 +48,16 @@ def _merge(
     if tl.load(steps + row * STEP + STREAM) < 0:
         tl.store(target, tl.zeros(channel.shape, output.dtype.element_ty), mask=inside)
         return
-    place = (row * NUM_QUERIES + head) * SPLITS
-    split = tl.arange(0, SPLITS)
-    parts = tl.load(partial_lse + place + split)
+    place = (row * NUM_QUERIES + head) * splits
+    split = tl.arange(0, MOST)
+    there = split < splits
+    parts = tl.load(partial_lse + place + split, mask=there, other=float("-inf"))
     top = tl.max(parts, axis=0)
     weight = tl.exp(parts - top)
     total = tl.sum(weight, axis=0)
     rows = tl.load(
         partial + (place + split)[:, None] * HEAD + channel[None, :],
-        mask=inside[None, :],
+        mask=there[:, None] & inside[None, :],
         other=0.0,
     )
     merged = tl.sum(rows * weight[:, None], axis=0) / total
@@ -69,7 +72,7 @@ def merge(
     """Join ``attend``'s parts.
 
     Args:
-        partial: fp32 ``[B, Hq, splits, D]``; splits are a power of two.
+        partial: fp32 ``[B, Hq, splits, D]``; splits are ``MAX_SPLITS`` at most.
         partial_lse: fp32 ``[B, Hq, splits]``.
         steps: int32 ``[B, STEP_COLUMNS]``.
         output: ``[B, Hq, D]``, written; zeros in rows that are padding.
@@ -79,18 +82,18 @@ def merge(
     """
     num_rows, num_queries, splits, head_size = partial.shape
     assert partial.is_contiguous() and partial_lse.is_contiguous()
-    assert splits & (splits - 1) == 0, splits
+    assert splits <= MAX_SPLITS, splits
     assert output.shape == (num_rows, num_queries, head_size), output.shape
     assert output.stride()[1:] == (head_size, 1), output.stride()
     lse = partial_lse.new_empty(num_rows, num_queries)
     if num_rows == 0:
         return lse
     _merge[(num_rows, num_queries)](
-        *(partial, partial_lse, steps, output, lse, output.stride(0)),
+        *(partial, partial_lse, steps, output, lse, output.stride(0), splits),
         NUM_QUERIES=num_queries,
         HEAD=head_size,
-        SPLITS=splits,
-        num_warps=4 if splits >= 8 else 1,
+        MOST=MAX_SPLITS,
+        num_warps=4,
     )
     return lse
 

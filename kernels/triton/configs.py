@@ -25,10 +25,13 @@ TUNED: dict[tuple[str, int, str, int], Config] = {}
 """(kernel, compute capability, dtype, head size) to a configuration."""
 
 TURNED = 16
-"""Tokens that are worth a rotated query in decode; a unit is a multiple of so many, or has less."""
+"""Tokens that are worth a rotated query in decode, and that a tensor core takes at a time; a unit
+is a multiple of so many, or has less."""
 DEFAULT_SMS = 132
 MAX_SPLITS = 32
-PROGRAMS_PER_SM = 4
+HEADS_PER_SM = 4
+"""KV heads of requests that each multiprocessor should have at least, a warp each in decode; up to
+twice as many by rounding, which it can hold at a time."""
 XFORMERS_SHAPES: dict[tuple[int, str, int], int] = {}
 """(compute capability, dtype, head size) to the shortest stride for which xformers' attention was
 measured to be faster than ours; empty until measured, so ours is the default everywhere."""
@@ -53,27 +56,40 @@ def _tuned(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int
     return TUNED.get((kernel, capability(device), str(dtype).removeprefix("torch."), head_size))
 
 
-def attend_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
-    """Decode: a tile of keys and values that fits the registers of its warps.
+def attend_config(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    num_heads: int,
+    num_sets: int,
+) -> tuple[Config, int]:
+    """Decode in single tokens, or in units too small for a query of their own.
 
-    fp32 takes half the keys (a row is twice as long), and so does a head of 256.
+    Returns:
+        The configuration, and the KV heads that one program takes, a warp each: they share a
+        tile's rotations. Heads with tokens of their own have nothing to share. What does not fit a
+        warp's registers is a head alone, of several warps.
     """
-    half = dtype.itemsize == 2 and head_size <= 128
-    return _tuned("attend", device, dtype, head_size) or Config(
-        tile=32 if half else 16, warps=4, stages=2
-    )
+    wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
+    tuned = _tuned("attend", device, dtype, head_size)
+    if dtype.itemsize == 4 or wide > 2048 or head_size > 128:
+        stages = 2 if head_size > 128 else 3  # with two buffers registers spill on sm_80
+        return tuned or Config(tile=16, warps=4, stages=stages), 1
+    heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 8)
+    return tuned or Config(tile=16, warps=heads, stages=3), heads
 
 
-def units_config(device: torch.device, dtype: torch.dtype, head_size: int, unit: int) -> Config:
-    """Decode in units of several tokens: keys stay as they are, which leaves room for twice.
+def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> Config:
+    """Decode in units of ``TURNED`` or more tokens: ``TURNED`` at a time, by one warp.
 
-    Units of fewer than ``TURNED`` have theirs rotated, as single tokens do.
+    A tensor core's tile has 8 columns for query heads. More of them, longer heads or fp32 share
+    out the sums of values, which stay in registers, over more warps.
     """
-    if unit & -unit < TURNED:
-        return attend_config(device, dtype, head_size)
-    tile = 16 if dtype.itemsize == 4 else 64 if head_size <= 128 else 32
+    wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size) // 1024
+    warps = 4 if dtype.itemsize == 4 else max(1, min(wide, 8))
     return _tuned("attend_units", device, dtype, head_size) or Config(
-        tile=tile, warps=4 if head_size <= 128 else 8, stages=2
+        tile=TURNED, warps=warps, stages=3
     )
 
 
@@ -82,7 +98,7 @@ def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots
 
     A function of shapes alone: a captured graph keeps its own number.
     """
-    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms(device), max(batch * num_kv_heads, 1))
+    wanted = triton.cdiv(HEADS_PER_SM * num_sms(device), max(batch * num_kv_heads, 1))
     longest = max(num_slots // 128, 1)  # a part of fewer keys is not worth its merge
     return triton.next_power_of_2(max(1, min(wanted, longest, MAX_SPLITS)))
 

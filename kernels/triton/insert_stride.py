@@ -32,8 +32,11 @@ from .tiles import (
     turn_rows,
 )
 
+NUMBERED, WRITTEN = 1024, 32
+"""Columns and rows of a program's tile; the same for every stride, whatever its length."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["columns_stride", "tokens_stride"])
 def _number(
     keep,
     steps,
@@ -71,7 +74,7 @@ def _number(
     tl.store(survivors + mine * tokens_stride, new_before)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns_stride", "tokens_stride"])
 def _place(
     ranks,
     survivors,
@@ -141,7 +144,7 @@ def _place(
         free_before += tl.sum(free.to(tl.int32), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["columns_stride", "tokens_stride"])
 def _write(
     key,
     value,
@@ -247,7 +250,7 @@ def insert_strides(
     targets = torch.empty_like(survivors)
     _number[(num_rows, num_sets)](
         *(keep, steps, ranks, survivors, num_columns, room),
-        TILE=min(1024, triton.next_power_of_2(num_columns)),
+        TILE=NUMBERED,
         UNIT=unit,
         num_warps=4,
     )
@@ -259,8 +262,7 @@ def insert_strides(
         UNIT=unit,
         num_warps=4,
     )
-    tile = min(32, triton.next_power_of_2(max_length))
-    _write[(num_rows, num_heads, triton.cdiv(max_length, tile))](
+    _write[(num_rows, num_heads, triton.cdiv(max_length, WRITTEN))](
         *(key, value, keep, None if turned is None else ranks, targets, kv, table, steps, turned),
         *(key.stride(0), value.stride(0), kv.stride(0), table.stride(0), num_columns, room),
         NUM_SETS=num_sets,
@@ -268,7 +270,7 @@ def insert_strides(
         HALF=0 if turned is None else turned.shape[2],
         INTERLEAVED=interleaved,
         PAGE=page,
-        TILE=tile,
+        TILE=WRITTEN,
         UNIT=unit,
         num_warps=4,
     )

@@ -45,7 +45,7 @@ def query_scale(scale, logit_scale, token, real):
     return factor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["old_stride"])
 def _attend_strides(
     query,
     key,

@@ -26,8 +26,20 @@ from .tiles import (
 _tables: dict[tuple, torch.Tensor] = {}
 
 
+def decode_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what decode reads its table of rotations: fp16 for a cache of 16-bit numbers.
+
+    It is read again for every unit, or token. An error of 2**-12 in a cosine is far below that of
+    a product of 16-bit queries and keys.
+    """
+    return torch.float16 if dtype.itemsize == 2 else torch.float32
+
+
 def rotation_table(
-    inv_freq: torch.Tensor, max_distance: int, device: torch.device | str
+    inv_freq: torch.Tensor,
+    max_distance: int,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """cos and sin of a rotation back by 0 .. ``max_distance`` positions.
 
@@ -37,17 +49,17 @@ def rotation_table(
         inv_freq: fp32 ``[rotary_dim / 2]``, radians per position.
 
     Returns:
-        fp32 ``[max_distance + 1, 2, rotary_dim / 2]`` on ``device``.
+        ``[max_distance + 1, 2, rotary_dim / 2]`` on ``device``.
     """
-    key = (tuple(inv_freq.tolist()), max_distance, str(device))
+    key = (tuple(inv_freq.tolist()), max_distance, str(device), dtype)
     if key not in _tables:
         distance = torch.arange(max_distance + 1, dtype=torch.float64)
         angle = -distance[:, None] * inv_freq.double().cpu()
-        _tables[key] = torch.stack([angle.cos(), angle.sin()], dim=1).float().to(device)
+        _tables[key] = torch.stack([angle.cos(), angle.sin()], dim=1).to(device, dtype)
     return _tables[key]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["out_stride"])
 def _gather(
     kv,
     rank,

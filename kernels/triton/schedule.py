@@ -47,7 +47,7 @@ def _table_row(t, first, transient, period):
     return (first + row).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _schedule(
     seq_lens,
     blocks,
@@ -129,7 +129,7 @@ def schedule(
     assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_rows, schedule_of.shape
     if num_rows == 0:
         return
-    tile = min(128, triton.next_power_of_2(num_rows))
+    tile = 128  # whatever the batch
     _schedule[(triton.cdiv(num_rows, tile),)](
         *(seq_lens, blocks, tables.table, tables.heads, schedule_of, steps, positions),
         *(num_rows, blocks.stride(0)),

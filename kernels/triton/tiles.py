@@ -135,6 +135,14 @@ def load_rows(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
 
 
 @triton.jit
+def load_columns(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
+    """What ``load_rows`` loads, as ``[padded(TO - FROM), n]``; not a transposed copy of it."""
+    channel = FROM + tl.arange(0, padded(TO - FROM))
+    inside = row_inside[None, :] & (channel < TO)[:, None]
+    return tl.load(rows[None, :] + channel[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
 def store_rows(rows, x, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
     """What ``load_rows`` loads, in the type of where it goes."""
     channel = FROM + tl.arange(0, padded(TO - FROM))
@@ -165,12 +173,12 @@ def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b):
+def dot(a, b, acc=None):
     """``tl.dot`` with fp32 sums; the interpreter would multiply bf16 as the integers it holds."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

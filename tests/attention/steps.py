@@ -13,7 +13,8 @@ def step_of(
 ) -> CommonAttentionMetadata:
     """``lengths[i]`` tokens of request ``i`` after ``firsts[i]`` earlier ones; ``table``: pages."""
     offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    ends = torch.tensor([first + n for first, n in zip(firsts, lengths, strict=True)])
+    ends = [first + n for first, n in zip(firsts, lengths, strict=True)]
+    ends = torch.tensor(ends, dtype=torch.int32)
     return CommonAttentionMetadata(
         query_start_loc=offsets,
         query_start_loc_cpu=offsets,

@@ -31,7 +31,7 @@ def test_splits_fill_the_card_and_no_more(heads: int, num_slots: int) -> None:
     splits = [attend_splits(CPU, batch, heads, num_slots) for batch in (1, 4, 16, 64, 256)]
     assert splits == sorted(splits, reverse=True), "a larger batch never needs more splits"
     assert all(s & (s - 1) == 0 and 1 <= s <= configs.MAX_SPLITS for s in splits)
-    assert splits[-1] == 1 or heads * 256 < configs.PROGRAMS_PER_SM * configs.DEFAULT_SMS
+    assert splits[-1] == 1 or heads * 256 < configs.HEADS_PER_SM * configs.DEFAULT_SMS
     if num_slots < 256:
         assert splits[0] == 1, "too little to split"
 
@@ -39,8 +39,8 @@ def test_splits_fill_the_card_and_no_more(heads: int, num_slots: int) -> None:
 def test_a_tuned_configuration_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = Config(tile=64, warps=8, stages=3)
     monkeypatch.setitem(configs.TUNED, ("attend", 0, "float16", 128), tuned)
-    assert attend_config(CPU, torch.float16, 128) == tuned
-    assert attend_config(CPU, torch.bfloat16, 128) != tuned
+    assert attend_config(CPU, torch.float16, 128, 4, 8, 1)[0] == tuned
+    assert attend_config(CPU, torch.bfloat16, 128, 4, 8, 1)[0] != tuned
 
 
 def test_xformers_is_used_only_where_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

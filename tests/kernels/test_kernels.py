@@ -122,6 +122,14 @@ UNITS: dict[str, Case] = {
         **FEW, group=3, unit=64, block_size=64, lengths=(70, 127), strides=(5,), reduction="median",
         per_age=True, logit_scale=True,
     ),
+    "16-partial": Case(
+        num_heads=1, group=8, head_size=20, rotary_dim=8, unit=16, lengths=(0, 35), strides=(9,),
+        dtype=FP16, softcap=1.5,
+    ),
+    "as-served": Case(
+        num_heads=1, group=4, head_size=128, unit=16, lengths=(70, None), strides=(5,), dtype=BF16,
+        splits=2,
+    ),
     "24-alibi": Case(**SMALL, unit=24, block_size=48, alibi=True, lengths=(30,), strides=(25,)),
     "3-resident": Case(
         **FEW, group=1, unit=3, block_size=48, newest_stays=False, lengths=(5, 33), strides=(7, 3)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.cache.strides import cut_strides
+from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
     CACHED,
     DECAY,
@@ -419,4 +420,4 @@ def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: in
 
 
 def _part(values: np.ndarray | None, part: slice, device: torch.device) -> torch.Tensor | None:
-    return None if values is None else torch.from_numpy(values[part]).to(device)
+    return None if values is None else sent(torch.from_numpy(values[part]), device)

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.rotary_embedding import (
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
+from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.settings import KVPolicyError
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -174,7 +175,9 @@ class CachePositions:
         self.buffer = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
 
     def fill(self, positions: torch.Tensor) -> None:
-        self.buffer[: positions.shape[0]].copy_(positions)
+        """Write the positions of a step; the device need not have come so far."""
+        target = self.buffer[: positions.shape[0]]
+        target.copy_(sent(positions, self.buffer.device), non_blocking=True)
 
     def install(self, model: nn.Module) -> None:
         """Make ``model.forward`` see this buffer."""

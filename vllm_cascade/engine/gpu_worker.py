@@ -2,7 +2,9 @@
 """vLLM's GPU worker with a policy, for Model Runner V1 and V2."""
 
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.policies.settings import KVPolicyError
@@ -12,6 +14,18 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
     """On CUDA, where layers are told to use vLLM's ``CUSTOM`` backend."""
 
     device_entry = DEVICES["cuda"]
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        times = super().compile_or_warm_up_model()
+        builder = self._builder()
+        layer = self._attention_layers()[builder.layer_names[0]]
+        if self.use_v2_model_runner:
+            (table,) = self.model_runner.block_tables.input_block_tables
+        else:
+            (blocks,) = self.model_runner.input_batch.block_table.block_tables
+            table = blocks.block_table.gpu
+        warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
+        return times
 
     def kv_policy_trace(self, every: int = 1) -> None:
         """Start recording which tokens every layer keeps.

@@ -9,7 +9,7 @@ same as dropping so many of the lowest at once. Anything else runs rule by rule.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -35,12 +35,6 @@ class Plan:
     groups: torch.Tensor | None = None
     lowest: tuple[int, int, int] | None = None
     rules: tuple[Rules, ...] = ()
-
-    def to(self, device: torch.device) -> "Plan":
-        """The same on a device, to be used often."""
-        if self.groups is None or self.groups.device == device:
-            return self
-        return replace(self, groups=self.groups.to(device))
 
 
 def make_plan(cached: int, rules: Sequence[Rules]) -> Plan:

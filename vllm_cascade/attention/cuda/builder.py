@@ -8,7 +8,7 @@ the host reads nothing back. A step with a prompt in it is planned on the host a
 that moves tokens, which rules do not say and PyTorch runs on the device.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from vllm_cascade.attention.step import (
     strides_of,
 )
 from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import CACHED, LENGTH, START, STEP_COLUMNS, STREAM
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies import Schedule
@@ -166,11 +167,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale)
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
-        """A small array on the device, without waiting for it."""
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        return sent(torch.from_numpy(array), self.device)
 
     # --- a batch of single tokens, nothing of which the host has to know -------------------------
 
@@ -306,7 +303,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         if schedule.arithmetic not in self._decays:
             power = torch.arange(self.schedule.policy.prefill_stride, dtype=torch.float64)
             decays = schedule.scoring.weight * schedule.scoring.decay**power
-            self._decays[schedule.arithmetic] = decays.float().to(self.device)
+            self._decays[schedule.arithmetic] = sent(decays.float(), self.device)
         return self._decays[schedule.arithmetic]
 
     def _plan(self, stride: Stride) -> Plan | None:
@@ -318,5 +315,6 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         if plan not in self._plans:
             if len(self._plans) >= 4096:
                 self._plans.clear()
-            self._plans[plan] = plan.to(self.device)
+            groups = None if plan.groups is None else sent(plan.groups, self.device)
+            self._plans[plan] = replace(plan, groups=groups)
         return self._plans[plan]

@@ -15,6 +15,7 @@ from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
@@ -25,7 +26,7 @@ from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import insert_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
-from vllm_cascade.kernels.triton.rotate import gather, rotation_table
+from vllm_cascade.kernels.triton.rotate import decode_dtype, gather, rotation_table
 from vllm_cascade.kernels.triton.xformers_prefill import attend_with_xformers, use_xformers
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.schedule import compared
@@ -33,6 +34,21 @@ from vllm_cascade.policies.schedule import compared
 
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
+
+    _decode_rotation: torch.Tensor | None = None
+
+    def prepare(
+        self,
+        spec: KVPolicySpec,
+        kv_cache: torch.Tensor,
+        rotary: Rotary | None,
+        num_ranks: int = 1,
+    ) -> None:
+        super().prepare(spec, kv_cache, rotary, num_ranks)
+        assert self._pages is not None
+        if rotary is not None:
+            turning = rotary.inv_freq, spec.policy.max_position, kv_cache.device
+            self._decode_rotation = rotation_table(*turning, decode_dtype(self._pages.kv.dtype))
 
     def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
         return rotation_table(rotary.inv_freq, policy.max_position, device)
@@ -71,7 +87,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             logit_scale=decode.logit_scale,
             scale=self.scale,
             softcap=self.softcap,
-            **self._turning,
+            **self._turning | {"rotation": self._decode_rotation},
             splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
             keep_logits=policy.uses_attention,
         )
@@ -103,6 +119,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
         )
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        assert self._pages is not None, "prepare comes first"
+        return self._pages.kv.dtype
 
     @property
     def _turning(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import RULE_COLUMNS
 from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables
 from vllm_cascade.policies import Schedule
@@ -76,4 +77,4 @@ class DeviceTables:
         self.rules[: len(further)].copy_(further)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(self._device)
+        return sent(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)), self._device)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode attention executes for one cached key of one KV head, counted from its machine code.
+
+Instructions are those of the compiled binary's inner loop, as ``nvdisasm`` prints them: one turn
+takes so many keys of so many KV heads, and every warp of the block executes all of it. A branch
+inside the loop counts as taken and not taken, so these are upper bounds. Bytes are those that the
+program asks for, counted before the compiler, in the shapes of its loads and stores: an address
+that several elements share counts for each.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from triton.compiler import CompiledKernel
+
+from .aot import Launch, Resources, Shape, _Layer, binary_of, launches_of, resources, run_tool
+
+LABEL = re.compile(r"\s*(\.L_x_\d+):")
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
+ACCESS = re.compile(r"tt\.(load|store) .*?: (?:tensor<((?:\d+x)+))?!tt\.ptr<\w*?(\d+)>")
+KINDS = {
+    "ffma": ("FFMA", "FFMA2"),
+    "hmma": ("HMMA", "QGMMA", "HGMMA", "UTCHMMA"),
+    "mufu": ("MUFU",),
+    "shared_loads": ("LDS", "LDSM"),
+    "global_loads": ("LDG", "LDGSTS"),
+    "barriers": ("BAR",),
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU's numbers, as its maker gives them unless said otherwise.
+
+    ``l2_bandwidth`` and ``latency`` (seconds from a load to its data under load) are assumptions:
+    no maker gives them. ``link``: bytes a second to the other GPUs of a machine, one way.
+    """
+
+    name: str = "H100 SXM"
+    bandwidth: float = 3.35e12
+    l2_bandwidth: float = 5.5e12
+    latency: float = 1e-6
+    sms: int = 132
+    clock: float = 1.755e9
+    schedulers: int = 4
+    registers: int = 65536
+    shared: int = 228 << 10
+    flops: float = 989e12
+    memory: float = 80e9
+    link: float = 450e9
+
+
+H100 = Card()
+A100 = Card(
+    name="A100 SXM 80GB",
+    bandwidth=2.039e12,
+    l2_bandwidth=3.5e12,
+    sms=108,
+    clock=1.41e9,
+    shared=164 << 10,
+    flops=312e12,
+    link=300e9,
+)
+
+
+@dataclass(frozen=True)
+class LoopCounts:
+    """Per cached key and KV head, but for ``resources``.
+
+    Attributes:
+        instructions: of a warp, and of these the kinds that follow.
+        kv_bytes: of K and V.
+        other_bytes: of global memory beyond: block numbers, words, rotations, what goes to the
+            scores, and a program's queries and partial results by its share of keys.
+        buffers: tiles of K and of V in shared memory, the least of all that are copied there.
+        tile_bytes: of K and V that one turn of the loop asks for.
+    """
+
+    resources: Resources
+    instructions: float
+    ffma: float
+    hmma: float
+    mufu: float
+    shared_loads: float
+    global_loads: float
+    barriers: float
+    kv_bytes: float
+    other_bytes: float
+    buffers: int
+    tile_bytes: int
+
+    def programs(self, card: Card = H100) -> int:
+        """Blocks that a multiprocessor holds at a time."""
+        own = self.resources
+        each = math.ceil(own.registers * 32 / 256) * 256 * own.warps
+        return min(card.registers // each, card.shared // (own.shared + 1024), 64 // own.warps, 32)
+
+    def issue_share(self, card: Card = H100) -> float:
+        """Of the memory's bandwidth: what the issue slots allow, one warp instruction a cycle."""
+        keys = card.sms * card.schedulers * card.clock / self.instructions
+        return keys * self.kv_bytes / card.bandwidth
+
+    def l2_share(self, card: Card = H100) -> float:
+        """What the L2 cache allows, through which all bytes go."""
+        return (
+            card.l2_bandwidth / card.bandwidth * self.kv_bytes / (self.kv_bytes + self.other_bytes)
+        )
+
+    def latency_share(self, card: Card = H100) -> float:
+        """What the bytes on their way allow; a program waits for one tile of its buffers."""
+        flying = card.sms * self.programs(card) * self.tile_bytes * max(self.buffers - 1, 1)
+        return flying / card.latency / card.bandwidth
+
+    def share(self, card: Card = H100) -> float:
+        """The least of the three, at most 1."""
+        return min(1.0, self.issue_share(card), self.l2_share(card), self.latency_share(card))
+
+
+def inner_loop(listing: str) -> list[str]:
+    """Opcodes of the longest loop in ``nvdisasm``'s listing that holds no other long one."""
+    opcodes, labels, loops = [], {}, []
+    for line in listing.splitlines():
+        if label := LABEL.match(line):
+            labels[label[1]] = len(opcodes)
+        elif found := INSTRUCTION.match(line):
+            opcodes.append(found[1])
+            target = re.search(r"\.L_x_\d+", found[2])
+            if found[1].startswith("BRA") and target and target[0] in labels:
+                loops.append((labels[target[0]], len(opcodes)))
+    loops = [(a, b) for a, b in loops if b - a > 8]
+    inner = [
+        (a, b)
+        for a, b in loops
+        if not any((a <= c and d < b) for c, d in loops if (a, b) != (c, d))
+    ]
+    assert inner, "no loop in the listing"
+    begin, end = max(inner, key=lambda loop: loop[1] - loop[0])
+    return opcodes[begin:end]
+
+
+def bytes_asked(ir: str) -> tuple[int, int]:
+    """Bytes of global loads and stores inside and outside of the loop of Triton's first IR."""
+    inside, outside, depth = 0, 0, 0
+    for line in ir.splitlines():
+        depth += "scf.for" in line
+        if access := ACCESS.search(line):
+            elements = math.prod(map(int, access[2].rstrip("x").split("x"))) if access[2] else 1
+            size = elements * int(access[3]) // 8
+            inside, outside = (inside + size, outside) if depth else (inside, outside + size)
+        depth -= "scf.yield" in line and depth > 0
+    return inside, outside
+
+
+def buffers(ir: str) -> int:
+    """The least number of buffers of what is copied to shared memory while the loop runs."""
+    found = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ir)
+    return min(map(int, found), default=0)
+
+
+def keys_of(launch: Launch) -> tuple[int, int]:
+    """Keys, and KV heads, that one turn of a kernel's loop takes."""
+    arguments = launch.arguments
+    if launch.name == "attend_units":
+        return arguments["CHUNK"], 1
+    return arguments["TILE"], arguments["HEADS"]
+
+
+def counts_of(launch: Launch, binary: CompiledKernel, shape: Shape, capability: int) -> LoopCounts:
+    """Count one compiled kernel of decode attention."""
+    found = resources(binary, launch, shape.label(), capability)
+    opcodes = inner_loop(run_tool("nvdisasm", "-c", binary.asm["cubin"]))
+    tile, heads = keys_of(launch)
+    keys = tile * heads
+    kv_bytes = 2 * shape.head_size * shape.dtype.itemsize
+    inside, outside = bytes_asked(binary.asm["ttir"])
+    of_program = shape.block_size * shape.pages // shape.splits * heads
+    other = inside / keys - kv_bytes + outside / of_program
+
+    def each(names: Iterable[str]) -> float:
+        return sum(code.split(".")[0] in names for code in opcodes) * found.warps / keys
+
+    return LoopCounts(
+        resources=found,
+        instructions=len(opcodes) * found.warps / keys,
+        **{kind: each(names) for kind, names in KINDS.items()},
+        kv_bytes=kv_bytes,
+        other_bytes=other,
+        buffers=buffers(binary.asm["ttgir"]),
+        tile_bytes=kv_bytes * keys,
+    )
+
+
+def decode_counts(shape: Shape, capability: int) -> LoopCounts:
+    """The attention kernel that a shape's decode launches, compiled and counted."""
+    layer = _Layer(shape)
+    (launch,) = [one for one in launches_of(layer.decode) if one.name.startswith("attend")]
+    return counts_of(launch, binary_of(launch, capability), shape, capability)
+
+
+_BF16 = {"dtype": torch.bfloat16}
+DECODE_SHAPES = (
+    Shape(unit=16, **_BF16),
+    Shape(unit=16, group=8, **_BF16),
+    Shape(unit=16, group=1, **_BF16),
+    Shape(unit=16, per_head=True, **_BF16),
+    Shape(unit=16, head_size=64, **_BF16),
+    Shape(unit=16, head_size=256, **_BF16),
+    Shape(unit=64, block_size=64, pages=33, **_BF16),
+    Shape(unit=8, **_BF16),
+    Shape(**_BF16),
+    Shape(group=8, **_BF16),
+    Shape(group=8, num_heads=4, **_BF16),
+    Shape(group=8, num_heads=1, **_BF16),
+    Shape(per_head=True, **_BF16),
+    Shape(head_size=64, **_BF16),
+    Shape(head_size=256, **_BF16),
+)
+"""What is counted for the table."""

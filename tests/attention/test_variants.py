@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which variants of kernels a GPU would compile while it serves: none after the warm-up.
+
+Triton compiles a kernel again for every new set of constants and argument types, and, unless told
+not to, for numbers that are 1 or multiples of 16 and for pointers that are not aligned. Kernels are
+not run here; their launches are looked at.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.attention import test_paged
+from tests.attention.test_paged import PagedLayer, Shape
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.warm_up import warm_up
+from vllm_cascade.engine import gpu_worker
+
+STRIDE = 256
+POLICIES: dict[str, dict[str, Any]] = {
+    "cascade": {"name": "cascade", "budget": 260, "num_subcaches": 2},
+    "units": {"name": "h2o", "budget": 272, "unit": 16, "num_sinks": 16},
+    "heads": {"name": "h2o", "budget": 260, "head_policy": "per_kv_head"},
+    "sink": {"name": "sink", "budget": 260},
+    "beehive": {"name": "beehive", "budget": 260},
+}
+Variant = tuple[Any, ...]
+
+
+def variant_of(kernel: InterpretedFunction, values: dict[str, Any]) -> Variant:
+    """What a compiled kernel is kept under: its name and what is special about each argument."""
+    plain = kernel.kwargs.get("do_not_specialize") or ()
+    found: list[Any] = [kernel.fn.__name__]
+    for name, value in values.items():
+        if name not in kernel.arg_names or kernel.fn.__annotations__.get(name) is tl.constexpr:
+            found.append((name, value))
+        elif isinstance(value, torch.Tensor):
+            found.append((name, value.dtype, value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and name not in plain:
+            found.append((name, value == 1, value % 16 == 0, value >= 2**31))
+        else:
+            found.append((name, type(value)))
+    return tuple(found)
+
+
+@pytest.fixture
+def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
+    """Every variant that was launched so far; nothing runs."""
+    seen: set[Variant] = set()
+
+    def note(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        seen.add(variant_of(self, values))
+        for name in {"scores", "tokens"} & set(values):  # the host goes on with them
+            if values[name] is not None:
+                values[name].zero_()
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    yield seen
+
+
+class Served:
+    """Prompts as a scheduler would send them, next to a request that decodes."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.shape = Shape(dtype=torch.float16)
+        self.pages = 40
+        self.layer = PagedLayer(
+            self.shape, settings | {"prefill_stride": STRIDE}, 2 * self.pages + 1
+        )
+        self.table = torch.arange(1, 2 * self.pages + 1).view(2, -1).int()
+
+    def run(self, lengths: list[int], firsts: list[int], prefilling: list[bool]) -> None:
+        heads, size, tokens = self.shape.num_kv_heads, self.shape.head_size, sum(lengths)
+        query = torch.zeros(tokens, heads * self.shape.group, size)
+        key = torch.zeros(tokens, heads, size)
+        table = self.table[: len(lengths)]
+        parts = query, key, key
+        self.layer.step(lengths, firsts, prefilling, table, *parts, rotate=lambda x, _: x)
+
+    def prompt(self, tokens: int, beside: bool) -> None:
+        """A prompt in chunks of 4,096 at most, then its first own token."""
+        for begin in range(0, tokens, 4096 - STRIDE):
+            length = min(4096 - STRIDE, tokens - begin)
+            if beside:
+                self.run([1, length], [700, begin], [False, True])
+            else:
+                self.run([length], [begin], [True])
+        self.run([1, 1], [700, tokens], [False, False])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]) -> None:
+    served = Served(POLICIES[name])
+    layer = served.layer
+    warm_up(layer.builder, layer.impl, layer.pool, served.table.shape[1])
+    assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"
+    warm = set(variants)
+    assert {"_attend_strides", "_write", "_schedule"} <= {variant[0] for variant in warm}
+    rng = np.random.default_rng(0)
+    lengths = [2, 15, 16, 17, STRIDE, STRIDE + 1, 2 * STRIDE, 5000, *rng.integers(1, 5000, 24)]
+    for length in map(int, lengths):
+        served.prompt(length, beside=bool(length % 2))
+    fresh = variants - warm
+    assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_a_gpu_worker_warms_one_layer_up(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After vLLM's own warm-up, with tables as wide as the runner's."""
+    calls: list[Any] = []
+    monkeypatch.setattr(
+        gpu_worker.Worker, "compile_or_warm_up_model", lambda self: calls.append("vllm") or "times"
+    )
+    monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: calls.append(arguments))
+    table = torch.zeros(3, 7, dtype=torch.int32)
+    blocks = SimpleNamespace(block_table=SimpleNamespace(gpu=table))
+    first = SimpleNamespace(block_tables=[blocks])
+    worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
+    worker.use_v2_model_runner = v2
+    worker.model_runner = SimpleNamespace(
+        block_tables=SimpleNamespace(input_block_tables=[table]),
+        input_batch=SimpleNamespace(block_table=first),
+    )
+    builder = SimpleNamespace(layer_names=["b", "a"])
+    layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "ab"}
+    monkeypatch.setattr(worker, "_builder", lambda: builder)
+    monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
+    assert worker.compile_or_warm_up_model() == "times"
+    assert calls == ["vllm", (builder, "b.impl", "b.pool", 7)]

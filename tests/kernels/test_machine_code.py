@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What decode attention may cost at most, counted from its machine code; no GPU runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_cascade.kernels.testing.aot import Resources
+from vllm_cascade.kernels.testing.machine_code import (
+    LoopCounts,
+    buffers,
+    bytes_asked,
+    inner_loop,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = """
+import json, sys
+from dataclasses import asdict
+from benchmarks.gpu.kernels_alone import load
+aot, code = load("testing.aot"), load("testing.machine_code")
+found = []
+for shape in eval(sys.argv[1], vars(aot)):
+    for capability in map(int, sys.argv[2:]):
+        counts = code.decode_counts(shape, capability)
+        found.append(asdict(counts) | {"share": counts.share()})
+print(json.dumps(found))
+"""
+BF16 = "dtype=torch.bfloat16"
+LISTING = """
+_attend:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0020*/                   IADD3 R2, R2, 0x1, RZ ;
+        /*0030*/               @P0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0040*/                   LDGSTS.E.BYPASS.128 [R3], desc[UR4][R2.64] ;
+        /*0050*/              @!P1 LDG.E R4, desc[UR4][R2.64] ;
+        /*0060*/                   LDSM.16.M88.4 R4, [R3] ;
+        /*0070*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0080*/                   MUFU.EX2 R4, R4 ;
+        /*0090*/              @!P1 BRA `(.L_x_3) ;
+        /*00a0*/                   FFMA R4, R4, R5, R6 ;
+.L_x_3:
+        /*00b0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00c0*/                   FADD R4, R4, R5 ;
+        /*00d0*/               @P0 BRA `(.L_x_2) ;
+        /*00e0*/                   EXIT ;
+.L_x_4:
+        /*00f0*/                   BRA `(.L_x_4);
+"""
+IR = """
+    %2 = tt.load %1 : !tt.ptr<i32> loc(#loc)
+    %3 = scf.for %i = %a to %b step %c iter_args(%x = %y) -> (i32) : i32 {
+      %4 = tt.load %5, %6, %7 : tensor<16x64x!tt.ptr<bf16>> loc(#loc)
+      %8 = tt.load %9, %6, %7 : !tt.ptr<i32> loc(#loc)
+      tt.store %9, %10, %11 : tensor<4x!tt.ptr<f32>> loc(#loc)
+      scf.yield %8 : i32
+    }
+    tt.store %12, %13, %14 : tensor<4x128x!tt.ptr<f32>> loc(#loc)
+"""
+
+
+def test_the_loop_with_the_work_is_found_and_its_opcodes_without_predicates() -> None:
+    found = inner_loop(LISTING)
+    kinds = [opcode.split(".")[0] for opcode in found]
+    work = ["LDGSTS", "LDG", "LDSM", "HMMA", "MUFU", "BRA", "FFMA", "BAR", "FADD", "BRA"]
+    assert kinds == work
+
+
+def test_bytes_are_those_of_shapes() -> None:
+    inside = 16 * 64 * 2 + 4 + 4 * 4
+    assert bytes_asked(IR) == (inside, 4 + 4 * 128 * 4)
+
+
+def test_buffers_are_the_fewest() -> None:
+    alloc = "%k = ttg.local_alloc : () -> !ttg.memdesc<{}x16x64xbf16, #shared, #smem, mutable>\n"
+    assert buffers(alloc.format(3) + alloc.format(2)) == 2
+    assert buffers("nothing is copied") == 0
+
+
+def test_the_roof_is_the_lowest_of_three() -> None:
+    """An H100 by hand: 132 multiprocessors of 4 schedulers at 1.755 GHz, 3.35 TB/s."""
+    resources = Resources("attend", "", 90, 4, 128, 50_000, 0)
+    counts = LoopCounts(resources, 200.0, 0, 0, 0, 0, 0, 0, 512, 512, 2, 16_384)
+    assert counts.programs() == 4  # 65,536 registers by 128 * 128
+    assert counts.issue_share() == pytest.approx(132 * 4 * 1.755e9 / 200 * 512 / 3.35e12)
+    assert counts.l2_share() == pytest.approx(5.5 / 3.35 / 2)
+    assert counts.latency_share() == pytest.approx(132 * 4 * 16_384 / 1e-6 / 3.35e12)
+    assert counts.share() == counts.issue_share() < 1
+
+
+def counted(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COUNT, shapes, *map(str, capabilities)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(found: list[dict[str, Any]], instructions: float, beyond: float) -> None:
+    for counts in found:
+        assert counts["instructions"] <= instructions, counts
+        assert counts["other_bytes"] <= beyond * counts["kv_bytes"], counts
+        assert counts["buffers"] >= 2, "K and V are not double-buffered"
+        assert counts["resources"]["spilled"] == 0, counts
+        assert counts["share"] == 1.0, "the memory is not what limits it"
+
+
+GROUPS = f"[Shape({{0}}{BF16}), Shape({{0}}{BF16}, group=8)]"
+
+
+def test_units_of_16() -> None:
+    check(counted(GROUPS.format("unit=16, "), 90), 34, 0.05)
+
+
+def test_single_tokens() -> None:
+    check(counted(GROUPS.format(""), 90), 48, 0.15)
+
+
+@pytest.mark.slow
+def test_on_every_gpu() -> None:
+    check(counted(GROUPS.format("unit=16, "), 80, 90, 100), 34, 0.05)
+    check(counted(GROUPS.format("unit=64, block_size=64, pages=33, "), 80, 90, 100), 34, 0.05)
+    check(counted(GROUPS.format(""), 80, 90, 100), 48, 0.15)

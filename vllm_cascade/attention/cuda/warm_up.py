@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile every variant of every kernel before the first request comes.
+
+vLLM's own warm-up knows no prompt that finds something cached. So one layer runs a few steps whose
+block tables name nothing but the null block: all their rows are padding, and no page is written.
+No length makes another variant (``tests/attention/test_variants.py``).
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.requests import Requests
+
+
+def warm_up(
+    builder: CUDABuilder, impl: TritonKVPolicyImpl, kv_cache: torch.Tensor, width: int
+) -> None:
+    """Run a layer on padding.
+
+    Args:
+        kv_cache: the layer's page pool.
+        width: of the block tables that the runner makes.
+    """
+    requests, counters = builder.requests, builder.counters
+    builder.requests, builder.counters = Requests(), type(counters)()
+    try:
+        for firsts, lengths in _steps(builder):
+            metadata = builder.build(0, _common(firsts, lengths, width, kv_cache.device))
+            num, size, dtype = sum(lengths), impl.head_size, impl.cache_dtype
+            query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
+            key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
+            layer, output = SimpleNamespace(layer_name="warm-up"), torch.empty_like(query)
+            impl.forward(layer, query, key, key, kv_cache, metadata, output)
+    finally:
+        builder.requests, builder.counters = requests, counters
+
+
+def _steps(builder: CUDABuilder) -> Iterator[tuple[list[int], list[int]]]:
+    """Tokens before, and lengths: a stride of nothing cached, full ones, decode beside, decode."""
+    stride = builder.schedule.policy.prefill_stride
+    most = len(builder.positions.buffer)
+    later = -(-2 * builder.schedule.policy.budget // stride) * stride
+    yield [0], [min(stride, most)]
+    yield [later], [min(stride, most)]
+    yield [later], [min(2, most)]
+    if most > 2:
+        yield [later, later], [1, min(stride, most - 1)]
+    yield [later], [1]
+
+
+def _common(
+    firsts: list[int], lengths: list[int], width: int, device: torch.device
+) -> CommonAttentionMetadata:
+    offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    ends = torch.tensor([a + b for a, b in zip(firsts, lengths, strict=True)], dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=offsets.to(device, non_blocking=True),
+        query_start_loc_cpu=offsets,
+        seq_lens=ends.to(device, non_blocking=True),
+        seq_lens_cpu_upper_bound=ends,
+        num_reqs=len(lengths),
+        num_actual_tokens=sum(lengths),
+        max_query_len=max(lengths),
+        max_seq_len=int(ends.max()),
+        block_table_tensor=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
+        slot_mapping=torch.zeros(0, device=device),
+        is_prefilling=torch.tensor([length > 1 for length in lengths]),
+    )
