@@ -46,6 +46,8 @@ class RequestTokens:
         prefilling: bool ``[B]``, whether they are part of its prompt.
         given: fp32 ``[num_tokens]``, scores by the host, one for each token that comes: that of the
             token ``lag`` before it. None where the host gives none.
+        frames: where these layers have windows: whose counts say the positions that all layers
+            share. None: the same schedules.
     """
 
     schedules: Sequence[Schedule]
@@ -54,6 +56,7 @@ class RequestTokens:
     place: np.ndarray
     prefilling: np.ndarray
     given: np.ndarray | None = None
+    frames: Sequence[Schedule] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,14 @@ class StrideRows:
         steps: int32 ``[R, STEP_COLUMNS]``.
         request: int64 ``[R]``, each one's row in the batch, and in the block table.
         schedules: one a stride.
+        shift: int32 ``[R]``, how far positions are beyond ``CACHED`` and what follows: other layers
+            keep so many tokens more (or fewer) than these, which have windows. None: no window.
     """
 
     steps: np.ndarray
     request: np.ndarray
     schedules: Sequence[Schedule]
+    shift: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -76,7 +82,8 @@ class StrideRows:
     def select(self, which: np.ndarray) -> "StrideRows":
         """Those at the given places, an int array."""
         chosen = [self.schedules[i] for i in which.tolist()]
-        return StrideRows(self.steps[which], self.request[which], chosen)
+        shift = None if self.shift is None else self.shift[which]
+        return StrideRows(self.steps[which], self.request[which], chosen, shift)
 
 
 @dataclass(frozen=True)
@@ -134,8 +141,28 @@ def describe(
         if schedule.scales_logits:
             scale = np.ones(len(positions), dtype=np.float32) if scale is None else scale
             scale[place] = schedule.policy.logit_scale(stream, position + 1)
-    moved = int((steps[:, CACHED] < steps[:, STREAM]).sum())
-    return Step(_waves(cut, steps, schedules), positions, scale, tokens.given, evicted, moved)
+    shift = None
+    if tokens.frames is not None:
+        shift = _shift(steps, [tokens.frames[owner] for owner in owners])
+        place, _, position = _tokens_of(steps)
+        positions[place] = position + np.repeat(shift, steps[:, LENGTH])
+    moved = int(moved_rows(steps, shift).sum())
+    waves = _waves(cut, steps, schedules, shift)
+    return Step(waves, positions, scale, tokens.given, evicted, moved)
+
+
+def _shift(steps: np.ndarray, frames: Sequence[Schedule]) -> np.ndarray:
+    """int32 ``[R]``: how many tokens more other layers have cached, by their schedules."""
+    shift = np.zeros(len(steps), dtype=np.int32)
+    for frame, rows in by_schedule(frames):
+        shift[rows] = frame.counts(steps[rows, STREAM].astype(np.int64)) - steps[rows, CACHED]
+    return shift
+
+
+def moved_rows(steps: np.ndarray, shift: np.ndarray | None) -> np.ndarray:
+    """bool ``[R]``: where a key may have left the position that it was written at."""
+    position = steps[:, CACHED] if shift is None else steps[:, CACHED] + shift
+    return position < steps[:, STREAM]
 
 
 def _cut(tokens: RequestTokens, prefill_stride: int) -> _Cut:
@@ -200,10 +227,17 @@ def _tokens_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return place, stream, position
 
 
-def _waves(cut: _Cut, steps: np.ndarray, schedules: list[Schedule]) -> list[StrideRows]:
+def _waves(
+    cut: _Cut, steps: np.ndarray, schedules: list[Schedule], shift: np.ndarray | None
+) -> list[StrideRows]:
     ends = np.searchsorted(cut.depth, np.arange(cut.depth.max(initial=-1) + 2))
     return [
-        StrideRows(steps[begin:end], cut.owner[begin:end], schedules[begin:end])
+        StrideRows(
+            steps[begin:end],
+            cut.owner[begin:end],
+            schedules[begin:end],
+            None if shift is None else shift[begin:end],
+        )
         for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     ]
 
@@ -260,6 +294,7 @@ class Singles:
         scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
             none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
+        shift: int32 ``[B]`` (``StrideRows``); None: 0.
     """
 
     steps: torch.Tensor
@@ -269,10 +304,17 @@ class Singles:
     logit_scale: torch.Tensor | None = None
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
+    shift: torch.Tensor | None = None
 
     def column(self, column: int) -> torch.Tensor:
         """int64 ``[B, 1, 1]``: one number a request, to go with its head sets and slots."""
         return self.steps[:, column].long().view(-1, 1, 1)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[B, 1, 1]``, the new tokens' positions."""
+        cached = self.column(CACHED)
+        return cached if self.shift is None else cached + self.shift.long().view(-1, 1, 1)
 
     @property
     def places(self) -> torch.Tensor:
@@ -290,6 +332,7 @@ class Stride:
         pages: int32 ``[P]``, block numbers, enough for what is cached afterwards.
         logit_scale: fp32 ``[T]``, factors on the logits of each query, or None.
         given: fp32 ``[T]``, scores by the host; None where it gives none.
+        shift: as in ``StrideRows``.
     """
 
     schedule: Schedule
@@ -303,6 +346,7 @@ class Stride:
     num_tokens: int
     logit_scale: torch.Tensor | None = None
     given: torch.Tensor | None = None
+    shift: int = 0
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -318,7 +362,7 @@ class Stride:
     @property
     def moved(self) -> bool:
         """Whether any key may have left the position it was written at."""
-        return self.cached < self.stream
+        return self.cached + self.shift < self.stream
 
     @property
     def end(self) -> int:
@@ -350,10 +394,11 @@ def singles_of(
         steps=torch.from_numpy(np.ascontiguousarray(steps)),
         table=table[torch.from_numpy(rows.request), :most].int(),
         rules=torch.from_numpy(rules),
-        moved=bool((steps[:, CACHED] < steps[:, STREAM]).any()),
+        moved=bool(moved_rows(steps, rows.shift).any()),
         logit_scale=scale,
         scored=scored,
         given=given,
+        shift=None if rows.shift is None else torch.from_numpy(np.ascontiguousarray(rows.shift)),
     )
 
 
@@ -379,6 +424,7 @@ def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: in
                 num_tokens=length,
                 logit_scale=_part(step.logit_scale, part, table.device),
                 given=_part(step.given if text else None, part, table.device),
+                shift=0 if rows.shift is None else int(rows.shift[i]),
             )
         )
     return strides

@@ -59,7 +59,7 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUMetadata:
-        table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
+        table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.page_slots
         step = self.plan(common_attn_metadata)
         waves = []
         for rows in step.waves:

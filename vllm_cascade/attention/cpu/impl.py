@@ -15,6 +15,7 @@ from vllm_cascade.cache.positions import Rotary
 class CPUKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens at once, each longer stride on its own."""
 
+    knows_windows = knows_sinks = True
     path: Path | None = None
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:

@@ -163,7 +163,8 @@ def _kv_at_positions(
     keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
     if stride.moved and layer.rotation is not None:
         born = _gather_words(pages.born, stride).gather(1, order)
-        distance = born - torch.arange(0, stride.cached, pages.unit, dtype=torch.int32)
+        position = torch.arange(0, stride.cached, pages.unit, dtype=torch.int32) + stride.shift
+        distance = born - position
         distance = distance.repeat_interleave(pages.unit, dim=1)
         keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     return keys, values
@@ -204,8 +205,11 @@ def _attend(
         distance = torch.arange(visible) - position  # [tile, visible], 0 on the diagonal
         if layer.slopes is not None:
             logits += layer.slopes[:, :, None, None] * distance
-        logits.masked_fill_(distance > 0, -torch.inf)
-        probs = logits.softmax(dim=-1)
+        unseen = distance > 0
+        if layer.window is not None:
+            unseen |= distance <= -layer.window
+        logits.masked_fill_(unseen, -torch.inf)
+        probs = layer.softmax(logits)
         output[:, :, begin:end] = torch.matmul(probs, values[:, None, :visible])
         if scoring.source == "attention":
             decay = scoring.decay ** (num_tokens - 1 - rows).double()
@@ -240,7 +244,7 @@ def _insert(
     place_rank[head_set, place] = new_ranks[head_set, new]
     _scatter_words(pages.rank, stride, place_rank.int())
 
-    written_at = stride.cached + new * unit
+    written_at = stride.cached + stride.shift + new * unit
     if stride.num_tokens % unit and unit > 1:
         new_kv, last = _settle(layer, stride, new_kv, unit, int(new_ranks[0, -1]))
         written_at = torch.where(new == keep_new.shape[1] - 1, last, written_at)
