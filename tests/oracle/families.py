@@ -131,9 +131,7 @@ class Streamed:
         mass = discounted_mass(probs, self.decay, self.weight)
         if layer.sims[0].unit > 1:
             mass = on_first_of_units(mass, layer.sims[0].unit)
-        mass = reduce_heads(
-            mass, "per_kv_head" if self.per_head else "homogeneous", self.reduction
-        )
+        mass = reduce_heads(mass, "per_kv_head" if self.per_head else "homogeneous", self.reduction)
         sets = torch.arange(len(layer.sims))[:, None]
         layer.scores[sets, seen] = self.decay ** len(own) * layer.scores[sets, seen] + mass
         for s, sim in enumerate(layer.sims):
@@ -159,7 +157,7 @@ class Streamed:
 def rope_of(config: Any, kind: str) -> dict[str, Any]:
     """The rotary parameters of layers of a kind."""
     rope = config.rope_parameters
-    return dict(rope[kind] if kind in rope else rope)
+    return dict(rope.get(kind, rope))
 
 
 def frequencies(config: Any, kind: str, head_dim: int) -> Tensor:
@@ -236,7 +234,7 @@ def stream_family(
     return OracleResult(logprobs, logits[-1].clone(), kept, [], min(gaps))
 
 
-# --- tiny random models -----------------------------------------------------------------------------
+# --- tiny random models ---------------------------------------------------------------------------
 
 COMMON = {
     "hidden_size": 64,

@@ -118,3 +118,19 @@ def kinds_of(specs: Iterable["KVPolicySpec"], policy: Policy, block_size: int) -
             page_bytes=kind.page_bytes + spec.page_size_bytes,
         )
     return tuple(kinds.values())
+
+
+def request_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
+    """What a request of ``num_tokens`` tokens holds under a policy, in all of its layers.
+
+    Args:
+        specs: by layer, as ``bounded`` makes them.
+    """
+    pages = next(iter(specs.values())).num_pages(num_tokens)
+    return pages * sum(spec.page_size_bytes for spec in specs.values())
+
+
+def stock_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
+    """What vLLM without a policy holds for the same request, its windows cut as it cuts them."""
+    spec = next(iter(specs.values()))
+    return sum(kind.stock_bytes(num_tokens, spec.block_size) for kind in spec.kinds)
