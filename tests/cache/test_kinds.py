@@ -110,6 +110,16 @@ def test_a_request_of_its_own_budget_needs_pages_for_the_windows() -> None:
     assert manager.final_pages("nobody") == 4
 
 
+def test_a_window_as_long_as_the_model_is_none() -> None:
+    same = {"num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    made = {"layers.0": SlidingWindowSpec(block_size=1, sliding_window=4096, **same)}
+    (spec,) = bounded(made, policy(), 16, max_position=4096).values()
+    full = KVPolicySpec.from_full(FullAttentionSpec(block_size=16, **same), policy())
+    assert spec == full
+    (spec,) = bounded(made, policy(), 16, max_position=4097).values()
+    assert spec.window == 4096
+
+
 def test_a_window_of_one_token_is_refused() -> None:
     with pytest.raises(KVPolicyError, match="a window of 1 token"):
         specs([1, None], policy())

@@ -40,6 +40,11 @@ class KVPolicyBackend(AttentionBackend):
         (``cache/kinds.py``), and this sees one layer at a time.
         """
         policy = policy_of(get_current_vllm_config())
+        if spec.head_size_v != spec.head_size:
+            raise KVPolicyError(
+                f"kv_policy: a layer's values have {spec.head_size_v} channels and its keys "
+                f"{spec.head_size}, which no policy supports; use --kv-policy full"
+            )
         if type(spec) is SlidingWindowSpec and policy is not None:
             return spec
         if type(spec) is not FullAttentionSpec or policy is None:

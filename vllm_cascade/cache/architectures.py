@@ -3,7 +3,8 @@
 
 Some architectures leave layers without rotary positions (NoPE), although these layers may own a
 rotary module and just not call it; and models that vLLM runs through transformers have
-transformers' rotary modules. Both are known by ``model_type``, never guessed.
+transformers' rotary modules. Both are known by ``model_type``, never guessed; a model whose layers
+may skip their rotary module by a rule that is not known here is refused.
 """
 
 from collections.abc import Callable
@@ -39,8 +40,32 @@ UNROTATED: dict[str, Unrotated] = {
 FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
 """Keys with which a configuration may say that some layers have no rotary positions."""
 
+SKIPPING = ("afmoe", "cohere2_moe", "exaone_moe", "iquest_loopcoder", "muse_glimmer", "step3p5")
+"""vLLM's modules whose layers skip their rotary module by rules that nobody has tested here."""
+
+HARMLESS = {
+    "commandr": "known above",
+    "exaone4": "known above",
+    "falcon": "layers that do not rotate have ALiBi",
+    "gemma3n": "only layers that share another's cache, which are refused",
+    "gemma4": "only layers that share another's cache, which are refused",
+    "granite": "without a base there is no rotary module",
+    "granitemoe": "without a base there is no rotary module",
+    "granitemoehybrid": "recurrent layers are refused",
+    "hy_v3": "a fused kernel rotates instead",
+    "llama4": "layers without rotary positions have no rotary module, and chunks are refused",
+    "olmo_hybrid": "recurrent layers are refused",
+    "zamba2": "recurrent layers are refused",
+}
+"""vLLM's modules that call a rotary module only sometimes, and why that does no harm."""
+
 IN_HALVES = ("smollm3", "olmo3")
 """Models that run through transformers and rotate the two halves of a head (``rotate_half``)."""
+
+
+def skips_unknown(block: nn.Module) -> bool:
+    """Whether a layer's attention block may skip its rotary module by a rule not known here."""
+    return type(block).__module__.rpartition(".")[2] in SKIPPING
 
 
 def may_be_unrotated(config: Any) -> bool:

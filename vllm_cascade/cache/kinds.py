@@ -9,7 +9,7 @@ the kind's tokens to fit on the pages that the policy needs anyway.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec, replace_as
@@ -76,13 +76,18 @@ def window_slots(policy: Policy, window: int, block_size: int) -> int:
 
 
 def bounded(
-    specs: Mapping[str, KVCacheSpec], policy: Policy, block_size: int
+    specs: Mapping[str, KVCacheSpec],
+    policy: Policy,
+    block_size: int,
+    max_position: int | None = None,
 ) -> dict[str, KVCacheSpec]:
     """Every layer's cache, where some layers have windows; the others are bounded already.
 
     Args:
         specs: by layer; those without windows are ``KVPolicySpec``.
         block_size: tokens of a page of the policy's.
+        max_position: positions that the model knows (None: any number). A window that is not
+            smaller never hid a token from it, so the layer is one of the policy's.
     """
     from vllm_cascade.cache.manager import KVPolicySpec
 
@@ -91,18 +96,26 @@ def bounded(
     bounded_specs: dict[str, KVPolicySpec] = {}
     for name, spec in specs.items():
         if isinstance(spec, SlidingWindowSpec):
+            own: dict[str, Any] = {"policy": policy}
+            window = spec.sliding_window
+            if max_position is None or window < max_position:
+                own = {
+                    "policy": window_policy(policy, window),
+                    "slots": window_slots(policy, window, block_size),
+                    "window": window,
+                }
             spec = replace_as(
                 spec,
                 KVPolicySpec,
                 drop=("sliding_window", "extra_retained_tokens"),
                 block_size=block_size,
-                policy=window_policy(policy, spec.sliding_window),
-                slots=window_slots(policy, spec.sliding_window, block_size),
-                window=spec.sliding_window,
                 page_size_padded=None,
+                **own,
             )
         assert isinstance(spec, KVPolicySpec), type(spec)
         bounded_specs[name] = spec
+    if all(spec.window is None for spec in bounded_specs.values()):
+        return bounded_specs
     kinds = kinds_of(bounded_specs.values(), policy, block_size)
     return {name: replace(spec, kinds=kinds) for name, spec in bounded_specs.items()}
 

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.rotary_embedding import (
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_cascade.cache.architectures import frequencies, is_unrotated
+from vllm_cascade.cache.architectures import frequencies, is_unrotated, skips_unknown
 from vllm_cascade.policies.settings import KVPolicyError
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -167,6 +167,12 @@ def _enclosing_rotary(
 ) -> RotaryEmbeddingBase:
     while name:
         name = name.rpartition(".")[0]
+        if skips_unknown(modules[name]):
+            raise KVPolicyError(
+                f"kv_policy: {layer_name} may have no rotary positions although others have, and "
+                f"how {type(modules[name]).__name__} decides that is not known; use --kv-policy "
+                "full for this model"
+            )
         found = {m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
         if len(found) == 1:
             return found.pop()
