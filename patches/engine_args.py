@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``vllm.engine.arg_utils.EngineArgs`` (checked against vLLM 0.32.0).
 
-What: ``--kv-policy``, ``--kv-budget`` and ``--kv-policy-config`` on every command that builds its
+What: ``--kv-policy``, ``--kv-budget``, ``--kv-recall`` and ``--kv-policy-config`` on every command that builds its
 parser after plugins load; the same names as arguments of ``LLM``/``EngineArgs``; and a policy, once
 set, is checked and applied where vLLM creates its configuration.
 Why: vLLM has no hook by which a general plugin adds flags or adjusts ``VllmConfig``.
@@ -32,14 +32,16 @@ def merge_settings(
     kv_policy: str | None,
     kv_budget: int | None,
     kv_policy_config: dict[str, Any] | None,
+    kv_recall: int | None = None,
 ) -> dict[str, Any]:
-    """``additional_config`` with the three arguments in it; unchanged where none was given.
+    """``additional_config`` with the arguments in it; unchanged where none was given.
 
     Raises:
         KVPolicyError: a setting given twice, or a budget without a policy.
     """
     merged = dict(additional_config or {})
-    if kv_policy is None and kv_budget is None and kv_policy_config is None:
+    flags = {"name": kv_policy, "budget": kv_budget, "recall": kv_recall}
+    if kv_policy_config is None and all(value is None for value in flags.values()):
         return merged
     for key in merged.keys() & set(ARGUMENTS):
         raise KVPolicyError(
@@ -49,15 +51,16 @@ def merge_settings(
     if kv_policy_config is not None and not isinstance(kv_policy_config, dict):
         raise KVPolicyError(f"--kv-policy-config must be a JSON object, not {kv_policy_config!r}")
     settings = dict(kv_policy_config or {})
-    for key, value, flag in (("name", kv_policy, "policy"), ("budget", kv_budget, "budget")):
+    for key, value in flags.items():
         if value is None:
             continue
         if key in settings:
+            flag = "policy" if key == "name" else key
             raise KVPolicyError(f"--kv-{flag} and {key!r} in --kv-policy-config: remove one")
         settings[key] = value
     if "name" not in settings:
         raise KVPolicyError(
-            "--kv-budget and --kv-policy-config need a policy; add --kv-policy "
+            "--kv-budget, --kv-recall and --kv-policy-config need a policy; add --kv-policy "
             + "|".join(CHOICES[1:])
         )
     if raw_settings({CONFIG_KEY: settings}) is None:
@@ -100,13 +103,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"{DEFAULT_BUDGET}, or the largest that fits the model's positions)",
     )
     group.add_argument(
+        "--kv-recall",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="Evicted units of tokens that wait in host memory and that a query can bring back, "
+        "so many at a time, besides the budget. (default: 0)",
+    )
+    group.add_argument(
         "--kv-policy-config",
         type=_json_object,
         default=argparse.SUPPRESS,
         help="The policy's other settings as JSON: num_sinks (4), prefill_stride "
         f"({DEFAULT_PREFILL_STRIDE}), head_policy (homogeneous), head_reduction (mean), "
         "ema_gamma (null: the paper's), tie (incoming), overflow (1), unit (1, a number of "
-        "tokens, or page), trace (false); for cascade also num_subcaches (4), cascade_base (2), "
+        "tokens, or page; 16 with recall), recall_store (32768), recall_every (16), recall_queries "
+        "(32), trace (false); for cascade also num_subcaches (4), cascade_base (2), "
         "eager_fill (true), preset (null, or paper). `vllm-cascade policies` lists every policy's "
         "own. (default: {})",
     )

@@ -249,7 +249,7 @@ def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
     """Least, mean and most tokens cached over a long stream, once the cache has been full."""
     from vllm_cascade.policies import compiled
 
-    counts = compiled(policy).counts(np.arange(num_tokens + 1))
+    counts = compiled(policy).positions(np.arange(num_tokens + 1))
     full = int(counts.argmax())
     steady = counts[full:]
     return int(steady.min()), float(steady.mean()), int(steady.max())

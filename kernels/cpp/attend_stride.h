@@ -14,6 +14,13 @@ struct Stride {
   int64_t shift;                 // positions beyond ranks
   const int32_t *rules, *first;  // [any, RULE_COLUMNS]; row i applies first[i] .. first[i + 1] - 1
   int64_t transient, period;     // rows that occur once, and rows that repeat for ever
+  // Units among the cached ones that were recalled; rules are about ranks behind them. So many more
+  // will be, when this stride's evictions are done.
+  int64_t recalled, recalls_more;
+  // Room for units that leave: [H, num_evicted, unit, 2 D] and, twice, [S, num_evicted]; or null.
+  int64_t num_evicted;
+  void* evicted_rows;
+  int32_t *evicted_born, *evicted_token;
 };
 
 namespace {

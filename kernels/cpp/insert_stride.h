@@ -79,8 +79,12 @@ void run_rules(const Work<T>& work, Line& line) {
     if (u == work.complete) return;
     const int64_t at = work.stream / work.unit + u, past = at - stride.transient;
     const int32_t* first = stride.first + (past < 0 ? at : stride.transient + past % stride.period);
-    for (int64_t i = first[0]; i < first[1]; i++)
-      line.apply(Step::rule_at(stride.rules + i * RULE_COLUMNS));
+    for (int64_t i = first[0]; i < first[1]; i++) {
+      Rule rule = Step::rule_at(stride.rules + i * RULE_COLUMNS);
+      rule.lo += stride.recalled;
+      rule.hi += stride.recalled;
+      line.apply(rule);
+    }
   }
 }
 
@@ -109,6 +113,43 @@ void write_unit(Work<T>& work, int64_t set, int64_t unit, int64_t place, int64_t
     }
 }
 
+// Copy a set's units that leave, before their slots are written over: those that are cached by rank,
+// from `rank`, the places' ranks before the stride, then the stride's own.
+template <class T>
+void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t* left) {
+  const Layer& layer = work.layer;
+  const Stride& stride = work.stride;
+  const int64_t old = work.old_units, places = work.old_slots / work.unit, unit = work.unit;
+  const int64_t size = layer.head_size, head_begin = layer.num_sets == 1 ? 0 : set;
+  const int64_t head_end = layer.num_sets == 1 ? layer.num_heads : set + 1;
+  std::vector<int32_t> place_of(old);
+  for (int64_t place = 0; place < places; place++)
+    if (rank[place] >= 0) place_of[rank[place]] = (int32_t)place;
+  int64_t n = 0;
+  for (int64_t i = 0; i < old + work.complete && n < stride.num_evicted; i++) {
+    if (left[i] >= 0) continue;
+    const int64_t place = i < old ? place_of[i] : 0, u = i - old;
+    int32_t *born = stride.evicted_born + set * stride.num_evicted + n;
+    int32_t *token = stride.evicted_token + set * stride.num_evicted + n;
+    const int64_t word = layer.word(stride.pages[place / layer.page_units], set) +
+                         place % layer.page_units;
+    *born = i < old ? layer.born[word] : (int32_t)(work.cached + u * unit);
+    *token = i < old ? layer.token[word] : (int32_t)(work.stream + u * unit);
+    for (int64_t head = head_begin; head < head_end; head++) {
+      T* to = (T*)stride.evicted_rows + (head * stride.num_evicted + n) * unit * 2 * size;
+      for (int64_t t = 0; t < unit; t++, to += 2 * size) {
+        if (i < old) {
+          std::memcpy(to, work.slot_row(place * unit + t, head), 2 * size * sizeof(T));
+          continue;
+        }
+        std::memcpy(to, work.key(u * unit + t, head), size * sizeof(T));
+        std::memcpy(to + size, work.value(u * unit + t, head), size * sizeof(T));
+      }
+    }
+    n++;
+  }
+}
+
 // Renumber one set's survivors; the k-th surviving new unit takes the k-th free place.
 template <class T>
 void insert(Work<T> work, const Packed& packed, int64_t set) {
@@ -132,6 +173,7 @@ void insert(Work<T> work, const Packed& packed, int64_t set) {
   std::vector<int32_t> rank(places, -1);
   std::vector<float> score(places, 0.0f);
   gather(layer, pages, set, (const int32_t*)layer.rank, rank.data(), 0, old_places);
+  if (work.stride.num_evicted) take_evicted(work, set, rank.data(), left);
   for (int64_t place = 0; place < old_places; place++) {
     const int32_t before = rank[place];
     if (before < 0) continue;
@@ -145,8 +187,8 @@ void insert(Work<T> work, const Packed& packed, int64_t set) {
     if (place == places) break;  // the policy's count says that this cannot be
     rank[place] = left[old + u];
     score[place] = scores[old + u];
-    const int64_t at = work.cached + u * work.unit, settled = left[old + u] * work.unit;
-    const int64_t born = u == work.complete ? settled : at;
+    const int64_t at = work.cached + u * work.unit, settled = left[old + u] + work.stride.recalls_more;
+    const int64_t born = u == work.complete ? settled * work.unit : at;
     const int64_t page = pages[place / layer.page_units];
     const int64_t word = layer.word(page, set) + place % layer.page_units;
     layer.born[word] = (int32_t)(born + work.stride.shift);

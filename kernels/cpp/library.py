@@ -64,7 +64,17 @@ class Stride(ctypes.Structure):
         *_of(c_void_p, "logit_scale given"),
         *_of(c_int64, "scored shift"),
         *_of(c_void_p, "rules first"),
-        *_of(c_int64, "transient period"),
+        *_of(c_int64, "transient period recalled recalls_more num_evicted"),
+        *_of(c_void_p, "evicted_rows evicted_born evicted_token"),
+    ]
+
+
+class Store(ctypes.Structure):
+    """A layer's stored units, and the query heads that ask for them."""
+
+    _fields_: ClassVar = [
+        *_of(c_void_p, "codes scales queries asked"),
+        *_of(c_int64, "num_chunks chunk_units begin end unit num_heads group head_size"),
     ]
 
 
@@ -73,7 +83,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.calls = {"tokens": 0, "strides": 0}
+        self.calls = {"tokens": 0, "strides": 0, "recalls": 0}
         try:
             native = ctypes.CDLL(str(path))
         except OSError as error:
@@ -83,6 +93,7 @@ class Library:
             ("stride", Stride),
             ("layer", Layer),
             ("rows", Rows),
+            ("store", Store),
         ):
             size = getattr(native, f"{name}_size")
             size.restype = c_int64
@@ -95,6 +106,8 @@ class Library:
         for function in (self._tokens, self._stride):
             function.argtypes = [c_void_p, c_void_p, c_void_p]
             function.restype = None
+        self._evidence = native.recall_evidence
+        self._evidence.argtypes, self._evidence.restype = [c_void_p], None
 
     def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
         """Attend, update scores, run each row's rules, insert."""
@@ -105,6 +118,11 @@ class Library:
         """The same for a stride, with the rules of all of its tokens."""
         self.calls["strides"] += 1
         self._stride(ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows))
+
+    def recall_evidence(self, store: Store) -> None:
+        """How much a token's query heads ask for each stored unit."""
+        self.calls["recalls"] += 1
+        self._evidence(ctypes.byref(store))
 
 
 @lru_cache(maxsize=1)

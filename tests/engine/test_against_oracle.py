@@ -118,10 +118,12 @@ def run_oracle(
     model: Path = MODEL,
     prompt_len: int | None = None,
     corpus: list[int] | None = None,
+    chosen: dict[int, list[list[list[int]]]] | None = None,
 ) -> OracleResult:
     """What the oracle says about ``tokens``, of which the first ``prompt_len`` are a prompt.
 
-    ``corpus`` is counted where the policy reads a table of document frequencies.
+    ``corpus`` is counted where the policy reads a table of document frequencies. ``chosen`` is what
+    the engine kept, for choices of recalled units that rounding decides.
     """
     ends = book_ends().__getitem__
     sentences = None if corpus is None else sentences_of(corpus, ends)
@@ -130,6 +132,7 @@ def run_oracle(
         tokens,
         prompt_len=len(tokens) if prompt_len is None else prompt_len,
         token_scores=token_scores(policy, tokens, ends, sentences),
+        chosen=chosen,
         **oracle_settings(policy),
     )
 

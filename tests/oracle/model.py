@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .dgc import nearest_centres
 from .policies import Sim
+from .recall import RecallSettings, RecallSim
 
 HEAD_POLICIES = ("homogeneous", "per_kv_head")
 
@@ -354,6 +355,8 @@ class OracleResult:
     a unit's, whole, is its first token's."""
     closest_contest: float
     """Smallest relative gap of two scores in a contest, over all layers and sets."""
+    recalls: tuple[int, int] = (0, 0)
+    """Choices among units to recall, and how many of them rounding decided."""
 
 
 def strides(num_tokens: int, prompt_len: int, stride: int) -> list[tuple[int, int]]:
@@ -397,6 +400,8 @@ def stream(
     logit_scale: Callable[[int], float] | None = None,
     token_scores: list[float] | None = None,
     kept_at: Collection[int] | None = None,
+    recall: RecallSettings | None = None,
+    chosen: dict[int, list[list[list[int]]]] | None = None,
 ) -> OracleResult:
     """Run `tokens` through the model with one token-retention simulation per layer and head set.
 
@@ -410,7 +415,8 @@ def stream(
     queries that saw the token (of a unit: its first token), its own included. `logit_scale` gives
     a factor on the logits of the query at stream index i (`log_n()`; default 1). `token_scores`
     are shown in place of scores by attention. Tokens that a simulation merges into others are
-    averaged into them.
+    averaged into them. With `recall` the queries of a stride bring evicted units back; `chosen`
+    is what another implementation kept (as `kept`), whose choice stands where rounding decides.
     """
     if gamma is not None:
         if decay is not None or weight is not None:
@@ -429,6 +435,9 @@ def stream(
     values = [torch.zeros(shape) for _ in range(num_layers)]
     scores = [torch.zeros(num_sets, total) for _ in range(num_layers)]
     sims = [[make_sim() for _ in range(num_sets)] for _ in range(num_layers)]
+    stores = [
+        [RecallSim(recall) if recall else None for _ in range(num_sets)] for _ in range(num_layers)
+    ]
     members = [[dict[int, int]() for _ in range(num_sets)] for _ in range(num_layers)]
 
     heads = torch.arange(model.num_kv_heads)[:, None]
@@ -451,7 +460,18 @@ def stream(
 
             # Attend to the cached tokens and this stride: [sets, n + T] token indices.
             own = list(range(start, end))
-            seen = torch.tensor([sim.arranged() + own for sim in sims[layer]])
+            lines = [sim.arranged() for sim in sims[layer]]
+            for s, store in enumerate(stores[layer]):
+                if store is None:
+                    continue
+                num_sinks = len(sims[layer][s].sinks)
+                if store.chooses(start, end):
+                    of_set = slice(None) if num_sets == 1 else slice(s, s + 1)
+                    asked = q[store.asking(length)].unflatten(1, (model.num_kv_heads, -1))
+                    hint = None if chosen is None else store.hint(chosen[end][layer][s], num_sinks)
+                    store.choose(asked[:, of_set].flatten(1, 2), keys[layer][of_set], hint)
+                lines[s] = store.line(lines[s], num_sinks)
+            seen = torch.tensor([line + own for line in lines])
             rows = seen.expand(model.num_kv_heads, -1)
             cached_k, cached_v = keys[layer][heads, rows], values[layer][heads, rows]
             attended, probs = attend(model, q, cached_k, cached_v, factor)
@@ -472,9 +492,12 @@ def stream(
                     shown = {t: value / (end - sim.first_of(t)) for t, value in shown.items()}
                 if token_scores is not None:
                     shown = {token: token_scores[token] for token in shown}
+                before = sim.tokens() + own
                 for token in own:
                     sim.insert(token, shown.__getitem__)
                 sim.end_stride(shown.__getitem__)
+                if (store := stores[layer][s]) is not None:
+                    store.note(before, sim.tokens())
                 in_set = slice(None) if num_sets == 1 else slice(s, s + 1)
                 merge(sim, members[layer][s], keys[layer][in_set], values[layer][in_set])
                 score[s, sim.sinks] = 0.0  # sinks are never scored
@@ -485,6 +508,12 @@ def stream(
         logprobs += logprob.gather(-1, following[:, None])[:, 0].tolist()
         if kept_at is None or end in kept_at:
             kept[end] = [[sim.tokens() for sim in layer_sims] for layer_sims in sims]
+            for layer_kept, layer_sims, layer_stores in zip(kept[end], sims, stores, strict=True):
+                for s, store in enumerate(layer_stores):
+                    if store is not None:
+                        layer_kept[s] = store.line(layer_kept[s], len(layer_sims[s].sinks))
 
     gaps = [sim.closest_contest for row in sims for sim in row]
-    return OracleResult(logprobs, logits[-1].clone(), kept, scores, min(gaps))
+    used = [store for row in stores for store in row if store is not None]
+    choices = sum(store.choices for store in used), sum(store.near for store in used)
+    return OracleResult(logprobs, logits[-1].clone(), kept, scores, min(gaps), choices)

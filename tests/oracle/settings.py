@@ -21,6 +21,7 @@ from tests.oracle.policies import (
     Sim,
     WindowSim,
 )
+from tests.oracle.recall import RecallSettings
 from tests.oracle.units import UnitSim, in_units, unit_of
 
 
@@ -165,5 +166,6 @@ def oracle_settings(settings: dict[str, Any]) -> dict[str, Any]:
         "head_policy": settings.get("head_policy", per_head),
         "head_reduction": settings.get("head_reduction", "mean"),
         "logit_scale": logit_scale(settings),
+        "recall": RecallSettings.of(settings),
         **score_rule(settings),
     }

@@ -26,7 +26,8 @@ class LayerConfig:
         softcap: ``softcap * tanh(logits / softcap)``; 0 is none.
         slopes: fp32 ``[num_kv_heads, group]`` of ALiBi, or None.
         rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, cos and sin of a rotation back
-            by a distance; None where keys are not rotated.
+            by a distance; None where keys are not rotated. Where units are recalled, which may
+            move others forward, rows of negative distances lie in memory before it.
         is_neox: how channels pair up.
         uses_attention: whether the engine's policy needs attention's probabilities as scores.
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
@@ -183,7 +184,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         scores, sinks = spec.window is None, self.sinks  # windows compare none
         rotation = None
         if rotary is not None:
-            rotation = self.rotation_table(rotary, spec.max_distance, device)
+            rotation = self.rotation_table(rotary, spec, device)
         self._pages = page_views(kv_cache, spec)
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
@@ -201,8 +202,10 @@ class KVPolicyImpl(AttentionImpl[Any]):
             sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
         )
 
-    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
-        """cos and sin of a rotation back, for every distance up to ``positions``."""
+    def rotation_table(
+        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
+    ) -> torch.Tensor:
+        """cos and sin of a rotation back, for every distance that a key of the layer can move."""
         raise NotImplementedError
 
     def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:

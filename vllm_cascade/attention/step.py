@@ -10,6 +10,7 @@ the device, and a device needs no more than a copy of the rows.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -29,6 +30,9 @@ from vllm_cascade.kernels.columns import (
     STREAM,
 )
 from vllm_cascade.policies import Schedule
+
+if TYPE_CHECKING:
+    from vllm_cascade.recall.plan import RecallStride
 
 NOBODY = -2
 """A rank that no slot has, not even an empty one: for tokens that get no score from the host."""
@@ -67,6 +71,7 @@ class StrideRows:
         steps: int32 ``[R, STEP_COLUMNS]``.
         request: int64 ``[R]``, each one's row in the batch, and in the block table.
         schedules: one a stride.
+        recall: what each does with the request's evicted units, or None; empty where nobody does.
         shift: int32 ``[R]``, how far positions are beyond ``CACHED`` and what follows: other layers
             keep so many tokens more (or fewer) than these, which have windows. None: no window.
     """
@@ -74,6 +79,7 @@ class StrideRows:
     steps: np.ndarray
     request: np.ndarray
     schedules: Sequence[Schedule]
+    recall: "Sequence[RecallStride | None]" = ()
     shift: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -81,9 +87,11 @@ class StrideRows:
 
     def select(self, which: np.ndarray) -> "StrideRows":
         """Those at the given places, an int array."""
-        chosen = [self.schedules[i] for i in which.tolist()]
+        places = which.tolist()
+        chosen = [self.schedules[i] for i in places]
+        recall = [self.recall[i] for i in places] if self.recall else ()
         shift = None if self.shift is None else self.shift[which]
-        return StrideRows(self.steps[which], self.request[which], chosen, shift)
+        return StrideRows(self.steps[which], self.request[which], chosen, recall, shift)
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ def describe(
         shift = _shift(steps, [tokens.frames[owner] for owner in owners])
         place, _, position = _tokens_of(steps)
         positions[place] = position + np.repeat(shift, steps[:, LENGTH])
-    moved = int(moved_rows(steps, shift).sum())
+    moved = int(may_have_moved(steps, schedules, shift).sum())
     waves = _waves(cut, steps, schedules, shift)
     return Step(waves, positions, scale, tokens.given, evicted, moved)
 
@@ -155,14 +163,24 @@ def _shift(steps: np.ndarray, frames: Sequence[Schedule]) -> np.ndarray:
     """int32 ``[R]``: how many tokens more other layers have cached, by their schedules."""
     shift = np.zeros(len(steps), dtype=np.int32)
     for frame, rows in by_schedule(frames):
-        shift[rows] = frame.counts(steps[rows, STREAM].astype(np.int64)) - steps[rows, CACHED]
+        shift[rows] = frame.positions(steps[rows, STREAM].astype(np.int64)) - steps[rows, CACHED]
     return shift
 
 
-def moved_rows(steps: np.ndarray, shift: np.ndarray | None) -> np.ndarray:
-    """bool ``[R]``: where a key may have left the position that it was written at."""
+def may_have_moved(
+    steps: np.ndarray, schedules: Sequence[Schedule], shift: np.ndarray | None = None
+) -> np.ndarray:
+    """bool ``[R]``: whether any key may have left the position it was written at.
+
+    Recalled units are out of order, so that keys move where all of them are cached.
+    """
     position = steps[:, CACHED] if shift is None else steps[:, CACHED] + shift
-    return position < steps[:, STREAM]
+    moved = position < steps[:, STREAM]
+    if any(schedule.policy.recall for schedule in schedules):
+        stream = steps[:, STREAM].astype(np.int64)
+        for schedule, rows in by_schedule(schedules):
+            moved[rows] |= schedule.evicted(stream[rows]) > 0
+    return moved
 
 
 def _cut(tokens: RequestTokens, prefill_stride: int) -> _Cut:
@@ -205,15 +223,14 @@ def _fill(steps: np.ndarray, rows: np.ndarray | slice, schedule: Schedule, rules
     own = steps[rows]  # a copy where rows is an array
     begin = own[:, STREAM].astype(np.int64)
     end = begin + own[:, LENGTH]
-    cached = schedule.counts(begin)
-    own[:, CACHED] = cached
+    own[:, CACHED] = schedule.positions(begin)
     own[:, OLD_SLOTS], own[:, NEW_SLOTS] = schedule.peaks(begin), schedule.peaks(end)
     ruled = (own[:, LENGTH] == 1) & schedule.completes(begin)
     own[:, LO:PER_AGE] = schedule.leading[schedule.rows(begin)] * ruled[:, None]
     own[:, MORE] += rules_at
     own[:, PER_AGE : DECAY + 2] = schedule.score_columns
     steps[rows] = own
-    return int((cached + own[:, LENGTH] - schedule.counts(end)).sum())
+    return int((schedule.counts(begin) + own[:, LENGTH] - schedule.counts(end)).sum())
 
 
 def _tokens_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -236,7 +253,7 @@ def _waves(
             steps[begin:end],
             cut.owner[begin:end],
             schedules[begin:end],
-            None if shift is None else shift[begin:end],
+            shift=None if shift is None else shift[begin:end],
         )
         for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     ]
@@ -294,6 +311,7 @@ class Singles:
         scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
             none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
+        recall: what each does with its evicted units, or None; empty where nobody does.
         shift: int32 ``[B]`` (``StrideRows``); None: 0.
     """
 
@@ -304,6 +322,7 @@ class Singles:
     logit_scale: torch.Tensor | None = None
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
+    recall: "Sequence[RecallStride | None]" = ()
     shift: torch.Tensor | None = None
 
     def column(self, column: int) -> torch.Tensor:
@@ -332,6 +351,9 @@ class Stride:
         pages: int32 ``[P]``, block numbers, enough for what is cached afterwards.
         logit_scale: fp32 ``[T]``, factors on the logits of each query, or None.
         given: fp32 ``[T]``, scores by the host; None where it gives none.
+        recalled: units among the cached ones that were recalled; they stand after the sinks.
+        recalls_more: so many more will be, when the stride's own evictions are done.
+        recall: what it does with evicted units; None: nothing.
         shift: as in ``StrideRows``.
     """
 
@@ -346,6 +368,9 @@ class Stride:
     num_tokens: int
     logit_scale: torch.Tensor | None = None
     given: torch.Tensor | None = None
+    recalled: int = 0
+    recalls_more: int = 0
+    recall: "RecallStride | None" = None
     shift: int = 0
 
     @property
@@ -362,7 +387,7 @@ class Stride:
     @property
     def moved(self) -> bool:
         """Whether any key may have left the position it was written at."""
-        return self.cached + self.shift < self.stream
+        return self.cached + self.shift < self.stream or self.recalled > 0
 
     @property
     def end(self) -> int:
@@ -394,10 +419,11 @@ def singles_of(
         steps=torch.from_numpy(np.ascontiguousarray(steps)),
         table=table[torch.from_numpy(rows.request), :most].int(),
         rules=torch.from_numpy(rules),
-        moved=bool(moved_rows(steps, rows.shift).any()),
+        moved=bool(may_have_moved(steps, rows.schedules, rows.shift).any()),
         logit_scale=scale,
         scored=scored,
         given=given,
+        recall=rows.recall,
         shift=None if rows.shift is None else torch.from_numpy(np.ascontiguousarray(rows.shift)),
     )
 
@@ -411,12 +437,14 @@ def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: in
         num_pages = -(-slots // block_size)
         part = slice(start, start + length)
         text = step.given is not None and schedule.scoring.source == "text"
+        stream = numbers[STREAM]
+        before, after = schedule.recalled(np.asarray([stream, stream + length])).tolist()
         strides.append(
             Stride(
                 schedule=schedule,
                 step=torch.from_numpy(rows.steps[i]),
                 pages=table[int(rows.request[i]), :num_pages],
-                stream=numbers[STREAM],
+                stream=stream,
                 cached=numbers[CACHED],
                 old_slots=numbers[OLD_SLOTS],
                 new_slots=slots,
@@ -424,6 +452,9 @@ def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: in
                 num_tokens=length,
                 logit_scale=_part(step.logit_scale, part, table.device),
                 given=_part(step.given if text else None, part, table.device),
+                recalled=before,
+                recalls_more=after - before,
+                recall=rows.recall[i] if rows.recall else None,
                 shift=0 if rows.shift is None else int(rows.shift[i]),
             )
         )

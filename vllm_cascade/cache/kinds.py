@@ -93,6 +93,11 @@ def bounded(
 
     if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
         return dict(specs)
+    if policy.recall:
+        raise KVPolicyError(
+            "kv_policy: the model has layers with sliding windows, and recall moves positions in a "
+            "way that these do not follow; set recall to 0 for this model"
+        )
     bounded_specs: dict[str, KVPolicySpec] = {}
     for name, spec in specs.items():
         if isinstance(spec, SlidingWindowSpec):

@@ -41,13 +41,13 @@ class Rotary:
     inv_freq: torch.Tensor
     is_neox: bool
 
-    def table(self, max_distance: int) -> torch.Tensor:
-        """cos and sin of a rotation by ``-d`` for ``d`` in ``[0, max_distance]``.
+    def table(self, max_distance: int, forward: int = 0) -> torch.Tensor:
+        """cos and sin of a rotation by ``-d`` for ``d`` in ``[-forward, max_distance]``.
 
         Returns:
-            fp32 ``[max_distance + 1, 2, rotary_dim / 2]``.
+            fp32 ``[forward + max_distance + 1, 2, rotary_dim / 2]``.
         """
-        distance = torch.arange(max_distance + 1, dtype=torch.float64)
+        distance = torch.arange(-forward, max_distance + 1, dtype=torch.float64)
         angle = -distance[:, None] * self.inv_freq.double()
         return torch.stack([angle.cos(), angle.sin()], dim=1).float()
 

@@ -76,6 +76,7 @@ class SnapshotStore:
         self._seen: OrderedDict[int, None] = OrderedDict()  # keys' 64-bit hashes
         self._pinned: list[KVCacheBlock] = []
         self._copies: list[KVCacheBlockCopy] = []
+        self._dropped: list[int] = []
 
     @property
     def interval(self) -> int:
@@ -195,8 +196,14 @@ class SnapshotStore:
         self.pool.unpin_blocks(pinned, self._on_reuse)
         return copies
 
+    def take_dropped(self) -> list[int]:
+        """First pages of the snapshots that were given up since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
     def clear(self) -> None:
         """Drop all snapshots and remembered prefixes; their pages are free already."""
+        self._dropped += [snapshot.blocks[0].block_id for snapshot in self._by_key.values()]
         self._by_key.clear()
         self._by_block.clear()
         self._seen.clear()
@@ -209,6 +216,7 @@ class SnapshotStore:
 
     def _forget(self, snapshot: Snapshot) -> None:
         del self._by_key[snapshot.key]
+        self._dropped.append(snapshot.blocks[0].block_id)
         for block in snapshot.blocks:
             del self._by_block[block.block_id]
 

@@ -25,6 +25,8 @@ from vllm_cascade.policies import Schedule
 PREFIX = "vllm:kv_policy_"
 GAUGES = {
     "cached_tokens": "Tokens that running requests have cached, per layer and head.",
+    "recalled_tokens": "Evicted tokens that running requests have cached again, per layer and head.",
+    "stored_tokens": "Evicted tokens that wait in host memory for running requests.",
     "pages": "KV cache pages that requests hold.",
     "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
     "bytes that they hold; negative while requests are shorter than the budget.",
@@ -45,6 +47,8 @@ class KVPolicyStats:
     """
 
     cached_tokens: int = 0
+    recalled_tokens: int = 0
+    stored_tokens: int = 0
     pages: int = 0
     saved_bytes: int = 0
     evicted_tokens: int = 0
@@ -119,7 +123,14 @@ class Meter:
             stats.saved_bytes += saved_bytes(spec, lengths, pages) * copies
         for schedule, rows in self._by_schedule(held):
             num = np.asarray([request.num_computed_tokens for request, _ in rows], dtype=np.int64)
-            stats.cached_tokens += int(schedule.counts(num).sum())
+            stats.cached_tokens += int(schedule.positions(num).sum())
+            recall = schedule.policy.recall
+            if recall:
+                stored = schedule.evicted(num).clip(
+                    max=schedule.policy.recall_store // schedule.unit
+                )
+                stats.stored_tokens += int(stored.sum()) * schedule.unit
+                stats.recalled_tokens += int(schedule.recalled(num).sum()) * schedule.unit
         return stats
 
     def _by_schedule(

@@ -122,6 +122,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "model's own type",
     ),
     Refusal(
+        "recall on CUDA",
+        lambda config, policy: policy.recall > 0 and not current_platform.is_cpu(),
+        "recall keeps evicted units in the memory of CPU workers and is not built for GPUs yet; "
+        "set --kv-recall 0",
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "

@@ -7,6 +7,7 @@ vLLM already has a place for this, the alignment of prompt chunks for Mamba stat
 chunk also ends where the state is to be kept for later requests (``snapshots.py``).
 """
 
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -24,6 +25,24 @@ from vllm_cascade.log import logger
 from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.settings import KVPolicyError
+
+
+@dataclass
+class PolicySchedulerOutput(SchedulerOutput):
+    """What vLLM's workers are sent, and which snapshots are gone.
+
+    Attributes:
+        dropped_snapshots: their first pages, which may belong to others by now.
+    """
+
+    dropped_snapshots: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, output: SchedulerOutput, dropped: list[int]) -> SchedulerOutput:
+        if not dropped:
+            return output
+        parts = {field.name: getattr(output, field.name) for field in fields(output)}
+        return cls(**parts, dropped_snapshots=tuple(dropped))
 
 
 class _StrideAligned:
@@ -153,6 +172,7 @@ class _StrideAligned:
             self._note_admissions(output)
             self._take_snapshots(output)
             output.kv_cache_block_copies = self._snapshots.end_of_step() or None
+            output = PolicySchedulerOutput.of(output, self._snapshots.take_dropped())
         return output
 
     def _note_admissions(self, output: SchedulerOutput) -> None:

@@ -27,6 +27,8 @@ from vllm_cascade.engine.lookup import policy_of, token_importance
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.stores import Stores
 
 
 class KVPolicyWorker:
@@ -34,6 +36,7 @@ class KVPolicyWorker:
 
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
+    _stores: Stores | None = None
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
@@ -86,6 +89,7 @@ class KVPolicyWorker:
         for builder in others:
             builder.positions = None
         self._connect(builders)
+        self._open_stores(first, layers)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
         if not self.use_v2_model_runner:
@@ -103,8 +107,31 @@ class KVPolicyWorker:
         # What the runner copies where a request starts from a snapshot: also the pages' tails.
         runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
 
+    def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
+        """Where evicted units wait, if the policy recalls them."""
+        spec = builder.kv_cache_spec
+        policy = spec.policy
+        if not policy.recall:
+            return
+        names = builder.layer_names
+        shape = UnitShape(
+            num_layers=len(names),
+            num_kv_heads=spec.num_kv_heads,
+            num_sets=spec.num_sets,
+            unit=policy.unit,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            most_units=policy.recall_store // policy.unit,
+            most_recalled=policy.recall,
+        )
+        self._stores = builder.stores = Stores(shape)
+        for index, name in enumerate(names):
+            layers[name].impl.recall_from(index, policy.recall_queries)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         self._requests.note(scheduler_output)
+        if self._stores is not None:
+            self._stores.note(scheduler_output)
         return super().execute_model(scheduler_output)
 
     def _attention_layers(self) -> dict[str, Attention]:
@@ -130,8 +157,18 @@ class KVPolicyWorker:
         return sorted(builders, key=lambda builder: builder.kv_cache_spec.window is not None)
 
     def kv_policy_counters(self) -> dict[str, int]:
-        """What the policy has done in this worker: tokens seen, evicted, strides, steps."""
-        return asdict(self._builders()[0].counters)
+        """What the policy has done in this worker: tokens seen, evicted, strides, steps.
+
+        With recall also units that came back, summed over layers and head sets, units that are
+        stored for requests and snapshots, and host memory in bytes.
+        """
+        counters = asdict(self._builders()[0].counters)
+        if self._stores is not None:
+            layers = [layer.impl.recall for layer in self._attention_layers().values()]
+            counters["recalled_units"] = sum(layer.exchanged for layer in layers if layer)
+            counters["stored_units"] = self._stores.num_units
+            counters["store_bytes"] = self._stores.num_bytes
+        return counters
 
     def kv_policy_trace(self, every: int = 1) -> None:
         """Start recording which tokens every layer keeps; replaces an earlier recording.

@@ -13,7 +13,12 @@ from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.lazy import Lazy
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import Schedule, compiled
-from vllm_cascade.policies.settings import DEFAULT_BUDGET, DEFAULT_PREFILL_STRIDE, KVPolicyError
+from vllm_cascade.policies.settings import (
+    DEFAULT_BUDGET,
+    DEFAULT_PREFILL_STRIDE,
+    RECALL_UNIT,
+    KVPolicyError,
+)
 from vllm_cascade.policies.settings import describe_errors as _describe_errors
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
@@ -62,6 +67,8 @@ def resolve(
     cls = policy_class(given.pop("name", None))
     preset = given.get("preset")
     given = {**getattr(cls, "presets", {}).get(preset, {}), **given}
+    if given.get("recall"):
+        given.setdefault("unit", RECALL_UNIT)
     if given.get("unit") == "page" and block_size is not None:
         given["unit"] = block_size
     unit = cls.unit_of(given)
@@ -107,19 +114,20 @@ def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int 
         )
     others = [
         given.get(key, cls.model_fields[key].default)
-        for key in ("num_sinks", "overflow", "prefill_stride")
+        for key in ("num_sinks", "overflow", "prefill_stride", "recall")
     ]
     if max_position is not None and all(isinstance(value, int) for value in others):
         unit = cls.unit_of(given)
         waiting = max(others[1] - unit, 0)
-        limit = min(limit, max_position - others[0] - waiting - others[2])
+        limit = min(limit, max_position - others[0] - waiting - others[2] - others[3] * unit)
     return max(limit // step * step, step)
 
 
 def _largest(policy: Policy) -> str:
     """The settings that take most positions, but the budget."""
-    keys = ("num_sinks", "overflow", "prefill_stride")
-    key = max(keys, key=lambda key: getattr(policy, key))
+    keys = {key: getattr(policy, key) for key in ("num_sinks", "overflow", "prefill_stride")}
+    keys["recall"] = policy.recalled
+    key = max(keys, key=keys.__getitem__)
     return "prefill_stride and the budget" if key == "prefill_stride" else key
 
 
@@ -135,6 +143,8 @@ def _check_fit(
             else f"lower {_largest(policy)}"
         )
         extra = f" + overflow {policy.overflow} - {policy.unit}" if policy.waiting else ""
+        if policy.recall:
+            extra += f" + recall {policy.recall} x unit {policy.unit}"
         raise KVPolicyError(
             f"kv_policy: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
             f"{policy.prefill_stride}{extra} = {policy.max_position} positions, but the model has "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy or a budget of one request's own, within what the engine's pages and tables allow.
 
-``SamplingParams(extra_args={"kv_budget": 512, "kv_policy": "sink"})``, or ``vllm_xargs`` in the
-OpenAI API. Front-end, scheduler and worker each derive the request's policy from these two values
-and the engine's policy, so nothing else has to travel.
+``SamplingParams(extra_args={"kv_budget": 512, "kv_policy": "sink", "kv_recall": 4})``, or
+``vllm_xargs`` in the OpenAI API. Front-end, scheduler and worker each derive the request's policy
+from these values and the engine's policy, so nothing else has to travel.
 """
 
 import difflib
@@ -16,18 +16,18 @@ from vllm_cascade.policies import POLICIES, Policy, resolve
 from vllm_cascade.policies.schedule import MAX_SCHEDULES, Schedule, compiled
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 
-BUDGET, NAME = KEYS = ("kv_budget", "kv_policy")
+BUDGET, NAME, RECALL = KEYS = ("kv_budget", "kv_policy", "kv_recall")
 
 MAX_OWN_RULES = 1024
 """On CUDA: rules, besides the first of every step, in the tables of a request's own policy."""
 
 
 class PerRequest:
-    """The schedules of an engine's requests, by the two values that a request may set."""
+    """The schedules of an engine's requests, by the values that a request may set."""
 
     def __init__(self, engine: Schedule) -> None:
         self.engine = engine
-        self._known: dict[tuple[str | None, int | None], Schedule] = {}
+        self._known: dict[tuple[str | None, int | None, int | None], Schedule] = {}
 
     def schedule(self, extra_args: Mapping[str, Any] | None) -> Schedule:
         """What a request runs under; the engine's own unless it asks for another.
@@ -37,24 +37,27 @@ class PerRequest:
         """
         if not extra_args:
             return self.engine
-        name, budget = extra_args.get(NAME), extra_args.get(BUDGET)
-        if name is None and budget is None:
+        name, budget, recall = (extra_args.get(key) for key in (NAME, BUDGET, RECALL))
+        if name is None and budget is None and recall is None:
             return self.engine
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int)):
-            raise KVPolicyError(f"{BUDGET} must be an integer number of tokens, not {budget!r}")
+        for key, number, what in ((BUDGET, budget, "tokens"), (RECALL, recall, "units")):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
+                raise KVPolicyError(f"{key} must be an integer number of {what}, not {number!r}")
         if name is not None and not isinstance(name, str):
             raise KVPolicyError(f"{NAME} must be the name of a policy, not {name!r}")
-        own = self._known.get((name, budget))
+        own = self._known.get((name, budget, recall))
         if own is None:
-            policy = derive(self.engine.policy, name, budget)
+            policy = derive(self.engine.policy, name, budget, recall)
             own = self.engine if policy == self.engine.policy else compiled(policy)
             if len(self._known) >= MAX_SCHEDULES:
                 self._known.clear()
-            self._known[name, budget] = own
+            self._known[name, budget, recall] = own
         return own
 
 
-def derive(policy: Policy, name: str | None, budget: int | None) -> Policy:
+def derive(
+    policy: Policy, name: str | None, budget: int | None, recall: int | None = None
+) -> Policy:
     """A request's policy from the engine's.
 
     Raises:
@@ -66,8 +69,13 @@ def derive(policy: Policy, name: str | None, budget: int | None) -> Policy:
             f"{BUDGET} {budget} is not within the server's --kv-budget: ask for 1 to "
             f"{policy.budget}"
         )
+    if recall is not None and not 0 <= recall <= policy.recall:
+        fix = f"ask for 0 to {policy.recall}" if policy.recall else "start it with --kv-recall"
+        raise KVPolicyError(f"{RECALL} {recall} is not within the server's --kv-recall: {fix}")
     cls = _allowed_class(policy, name)
     settings = _inherited(policy, cls)
+    if recall is not None:
+        settings["recall"] = recall
     largest = _largest_budget(policy, cls, settings)
     default = policy.budget if cls is type(policy) else largest
     settings["budget"] = default if budget is None else budget
@@ -146,6 +154,7 @@ def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any])
     )
     unit = policy.unit
     filling, waiting = unit if unit > 1 else 0, max(overflow - unit, 0)
-    room = min(policy.budget, policy.capacity - sinks - waiting - filling)
+    room = policy.capacity - policy.recalled - sinks - waiting - filling
+    room = min(policy.budget, room)
     step = cls.budget_step(settings)
     return room // step * step

@@ -120,13 +120,14 @@ class Policy(KVPolicyConfig):
 
     @property
     def base_capacity(self) -> int:
-        """Most tokens cached, without those that wait for a batch."""
+        """Most tokens cached, without those that wait for a batch or are recalled."""
         return self.num_sinks + self.budget
 
     @property
     def capacity(self) -> int:
         """Most slots ever needed, between strides: also of the unit that is being filled."""
-        return self.base_capacity + self.waiting + (self.unit if self.unit > 1 else 0)
+        filling = self.unit if self.unit > 1 else 0
+        return self.base_capacity + self.recalled + self.waiting + filling
 
     @property
     def uses_attention(self) -> bool:
@@ -135,5 +136,5 @@ class Policy(KVPolicyConfig):
 
     @property
     def keeps_ages(self) -> bool:
-        """Whether pages hold the tokens' indices in the stream: for ages, or for traces."""
-        return self.trace or self.scoring.per_age
+        """Whether pages hold the tokens' indices in the stream: for ages, traces or recall."""
+        return self.trace or self.scoring.per_age or self.recall > 0

@@ -11,7 +11,8 @@ when the last token of a unit has been attended. All that is asked and answered 
 rules, plans and what is compared, which are about units.
 
 ``overflow`` is added here to every policy: tokens wait in the cache, visible and scored, until
-``overflow`` of them are inserted at once.
+``overflow`` of them are inserted at once. So is ``recall``: after the sinks stand as many units
+that had been evicted as there are, ``recall`` at most, and rules are about the ranks behind them.
 """
 
 import itertools
@@ -89,10 +90,12 @@ class Schedule:
         moves_tokens: tokens are also merged, or put out of order, which rules do not say.
         lag: how many tokens later a token gets its score from the host.
         rules, first: int32 ``[n, 4]`` and ``[rows + 1]``: row ``i`` of the schedule applies the
-            rules ``first[i] .. first[i + 1] - 1``.
-        count, peak: int32 ``[rows]``, tokens cached after a row, and the most slots ever needed.
+            rules ``first[i] .. first[i + 1] - 1``, to a line without recalled units.
+        count, peak: int32 ``[rows]``, tokens cached after a row, and the most slots ever needed,
+            without recalled ones.
         leading: int32 ``[rows, 6]``: a row's first rule (evicts 0: none), where its others begin
-            in ``further``, and how many they are: ``LO .. NUM_MORE`` of a step row.
+            in ``further``, and how many they are: ``LO .. NUM_MORE`` of a step row. These are
+            about a single token, whose line has ``recalled`` units.
         further: int32 ``[m, 4]``, all rules but the rows' first ones.
         score_columns: int32 ``[4]``, ``PER_AGE .. WEIGHT`` of a step row.
         scales_logits: whether the policy puts factors on logits.
@@ -111,6 +114,8 @@ class Schedule:
         self._base = Table(insertions.rules, insertions.period)
         self._batch = 1 if policy.batches_itself else self._units.overflow
         steps = self._base if self._batch == 1 else self._batched()
+        self._recall = policy.recall
+        steps = self._until_recalled(steps)
         self._steps = steps
         self.transient, self.period, self.count = steps.transient, steps.period, steps.count
         self.peak = np.maximum.accumulate(steps.count)
@@ -118,7 +123,8 @@ class Schedule:
         self.first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         numbers = [rule.numbers for todo in steps.rules for rule in todo]
         self.rules = np.asarray(numbers, dtype=np.int32).reshape(-1, 4)
-        self.leading, self.further = self._leading()
+        shift = self._evicted(np.arange(len(steps.rules))).clip(max=self._recall)
+        self.leading, self.further = self._leading(np.repeat(shift, lengths))
         bits = np.asarray([self.scoring.decay, self.scoring.weight], dtype=np.float32)
         if self.scoring.source != "attention":
             bits = np.asarray([1, 0], dtype=np.float32)  # what is there stays as it is
@@ -143,16 +149,37 @@ class Schedule:
                 rules[t] = tuple(rule for u in tokens for rule in base.rules[base.row(u)])
         return Table(rules, length - transient)
 
-    def _leading(self) -> tuple[np.ndarray, np.ndarray]:
+    def _until_recalled(self, steps: Table) -> Table:
+        """The same table, whose transient lasts until ``recall`` units have been evicted."""
+        rows = len(steps.rules)
+        evicted = np.arange(1, rows + 1) - steps.count
+        missing = self._recall - int(evicted[steps.transient - 1]) if steps.transient else 0
+        missing = missing if steps.transient else self._recall
+        if missing <= 0:
+            return steps
+        more = -(-missing // steps.period) * steps.period  # a period evicts as many as it adds
+        rules = [steps.rules[steps.row(i)] for i in range(rows + more)]
+        return Table(rules, steps.period)
+
+    def _evicted(self, units: np.ndarray) -> np.ndarray:
+        """Units that the first ``units`` ones have driven out."""
+        return units - self._steps.counts(units)
+
+    def _leading(self, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Args:
+        shift: int ``[n]``, by how many ranks each rule stands further behind.
+        """
+        rules = self.rules.copy()
+        rules[:, :2] += shift[:, None].astype(np.int32)
         num = np.diff(self.first)
         some, extra = np.flatnonzero(num), np.maximum(num - 1, 0)
         leading = np.zeros((len(num), 6), dtype=np.int32)
-        leading[some, :4] = self.rules[self.first[some]]
+        leading[some, :4] = rules[self.first[some]]
         leading[:, 4] = np.cumsum(extra) - extra
         leading[:, 5] = extra
         is_first = np.zeros(len(self.rules), dtype=bool)
         is_first[self.first[some]] = True
-        return leading, self.rules[~is_first]
+        return leading, rules[~is_first]
 
     def inserted(self, t: np.ndarray) -> np.ndarray:
         """How many of the first ``t`` tokens are inserted; the others wait, or fill a unit.
@@ -177,8 +204,23 @@ class Schedule:
         return (t + 1) % self.unit == 0
 
     def counts(self, t: np.ndarray) -> np.ndarray:
-        """Tokens cached after the first ``t`` tokens of a stream."""
+        """Tokens cached after the first ``t`` tokens of a stream, without recalled ones."""
         return self._steps.counts(t // self.unit) * self.unit + t % self.unit
+
+    def evicted(self, t: np.ndarray) -> np.ndarray:
+        """Units that the first ``t`` tokens have driven out."""
+        return self._evicted(t // self.unit)
+
+    def recalled(self, t: np.ndarray) -> np.ndarray:
+        """Units that were evicted and stand in the cache of a stride that begins with token ``t``."""
+        if not self._recall:
+            return np.zeros_like(t)
+        return np.minimum(self.evicted(t), self._recall)
+
+    def positions(self, t: np.ndarray) -> np.ndarray:
+        """Tokens that the stride which begins with token ``t`` finds cached, recalled ones too."""
+        counts = self.counts(t)
+        return counts + self.recalled(t) * self.unit if self._recall else counts
 
     def peaks(self, t: np.ndarray) -> np.ndarray:
         """The slots that a stream of ``t`` tokens has ever needed.
@@ -188,11 +230,12 @@ class Schedule:
         if self.unit > 1:
             filled = (t - 1) // self.unit  # whole units before the last token's
             cached = np.where(filled > 0, self.peak[np.clip(filled - 1, 0, len(self.peak) - 1)], 0)
+            cached = cached + self.recalled(t)
             return np.where(t > 0, (cached + 1) * self.unit, 0)
         return np.where(t > 0, self.peak[np.clip(t - 1, 0, len(self.peak) - 1)], 0)
 
     def count_at(self, t: int) -> int:
-        """``counts`` of one number."""
+        """``counts`` of one number, without recalled tokens."""
         units, rest = divmod(t, self.unit)
         return (int(self.count[self._steps.row(units - 1)]) * self.unit if units else 0) + rest
 
@@ -201,6 +244,8 @@ class Schedule:
         if self.unit > 1 and t > 0:
             filled = (t - 1) // self.unit
             cached = int(self.peak[min(filled, len(self.peak)) - 1]) if filled else 0
+            if self._recall:
+                cached += int(self.recalled(np.asarray(t)))
             return (cached + 1) * self.unit
         return int(self.peak[min(t, len(self.peak)) - 1]) if t > 0 else 0
 

@@ -20,11 +20,13 @@ from pydantic import (
 
 CONFIG_KEY = "kv_policy"
 """Where the settings travel: ``VllmConfig.additional_config[CONFIG_KEY]``."""
-ARGUMENTS = (CONFIG_KEY, "kv_budget", "kv_policy_config")
+ARGUMENTS = (CONFIG_KEY, "kv_budget", "kv_policy_config", "kv_recall")
 """The flags' names, which work in ``additional_config``, too."""
 
 DEFAULT_BUDGET = 2048
 DEFAULT_PREFILL_STRIDE = 256
+RECALL_UNIT = 16
+"""The default of ``unit`` where evicted units are recalled."""
 
 
 class KVPolicyError(ValueError):
@@ -70,6 +72,18 @@ class KVPolicyConfig(BaseModel):
     unit: int | Literal["page"] = Field(
         1, description="consecutive tokens that are kept and evicted together; `page` is a block"
     )
+    recall: int = Field(
+        0, ge=0, description="evicted units that a query can bring back, besides the budget"
+    )
+    recall_store: int = Field(
+        32768, ge=1, description="evicted tokens a request that wait in host memory"
+    )
+    recall_every: int = Field(
+        16, ge=1, description="decoded tokens from one choice of recalled units to the next"
+    )
+    recall_queries: int = Field(
+        32, ge=1, description="tokens of a prompt's stride that choose its recalled units"
+    )
     trace: bool = Field(
         False, description="remember original token indices in the pages, for inspection"
     )
@@ -97,6 +111,23 @@ class KVPolicyConfig(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_recall(self) -> Self:
+        if not self.recall:
+            return self
+        if self.unit == 1:
+            raise ValueError(
+                f"recall {self.recall} brings back units of several tokens; set unit to "
+                f"{RECALL_UNIT}, or recall to 0"
+            )
+        if self.recall_store < self.recall * self.unit or self.recall_store % self.unit:
+            least = max(self.recall_store // self.unit, self.recall) * self.unit
+            raise ValueError(
+                f"recall_store {self.recall_store} must be whole units of {self.unit} tokens, at "
+                f"least the {self.recall} that are recalled; set it to {least}"
+            )
+        return self
+
     @classmethod
     def unit_of(cls, raw: dict[str, Any]) -> int:
         """The unit of raw settings; 1 where theirs is none, which the checks will say."""
@@ -117,7 +148,7 @@ class KVPolicyConfig(BaseModel):
         units = {
             key: None if n is None else max(n // self.unit, n > 0) for key, n in tokens.items()
         }
-        return self.model_copy(update={**units, "unit": 1})
+        return self.model_copy(update={**units, "unit": 1, "recall": 0})
 
     @property
     def waiting(self) -> int:
@@ -125,9 +156,14 @@ class KVPolicyConfig(BaseModel):
         return (self.in_units.overflow - 1) * self.unit
 
     @property
+    def recalled(self) -> int:
+        """Most tokens that are recalled at a time."""
+        return self.recall * self.unit
+
+    @property
     def max_position(self) -> int:
         """Largest rotary position (exclusive) a stream can reach under this policy."""
-        return self.num_sinks + self.budget + self.waiting + self.prefill_stride
+        return self.num_sinks + self.recalled + self.budget + self.waiting + self.prefill_stride
 
 
 def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> str:
@@ -194,9 +230,10 @@ def _with_flags(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         raise KVPolicyError(
             f'additional_config["{ARGUMENTS[2]}"] must be an object of settings, not {more!r}'
         )
-    budget = given.get(ARGUMENTS[1])
-    added = {**more, **({} if budget is None else {"budget": budget})}
-    twice = set(raw) & set(added) | ({"budget"} & set(more) if budget is not None else set())
+    flags = {"budget": given.get(ARGUMENTS[1]), "recall": given.get(ARGUMENTS[3])}
+    flags = {key: value for key, value in flags.items() if value is not None}
+    added = {**more, **flags}
+    twice = set(raw) & set(added) | set(flags) & set(more)
     if twice:
         raise KVPolicyError(f"additional_config gives {', '.join(sorted(twice))} twice; remove one")
     return {**raw, **added}

@@ -23,6 +23,8 @@ from vllm_cascade.attention.step import (
     strides_of,
 )
 from vllm_cascade.policies import Schedule
+from vllm_cascade.recall.plan import plan_recall
+from vllm_cascade.recall.stores import Stores
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
+    stores: Stores | None = None
+    """Where evicted units wait; the worker sets it where a policy recalls them."""
+
     def make_tables(self, limits: SchedulerConfig) -> None:
         self._rules = RuleBook()
 
@@ -61,8 +66,10 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
     ) -> CPUMetadata:
         table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.page_slots
         step = self.plan(common_attn_metadata)
-        waves = []
-        for rows in step.waves:
+        waves, planned = [], step.waves
+        if self.stores is not None:
+            planned = plan_recall(planned, table, self.stores.logs)
+        for rows in planned:
             single, longer = split(rows)
             singles = None
             if len(single):

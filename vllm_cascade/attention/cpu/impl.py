@@ -6,10 +6,13 @@ from typing import Any
 import torch
 
 from vllm_cascade.attention.cpu.builder import CPUMetadata
+from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import Path, choose
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
+from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.recall.layer import LayerRecall
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):
@@ -17,20 +20,49 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
     knows_windows = knows_sinks = True
     path: Path | None = None
+    recall: LayerRecall | None = None
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
         super().prepare(spec, *args, **kwargs)
         self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
 
-    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
-        return rotary.table(positions)
+    def recall_from(self, index: int, most_queries: int) -> None:
+        """Let evicted units come back; ``index``: of the layer in its requests' logs."""
+        library = self.path.library if isinstance(self.path, NativePath) else None
+        self.recall = LayerRecall(self._layer, self._pages, index, most_queries, library)
+
+    def rotation_table(
+        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
+    ) -> torch.Tensor:
+        forward = spec.policy.recalled
+        return rotary.table(spec.max_distance, forward)[forward:]
 
     def run(self, name: str, metadata: CPUMetadata, new: NewTokens, kv_cache: torch.Tensor) -> None:
         assert self.path is not None and self._pages is not None, "prepare() was not called"
         for wave in metadata.waves:
             if wave.singles is not None:
-                self.path.tokens(wave.singles, new)
+                self._tokens(wave.singles, new)
             for stride in wave.strides:
-                self.path.stride(stride, new)
+                self._stride(stride, new)
             if self.recorder is not None:
                 self.recorder.record(name, self._pages, wave.rows, metadata.table)
+
+    def _tokens(self, singles: Singles, new: NewTokens) -> None:
+        if not singles.recall or self.recall is None:
+            self.path.tokens(singles, new)
+            return
+        self.recall.select_for_tokens(singles, new)
+        before = self.recall.ranks_before(singles)
+        self.path.tokens(singles, new)
+        self.recall.store_of_tokens(singles, before)
+
+    def _stride(self, stride: Stride, new: NewTokens) -> None:
+        plan = stride.recall
+        if plan is None or self.recall is None:
+            self.path.stride(stride, new)
+            return
+        self.recall.select_for_stride(stride, new)
+        gone = self.recall.room(plan.stored) if len(plan.stored) else None
+        self.path.stride(stride, new, gone)
+        if gone is not None:
+            self.recall.store(plan.stored, gone)

@@ -10,6 +10,7 @@ from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies import Schedule
+from vllm_cascade.recall.evicted import Evicted
 
 
 def refusal(
@@ -40,15 +41,20 @@ class NativePath:
         num_heads: int,
         schedule: Schedule,
     ) -> None:
-        self._library = library
+        self.library = library
         self._kept = layer, pages  # whose tensors the addresses are of
         self._layer = _layer(layer, pages, num_heads, schedule)
 
     def tokens(self, singles: Singles, new: NewTokens) -> None:
-        self._library.attend_and_insert_tokens(self._layer, _tokens(singles), _rows(new))
+        self.library.attend_and_insert_tokens(self._layer, _tokens(singles), _rows(new))
 
-    def stride(self, stride: Stride, new: NewTokens) -> None:
-        self._library.attend_and_insert_stride(self._layer, _stride(stride), _rows(new))
+    def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
+        made = _stride(stride)
+        if evicted is not None:
+            made.num_evicted, made.evicted_rows = len(evicted), evicted.rows.data_ptr()
+            made.evicted_born = evicted.born.data_ptr()
+            made.evicted_token = evicted.token.data_ptr()
+        self.library.attend_and_insert_stride(self._layer, made, _rows(new))
 
 
 def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
@@ -140,6 +146,8 @@ def _stride(stride: Stride) -> cpp.Stride:
         first=schedule.first.ctypes.data,
         transient=schedule.transient,
         period=schedule.period,
+        recalled=stride.recalled,
+        recalls_more=stride.recalls_more,
     )
     _last_stride = stride, made
     return made

@@ -21,6 +21,7 @@ from vllm_cascade.kernels.cpp.library import Library, load
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.evicted import Evicted
 
 SWITCH = "VLLM_CASCADE_CPU"
 CHOICES = ("native", "pytorch")
@@ -35,8 +36,8 @@ class Path(Protocol):
     def tokens(self, singles: Singles, new: NewTokens) -> None:
         """One token of many requests."""
 
-    def stride(self, stride: Stride, new: NewTokens) -> None:
-        """Several tokens of one request."""
+    def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
+        """Several tokens of one request; ``evicted`` is given the units that leave."""
 
 
 class PyTorchPath:
@@ -51,9 +52,9 @@ class PyTorchPath:
         attended = token_path.attend_and_insert(self._layer, self._pages, singles, *new.at(places))
         new.output[places] = attended.to(new.output.dtype)
 
-    def stride(self, stride: Stride, new: NewTokens) -> None:
+    def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
         attended = stride_path.attend_and_insert(
-            self._layer, self._pages, stride, *new.at(stride.rows)
+            self._layer, self._pages, stride, *new.at(stride.rows), evicted
         )
         new.output[stride.rows] = attended.to(new.output.dtype)
 

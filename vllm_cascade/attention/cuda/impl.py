@@ -15,6 +15,7 @@ from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
@@ -33,8 +34,10 @@ from vllm_cascade.policies.schedule import compared
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
 
-    def rotation_table(self, rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
-        return rotation_table(rotary.inv_freq, positions, device)
+    def rotation_table(
+        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
+    ) -> torch.Tensor:
+        return rotation_table(rotary.inv_freq, spec.max_distance, device)
 
     def run(
         self, name: str, metadata: TritonMetadata, new: NewTokens, kv_cache: torch.Tensor

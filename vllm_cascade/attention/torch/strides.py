@@ -18,6 +18,7 @@ from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate, signed_rotation
 from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.schedule import compared
+from vllm_cascade.recall.evicted import Evicted
 
 QUERY_TILE_ELEMENTS = 1 << 23
 """Logits held at once, per stride: 32 MiB in fp32."""
@@ -30,12 +31,14 @@ def attend_and_insert(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    evicted: Evicted | None = None,
 ) -> torch.Tensor:
     """Attention output of a stride's tokens; the pages then hold the next state.
 
     Args:
         query: ``[T, H * G, D]``, rotated at positions ``cached .. cached + T - 1``.
         key, value: ``[T, H, D]``, keys rotated likewise.
+        evicted: is given the units that leave.
 
     Returns:
         fp32 ``[T, H * G, D]``.
@@ -51,6 +54,8 @@ def attend_and_insert(
     new_kv = torch.cat([key, value], dim=-1)
     if schedule.policy.merge_into is not None:
         new_kv = merge_deleted(layer, pages, stride, order, keep, scores, new_kv)
+    if evicted is not None:
+        _take_evicted(pages, stride, order, keep, new_kv, evicted)
     _insert(layer, pages, stride, order, keep, scores, new_kv)
     return output
 
@@ -70,11 +75,41 @@ def _members(units: torch.Tensor, unit: int) -> torch.Tensor:
 
 
 def _survivors(schedule: Schedule, stride: Stride, values: torch.Tensor) -> torch.Tensor:
-    """bool ``[S, u + V]``: which units stay; one that is not complete always does."""
+    """bool ``[S, u + V]``: which units stay; recalled ones and one that is not complete do."""
     filling = int(stride.num_tokens % schedule.unit > 0)
     plan = schedule.plan(stride.stream, stride.num_tokens)
-    keep = schedule.survivors(values[:, : values.shape[1] - filling], plan)
+    values = values[:, : values.shape[1] - filling]
+    sinks = schedule.policy.num_sinks // schedule.unit if stride.recalled else 0
+    own = torch.cat([values[:, :sinks], values[:, sinks + stride.recalled :]], dim=1)
+    keep = schedule.survivors(own, plan)
+    recalled = keep.new_ones(len(keep), stride.recalled)
+    keep = torch.cat([keep[:, :sinks], recalled, keep[:, sinks:]], dim=1)
     return torch.nn.functional.pad(keep, (0, filling), value=True)
+
+
+def _take_evicted(
+    pages: Pages,
+    stride: Stride,
+    order: torch.Tensor,
+    keep: torch.Tensor,
+    new_kv: torch.Tensor,
+    evicted: Evicted,
+) -> None:
+    """Copy the units that leave, before their slots are written over."""
+    unit, cached = pages.unit, order.shape[1]
+    whole = len(new_kv) // unit
+    kept = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)
+    old_rows = kept.unflatten(1, (-1, unit))  # [H, N / unit, unit, 2D]
+    new_rows = new_kv[: whole * unit].transpose(0, 1).unflatten(1, (whole, unit))
+    born, token = (_gather_words(words, stride) for words in (pages.born, pages.token))
+    for head_set, (line, stays) in enumerate(zip(order, keep, strict=True)):
+        gone = (~stays).nonzero()[:, 0]
+        old, new = line[gone[gone < cached]], gone[gone >= cached] - cached
+        heads = slice(None) if len(order) == 1 else slice(head_set, head_set + 1)
+        rows = [old_rows[heads, old], new_rows[heads, new].to(kept.dtype)]
+        evicted.rows[heads] = torch.cat(rows, dim=1)
+        evicted.born[head_set] = torch.cat([born[head_set, old], stride.cached + new * unit])
+        evicted.token[head_set] = torch.cat([token[head_set, old], stride.stream + new * unit])
 
 
 @dataclass(frozen=True)
@@ -246,7 +281,8 @@ def _insert(
 
     written_at = stride.cached + stride.shift + new * unit
     if stride.num_tokens % unit and unit > 1:
-        new_kv, last = _settle(layer, stride, new_kv, unit, int(new_ranks[0, -1]))
+        settled = int(new_ranks[0, -1]) + stride.recalls_more
+        new_kv, last = _settle(layer, stride, new_kv, unit, settled)
         written_at = torch.where(new == keep_new.shape[1] - 1, last, written_at)
     born = _gather_words(pages.born, stride)
     born[head_set, place] = written_at.int()

@@ -13,7 +13,7 @@ from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.step import Singles
 from vllm_cascade.attention.torch.rules import apply_rules
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.cache.positions import rotate
+from vllm_cascade.cache.positions import rotate, signed_rotation
 from vllm_cascade.kernels.columns import (
     CACHED,
     DECAY,
@@ -121,7 +121,7 @@ def _attend(
         distance = words.gather(pages.born) - rank * words.unit + behind
         distance = distance.masked_fill(rank < 0, 0)
         distance = distance.repeat_interleave(words.unit, -1)
-        keys = rotate(keys, layer.rotation[distance.long()], layer.is_neox)
+        keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     queries = query.float().unflatten(1, (layer.num_kv_heads, -1))  # [B, H, G, D]
     logits = torch.matmul(queries, keys.transpose(2, 3)) * layer.scale
     own = torch.matmul(queries, key.float().unsqueeze(-1)) * layer.scale  # [B, H, G, 1]

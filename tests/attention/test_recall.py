@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The judge of evicted units, in PyTorch and C++, and the logs that hold them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracle.recall import in_8_bits
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.recall import evidence
+from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
+from vllm_cascade.recall.stores import Stores
+
+
+def layer_of(num_kv_heads: int, head_size: int, num_sets: int = 1) -> LayerConfig:
+    """A layer as far as the judge looks at it."""
+    return LayerConfig(
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        num_sets=num_sets,
+        scale=head_size**-0.5,
+        softcap=0.0,
+        slopes=None,
+        rotation=None,
+        is_neox=True,
+        uses_attention=False,
+        reduction="mean",
+    )
+
+
+def shape_of(unit: int = 4, most: int = 1000, **changed: int) -> UnitShape:
+    sizes = {"num_layers": 2, "num_kv_heads": 2, "num_sets": 1, "head_size": 8, **changed}
+    return UnitShape(**sizes, unit=unit, dtype=torch.float32, most_units=most, most_recalled=3)
+
+
+def write(part: Part, layer: int, keys: torch.Tensor) -> None:
+    """Keys ``[H, n, unit, D]`` into a log's memory."""
+    codes, scale = evidence.encode(keys)
+    for chunk, to, place in part.pieces():
+        chunk.codes[layer, :, to] = codes[:, place]
+        chunk.scale[layer, :, to] = scale[:, place]
+
+
+def literal(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    """``[H, G, n]`` in fp64, from keys ``[H, n, unit, D]`` and queries ``[Q, H * G, D]``."""
+    coarse = in_8_bits(keys).double()
+    num_heads, num_units, unit, _ = keys.shape
+    group = queries.shape[1] // num_heads
+    found = torch.zeros(num_heads, group, num_units, dtype=torch.float64)
+    for head in range(num_heads):
+        for g in range(group):
+            for query in queries[:, head * group + g].double():
+                probs = (coarse[head].reshape(num_units * unit, -1) @ query).softmax(0)
+                masses = probs.view(num_units, unit).sum(1)
+                found[head, g] = torch.maximum(found[head, g], masses)
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([8, 16, 20, 64, 80, 128]),
+    st.sampled_from([2, 4, 8, 16, 24]),
+    st.integers(1, 40),
+    st.integers(0, 20),
+    st.integers(1, 3),
+    st.integers(0, 1 << 30),
+)
+def test_evidence(
+    num_heads: int,
+    group: int,
+    size: int,
+    unit: int,
+    num_units: int,
+    dropped: int,
+    num_queries: int,
+    seed: int,
+) -> None:
+    """Over several chunks, of which the first units are gone; the memory around them is junk."""
+    torch.manual_seed(seed)
+    layer = layer_of(num_heads, size)
+    shape = shape_of(unit, num_units, num_kv_heads=num_heads, head_size=size)
+    log = Log(shape)
+    log.grow(dropped)
+    for chunk in log.chunks:
+        chunk.scale.fill_(torch.nan)
+    keys = torch.randn(num_heads, num_units, unit, size) * 2
+    write(log.grow(num_units), 1, keys)
+    part = log.part(log.begin, log.end)
+    assert len(part) == num_units
+    queries = torch.randn(num_queries, num_heads * group, size) * 0.5
+    expected = literal(keys, queries)
+    found = evidence.asked(layer, 1, part, queries)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+    before = load().calls["recalls"]
+    native = evidence.asked_by_token(load(), layer, 1, part, queries[:1])
+    assert load().calls["recalls"] == before + 1
+    torch.testing.assert_close(native.double(), literal(keys, queries[:1]), atol=2e-5, rtol=2e-5)
+
+
+def test_the_heads_of_a_set_are_averaged() -> None:
+    found = torch.rand(2, 3, 5)
+    shared = evidence.over_heads(layer_of(2, 8), found)
+    torch.testing.assert_close(shared, found.flatten(0, 1).mean(0)[None])
+    each = evidence.over_heads(layer_of(2, 8, num_sets=2), found)
+    torch.testing.assert_close(each, found.mean(1))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
+def test_the_most_asked_units(values: list[int], data: st.DataObject) -> None:
+    """Of equal ones those that were stored first."""
+    num = data.draw(st.integers(1, len(values)))
+    chosen = evidence.most_asked(np.asarray(values, dtype=np.float32), num)
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    assert sorted(chosen.tolist()) == sorted(order[:num])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "expected"),
+    [(3, 4, [0, 1, 2]), (8, 4, [1, 3, 5, 7]), (5, 2, [1, 4]), (256, 1, [255])],
+)
+def test_who_asks(num_tokens: int, most: int, expected: list[int]) -> None:
+    assert evidence.asking(num_tokens, most).tolist() == expected
+
+
+def test_a_zero_key_is_no_key() -> None:
+    codes, scale = evidence.encode(torch.zeros(2, 4))
+    assert not codes.any() and not scale.any()
+
+
+# --- logs and stores ------------------------------------------------------------------------------
+
+
+def numbers(log: Log) -> list[int]:
+    """What ``mark`` wrote."""
+    part = log.part(log.begin, log.end)
+    return [int(n) for chunk, which, _ in part.pieces() for n in chunk.token[0, 0, which]]
+
+
+def mark(log: Log, values: list[int]) -> None:
+    for chunk, to, place in log.grow(len(values)).pieces():
+        chunk.token[:, :, to] = torch.tensor(values[place], dtype=torch.int32)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.booleans()), max_size=12),
+    st.integers(1, 30),
+)
+def test_logs_that_fork_and_overflow(steps: list[tuple[int, int, bool]], most: int) -> None:
+    """Any user of a log sees what lists would hold."""
+    logs, lists = [Log(shape_of(most=most))], [[]]
+    value = 0
+    for which, num, forks in steps:
+        which %= len(logs)
+        if forks:
+            logs.append(logs[which].fork())
+            lists.append(list(lists[which]))
+        values = list(range(value, value + num))
+        value += num
+        mark(logs[which], values)
+        lists[which] += values
+    for log, expected in zip(logs, lists, strict=True):
+        assert numbers(log) == expected[-most:] and log.end == len(expected)
+        assert len(log.chunks) <= -(-len(expected[-most:]) // CHUNK_UNITS) + 1
+
+
+def test_bytes_of_a_unit() -> None:
+    log = Log(shape_of(unit=16, num_kv_heads=3, head_size=64))
+    log.grow(CHUNK_UNITS)
+    (chunk,) = log.chunks
+    assert chunk.num_bytes == CHUNK_UNITS * log.shape.unit_bytes
+
+
+def output(**changed: object) -> SimpleNamespace:
+    """What the scheduler sends, as far as stores look at it."""
+    cached = SimpleNamespace(
+        req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+    )
+    base = {
+        "finished_req_ids": set(),
+        "preempted_req_ids": None,
+        "kv_cache_block_copies": None,
+        "scheduled_new_reqs": [],
+        "scheduled_cached_reqs": cached,
+    }
+    return SimpleNamespace(**{**base, **changed})
+
+
+def new(name: str, page: int, num_computed: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(req_id=name, block_ids=([page, 99],), num_computed_tokens=num_computed)
+
+
+def copy(source: int, target: int) -> SimpleNamespace:
+    return SimpleNamespace(src_block_id=source, dst_block_id=target)
+
+
+def test_stores_follow_the_scheduler() -> None:
+    stores = Stores(shape_of())
+    stores.note(output(scheduled_new_reqs=[new("a", 1)]))
+    mark(stores.logs[1], [10, 11])
+    # A snapshot in page 5, from which b starts; both go on.
+    stores.note(output(kv_cache_block_copies=[copy(1, 5), copy(99, 98)]))
+    mark(stores.logs[1], [12])
+    stores.note(output(scheduled_new_reqs=[new("b", 7, 64)], kv_cache_block_copies=[copy(5, 7)]))
+    mark(stores.logs[7], [20])
+    assert {page: numbers(log) for page, log in stores.logs.items()} == {
+        1: [10, 11, 12],
+        5: [10, 11],
+        7: [10, 11, 20],
+    }
+    # Memory goes with its last user.
+    assert stores.num_bytes == 3 * stores.logs[1].chunks[0].num_bytes
+    stores.note(output(finished_req_ids={"a"}, preempted_req_ids={"b"}))
+    assert list(stores.logs) == [5]
+    # The snapshot's own pages become c's, which is no loss; then they are given up.
+    adopted = output(scheduled_new_reqs=[new("c", 5, 64)], dropped_snapshots=(5,))
+    stores.note(adopted)
+    assert numbers(stores.logs[5]) == [10, 11]
+    stores.note(output(finished_req_ids={"c"}))
+    assert not stores.logs and stores.num_bytes == 0
+    # A snapshot that is given up, and a page that begins anew.
+    stores.note(output(scheduled_new_reqs=[new("d", 1)], dropped_snapshots=(8,)))
+    mark(stores.logs[1], [1])
+    stores.note(output(kv_cache_block_copies=[copy(1, 8)]))
+    stores.note(output(dropped_snapshots=(8,), scheduled_new_reqs=[new("e", 8)]))
+    assert stores.logs[8].end == 0 and stores.num_units == 1
+
+
+def test_a_resumed_request_begins_anew() -> None:
+    stores = Stores(shape_of())
+    stores.note(output(scheduled_new_reqs=[new("a", 1)]))
+    mark(stores.logs[1], [1, 2])
+    stores.note(output(preempted_req_ids={"a"}))
+    cached = SimpleNamespace(
+        req_ids=["a"], resumed_req_ids={"a"}, new_block_ids=[([4],)], num_computed_tokens=[0]
+    )
+    stores.note(output(scheduled_cached_reqs=cached))
+    assert list(stores.logs) == [4] and len(stores.logs[4]) == 0

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall: evicted units wait in a store, and the queries of a stride bring some of them back.
+
+One store for each layer and head set. Everything is a list of unit numbers; a unit's keys are
+looked up by token, never rotated.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEAR = 5e-3
+"""Relative difference of two units' worth that rounding to 8 bits can make or undo."""
+
+
+@dataclass
+class RecallSettings:
+    """What a user writes, in tokens where it counts tokens."""
+
+    units: int
+    unit: int
+    store: int
+    every: int
+    queries: int
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> RecallSettings | None:
+        if not settings.get("recall"):
+            return None
+        return cls(
+            settings["recall"],
+            settings.get("unit", 16),
+            settings.get("recall_store", 32768),
+            settings.get("recall_every", 16),
+            settings.get("recall_queries", 32),
+        )
+
+
+@dataclass
+class RecallSim:
+    """The store of one layer and head set."""
+
+    settings: RecallSettings
+    evicted: list[int] = field(default_factory=list)
+    """All units that ever left, in order."""
+    shown: list[int] = field(default_factory=list)
+    """Those that are back, ascending."""
+    choices: int = 0
+    """How often units were chosen among more than there is room for."""
+    near: int = 0
+    """How often `hint` was another choice that is as good but for rounding."""
+
+    @property
+    def stored(self) -> list[int]:
+        return self.evicted[-(self.settings.store // self.settings.unit) :]
+
+    def chooses(self, start: int, end: int) -> bool:
+        """Whether the stride of tokens start .. end - 1 looks for other units."""
+        due = end - start > 1 or start % self.settings.every == 0
+        grown = min(self.settings.units, len(self.evicted)) != len(self.shown)
+        return bool(self.evicted) and (due or grown)
+
+    def asking(self, num_tokens: int) -> list[int]:
+        """The stride's tokens whose queries are asked: all, or evenly spread to the last one."""
+        most = self.settings.queries
+        if num_tokens <= most:
+            return list(range(num_tokens))
+        return [(i + 1) * num_tokens // most - 1 for i in range(most)]
+
+    def choose(self, queries: Tensor, keys: Tensor, hint: list[int] | None = None) -> None:
+        """Bring units back.
+
+        `queries` are [asking, query heads, D] and `keys` [KV heads, tokens, D] of the whole stream,
+        of this set's heads, neither of them rotated. `hint` is what another implementation chose:
+        it is taken if all of its units are worth as much as the least of ours, within `NEAR`. A key
+        that falls between two steps of its 8 bits may go either way.
+        """
+        number, stored = min(self.settings.units, len(self.evicted)), self.stored
+        if number == len(stored):
+            self.shown = sorted(stored)
+            return
+        unit, (num_heads, _, size) = self.settings.unit, keys.shape
+        tokens = [token for u in stored for token in range(u * unit, (u + 1) * unit)]
+        coarse = in_8_bits(keys[:, tokens])
+        group = queries.shape[1] // num_heads
+        worth = torch.zeros(len(stored))
+        for head in range(queries.shape[1]):
+            logits = queries[:, head] @ coarse[head // group].T / math.sqrt(size)
+            of_units = logits.softmax(-1).view(len(queries), len(stored), unit).sum(-1)
+            worth += of_units.amax(0) / queries.shape[1]
+        order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
+        self.shown = sorted(stored[i] for i in order[:number])
+        self.choices += 1
+        if hint is None or hint == self.shown:
+            return
+        least = float(worth[order[number - 1]])
+        value = dict(zip(stored, worth.tolist(), strict=True))
+        others = set(self.shown) - set(hint)
+        good = [value.get(u, 0.0) >= least * (1 - NEAR) for u in hint]
+        swapped = [value[u] <= least * (1 + NEAR) for u in others]
+        if len(set(hint)) == number and all(good) and all(swapped):
+            self.shown = hint
+            self.near += 1
+
+    def hint(self, kept: list[int], num_sinks: int) -> list[int]:
+        """The units that another implementation shows, from all of its tokens."""
+        number, unit = min(self.settings.units, len(self.evicted)), self.settings.unit
+        return [t // unit for t in kept[num_sinks : num_sinks + number * unit : unit]]
+
+    def line(self, cached: list[int], num_sinks: int) -> list[int]:
+        """Tokens in the order of their positions: the shown ones stand after the sinks."""
+        unit = self.settings.unit
+        shown = [token for u in self.shown for token in range(u * unit, (u + 1) * unit)]
+        return cached[:num_sinks] + shown + cached[num_sinks:]
+
+    def note(self, before: list[int], after: list[int]) -> None:
+        """Units that were in the policy's cache, or new, and are gone now."""
+        left = set(after)
+        unit = self.settings.unit
+        self.evicted += [token // unit for token in before[::unit] if token not in left]
+
+
+def in_8_bits(keys: Tensor) -> Tensor:
+    """Each key in 127 steps of its largest channel, on both sides of 0."""
+    step = keys.abs().amax(-1, keepdim=True) / 127
+    return torch.where(step > 0, (keys / step).round() * step, 0.0)

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units that a stride evicts, on their way to a log."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_cascade.attention.layer import LayerConfig
+    from vllm_cascade.cache.layout import Pages
+
+
+@dataclass(frozen=True, eq=False)
+class Evicted:
+    """In the order in which they are stored: by rank before the stride, its own units last.
+
+    Attributes:
+        rows: ``[H, n, unit, 2 D]``, keys and values as they were written.
+        born: int32 ``[sets, n]``, the position that the first key was rotated with.
+        token: int32 ``[sets, n]``, the first token's index in the stream.
+    """
+
+    rows: torch.Tensor
+    born: torch.Tensor
+    token: torch.Tensor
+
+    @classmethod
+    def room(cls, layer: "LayerConfig", pages: "Pages", num_units: int) -> Self:
+        """Memory for so many, to be written."""
+        words = torch.empty(2, layer.num_sets, num_units, dtype=torch.int32)
+        shape = (layer.num_kv_heads, num_units, pages.unit, 2 * layer.head_size)
+        return cls(torch.empty(shape, dtype=pages.kv.dtype), words[0], words[1])
+
+    def __len__(self) -> int:
+        return self.born.shape[1]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which evicted units queries ask for: the judge, in plain PyTorch.
+
+Keys are judged as they were before rotation, so where they stood does not matter, and in 8 bits. A
+query's evidence for a unit is the probability that its tokens would receive if the query attended
+to the whole store; of several queries the largest counts, and the mean over a set's query heads is
+what is compared. A sum over a unit's keys, because their maximum is often exactly equal: in a first
+layer equal tokens have equal keys. Docs: INTERNALS.md, "Recall".
+"""
+
+import numpy as np
+import torch
+
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.cache.positions import rotate
+from vllm_cascade.kernels.cpp.library import Library, Store
+from vllm_cascade.recall.log import CHUNK_UNITS, Part
+
+LEVELS = 127
+
+
+def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys in 8 bits, each with a scale of its own.
+
+    Args:
+        keys: fp32 ``[..., D]``, before rotation.
+
+    Returns:
+        int8 of the same shape, and fp32 ``[...]``.
+    """
+    scale = keys.abs().amax(-1) / LEVELS
+    steps = keys / scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+    return steps.round().to(torch.int8), scale
+
+
+def unrotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[..., D]`` vectors as they were before they were rotated to ``[...]`` positions."""
+    vectors = vectors.float()
+    if layer.rotation is None:
+        return vectors
+    return rotate(vectors, layer.rotation[position.long()], layer.is_neox)
+
+
+def asking(num_tokens: int, most: int) -> np.ndarray:
+    """Which tokens of a stride choose: all, or ``most`` that are evenly spread, the last among
+    them."""
+    if num_tokens <= most:
+        return np.arange(num_tokens)
+    return (np.arange(1, most + 1) * num_tokens) // most - 1
+
+
+def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) -> torch.Tensor:
+    """How much each query head asks for each unit, fp32 ``[H, G, len(units)]``.
+
+    Args:
+        index: of the layer.
+        queries: fp32 ``[Q, H * G, D]``, before rotation, times the scale of logits.
+    """
+    logits = []
+    grouped = queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
+    flat = grouped.flatten(1, 2)  # [H, G * Q, D]
+    for chunk, which, _ in units.pieces():
+        codes = chunk.codes[index, :, which].float().flatten(1, 2)
+        products = torch.matmul(flat, codes.transpose(1, 2))
+        logits.append(products * chunk.scale[index, :, which].flatten(1).unsqueeze(1))
+    probs = torch.cat(logits, dim=-1).softmax(-1)  # [H, G * Q, n * unit]
+    unit = units.chunks[0].codes.shape[3]
+    return probs.unflatten(-1, (-1, unit)).sum(-1).unflatten(1, grouped.shape[1:3]).amax(2)
+
+
+def asked_by_token(
+    library: Library, layer: LayerConfig, index: int, units: Part, queries: torch.Tensor
+) -> torch.Tensor:
+    """``asked`` of one token, in C++."""
+    queries = queries.contiguous()
+    found = torch.empty(layer.num_kv_heads, queries.shape[1] // layer.num_kv_heads, len(units))
+    addresses = [
+        np.asarray([getattr(chunk, name)[index].data_ptr() for chunk in units.chunks])
+        for name in ("codes", "scale")
+    ]
+    library.recall_evidence(
+        Store(
+            codes=addresses[0].ctypes.data,
+            scales=addresses[1].ctypes.data,
+            queries=queries.data_ptr(),
+            asked=found.data_ptr(),
+            num_chunks=len(units.chunks),
+            chunk_units=CHUNK_UNITS,
+            begin=units.begin,
+            end=units.end,
+            unit=units.chunks[0].codes.shape[3],
+            num_heads=layer.num_kv_heads,
+            group=found.shape[1],
+            head_size=layer.head_size,
+        )
+    )
+    return found
+
+
+def over_heads(layer: LayerConfig, found: torch.Tensor) -> torch.Tensor:
+    """The mean over each set's query heads, of all ranks where they share a set: ``[sets, n]``."""
+    if layer.gather_heads is not None:
+        found = layer.gather_heads(found)
+    if layer.num_sets == 1:
+        return found.flatten(0, 1).mean(0, keepdim=True)
+    return found.mean(1)
+
+
+def most_asked(evidence: np.ndarray, num: int) -> np.ndarray:
+    """int64 ``[num]``: the places of the largest values; of equal ones the first."""
+    least = np.partition(evidence, len(evidence) - num)[len(evidence) - num]
+    more = np.flatnonzero(evidence > least)
+    equal = np.flatnonzero(evidence == least)[: num - len(more)]
+    return np.concatenate([more, equal])

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall in one layer: which units come back, into which slots, and where evicted rows go.
+
+Attention knows nothing of it: a recalled unit is a unit like others, behind the sinks. A unit keeps
+the position that its keys were rotated with, so its rows are copied as they are.
+"""
+
+import numpy as np
+import torch
+
+from vllm_cascade.attention.layer import LayerConfig, NewTokens
+from vllm_cascade.attention.step import Singles, Stride
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
+from vllm_cascade.kernels.cpp.library import Library
+from vllm_cascade.recall import evidence
+from vllm_cascade.recall.evicted import Evicted
+from vllm_cascade.recall.log import CHUNK_UNITS, Part
+from vllm_cascade.recall.plan import RecallStride
+
+
+class _Line:
+    """One request's units in one layer's pages, as numpy arrays.
+
+    Attributes:
+        rank: int32 ``[sets, units]``, a copy.
+    """
+
+    def __init__(self, pages: Pages, blocks: np.ndarray, slots: int) -> None:
+        self._pages, self._blocks = pages, blocks
+        self._per_page = pages.rank.shape[2]
+        self.unit = pages.unit
+        self.rank = self.read(pages.rank)[:, : slots // pages.unit]
+
+    def read(self, words: torch.Tensor) -> np.ndarray:
+        return words.numpy()[self._blocks].transpose(1, 0, 2).reshape(words.shape[1], -1)
+
+    def write(self, words: torch.Tensor, head_set: int, places: np.ndarray, values: object) -> None:
+        block = self._blocks[places // self._per_page]
+        words.numpy()[block, head_set, places % self._per_page] = values
+
+    def rows(self, heads: slice, places: np.ndarray) -> list[torch.Tensor]:
+        """Views ``[heads, unit, 2 D]`` of the rows of units."""
+        views = []
+        for place in places.tolist():
+            page, at = int(self._blocks[place // self._per_page]), place % self._per_page
+            views.append(self._pages.kv[page, heads, at * self.unit : (at + 1) * self.unit])
+        return views
+
+
+class LayerRecall:
+    """One layer's part in recall."""
+
+    def __init__(
+        self,
+        layer: LayerConfig,
+        pages: Pages,
+        index: int,
+        most_queries: int,
+        library: Library | None = None,
+    ) -> None:
+        self._layer, self._pages, self._index = layer, pages, index
+        self._most_queries, self._library = most_queries, library
+        self.exchanged = 0
+        """Units that selections have brought back."""
+
+    def _heads(self, head_set: int) -> slice:
+        return slice(None) if self._layer.num_sets == 1 else slice(head_set, head_set + 1)
+
+    # --- before attention ---------------------------------------------------------------------
+
+    def select_for_stride(self, stride: Stride, new: NewTokens) -> None:
+        """Bring back what the stride's queries ask for."""
+        plan = stride.recall
+        if plan is None or not plan.selects:
+            return
+        asking = stride.start + evidence.asking(stride.num_tokens, self._most_queries)
+        position = stride.cached + asking - stride.start
+        queries = new.query[torch.from_numpy(asking)]
+        blocks = stride.pages.numpy()
+        self._select(plan, queries, position, _Line(self._pages, blocks, stride.old_slots))
+
+    def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
+        """The same for single tokens."""
+        for i, plan in enumerate(singles.recall):
+            if plan is None or not plan.selects:
+                continue
+            row = singles.steps[i].tolist()
+            queries = new.query[row[START] : row[START] + 1]
+            line = self._line(singles, i, row[OLD_SLOTS])
+            self._select(plan, queries, np.asarray([row[CACHED]]), line)
+
+    def _line(self, singles: Singles, i: int, slots: int) -> _Line:
+        blocks = singles.table[i].numpy()[: -(-slots // self._pages.block_size)]
+        return _Line(self._pages, blocks, slots)
+
+    def _select(
+        self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray, line: _Line
+    ) -> None:
+        layer, units = self._layer, plan.candidates
+        for head_set, numbers in enumerate(self._choose(plan, queries, position)):
+            self._place(plan, head_set, numbers + units.begin, line)
+
+    def _choose(
+        self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray
+    ) -> list[np.ndarray]:
+        """Each head set's units, counted from the first candidate."""
+        layer, units, index = self._layer, plan.candidates, self._index
+        if plan.now == len(units):
+            return [np.arange(plan.now)] * layer.num_sets
+        at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
+        plain = evidence.unrotated(layer, queries, at) * layer.scale
+        if len(plain) == 1 and self._library is not None:
+            found = evidence.asked_by_token(self._library, layer, index, units, plain)
+        else:
+            found = evidence.asked(layer, index, units, plain)
+        found = evidence.over_heads(layer, found)
+        return [evidence.most_asked(row, plan.now) for row in found.numpy()]
+
+    def _place(self, plan: RecallStride, head_set: int, numbers: np.ndarray, line: _Line) -> None:
+        """Give the units ``numbers``, counted in the candidates' chunks, the ranks after the sinks."""
+        token = np.concatenate(
+            [chunk.token[self._index, head_set].numpy() for chunk in plan.candidates.chunks]
+        )
+        numbers = numbers[np.argsort(token[numbers])]
+        wanted = token[numbers]
+        shown = plan.log.tokens[self._index, head_set].numpy()
+        had = shown[: plan.before].copy()
+        rank, sinks = line.rank[head_set], plan.sinks
+        place_of = np.empty(plan.before, dtype=np.int64)
+        is_had = (rank >= sinks) & (rank < sinks + plan.before)
+        assert is_had.sum() == plan.before, "recalled units are missing"
+        place_of[rank[is_had] - sinks] = np.flatnonzero(is_had)
+        rank[rank >= sinks + plan.before] += plan.now - plan.before
+        at = np.minimum(np.searchsorted(wanted, had), plan.now - 1)
+        stays = wanted[at] == had
+        rank[place_of] = np.where(stays, sinks + at, -1)
+        comes = np.flatnonzero(~np.isin(wanted, had[stays]))
+        places = np.flatnonzero(rank < 0)[: len(comes)]
+        assert len(places) == len(comes), "no room for recalled units"
+        rank[places] = sinks + comes
+        line.write(self._pages.rank, head_set, np.arange(len(rank)), rank)
+        shown[: plan.now] = wanted
+        self._fill(plan.candidates, head_set, numbers[comes], places, line)
+        self.exchanged += len(comes)
+
+    def _fill(
+        self, units: Part, head_set: int, numbers: np.ndarray, places: np.ndarray, line: _Line
+    ) -> None:
+        """Copy units into empty slots."""
+        pages, heads = self._pages, self._heads(head_set)
+        for number, rows in zip(numbers.tolist(), line.rows(heads, places), strict=True):
+            chunk, at = units.chunks[number // CHUNK_UNITS], number % CHUNK_UNITS
+            rows.copy_(chunk.rows[self._index, heads, at])
+        for name in ("born", "token"):
+            stored = [getattr(chunk, name)[self._index, head_set] for chunk in units.chunks]
+            values = torch.cat(stored).numpy()[numbers]
+            line.write(getattr(pages, name), head_set, places, values)
+        line.write(pages.score, head_set, places, 0.0)
+
+    def room(self, part: Part) -> Evicted:
+        """Memory for what a stride evicts."""
+        return Evicted.room(self._layer, self._pages, len(part))
+
+    # --- after attention ----------------------------------------------------------------------
+
+    def ranks_before(self, singles: Singles) -> list[np.ndarray | None]:
+        """The ranks of those tokens' requests that will evict something."""
+        return [
+            None
+            if plan is None or not len(plan.stored)
+            else self._line(singles, i, int(singles.steps[i, OLD_SLOTS])).rank
+            for i, plan in enumerate(singles.recall)
+        ]
+
+    def store_of_tokens(self, singles: Singles, before: list[np.ndarray | None]) -> None:
+        """Units that single tokens have evicted: their slots are free, and still hold them."""
+        for i, old in enumerate(before):
+            if old is None:
+                continue
+            plan = singles.recall[i]
+            assert plan is not None
+            line = self._line(singles, i, int(singles.steps[i, NEW_SLOTS]))
+            gone = self.room(plan.stored)
+            born, token = line.read(self._pages.born), line.read(self._pages.token)
+            for head_set, was in enumerate(old):
+                places = np.flatnonzero((was >= 0) & (line.rank[head_set][: len(was)] < 0))
+                places = places[np.argsort(was[places])]
+                assert len(places) == len(plan.stored), (len(places), len(plan.stored))
+                gone.born[head_set] = torch.from_numpy(born[head_set][places])
+                gone.token[head_set] = torch.from_numpy(token[head_set][places])
+                heads = self._heads(head_set)
+                for n, rows in enumerate(line.rows(heads, places)):
+                    gone.rows[heads, n] = rows
+            self.store(plan.stored, gone)
+
+    def store(self, part: Part, gone: Evicted) -> None:
+        """Write evicted units, and what judges them, into a log's memory."""
+        layer, index = self._layer, self._index
+        unit = self._pages.unit
+        sets = torch.arange(layer.num_kv_heads) if layer.num_sets > 1 else [0] * layer.num_kv_heads
+        position = gone.born[sets].unsqueeze(-1) + torch.arange(unit)
+        keys = evidence.unrotated(layer, gone.rows[..., : layer.head_size], position)
+        codes, scale = evidence.encode(keys)
+        for chunk, to, place in part.pieces():
+            chunk.rows[index, :, to] = gone.rows[:, place]
+            chunk.codes[index, :, to] = codes[:, place]
+            chunk.scale[index, :, to] = scale[:, place]
+            chunk.born[index, :, to] = gone.born[:, place]
+            chunk.token[index, :, to] = gone.token[:, place]

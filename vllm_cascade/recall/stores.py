@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which log belongs to which pages, in a worker.
+
+A state of the cache is known by its first page, as vLLM names it: a request's, or a snapshot's for
+prefix caching. What the scheduler sends with every step says which pages are copied, begun, freed
+and given up, and so what becomes of their logs.
+"""
+
+from collections.abc import Iterable
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from vllm_cascade.recall.log import Log, UnitShape
+
+
+class Stores:
+    """A worker's logs.
+
+    Attributes:
+        logs: by first page.
+    """
+
+    def __init__(self, shape: UnitShape) -> None:
+        self.shape = shape
+        self.logs: dict[int, Log] = {}
+        self._pages: dict[str, int] = {}  # each request's first page
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory in use; chunks that several states share are counted once."""
+        chunks = {id(chunk): chunk for log in self.logs.values() for chunk in log.chunks}
+        return sum(chunk.num_bytes for chunk in chunks.values())
+
+    @property
+    def num_units(self) -> int:
+        """Units stored for requests and snapshots, those that are shared for each of them."""
+        return sum(map(len, self.logs.values()))
+
+    def note(self, output: SchedulerOutput) -> None:
+        """Follow the scheduler; called before every step."""
+        for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+            page = self._pages.pop(name, None)
+            self.logs.pop(page, None)
+        copies = output.kv_cache_block_copies or ()
+        forks = {
+            copy.dst_block_id: self.logs[copy.src_block_id].fork()
+            for copy in copies
+            if copy.src_block_id in self.logs
+        }
+        self.logs.update(forks)
+        adopted = set()
+        for name, page, num_computed in _begun(output):
+            self._pages[name] = page
+            adopted.add(page)
+            if num_computed == 0:
+                self.logs[page] = Log(self.shape)
+            assert page in self.logs, "a request resumes from a snapshot without its units"
+        for page in getattr(output, "dropped_snapshots", ()):
+            if page not in adopted:
+                self.logs.pop(page, None)
+
+
+def _begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
+    """Requests that start or resume: names, first pages, and tokens they need not compute."""
+    for new in output.scheduled_new_reqs:
+        yield new.req_id, new.block_ids[0][0], new.num_computed_tokens
+    cached = output.scheduled_cached_reqs
+    for name, blocks, num in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if name in cached.resumed_req_ids:
+            assert blocks is not None
+            yield name, blocks[0][0], num
