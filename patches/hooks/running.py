@@ -216,6 +216,11 @@ ATTENTION = (
         impl=read("ours", "", POSITIONS, WORKER),
         kv_cache=read("a layer's pages", "", WORKER),
         layer_name=read("whose kept tokens are recorded", "", LAYER),
+        sliding_window=read("layers that do not rotate", "", POSITIONS),
+    ),
+    *rows(
+        "vllm.model_executor.models.utils",
+        extract_layer_index=called("layers that do not rotate", "(layer_name, ...)", POSITIONS),
     ),
 )
 

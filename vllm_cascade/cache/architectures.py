@@ -63,6 +63,10 @@ IN_HALVES = ("smollm3", "olmo3")
 """Models that run through transformers and rotate the two halves of a head (``rotate_half``)."""
 
 
+def _kind(config: Any) -> str:
+    return getattr(config, "model_type", "")
+
+
 def skips_unknown(block: nn.Module) -> bool:
     """Whether a layer's attention block may skip its rotary module by a rule not known here."""
     return type(block).__module__.rpartition(".")[2] in SKIPPING
@@ -70,7 +74,7 @@ def skips_unknown(block: nn.Module) -> bool:
 
 def may_be_unrotated(config: Any) -> bool:
     """Whether a configuration speaks of layers without rotary positions that are not known here."""
-    if config.model_type in UNROTATED:
+    if _kind(config) in UNROTATED:
         return False
     flags = [getattr(config, key, None) for key in FLAGS]
     return any(not all(flag) if isinstance(flag, list) else bool(flag) for flag in flags)
@@ -78,13 +82,13 @@ def may_be_unrotated(config: Any) -> bool:
 
 def is_unrotated(config: Any, index: int, windowed: bool) -> bool:
     """Whether a layer has no rotary positions although others of its model have."""
-    rule = UNROTATED.get(config.model_type)
+    rule = UNROTATED.get(_kind(config))
     return rule is not None and rule(config, index, windowed)
 
 
 def frequencies(model: nn.Module, config: Any, index: int) -> torch.Tensor | None:
     """fp32 ``[rotary_dim / 2]`` of a layer whose rotary module is transformers'; None: unknown."""
-    if config.model_type not in IN_HALVES:
+    if _kind(config) not in IN_HALVES:
         return None
     kinds = getattr(config, "layer_types", None)
     names = [f"{kinds[index]}_inv_freq" if kinds else "", "inv_freq"]

@@ -8,8 +8,8 @@ the position that its keys were rotated with, so its rows are copied as they are
 import numpy as np
 import torch
 
+from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
-from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
 from vllm_cascade.kernels.cpp.library import Library

@@ -13,15 +13,8 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_cascade.attention.builder import StepBuilder
-from vllm_cascade.attention.step import (
-    RuleBook,
-    Singles,
-    Stride,
-    StrideRows,
-    singles_of,
-    split,
-    strides_of,
-)
+from vllm_cascade.attention.inputs import Singles, Stride, singles_of, strides_of
+from vllm_cascade.attention.step import RuleBook, StrideRows, split
 from vllm_cascade.policies import Schedule
 from vllm_cascade.recall.plan import plan_recall
 from vllm_cascade.recall.stores import Stores

@@ -8,8 +8,8 @@ import torch
 from vllm_cascade.attention.cpu.builder import CPUMetadata
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import Path, choose
+from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
-from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.recall.layer import LayerRecall

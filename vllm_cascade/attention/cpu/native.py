@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
-from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies import Schedule

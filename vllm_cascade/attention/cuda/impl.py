@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, PrefillRows, TritonMetadata
+from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
-from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec

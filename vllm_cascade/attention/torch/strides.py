@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.merge import merge_deleted
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate, signed_rotation

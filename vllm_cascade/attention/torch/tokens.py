@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_cascade.attention.inputs import Singles
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.step import Singles
 from vllm_cascade.attention.torch.rules import apply_rules
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate, signed_rotation
