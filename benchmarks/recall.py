@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.inputs import pass_keys
 from benchmarks.inputs.texts import Stream, read
-from benchmarks.perplexity import policies
+from benchmarks.perplexity import arms_of, policies
 from benchmarks.reporting import recall_report, results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import scoring
@@ -62,6 +62,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-sinks", type=int, default=4)
     parser.add_argument("--stride", type=int, default=64, help="prompt tokens between evictions")
     parser.add_argument("--policies", nargs="+", help="default: all, and the random control")
+    parser.add_argument(
+        "--arms",
+        type=arms_of,
+        help="a JSON file of arms, each a label and settings, instead of --policies; "
+        "`benchmarks/inputs/studies` has some",
+    )
     parser.add_argument("--base", default="sink", help="policy that differences are to")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="prompt tokens")
     parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9])

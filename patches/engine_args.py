@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``vllm.engine.arg_utils.EngineArgs`` (checked against vLLM 0.32.0).
 
-What: ``--kv-policy``, ``--kv-budget``, ``--kv-recall`` and ``--kv-policy-config`` on every command that builds its
-parser after plugins load; the same names as arguments of ``LLM``/``EngineArgs``; and a policy, once
-set, is checked and applied where vLLM creates its configuration.
+What: ``--kv-policy``, ``--kv-budget``, ``--kv-recall`` and ``--kv-policy-config`` on every command
+that builds its parser after plugins load; the same names as arguments of ``LLM``/``EngineArgs``;
+and a policy, once set, is checked and applied where vLLM creates its configuration.
 Why: vLLM has no hook by which a general plugin adds flags or adjusts ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """

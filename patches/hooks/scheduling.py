@@ -12,6 +12,7 @@ METRICS = "vllm_cascade/engine/metrics.py"
 ROWS = "vllm_cascade/attention/requests.py"
 SCHEDULER = "vllm_cascade/engine/scheduler.py"
 SNAPSHOTS = "vllm_cascade/cache/snapshots.py"
+RECALL = "vllm_cascade/recall/stores.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
 STEPS = (
@@ -62,24 +63,31 @@ STEPS = (
     ),
     *rows(
         "vllm.v1.core.sched.output.SchedulerOutput",
-        finished_req_ids=read("requests that end", "set[str]", ROWS),
+        finished_req_ids=read("requests that end", "set[str]", ROWS, RECALL),
         kv_cache_block_copies=read(
-            "copies before the step", "list[KVCacheBlockCopy] | None", SCHEDULER
+            "copies before the step", "list[KVCacheBlockCopy] | None", SCHEDULER, RECALL
         ),
         num_scheduled_tokens=read("who is in a step", "dict[str, int]", SCHEDULER),
-        preempted_req_ids=read("requests that pause", "set[str] | None", ROWS),
-        scheduled_cached_reqs=read("requests that resume", "CachedRequestData", SCHEDULER),
-        scheduled_new_reqs=read("requests that begin", "list[NewRequestData]", ROWS, SCHEDULER),
+        preempted_req_ids=read("requests that pause", "set[str] | None", ROWS, RECALL),
+        scheduled_cached_reqs=read("requests that resume", "CachedRequestData", SCHEDULER, RECALL),
+        scheduled_new_reqs=read(
+            "requests that begin", "list[NewRequestData]", ROWS, SCHEDULER, RECALL
+        ),
     ),
     *rows(
         "vllm.v1.core.sched.output.CachedRequestData",
-        resumed_req_ids=read("requests that resume", "set[str]", SCHEDULER),
+        new_block_ids=read("their pages", "list[tuple[list[int], ...] | None]", RECALL),
+        num_computed_tokens=read("tokens they need not compute", "list[int]", RECALL),
+        req_ids=read("who they are", "list[str]", RECALL),
+        resumed_req_ids=read("requests that resume", "set[str]", SCHEDULER, RECALL),
     ),
     *rows(
         "vllm.v1.core.sched.output.NewRequestData",
+        block_ids=read("their pages", "tuple[list[int], ...]", RECALL),
+        num_computed_tokens=read("tokens they need not compute", "int", RECALL),
         prefill_token_ids=read("scored by their text", "list[int] | None", ROWS),
         prompt_len=read("strides end with it", "int", ROWS),
-        req_id=read("a request's name", "str", ROWS, SCHEDULER),
+        req_id=read("a request's name", "str", ROWS, SCHEDULER, RECALL),
         sampling_params=read("a request's own policy", "SamplingParams | None", ROWS),
     ),
     *rows("vllm.v1.core.sched.output", GrammarOutput=given("sampling is given it", WORKER)),
@@ -169,6 +177,11 @@ PAGES = (
         "vllm.v1.core.kv_cache_utils",
         BlockHash=given("the hash of a prefix", SNAPSHOTS),
         KVCacheBlockCopy=called("copies before a step", "(src_block_id, dst_block_id)", SNAPSHOTS),
+    ),
+    *rows(
+        "vllm.v1.core.kv_cache_utils.KVCacheBlockCopy",
+        dst_block_id=read("whose state a copy is", "int", RECALL),
+        src_block_id=read("whose state is copied", "int", RECALL),
     ),
     *rows(
         "vllm.v1.core.kv_cache_utils.KVCacheBlock",

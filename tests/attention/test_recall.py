@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from tests.oracle.recall import in_8_bits
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall import evidence
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
+from vllm_cascade.recall.memory import check_host_memory, store_bytes
 from vllm_cascade.recall.stores import Stores
 
 
@@ -175,6 +177,30 @@ def test_bytes_of_a_unit() -> None:
     log.grow(CHUNK_UNITS)
     (chunk,) = log.chunks
     assert chunk.num_bytes == CHUNK_UNITS * log.shape.unit_bytes
+
+
+def test_a_host_without_memory() -> None:
+    shape = shape_of(unit=16, most=64)
+    one = store_bytes(shape, 64)
+    log = Log(shape)
+    for _ in range(30):  # never more than said, whatever the log's begin
+        log.grow(7)
+        assert sum(chunk.num_bytes for chunk in log.chunks) <= one
+    check_host_memory(shape, 1, one)
+    with pytest.raises(KVPolicyError, match=r"recall_store 1024 tokens takes .* at most 768"):
+        check_host_memory(shape, 1, one - 1)
+    with pytest.raises(KVPolicyError, match="at most 0, or --kv-recall 0"):
+        check_host_memory(shape, 1, 0)
+
+
+def test_many_requests_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    shape = shape_of(unit=16, most=64)
+    one = store_bytes(shape, 64)
+    with caplog.at_level("WARNING", logger="vllm.plugins.vllm_cascade"):
+        check_host_memory(shape, 4, 4 * one)
+        assert not caplog.records
+        check_host_memory(shape, 5, 4 * one)
+    assert "5 requests (--max-num-seqs)" in caplog.text
 
 
 def output(**changed: object) -> SimpleNamespace:

@@ -165,10 +165,13 @@ def compare(
 ) -> None:
     per_head = oracle_settings(policy)["head_policy"] == "per_kv_head"
     logprobs, kept = run_engine(llm, tokens, per_head)
-    truth = run_oracle(policy, tokens, model, corpus=corpus)
-    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
-    error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
     layers = sorted({layer for _, layer in kept}, key=lambda name: int(name.split(".")[2]))
+    ends = {end for end, _ in kept}
+    chosen = {end: [kept[end, layer] for layer in layers] for end in ends}
+    truth = run_oracle(policy, tokens, model, corpus=corpus, chosen=chosen)
+    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
+    assert truth.recalls[1] <= 0.05 * truth.recalls[0]
+    error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
     assert {end for end, _ in kept} == set(truth.kept)
     wrong = [
         (end, layer)

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
-from tests.engine.test_batching import ForceTokens
-from tests.engine.test_units import generated, kept_sets
+from tests.engine.test_batching import ForceTokens, engine
+from tests.engine.test_units import answer, generated, kept_sets
 
 BLOCK = 32
 EACH = {"head_policy": "per_kv_head"}
@@ -145,3 +146,124 @@ def test_all_cases(
     name: str, env: dict[str, str], engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
     run_case(name, engine_pool, book_tokens, env)
+
+
+# ------------------------------------------------------------------------ in any company
+
+SHARED = {"num_subcaches": 2, "prefill_stride": 64, "unit": 16, "recall": 3, "recall_store": 256}
+LENGTHS = [1, 17, 63, 65, 129, 300, 511, 900, 1300]
+
+
+def counters(llm: Any) -> dict[str, int]:
+    (found,) = llm.collective_rpc("kv_policy_counters")
+    return found
+
+
+def test_the_same_answer_in_any_company(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """A prompt whose store overflows: alone, from a snapshot, with 9 others, and replayed."""
+    llm = engine(engine_pool, **SHARED)
+    prompt = book_tokens[2000:2653]
+    ((cached, tokens, logprobs),) = answer(llm, [prompt])
+    assert cached == 0 and counters(llm)["recalled_units"] > 3
+    assert answer(llm, [prompt]) == [(640, tokens, logprobs)]
+    answer(llm, [[5]], 1)  # workers learn of a request's end with the next one
+    assert counters(llm)["stored_units"] == 16, "the snapshot's"
+    llm.reset_prefix_cache()
+    assert answer(llm, [prompt]) == [(0, tokens, logprobs)]
+    others = [book_tokens[1000 * i :][:length] for i, length in enumerate(LENGTHS, start=3)]
+    for expected in (640, 0):
+        (cached, *batched), *_ = answer(llm, [prompt, *others])
+        assert (cached, batched[0]) == (expected, tokens)
+        np.testing.assert_allclose(batched[1], logprobs, atol=1e-4)
+        llm.reset_prefix_cache()
+
+    core = llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
+    llm.llm_engine.add_request("again", {"prompt_token_ids": prompt}, params)
+    steps, outputs = 0, []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        steps += 1
+        if steps in (20, 45):
+            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    replayed = generated(outputs[-1])
+    assert replayed[0] == tokens
+    np.testing.assert_allclose(replayed[1], logprobs, atol=1e-4)
+    assert pool_usage(llm) == 0.0
+
+
+def test_aborts_leave_nothing_in_the_store(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """A hundred requests, each given up at another time."""
+    llm = engine(engine_pool, **SHARED)
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    most = 0
+    for batch in range(10):
+        for i in range(10):
+            begin = 150 * (10 * batch + i)
+            prompt = {"prompt_token_ids": book_tokens[begin : begin + 250 + 40 * i]}
+            llm.llm_engine.add_request(f"{batch}-{i}", prompt, params)
+        for step in range(12):
+            llm.llm_engine.step()
+            if step == 6:
+                most = max(most, counters(llm)["store_bytes"])
+            if step > 1:
+                llm.llm_engine.abort_request([f"{batch}-{step - 2}"])
+        assert not llm.llm_engine.has_unfinished_requests()
+    llm.reset_prefix_cache()
+    answer(llm, [[5]], 1)  # workers learn of the last ones' end with the next step
+    found = counters(llm)
+    assert most > 0 and (found["stored_units"], found["store_bytes"]) == (0, 0)
+    assert pool_usage(llm) == 0.0
+
+
+def test_requests_of_their_own(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """Fewer recalled units, another policy, none at all: side by side, each as the oracle says."""
+    llm = engine(engine_pool, **SHARED)
+    length, num = 437, 60
+    asked = {
+        "the engine's": ({}, {}),
+        "one": ({"kv_recall": 1}, {"recall": 1}),
+        "none": ({"kv_recall": 0}, {"recall": 0}),
+        "sink": (
+            {"kv_policy": "sink", "kv_budget": 80, "kv_recall": 2},
+            {"name": "sink", "budget": 80, "recall": 2},
+        ),
+    }
+    base = {"name": "cascade", "budget": 128, **SHARED}
+    texts = {name: book_tokens[3000 * i + 50 :][: length + num] for i, name in enumerate(asked)}
+    params = [
+        SamplingParams(
+            max_tokens=num,
+            prompt_logprobs=0,
+            logprobs=0,
+            temperature=0.0,
+            extra_args={"forced": texts[name][length:], **extra},
+        )
+        for name, (extra, _) in asked.items()
+    ]
+    prompts = [{"prompt_token_ids": text[:length]} for text in texts.values()]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for (name, (_, settings)), output in zip(asked.items(), outputs, strict=True):
+        truth = run_oracle({**base, **settings}, texts[name], prompt_len=length)
+        logprobs = prompt_logprobs(output) + generated(output)[1]
+        error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
+        print(f"{name}: max {error.max():.1e}, mean {error.mean():.1e}")
+        assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR, name
+    assert pool_usage(llm) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "message"),
+    [
+        ({"kv_recall": 4}, "kv_recall 4 is not within the server's --kv-recall: ask for 0 to 3"),
+        ({"kv_recall": -1}, "kv_recall -1 is not within"),
+        ({"kv_recall": True}, "kv_recall must be an integer number of units, not True"),
+    ],
+)
+def test_more_than_the_servers_is_refused(
+    extra_args: dict[str, Any], message: str, engine_pool: EnginePool
+) -> None:
+    llm = engine(engine_pool, **SHARED)
+    params = SamplingParams(max_tokens=2, extra_args=extra_args)
+    with pytest.raises(VLLMValidationError, match=message):
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)

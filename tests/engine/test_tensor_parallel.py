@@ -15,11 +15,26 @@ from tests.engine.test_against_oracle import CASCADE, compare
         {**CASCADE, "prefill_stride": 64, "head_reduction": "median"},
         {**CASCADE, "prefill_stride": 64, "head_policy": "per_kv_head"},
         pytest.param({**CASCADE, "prefill_stride": 64, "unit": 16}, marks=pytest.mark.slow),
+        pytest.param(
+            {**CASCADE, "prefill_stride": 64, "unit": 16, "recall": 3}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            {
+                **CASCADE,
+                "prefill_stride": 64,
+                "unit": 16,
+                "recall": 3,
+                "head_policy": "per_kv_head",
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=[
         "homogeneous: scores are gathered",
         "per KV head: ranks decide alone",
         "units: their mass is gathered",
+        "recall: what is asked for is gathered",
+        "recall per KV head",
     ],
 )
 def test_two_ranks(
@@ -38,6 +53,8 @@ def test_two_ranks(
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     )
-    counters = llm.collective_rpc("kv_policy_counters")
-    assert len(counters) == 2 and counters[0] == counters[1]
+    first_rank, second_rank = llm.collective_rpc("kv_policy_counters")
+    first_rank.pop("recalled_units", None)  # per KV head: each rank's own
+    second_rank.pop("recalled_units", None)
+    assert first_rank == second_rank
     compare(llm, policy, book_tokens[:1500])

@@ -13,6 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_cascade.engine.configure
 from tests.conftest import MODEL
 from vllm_cascade import patches
+from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 
 
@@ -61,6 +62,12 @@ def test_flags_that_do_not_parse(
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "recall alone": ({"kv_recall": 8}, "--kv-recall and .* need a policy"),
+    "recall twice": (
+        {"kv_policy": "sink", "kv_recall": 1, "kv_policy_config": {"recall": 1}},
+        "--kv-recall and 'recall' in --kv-policy-config",
+    ),
+    "full with recall": ({"kv_policy": "full", "kv_recall": 8}, "remove recall"),
     "budget alone": ({"kv_budget": 64}, "need a policy; add --kv-policy window"),
     "config alone": ({"kv_policy_config": {"tie": "resident"}}, "need a policy"),
     "full with a budget": ({"kv_policy": "full", "kv_budget": 64}, "remove budget"),
@@ -101,6 +108,19 @@ def test_arguments() -> None:
         "other": 1,
         "kv_policy": {"name": "cascade", "budget": 256, "num_subcaches": 2},
     }
+
+
+def test_recall_is_an_argument_and_a_flag() -> None:
+    wanted = {"kv_policy": {"name": "sink", "recall": 8}}
+    args = EngineArgs(model=str(MODEL), kv_policy="sink", kv_recall=8)
+    assert args.additional_config == wanted
+    assert parse("--kv-policy", "sink", "--kv-recall", "8").additional_config == wanted
+    config = EngineArgs(
+        model=str(MODEL), kv_policy="sink", kv_budget=256, kv_recall=8
+    ).create_engine_config()
+    policy = policy_of(config)
+    assert policy is not None
+    assert (policy.recall, policy.unit, policy.num_sinks, policy.recalled) == (8, 16, 16, 128)
 
 
 def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

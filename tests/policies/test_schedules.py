@@ -246,6 +246,44 @@ def test_counts_of_units_for_thousands_of_tokens(name: str, data: st.DataObject)
     assert schedule.rows(t).tolist() == compiled(schedule.policy.in_units).rows(t // unit).tolist()
 
 
+@pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_recalled_units_for_thousands_of_tokens(name: str, data: st.DataObject) -> None:
+    """Evicted units come back as soon as there are any; rules are about what stands behind them."""
+    raw = {**data.draw(raw_unit_settings(name)), "recall": data.draw(st.integers(1, 12))}
+    policy = resolve(raw)
+    schedule, unit, sim = compiled(policy), raw["unit"], make_sim(raw)
+    if unit == 1:
+        return
+    plain = compiled(resolve({**raw, "recall": 0}))
+    sinks, most = policy.num_sinks // unit, 0
+    for token in range(3000):
+        gone = token // unit - len(sim.tokens()) // unit
+        back = min(gone, raw["recall"])
+        cached = len(sim.tokens()) + back * unit
+        held = {cached // unit for cached in sim.tokens()} | {token // unit}
+        now = np.asarray(token)
+        assert schedule.evicted(now) == gone and schedule.recalled(now) == back
+        assert schedule.counts(now) == len(sim.tokens()) and schedule.positions(now) == cached
+        assert schedule.peak_at(token) == schedule.peaks(now) >= most
+        # The unit that a token opens has its slots beside the recalled ones of its stride.
+        most = max(most, (len(held) + back) * unit)
+        assert schedule.peak_at(token + 1) >= most
+        row = int(schedule.rows(now))
+        theirs = [list(rule.numbers) for rule in rules_of(plain, token // unit)]
+        moved = [[lo + back, hi + back, *rest] for lo, hi, *rest in theirs]
+        *leading, begin, more = schedule.leading[row].tolist()
+        if schedule.completes(now):
+            found = [leading, *schedule.further[begin : begin + more].tolist()]
+            assert found == (moved or [[0, 0, 0, 0]])
+            assert all(lo >= sinks + back for lo, *_ in moved)
+        sim.insert(token, lambda _: 0.0)
+        sim.end_stride(lambda _: 0.0)
+    assert schedule.peak_at(10**9) <= policy.capacity
+    assert back == raw["recall"], "a stream that long evicts enough"
+
+
 @pytest.mark.parametrize(
     ("raw", "ways", "average"),
     [

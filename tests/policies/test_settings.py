@@ -310,6 +310,49 @@ def test_units_of_one_requests_own() -> None:
         own(cascade, kv_policy="lazy", kv_budget=256)
 
 
+def test_recall_in_settings() -> None:
+    """Recalled units take slots and positions besides the budget."""
+    plain = resolve({"name": "sink", "unit": 16, "budget": 256, "prefill_stride": 64})
+    policy = resolve({"name": "sink", "budget": 256, "prefill_stride": 64, "recall": 4})
+    assert policy.unit == 16, "units are the default"
+    assert policy.capacity == plain.capacity + 64
+    assert policy.max_position == plain.max_position + 64
+    assert policy.keeps_ages and not plain.keeps_ages
+    fitted = resolve({"name": "sink", "recall": 4, "prefill_stride": 64}, max_position=512)
+    assert fitted.budget == 512 - 16 - 64 - 64
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"recall": 8, "unit": 1}, "recall 8 brings back units of several tokens; set unit to 16"),
+        ({"recall": 8, "recall_store": 64}, "no room for the 8 units of 16 .* at least 128"),
+        ({"recall": 30, "budget": 16}, "recall 30 x unit 16 = .*; lower recall"),
+        ({"recall": -1}, "recall = -1"),
+        ({"recall": True}, "recall = True"),
+    ],
+)
+def test_recall_that_cannot_be(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        resolve({"name": "sink", "budget": 128, "prefill_stride": 64, **raw}, max_position=512)
+
+
+def test_a_request_recalls_no_more_than_the_server() -> None:
+    def own(**asked: Any) -> Policy:
+        return PerRequest(compiled(engine)).schedule(asked).policy
+
+    engine = resolve({"name": "cascade", "unit": 16, "budget": 256, "prefill_stride": 64})
+    with pytest.raises(KVPolicyError, match=r"kv_recall 1 is not .*: start it with --kv-recall"):
+        own(kv_recall=1)
+    assert own(kv_recall=0) == engine
+    engine = resolve({**engine.model_dump(), "name": "cascade", "recall": 3})
+    assert own(kv_recall=2).recall == 2 and own(kv_budget=128).recall == 3
+    sink = own(kv_policy="sink")
+    assert (sink.recall, sink.budget, sink.capacity) == (3, 256, engine.capacity)
+    with pytest.raises(KVPolicyError, match=r"kv_recall 4 is not within .* ask for 0 to 3"):
+        own(kv_recall=4)
+
+
 def test_every_policy_is_documented() -> None:
     assert ("full", *POLICIES) == CHOICES
     for cls in POLICIES.values():

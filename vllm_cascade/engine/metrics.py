@@ -25,7 +25,7 @@ from vllm_cascade.policies import Schedule
 PREFIX = "vllm:kv_policy_"
 GAUGES = {
     "cached_tokens": "Tokens that running requests have cached, per layer and head.",
-    "recalled_tokens": "Evicted tokens that running requests have cached again, per layer and head.",
+    "recalled_tokens": "Evicted tokens that running requests have cached again.",
     "stored_tokens": "Evicted tokens that wait in host memory for running requests.",
     "pages": "KV cache pages that requests hold.",
     "saved_bytes": "Bytes that full attention would hold for the running requests, less the "

@@ -28,6 +28,7 @@ from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.memory import check_host_memory
 from vllm_cascade.recall.stores import Stores
 
 
@@ -124,6 +125,7 @@ class KVPolicyWorker:
             most_units=policy.recall_store // policy.unit,
             most_recalled=policy.recall,
         )
+        check_host_memory(shape, self.vllm_config.scheduler_config.max_num_seqs)
         self._stores = builder.stores = Stores(shape)
         for index, name in enumerate(names):
             layers[name].impl.recall_from(index, policy.recall_queries)

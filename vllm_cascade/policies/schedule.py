@@ -212,7 +212,7 @@ class Schedule:
         return self._evicted(t // self.unit)
 
     def recalled(self, t: np.ndarray) -> np.ndarray:
-        """Units that were evicted and stand in the cache of a stride that begins with token ``t``."""
+        """Units that were evicted and are cached again where a stride begins with token ``t``."""
         if not self._recall:
             return np.zeros_like(t)
         return np.minimum(self.evicted(t), self._recall)

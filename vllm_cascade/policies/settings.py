@@ -120,11 +120,11 @@ class KVPolicyConfig(BaseModel):
                 f"recall {self.recall} brings back units of several tokens; set unit to "
                 f"{RECALL_UNIT}, or recall to 0"
             )
-        if self.recall_store < self.recall * self.unit or self.recall_store % self.unit:
-            least = max(self.recall_store // self.unit, self.recall) * self.unit
+        if self.recall_store < self.recall * self.unit:
             raise ValueError(
-                f"recall_store {self.recall_store} must be whole units of {self.unit} tokens, at "
-                f"least the {self.recall} that are recalled; set it to {least}"
+                f"recall_store {self.recall_store} has no room for the {self.recall} units of "
+                f"{self.unit} tokens that are recalled; set it to at least "
+                f"{self.recall * self.unit}"
             )
         return self
 

@@ -97,9 +97,8 @@ class LayerRecall:
     def _select(
         self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray, line: _Line
     ) -> None:
-        layer, units = self._layer, plan.candidates
         for head_set, numbers in enumerate(self._choose(plan, queries, position)):
-            self._place(plan, head_set, numbers + units.begin, line)
+            self._place(plan, head_set, numbers + plan.candidates.begin, line)
 
     def _choose(
         self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray
@@ -118,7 +117,7 @@ class LayerRecall:
         return [evidence.most_asked(row, plan.now) for row in found.numpy()]
 
     def _place(self, plan: RecallStride, head_set: int, numbers: np.ndarray, line: _Line) -> None:
-        """Give the units ``numbers``, counted in the candidates' chunks, the ranks after the sinks."""
+        """Give units, counted in the candidates' chunks, the ranks after the sinks."""
         token = np.concatenate(
             [chunk.token[self._index, head_set].numpy() for chunk in plan.candidates.chunks]
         )

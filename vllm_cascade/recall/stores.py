@@ -28,8 +28,8 @@ class Stores:
     @property
     def num_bytes(self) -> int:
         """Host memory in use; chunks that several states share are counted once."""
-        chunks = {id(chunk): chunk for log in self.logs.values() for chunk in log.chunks}
-        return sum(chunk.num_bytes for chunk in chunks.values())
+        chunks = {chunk for log in self.logs.values() for chunk in log.chunks}
+        return sum(chunk.num_bytes for chunk in chunks)
 
     @property
     def num_units(self) -> int:
