@@ -54,8 +54,10 @@ CASES: dict[str, tuple[Shape, int, dict[str, Any]]] = {
 }
 
 
-def window_spec(shape: Shape, window: int, settings: dict[str, Any]) -> KVPolicySpec:
-    """The layer's part of a model that also has a layer under the policy."""
+def specs_of(
+    shape: Shape, window: int, settings: dict[str, Any]
+) -> tuple[KVPolicySpec, KVPolicySpec]:
+    """Of a layer under the policy, and of one with a window."""
     same = {
         "num_kv_heads": shape.num_kv_heads,
         "head_size": shape.head_size,
@@ -64,7 +66,8 @@ def window_spec(shape: Shape, window: int, settings: dict[str, Any]) -> KVPolicy
     policy = resolve({**settings, "trace": True})
     full = KVPolicySpec.from_full(FullAttentionSpec(block_size=shape.block_size, **same), policy)
     other = SlidingWindowSpec(block_size=1, sliding_window=window, **same)
-    return bounded({"full": full, "window": other}, policy, shape.block_size)["window"]
+    both = bounded({"full": full, "window": other}, policy, shape.block_size)
+    return both["full"], both["window"]
 
 
 class WindowLayer:
@@ -72,7 +75,8 @@ class WindowLayer:
 
     def __init__(self, shape: Shape, window: int, settings: dict[str, Any]) -> None:
         self.shape, self.window = shape, window
-        self.spec = spec = window_spec(shape, window, settings)
+        full, spec = specs_of(shape, window, settings)
+        self.spec = spec
         self.num_pages = 1 + 3 * spec.most_pages
         self.pool = torch.full((self.num_pages, spec.page_size_bytes), 0xFF, dtype=torch.uint8)
         self.pool[0] = 0x11
@@ -104,6 +108,8 @@ class WindowLayer:
         scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
         config = SimpleNamespace(scheduler_config=scheduler)
         self.builder = CPUBuilder(spec, ["window"], config, torch.device("cpu"))
+        self.builder.positions = None
+        self.others = CPUBuilder(full, ["full"], config, torch.device("cpu"))
 
     def turned(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[T, heads, D]`` in fp64, rotated at ``[T]`` positions."""
@@ -143,7 +149,8 @@ class WindowLayer:
     ) -> torch.Tensor:
         """Output of the next ``lengths`` tokens of every stream."""
         metadata = self.builder.build(0, step_of(firsts, lengths, prefilling, table))
-        positions = self.builder.positions.buffer[: sum(lengths)]
+        self.others.build(0, step_of(firsts, lengths, prefilling, table))
+        positions = self.others.positions.buffer[: sum(lengths)]
         new = {
             name: torch.cat(
                 [s[name][f : f + n] for s, f, n in zip(rows, firsts, lengths, strict=True)]
@@ -211,7 +218,7 @@ def test_a_request_of_its_own_policy_has_its_own_frame() -> None:
     shape, window, settings = CASES["plain"]
     layer = WindowLayer(shape, window, settings)
     own = PerRequest(layer.spec.engine_schedule).schedule({"kv_budget": 4, "kv_policy": "window"})
-    layer.builder.requests = SimpleNamespace(
+    layer.builder.requests = layer.others.requests = SimpleNamespace(
         schedules=lambda common: [own, layer.spec.engine_schedule],
         prefilling=lambda common: common.is_prefilling.numpy(),
     )
@@ -222,7 +229,7 @@ def test_a_request_of_its_own_policy_has_its_own_frame() -> None:
     table = torch.arange(1, 1 + 2 * most, dtype=torch.int32).view(2, most)
     for t in range(60):
         output = layer.step([stream, stream], [t, t], [1, 1], [False, False], table)
-        positions = layer.builder.positions.buffer[:2].tolist()
+        positions = layer.others.positions.buffer[:2].tolist()
         assert positions == [min(t, 4), min(t, 16)]
         for row in output:
             torch.testing.assert_close(

@@ -28,6 +28,7 @@ from .model import (
     strides,
 )
 from .policies import Sim
+from .settings import oracle_settings
 
 OURS = "explicit_tokens"
 
@@ -376,6 +377,15 @@ def write_family(path: str | Path, name: str, seed: int = 0) -> Path:
         weight.data.copy_(draw)
     model.save_pretrained(path)
     return Path(path)
+
+
+def run_family(
+    path: str | Path, name: str, tokens: list[int], prompt_len: int, policy: dict[str, Any]
+) -> OracleResult:
+    """What the oracle says of ``tokens`` under a user's settings of a policy."""
+    settings = oracle_settings(policy)
+    attention = FAMILIES[name].attention
+    return stream_family(load_family(path), tokens, **attention, prompt_len=prompt_len, **settings)
 
 
 def load_family(path: str | Path) -> PreTrainedModel:
