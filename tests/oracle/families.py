@@ -352,6 +352,14 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+def model_class(name: str) -> str:
+    """The architecture of a family, as a model's configuration names it."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    kind = type(AutoConfig.for_model(FAMILIES[name].model_type))
+    return MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
+
+
 def write_family(path: str | Path, name: str, seed: int = 0) -> Path:
     """Write a random fp32 model of a family."""
     from transformers import AutoModelForCausalLM

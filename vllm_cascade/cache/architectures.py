@@ -43,6 +43,9 @@ FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
 SKIPPING = ("afmoe", "cohere2_moe", "exaone_moe", "iquest_loopcoder", "muse_glimmer", "step3p5")
 """vLLM's modules whose layers skip their rotary module by rules that nobody has tested here."""
 
+ELSEWHERE = ("k2_horizon", "minicpm3")
+"""vLLM's modules that rotate other channels of a head than the first ones."""
+
 HARMLESS = {
     "commandr": "known above",
     "exaone4": "known above",
@@ -68,8 +71,8 @@ def _kind(config: Any) -> str:
 
 
 def skips_unknown(block: nn.Module) -> bool:
-    """Whether a layer's attention block may skip its rotary module by a rule not known here."""
-    return type(block).__module__.rpartition(".")[2] in SKIPPING
+    """Whether how a layer's attention block uses its rotary module is not known here."""
+    return type(block).__module__.rpartition(".")[2] in (*SKIPPING, *ELSEWHERE)
 
 
 def may_be_unrotated(config: Any) -> bool:

@@ -169,9 +169,9 @@ def _enclosing_rotary(
         name = name.rpartition(".")[0]
         if skips_unknown(modules[name]):
             raise KVPolicyError(
-                f"kv_policy: {layer_name} may have no rotary positions although others have, and "
-                f"how {type(modules[name]).__name__} decides that is not known; use --kv-policy "
-                "full for this model"
+                f"kv_policy: {layer_name} may have no rotary positions although others have, or "
+                f"other channels with them, and how {type(modules[name]).__name__} decides that is "
+                "not known; use --kv-policy full for this model"
             )
         found = {m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
         if len(found) == 1:
