@@ -186,6 +186,7 @@ def stream_family(
     decay: float,
     weight: float,
     logit_scale: Any = None,
+    recall: Any = None,
 ) -> OracleResult:
     """``tests.oracle.model.stream`` for a model of transformers'.
 
@@ -194,7 +195,7 @@ def stream_family(
         rotated: by layer, whether it has rotary positions.
         interleaved: whether pairs of channels are neighbours, or the halves of a head.
     """
-    assert logit_scale is None
+    assert logit_scale is None and recall is None
     config = model.config
     num_kv = config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
