@@ -5,6 +5,7 @@ Addresses are ``data_ptr()`` of CPU tensors that the caller keeps alive. A call 
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -45,6 +46,19 @@ class Rows(ctypes.Structure):
     ]
 
 
+def row_addresses(new: Sequence[torch.Tensor]) -> Rows:
+    """Query, key, value and output, ``[num_tokens, heads, head_size]`` each.
+
+    Slices of a fused projection will do.
+    """
+    size, dtype, strides = new[0].shape[2], new[0].dtype, []
+    for rows in new:  # called for every layer and step: microseconds count
+        step, head, channel = rows.stride()
+        assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
+        strides.append(step)
+    return Rows(*(rows.data_ptr() for rows in new), *strides)
+
+
 class Tokens(ctypes.Structure):
     """Single tokens of many requests: step rows, block numbers, and addresses as in C++."""
 
@@ -70,11 +84,11 @@ class Stride(ctypes.Structure):
 
 
 class Store(ctypes.Structure):
-    """A layer's stored units, and the query heads that ask for them."""
+    """A request's stored units, and the token that asks for some of them."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "codes scales queries asked"),
-        *_of(c_int64, "num_chunks chunk_units begin end unit num_heads group head_size"),
+        *_of(c_void_p, "codes scales"),
+        *_of(c_int64, "num_chunks chunk_units begin end place position num"),
     ]
 
 
@@ -106,8 +120,9 @@ class Library:
         for function in (self._tokens, self._stride):
             function.argtypes = [c_void_p, c_void_p, c_void_p]
             function.restype = None
-        self._evidence = native.recall_evidence
-        self._evidence.argtypes, self._evidence.restype = [c_void_p], None
+        self._recall = native.recall_units
+        self._recall.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+        self._recall.restype = None
 
     def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
         """Attend, update scores, run each row's rules, insert."""
@@ -119,10 +134,14 @@ class Library:
         self.calls["strides"] += 1
         self._stride(ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows))
 
-    def recall_evidence(self, store: Store) -> None:
-        """How much a token's query heads ask for each stored unit."""
+    def recall_units(
+        self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int
+    ) -> None:
+        """Which units a token's queries ask for most; the addresses are of what is written."""
         self.calls["recalls"] += 1
-        self._evidence(ctypes.byref(store))
+        self._recall(
+            ctypes.byref(layer), ctypes.byref(rows), ctypes.byref(store), index, asked, chosen
+        )
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The judge of evicted units, in PyTorch and C++, and the logs that hold them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle.recall import in_8_bits
-from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.attention.cpu.native import NativePath
+from vllm_cascade.attention.layer import LayerConfig, NewTokens
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.positions import Rotary, rotate
+from vllm_cascade.kernels.cpp.library import load, row_addresses
+from vllm_cascade.policies import compiled, resolve
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall import evidence
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
@@ -58,8 +63,9 @@ def literal(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
         for g in range(group):
             for query in queries[:, head * group + g].double():
                 probs = (coarse[head].reshape(num_units * unit, -1) @ query).softmax(0)
-                masses = probs.view(num_units, unit).sum(1)
-                found[head, g] = torch.maximum(found[head, g], masses)
+                of_units = probs.view(num_units, unit)
+                worth = of_units.max(1).values + of_units.mean(1)
+                found[head, g] = torch.maximum(found[head, g], worth / worth.sum())
     return found
 
 
@@ -100,10 +106,67 @@ def test_evidence(
     expected = literal(keys, queries)
     found = evidence.asked(layer, 1, part, queries)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from([8, 16, 20, 64, 80, 128]),
+    st.sampled_from([2, 4, 8, 16, 32]),
+    st.integers(2, 40),
+    st.integers(0, 20),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.data(),
+)
+def test_the_judge_in_cpp(
+    num_heads: int,
+    group: int,
+    size: int,
+    unit: int,
+    num_units: int,
+    dropped: int,
+    dtype: torch.dtype,
+    per_head: bool,
+    data: st.DataObject,
+) -> None:
+    """One token of a step: turned back from its position, its units chosen."""
+    torch.manual_seed(data.draw(st.integers(0, 1 << 30)))
+    frequencies = 1 / 100 ** (torch.arange(0, size, 2) / size)
+    rotary, position = Rotary(frequencies, True), data.draw(st.integers(0, 50))
+    num_sets = num_heads if per_head else 1
+    layer = replace(layer_of(num_heads, size, num_sets), rotation=rotary.table(50))
+    log = Log(shape_of(unit, num_units, num_kv_heads=num_heads, num_sets=num_sets, head_size=size))
+    log.grow(dropped)
+    for chunk in log.chunks:
+        chunk.scale.fill_(torch.nan)
+    keys = torch.randn(num_heads, num_units, unit, size) * 2
+    write(log.grow(num_units), 1, keys)
+    part, num = log.part(log.begin, log.end), data.draw(st.integers(1, num_units - 1))
+    block = 2 * unit
+    words = torch.zeros(3, num_sets, 2, dtype=torch.int32)
+    kv = torch.zeros(3, num_heads, block, 2 * size, dtype=dtype)
+    pages = Pages(kv, words, words.clone(), words.float(), words.clone())
+    new = NewTokens(
+        *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads * group, num_heads)),
+        *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads, num_heads * group)),
+    )
+    schedule = compiled(resolve({"name": "sink", "budget": 4 * unit, "unit": unit}))
+    path = NativePath(load(), layer, pages, num_heads * group, schedule)
     before = load().calls["recalls"]
-    native = evidence.asked_by_token(load(), layer, 1, part, queries[:1])
+    chosen, asked = path.judge(1).choose(part, num, row_addresses(new), 2, position)
     assert load().calls["recalls"] == before + 1
-    torch.testing.assert_close(native.double(), literal(keys, queries[:1]), atol=2e-5, rtol=2e-5)
+    plain = rotate(new.query[2].float(), rotary.table(50)[position], True) * layer.scale
+    expected = literal(keys, plain[None])
+    found = torch.from_numpy(asked).view(expected.shape)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+    for head_set, row in enumerate(evidence.over_heads(layer, found).numpy()):
+        mine = set(chosen[head_set].tolist())
+        assert len(mine) == num and sorted(mine) == chosen[head_set].tolist()
+        theirs = set(evidence.most_asked(row, num).tolist())
+        least = min(row[list(theirs)])
+        assert all(abs(row[u] - least) <= 1e-6 * least for u in mine ^ theirs)
 
 
 def test_the_heads_of_a_set_are_averaged() -> None:

@@ -114,10 +114,14 @@ def test_equal_capacity_for_every_policy(capacity: int) -> None:
 
 def test_equal_capacity_in_units() -> None:
     """By hand: 16 sinks, 16 slots of the unit that is being filled, a budget of four units."""
-    chosen = equal_policy("cascade", 576, num_sinks=16, unit=16, prefill_stride=16)
-    assert chosen["budget"] == 512
-    lazy = equal_policy("lazy", 200, unit=8, num_sinks=8, overflow=32, prefill_stride=8)
-    assert lazy["budget"] == 200 - 8 - (32 - 8) - 8
+    for capacity, budget in ((576, 512), (544, 512), (543, 448)):
+        chosen = equal_policy("cascade", capacity, num_sinks=16, unit=16, prefill_stride=16)
+        assert chosen["budget"] == budget
+    for capacity, budget in ((200, 160), (207, 160), (208, 168)):  # less 8, 32 - 8 and 8
+        lazy = equal_policy("lazy", capacity, unit=8, num_sinks=8, overflow=32, prefill_stride=8)
+        assert lazy["budget"] == budget
+    recall = equal_policy("sink", 516, num_sinks=16, unit=16, recall=8, prefill_stride=128)
+    assert recall["budget"] == 352, "with 16 sinks, 16 slots to fill, 128 recalled tokens"
 
 
 def test_equal_policy_refuses_what_cannot_be() -> None:

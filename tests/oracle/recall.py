@@ -91,8 +91,9 @@ class RecallSim:
         worth = torch.zeros(len(stored))
         for head in range(queries.shape[1]):
             logits = queries[:, head] @ coarse[head // group].T / math.sqrt(size)
-            of_units = logits.softmax(-1).view(len(queries), len(stored), unit).sum(-1)
-            worth += of_units.amax(0) / queries.shape[1]
+            of_units = logits.softmax(-1).view(len(queries), len(stored), unit)
+            share = of_units.amax(-1) + of_units.mean(-1)
+            worth += (share / share.sum(-1, keepdim=True)).amax(0) / queries.shape[1]
         order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
         self.shown = sorted(stored[i] for i in order[:number])
         self.choices += 1

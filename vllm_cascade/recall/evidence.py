@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which evicted units queries ask for: the judge, in plain PyTorch.
 
-Keys are judged as they were before rotation, so where they stood does not matter, and in 8 bits. A
-query's evidence for a unit is the probability that its tokens would receive if the query attended
-to the whole store; of several queries the largest counts, and the mean over a set's query heads is
-what is compared. A sum over a unit's keys, because their maximum is often exactly equal: in a first
-layer equal tokens have equal keys. Docs: INTERNALS.md, "Recall".
+Keys are judged as they were before rotation, so where they stood does not matter, and in 8 bits. If
+a query attended to the whole store, its keys would get probabilities: a unit is worth the largest
+of its keys' and their mean, as a share of all units'. Of several queries the largest share counts,
+and the mean over a set's query heads is what is compared. The largest alone would often be exactly
+equal: in a first layer equal tokens have equal keys. Docs: INTERNALS.md, "Recall".
 """
 
 import numpy as np
@@ -13,8 +13,7 @@ import torch
 
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.cache.positions import rotate
-from vllm_cascade.kernels.cpp.library import Library, Store
-from vllm_cascade.recall.log import CHUNK_UNITS, Part
+from vllm_cascade.recall.log import Part
 
 LEVELS = 127
 
@@ -64,37 +63,10 @@ def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) ->
         products = torch.matmul(flat, codes.transpose(1, 2))
         logits.append(products * chunk.scale[index, :, which].flatten(1).unsqueeze(1))
     probs = torch.cat(logits, dim=-1).softmax(-1)  # [H, G * Q, n * unit]
-    unit = units.chunks[0].codes.shape[3]
-    return probs.unflatten(-1, (-1, unit)).sum(-1).unflatten(1, grouped.shape[1:3]).amax(2)
-
-
-def asked_by_token(
-    library: Library, layer: LayerConfig, index: int, units: Part, queries: torch.Tensor
-) -> torch.Tensor:
-    """``asked`` of one token, in C++."""
-    queries = queries.contiguous()
-    found = torch.empty(layer.num_kv_heads, queries.shape[1] // layer.num_kv_heads, len(units))
-    addresses = [
-        np.asarray([getattr(chunk, name)[index].data_ptr() for chunk in units.chunks])
-        for name in ("codes", "scale")
-    ]
-    library.recall_evidence(
-        Store(
-            codes=addresses[0].ctypes.data,
-            scales=addresses[1].ctypes.data,
-            queries=queries.data_ptr(),
-            asked=found.data_ptr(),
-            num_chunks=len(units.chunks),
-            chunk_units=CHUNK_UNITS,
-            begin=units.begin,
-            end=units.end,
-            unit=units.chunks[0].codes.shape[3],
-            num_heads=layer.num_kv_heads,
-            group=found.shape[1],
-            head_size=layer.head_size,
-        )
-    )
-    return found
+    of_units = probs.unflatten(-1, (-1, units.chunks[0].codes.shape[3]))
+    worth = of_units.amax(-1) + of_units.mean(-1)
+    worth /= worth.sum(-1, keepdim=True)
+    return worth.unflatten(1, grouped.shape[1:3]).amax(2)
 
 
 def over_heads(layer: LayerConfig, found: torch.Tensor) -> torch.Tensor:

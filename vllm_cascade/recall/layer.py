@@ -5,6 +5,9 @@ Attention knows nothing of it: a recalled unit is a unit like others, behind the
 the position that its keys were rotated with, so its rows are copied as they are.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -12,10 +15,11 @@ from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
-from vllm_cascade.kernels.cpp.library import Library
+from vllm_cascade.kernels.cpp.library import row_addresses
 from vllm_cascade.recall import evidence
 from vllm_cascade.recall.evicted import Evicted
 from vllm_cascade.recall.log import CHUNK_UNITS, Part
+from vllm_cascade.recall.native import NativeJudge
 from vllm_cascade.recall.plan import RecallStride
 
 
@@ -57,10 +61,10 @@ class LayerRecall:
         pages: Pages,
         index: int,
         most_queries: int,
-        library: Library | None = None,
+        judge: NativeJudge | None = None,
     ) -> None:
         self._layer, self._pages, self._index = layer, pages, index
-        self._most_queries, self._library = most_queries, library
+        self._most_queries, self._judge = most_queries, judge
         self.exchanged = 0
         """Units that selections have brought back."""
 
@@ -77,53 +81,83 @@ class LayerRecall:
         asking = stride.start + evidence.asking(stride.num_tokens, self._most_queries)
         position = stride.cached + asking - stride.start
         queries = new.query[torch.from_numpy(asking)]
+        chosen = self._choose(plan, queries, position)
         blocks = stride.pages.numpy()
-        self._select(plan, queries, position, _Line(self._pages, blocks, stride.old_slots))
+        self._place_all(plan, chosen, partial(_Line, self._pages, blocks, stride.old_slots))
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
         """The same for single tokens."""
+        rows = None
         for i, plan in enumerate(singles.recall):
             if plan is None or not plan.selects:
                 continue
-            row = singles.steps[i].tolist()
-            queries = new.query[row[START] : row[START] + 1]
-            line = self._line(singles, i, row[OLD_SLOTS])
-            self._select(plan, queries, np.asarray([row[CACHED]]), line)
+            step = singles.steps[i].tolist()
+            if self._judge is None or plan.now == len(plan.candidates):
+                queries = new.query[step[START] : step[START] + 1]
+                chosen = self._choose(plan, queries, np.asarray([step[CACHED]]))
+            else:
+                rows = row_addresses(new) if rows is None else rows
+                chosen, _ = self._judge.choose(
+                    plan.candidates, plan.now, rows, step[START], step[CACHED]
+                )
+            self._place_all(plan, chosen, partial(self._line, singles, i, step[OLD_SLOTS]))
 
     def _line(self, singles: Singles, i: int, slots: int) -> _Line:
         blocks = singles.table[i].numpy()[: -(-slots // self._pages.block_size)]
         return _Line(self._pages, blocks, slots)
 
-    def _select(
-        self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray, line: _Line
-    ) -> None:
-        for head_set, numbers in enumerate(self._choose(plan, queries, position)):
-            self._place(plan, head_set, numbers + plan.candidates.begin, line)
-
     def _choose(
         self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray
     ) -> list[np.ndarray]:
         """Each head set's units, counted from the first candidate."""
-        layer, units, index = self._layer, plan.candidates, self._index
+        layer, units = self._layer, plan.candidates
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
-        if len(plain) == 1 and self._library is not None:
-            found = evidence.asked_by_token(self._library, layer, index, units, plain)
-        else:
-            found = evidence.asked(layer, index, units, plain)
-        found = evidence.over_heads(layer, found)
+        found = evidence.over_heads(layer, evidence.asked(layer, self._index, units, plain))
         return [evidence.most_asked(row, plan.now) for row in found.numpy()]
 
-    def _place(self, plan: RecallStride, head_set: int, numbers: np.ndarray, line: _Line) -> None:
-        """Give units, counted in the candidates' chunks, the ranks after the sinks."""
-        token = np.concatenate(
-            [chunk.token[self._index, head_set].numpy() for chunk in plan.candidates.chunks]
-        )
-        numbers = numbers[np.argsort(token[numbers])]
-        wanted = token[numbers]
-        shown = plan.log.tokens[self._index, head_set].numpy()
+    def _place_all(
+        self, plan: RecallStride, chosen: Iterable[np.ndarray], line_of: Callable[[], _Line]
+    ) -> None:
+        """Bring the chosen units into the pages, where others are there now."""
+        line = None
+        for head_set, units in enumerate(chosen):
+            numbers = units + plan.candidates.begin
+            token = self._first_tokens(plan.candidates, head_set, numbers)
+            order = np.argsort(token)
+            numbers, wanted = numbers[order], token[order]
+            shown = plan.log.tokens[self._index, head_set].numpy()
+            if plan.before == plan.now and np.array_equal(shown[: plan.now], wanted):
+                continue
+            line = line_of() if line is None else line
+            self._place(plan, head_set, numbers, wanted, shown, line)
+
+    def _first_tokens(self, units: Part, head_set: int, numbers: np.ndarray) -> np.ndarray:
+        """int32: which tokens of the stream units begin with."""
+        chunks, at = numbers // CHUNK_UNITS, numbers % CHUNK_UNITS
+        words = [
+            units.chunks[chunk].token[self._index, head_set, place]
+            for chunk, place in zip(chunks.tolist(), at.tolist(), strict=True)
+        ]
+        return np.asarray(words, dtype=np.int32)
+
+    def _place(
+        self,
+        plan: RecallStride,
+        head_set: int,
+        numbers: np.ndarray,
+        wanted: np.ndarray,
+        shown: np.ndarray,
+        line: _Line,
+    ) -> None:
+        """Give units, counted in the candidates' chunks, the ranks after the sinks.
+
+        Args:
+            wanted: their first tokens, ascending.
+            shown: first tokens of those that are there, written.
+        """
         had = shown[: plan.before].copy()
         rank, sinks = line.rank[head_set], plan.sinks
         place_of = np.empty(plan.before, dtype=np.int64)
@@ -148,13 +182,13 @@ class LayerRecall:
     ) -> None:
         """Copy units into empty slots."""
         pages, heads = self._pages, self._heads(head_set)
-        for number, rows in zip(numbers.tolist(), line.rows(heads, places), strict=True):
+        for i, rows in enumerate(line.rows(heads, places)):
+            number = int(numbers[i])
             chunk, at = units.chunks[number // CHUNK_UNITS], number % CHUNK_UNITS
             rows.copy_(chunk.rows[self._index, heads, at])
-        for name in ("born", "token"):
-            stored = [getattr(chunk, name)[self._index, head_set] for chunk in units.chunks]
-            values = torch.cat(stored).numpy()[numbers]
-            line.write(getattr(pages, name), head_set, places, values)
+            for name in ("born", "token"):
+                word = getattr(chunk, name)[self._index, head_set, at].item()
+                line.write(getattr(pages, name), head_set, places[i : i + 1], word)
         line.write(pages.score, head_set, places, 0.0)
 
     def room(self, part: Part) -> Evicted:

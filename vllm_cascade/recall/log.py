@@ -10,8 +10,10 @@ tokens it is differs between layers and head sets.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
+import numpy as np
 import torch
 
 CHUNK_UNITS = 16
@@ -154,6 +156,13 @@ class Part:
 
     def __len__(self) -> int:
         return self.end - self.begin
+
+    @cached_property
+    def addresses(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 ``[chunks]``: where each chunk's ``codes`` and ``scale`` begin."""
+        codes = [chunk.codes.data_ptr() for chunk in self.chunks]
+        scales = [chunk.scale.data_ptr() for chunk in self.chunks]
+        return np.asarray(codes, dtype=np.int64), np.asarray(scales, dtype=np.int64)
 
     def pieces(self) -> list[tuple[Chunk, slice, slice]]:
         """Chunk by chunk: the chunk, its units, and their places in the part."""

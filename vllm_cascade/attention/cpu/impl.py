@@ -28,8 +28,8 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
     def recall_from(self, index: int, most_queries: int) -> None:
         """Let evicted units come back; ``index``: of the layer in its requests' logs."""
-        library = self.path.library if isinstance(self.path, NativePath) else None
-        self.recall = LayerRecall(self._layer, self._pages, index, most_queries, library)
+        judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
+        self.recall = LayerRecall(self._layer, self._pages, index, most_queries, judge)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device

@@ -11,6 +11,7 @@ from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies import Schedule
 from vllm_cascade.recall.evicted import Evicted
+from vllm_cascade.recall.native import NativeJudge
 
 
 def refusal(
@@ -45,8 +46,12 @@ class NativePath:
         self._kept = layer, pages  # whose tensors the addresses are of
         self._layer = _layer(layer, pages, num_heads, schedule)
 
+    def judge(self, index: int) -> NativeJudge:
+        """What says which evicted units single tokens ask for."""
+        return NativeJudge(self.library, self._layer, index)
+
     def tokens(self, singles: Singles, new: NewTokens) -> None:
-        self.library.attend_and_insert_tokens(self._layer, _tokens(singles), _rows(new))
+        self.library.attend_and_insert_tokens(self._layer, _tokens(singles), cpp.row_addresses(new))
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
         made = _stride(stride)
@@ -54,7 +59,7 @@ class NativePath:
             made.num_evicted, made.evicted_rows = len(evicted), evicted.rows.data_ptr()
             made.evicted_born = evicted.born.data_ptr()
             made.evicted_token = evicted.token.data_ptr()
-        self.library.attend_and_insert_stride(self._layer, made, _rows(new))
+        self.library.attend_and_insert_stride(self._layer, made, cpp.row_addresses(new))
 
 
 def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
@@ -151,13 +156,3 @@ def _stride(stride: Stride) -> cpp.Stride:
     )
     _last_stride = stride, made
     return made
-
-
-def _rows(new: NewTokens) -> cpp.Rows:
-    """``[num_tokens, heads, head_size]`` each; slices of a fused projection will do."""
-    size, dtype, strides = new.query.shape[2], new.query.dtype, []
-    for rows in new:  # called for every layer and step: microseconds count
-        step, head, channel = rows.stride()
-        assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
-        strides.append(step)
-    return cpp.Rows(*(rows.data_ptr() for rows in new), *strides)
