@@ -5,13 +5,13 @@ from vllm.model_executor.models import registry
 
 from tests.conftest import ROOT
 from tests.oracle.families import FAMILIES, model_class
-from vllm_cascade.patches import families
+from vllm_cascade.patches.hooks import models as families
 
 
 def test_the_page_is_up_to_date() -> None:
     """A new release of vLLM shows here what it added."""
     text = (ROOT / "docs/MODELS.md").read_text("utf-8")
-    assert text == families.page(), "run python -m vllm_cascade.patches.families"
+    assert text == families.page(), "run python -m vllm_cascade.patches.hooks.models"
 
 
 def test_every_text_architecture_is_listed() -> None:
