@@ -11,6 +11,7 @@ struct Stride {
   const float* logit_scale;      // one a token, or null: all 1
   const float* given;            // scores that attention doesn't make, or null
   int64_t scored;                // rank of the first token that gets one; those below 0 get none
+  int64_t shift;                 // positions beyond ranks
   const int32_t *rules, *first;  // [any, RULE_COLUMNS]; row i applies first[i] .. first[i + 1] - 1
   int64_t transient, period;     // rows that occur once, and rows that repeat for ever
   // Units among the cached ones that were recalled; rules are about ranks behind them. So many more
@@ -101,7 +102,7 @@ void unpack_cached(Work<T>& work, const Packed& packed, int64_t head, int64_t j,
   if (!stride.moved || !layer.rotation) return;
   const int64_t page = stride.pages[slot / layer.block_size], within = slot % layer.unit;
   const int64_t born = layer.born[layer.word(page, set) + slot % layer.block_size / layer.unit];
-  rotate(layer, key, born + within - packed.rank[set * work.cached + j]);
+  rotate(layer, key, born + within - packed.rank[set * work.cached + j] - stride.shift);
 }
 
 // Keys (rotated to where they are now, transposed) and values of one block of COLUMNS tokens.
@@ -138,8 +139,18 @@ void pack(Work<T>& work, const Packed& packed, int64_t head, int64_t block) {
   }
 }
 
-// Logits of one query to exponentials; returns 1 / their sum. `visible` keys, then masked ones.
-inline float softmax_row(float* x, int64_t visible, int64_t end) {
+// Masks the keys that a query at `position` has behind its window.
+template <class T>
+void mask_window(const Work<T>& work, const int32_t* rank, int64_t position, float* x) {
+  const int64_t first = position - work.layer.window + 1;  // the oldest that it sees
+  if (first <= 0) return;
+  for (int64_t j = 0; j < work.cached; j++) x[j] = rank[j] < first ? -INFINITY : x[j];
+  for (int64_t j = work.cached; j < first; j++) x[j] = -INFINITY;
+}
+
+// Logits of one query to exponentials; returns 1 / their sum, with what nothing gets in it.
+// `visible` keys, then masked ones.
+inline float softmax_row(const Layer& layer, int64_t head, float* x, int64_t visible, int64_t end) {
   vf top = splat(-INFINITY);
   for (int64_t j = visible; j < end; j++) x[j] = -INFINITY;
   for (int64_t j = 0; j < end; j += W) top = vmax(top, load(x + j));
@@ -150,7 +161,7 @@ inline float softmax_row(float* x, int64_t visible, int64_t end) {
     store(x + j, e);
     total += e;
   }
-  return 1.0f / sum(total);
+  return 1.0f / (sum(total) + layer.sink(head, most));
 }
 
 // Attention of one query head over a tile of the stride's queries.
@@ -194,7 +205,9 @@ void attend(const Work<T>& work, const Packed& packed, const float* weights, int
       for (int64_t j = 0; j < work.cached; j++) x[j] += slope * (rank[j] - position);
       for (int64_t j = work.cached; j < end; j++) x[j] += slope * (j - position);
     }
-    inverse[r] = softmax_row(x, position + 1, end);
+    if (layer.window)
+      mask_window(work, packed.rank + layer.set_of(kv_head) * work.cached, position, x);
+    inverse[r] = softmax_row(layer, head, x, position + 1, end);
     if (!weights || ((r + 1) % ROWS && r + 1 < n)) continue;
     const int64_t group = r / ROWS * ROWS;  // rows that are still in L1
     float weight[ROWS];

@@ -13,6 +13,7 @@ struct Tokens {
   const float* given;            // [count] scores that attention doesn't make, or null
   const int32_t* scored;         // the ranks of the cached tokens that get them; negative: none
   const int32_t* rules;          // [any, RULE_COLUMNS], what rows have beyond their first rule
+  const int32_t* shift;          // [count], positions beyond ranks, or null: all 0
   int64_t moved;
 };
 
@@ -54,6 +55,7 @@ struct Request {
   int64_t b;
 
   Step step() const { return {batch.steps + b * STEP_COLUMNS}; }
+  int32_t shift() const { return batch.shift ? batch.shift[b] : 0; }
   const int32_t* pages() const { return batch.pages + b * batch.num_pages; }
   bool is_padding() const { return step()[STREAM] < 0; }
   int64_t at() const { return step()[START]; }
@@ -271,8 +273,8 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   for (int64_t tile = 0; tile * TILE < slots; tile++) {
     const int64_t s0 = tile * TILE, n = std::min(TILE, slots - s0), after = slots - s0 - n;
     for (int64_t s = 0; s < num_sets; s++)
-      tile_words(layer, request.pages(), layer.num_sets == 1 ? 0 : begin + s, s0, n, cached, moved,
-                 rank + s * TILE, distance + s * TILE);
+      tile_words(layer, request.pages(), layer.num_sets == 1 ? 0 : begin + s, s0, n, cached,
+                 request.shift(), moved, rank + s * TILE, distance + s * TILE);
     for (int64_t head = begin; head < end; head++) {
       const int64_t s = layer.num_sets == 1 ? 0 : head - begin;
       const bool last = head + 1 == end;
@@ -304,7 +306,8 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   }
   for (int64_t q = 0; q < num; q++) {
     const int64_t full = on.first + q;
-    const float inverse = 1.0f / sum(load(on.sums + q * W));
+    const float nothing = layer.sink(full, mass.row_max[full]);
+    const float inverse = 1.0f / (sum(load(on.sums + q * W)) + nothing);
     mass.row_scale[full] = inverse;
     mass.own[full] = std::exp(on.own[q] - mass.row_max[full]) * inverse;
     narrow_row(request.output(full), on.acc + q * width, inverse, size);

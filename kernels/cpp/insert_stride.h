@@ -191,7 +191,7 @@ void insert(Work<T> work, const Packed& packed, int64_t set) {
     const int64_t born = u == work.complete ? settled * work.unit : at;
     const int64_t page = pages[place / layer.page_units];
     const int64_t word = layer.word(page, set) + place % layer.page_units;
-    layer.born[word] = (int32_t)born;
+    layer.born[word] = (int32_t)(born + work.stride.shift);
     if (layer.token) layer.token[word] = (int32_t)(work.stream + u * work.unit);
     write_unit(work, set, u, place, at - born);
   }

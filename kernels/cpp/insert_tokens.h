@@ -144,7 +144,7 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
     score[target] = score[last];
     const int64_t page = pages[target / layer.page_units];
     const int64_t word = layer.word(page, set) + target % layer.page_units;
-    layer.born[word] = (int32_t)step[CACHED];
+    layer.born[word] = (int32_t)step[CACHED] + request.shift();
     if (layer.token) layer.token[word] = (int32_t)step[STREAM];
   }
   if (evicts || units > old_units)

@@ -27,6 +27,7 @@ struct Layer {
   int32_t* token;         // null: not kept
   const float* slopes;    // [H * G] of ALiBi, or null
   const float* rotation;  // [distance, 2, half]: cos and sin of a rotation back, or null
+  const float* sinks;     // [H * G] learned logits of nothing, or null
   int64_t page_bytes;     // between two pages' K/V
   int64_t page_words;     // between two pages' words
   int64_t num_heads, group, head_size, num_sets, block_size;
@@ -36,6 +37,7 @@ struct Layer {
   int64_t dtype;
   int64_t uses_scores;  // whether the scores in pages mean anything
   int64_t reduction;
+  int64_t window;  // tokens that a query sees, its own included; 0: all that are cached
   float scale, softcap;
 
   int64_t num_queries() const { return num_heads * group; }
@@ -52,6 +54,8 @@ struct Layer {
   bool turns_by_registers() const {
     return rotation && is_neox && half % W == 0 && 2 * half == head_size;
   }
+  // What nothing gets in a query's softmax, whose exponentials are relative to `most`.
+  float sink(int64_t head, float most) const { return sinks ? std::exp(sinks[head] - most) : 0; }
   float soft_cap(float x) const { return softcap ? softcap * std::tanh(x / softcap) : x; }
   vf soft_cap(vf x) const {
     for (int i = 0; i < W; i++) x[i] = soft_cap(x[i]);

@@ -30,9 +30,9 @@ class Layer(ctypes.Structure):
     """One layer's cache and what no step changes about it."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "kv rank born score token slopes rotation"),
+        *_of(c_void_p, "kv rank born score token slopes rotation sinks"),
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
-        *_of(c_int64, "unit page_units half is_neox dtype uses_scores reduction"),
+        *_of(c_int64, "unit page_units half is_neox dtype uses_scores reduction window"),
         *_of(c_float, "scale softcap"),
     ]
 
@@ -64,7 +64,7 @@ class Tokens(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_of(c_int64, "count num_pages"),
-        *_of(c_void_p, "steps pages logit_scale given scored rules"),
+        *_of(c_void_p, "steps pages logit_scale given scored rules shift"),
         *_of(c_int64, "moved"),
     ]
 
@@ -76,7 +76,7 @@ class Stride(ctypes.Structure):
         *_of(c_void_p, "step pages"),
         *_of(c_int64, "moved"),
         *_of(c_void_p, "logit_scale given"),
-        *_of(c_int64, "scored"),
+        *_of(c_int64, "scored shift"),
         *_of(c_void_p, "rules first"),
         *_of(c_int64, "transient period recalled recalls_more num_evicted"),
         *_of(c_void_p, "evicted_rows evicted_born evicted_token"),

@@ -21,9 +21,9 @@ static inline void tile_rows(const Layer& layer, const int32_t* pages, int64_t h
 }
 
 // Ranks of a tile's slots (-1 where nothing is), and how far each key has moved since it was
-// written. The unit that is being filled, the newest of `cached` tokens, has fewer than its slots.
+// written: positions are ranks and `shift`. The unit that is being filled, the newest of `cached` tokens, has fewer than its slots.
 static inline void tile_words(const Layer& layer, const int32_t* pages, int64_t set, int64_t from,
-                              int64_t n, int64_t cached, bool moved, int32_t* rank,
+                              int64_t n, int64_t cached, int32_t shift, bool moved, int32_t* rank,
                               int32_t* distance) {
   const int64_t unit = layer.unit, begin = from / unit, end = (from + n + unit - 1) / unit;
   int32_t of_unit[TILE], born[TILE];
@@ -32,7 +32,7 @@ static inline void tile_words(const Layer& layer, const int32_t* pages, int64_t 
   for (int64_t i = n; i < TILE; i++) rank[i] = -1;
   for (int64_t i = 0; i < n && unit == 1; i++) {
     rank[i] = of_unit[i];
-    if (moved) distance[i] = rank[i] < 0 ? 0 : born[i] - rank[i];
+    if (moved) distance[i] = rank[i] < 0 ? 0 : born[i] - rank[i] - shift;
   }
   if (unit == 1) return;
   for (int64_t u = begin; u < end; u++) {
@@ -41,7 +41,7 @@ static inline void tile_words(const Layer& layer, const int32_t* pages, int64_t 
     for (int64_t slot = first; slot < last; slot++) {
       const int32_t place = at + (int32_t)(slot - u * unit);
       rank[slot - from] = held < 0 || place >= cached ? -1 : place;
-      if (moved) distance[slot - from] = held < 0 ? 0 : born[u - begin] - at;
+      if (moved) distance[slot - from] = held < 0 ? 0 : born[u - begin] - at - shift;
     }
   }
 }

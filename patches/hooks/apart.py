@@ -13,12 +13,14 @@ STREAM = "benchmarks/running/stream.py"
 TEST_ADMISSION = "tests/engine/test_admission.py"
 TEST_BATCHING = "tests/engine/test_batching.py"
 TEST_CUDA = "tests/attention/test_cuda.py"
+TEST_KINDS = "tests/cache/test_kinds.py"
 TEST_OPS = "tests/kernels/test_ops.py"
 TEST_PAGES = "tests/cache/test_pages.py"
 TEST_REPLAY = "tests/attention/test_replay.py"
 TEST_ROWS = "tests/attention/test_requests.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py"
 TEST_SNAPSHOTS = "tests/cache/test_snapshots.py"
+TEST_WINDOWS = "tests/attention/test_windows.py"
 TOKEN_TIME = "benchmarks/token_time.py"
 UNDER_GUARD = "tests/kernels/conftest.py"
 
@@ -207,6 +209,12 @@ PARTS = (
             "(block_size, *, ..., num_kv_heads, head_size, dtype, ...)",
             *(CPU_ATTENTION, STREAM, TEST_PAGES, TEST_SCHEDULER),
         ),
+        SlidingWindowSpec=called(
+            "a layer's cache",
+            "(block_size, *, ..., num_kv_heads, head_size, dtype, ..., sliding_window, ...)",
+            *(TEST_KINDS, TEST_WINDOWS),
+        ),
+        UniformTypeKVCacheSpecs=given("all kinds are one group", TEST_KINDS),
     ),
     *rows(
         "vllm.v1.kv_cache_interface.KVCacheSpec",

@@ -106,7 +106,9 @@ CONFIGURATION = (
         get_sliding_window=called(UNSUPPORTED, "(self)", REFUSALS),
         get_total_num_kv_heads=called("heads over ranks", "(self)", REFUSALS),
         get_vocab_size=called("larger than its tokenizer's", "(self)", LOOKUP),
-        hf_text_config=read("positions and layers of a model", "PreTrainedConfig", REFUSALS),
+        hf_text_config=read(
+            "positions and layers of a model", "PreTrainedConfig", REFUSALS, WORKER
+        ),
         is_attention_free=read(UNSUPPORTED, "bool", REFUSALS),
         is_encoder_decoder=read(UNSUPPORTED, "bool", REFUSALS),
         is_hybrid=read(UNSUPPORTED, "bool", REFUSALS),
@@ -123,7 +125,7 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.config.CacheConfig",
-        block_size=read("tokens in a page", "int", ADMISSION),
+        block_size=read("tokens in a page", "int", ADMISSION, WORKER),
         cache_dtype=read("keys that are rotated cannot be quantised", "CacheDType", REFUSALS),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
     ),

@@ -14,6 +14,7 @@ DEVICES = "vllm_cascade/engine/devices.py"
 LAYER = "vllm_cascade/attention/layer.py"
 CUDA_BUILDER = "vllm_cascade/attention/cuda/builder.py"
 CUDA_IMPL = "vllm_cascade/attention/cuda/impl.py"
+FAMILIES = "patches/hooks/models.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
 POSITIONS = "vllm_cascade/cache/positions.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
@@ -216,6 +217,16 @@ ATTENTION = (
         impl=read("ours", "", POSITIONS, WORKER),
         kv_cache=read("a layer's pages", "", WORKER),
         layer_name=read("whose kept tokens are recorded", "", LAYER),
+        sliding_window=read("layers that do not rotate", "", POSITIONS),
+    ),
+    *rows(
+        "vllm.model_executor.models.utils",
+        extract_layer_index=called("layers that do not rotate", "(layer_name, ...)", POSITIONS),
+    ),
+    *rows(
+        "vllm.model_executor.models.registry",
+        _TEXT_GENERATION_MODELS=read("the page of models", "", FAMILIES),
+        _TRANSFORMERS_SUPPORTED_MODELS=read("the page of models", "", FAMILIES),
     ),
 )
 

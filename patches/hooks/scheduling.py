@@ -5,6 +5,7 @@ from .row import called, given, overridden, read, rows
 
 ADMISSION = "vllm_cascade/engine/admission.py"
 BACKEND = "vllm_cascade/attention/backend.py"
+KINDS = "vllm_cascade/cache/kinds.py"
 LAYOUT = "vllm_cascade/cache/layout.py"
 MANAGER = "vllm_cascade/cache/manager.py"
 METRICS = "vllm_cascade/engine/metrics.py"
@@ -196,15 +197,18 @@ SPECS = (
     *rows(
         "vllm.v1.kv_cache_interface.AttentionSpec",
         __post_init__=overridden("metadata behind keys and values", "(self)", MANAGER),
-        block_size=read("slots of a page", "int", LAYOUT, MANAGER, METRICS),
-        head_size=read("channels of a key", "int", LAYOUT),
+        block_size=read("slots of a page", "int", KINDS, MANAGER, METRICS),
+        head_size=read("channels of a key", "int", BACKEND, LAYOUT),
+        head_size_v=read("channels of a value", "int", BACKEND),
         max_memory_usage_bytes=overridden("bounded", "(self, vllm_config)", MANAGER),
         max_num_blocks_per_req=overridden("bounded", "(self, vllm_config, max_len)", MANAGER),
         num_kv_heads=read("heads of a page", "int", LAYOUT, MANAGER),
-        page_size_bytes=read("a whole page", "int", LAYOUT, MANAGER, METRICS),
-        page_size_padded=read("a whole page", "int | None", MANAGER),
+        page_size_bytes=read("a whole page", "int", KINDS, LAYOUT, MANAGER, METRICS),
+        page_size_padded=read("a whole page", "int | None", KINDS, MANAGER),
         prefix_cacheable=overridden("live pages are never shared", "bool", MANAGER),
-        unpadded_page_size_bytes=read("keys and values alone", "int", LAYOUT, MANAGER, METRICS),
+        unpadded_page_size_bytes=read(
+            "keys and values alone", "int", KINDS, LAYOUT, MANAGER, METRICS
+        ),
         uses_slot_mapping=overridden("our backend finds the slots", "bool", MANAGER),
     ),
     *rows(
@@ -214,10 +218,21 @@ SPECS = (
         sliding_window=read("a bounded cache has none", "int | None", MANAGER),
     ),
     *rows(
+        "vllm.v1.kv_cache_interface.KVCacheSpec",
+        get_num_kernel_states=overridden(
+            "windows have slots of their own", "(self, kernel_block_size)", MANAGER
+        ),
+    ),
+    *rows(
+        "vllm.v1.kv_cache_interface.SlidingWindowSpec",
+        extra_retained_tokens=read("a bounded cache has none", "int", KINDS),
+        sliding_window=read("tokens that a query sees, its own included", "int", KINDS),
+    ),
+    *rows(
         "vllm.v1.kv_cache_interface",
-        KVCacheSpec=given("what a layer asks for", WORKER),
+        KVCacheSpec=given("what a layer asks for", KINDS, WORKER),
         replace_as=called(
-            "a layer's spec becomes ours", "(spec, target_cls, *, drop=, **changes)", MANAGER
+            "a layer's spec becomes ours", "(spec, target_cls, *, drop=, **changes)", KINDS, MANAGER
         ),
     ),
     *rows(

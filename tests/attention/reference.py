@@ -41,6 +41,7 @@ class LiteralCache:
         softcap: float = 0.0,
         logit_scale: Callable[[int], float] | None = None,
         token_scores: list[float] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         self.sims = [make_sim() for _ in range(num_sets)]
         self.decay, self.weight, self.reduction, self.scale = decay, weight, reduction, scale
@@ -48,7 +49,7 @@ class LiteralCache:
         self.members: list[dict[int, int]] = [{} for _ in range(num_sets)]
         self.probs: list[dict[int, float]] = []  # of each query, reduced over the first set's heads
         self.inv_freq, self.is_neox = inv_freq, is_neox
-        self.slopes, self.softcap = slopes, softcap
+        self.slopes, self.softcap, self.sinks = slopes, softcap, sinks
         self.keys: list[torch.Tensor] = []  # per token [H, D], unrotated
         self.values: list[torch.Tensor] = []
         self.scores: list[dict[int, float]] = [{} for _ in range(num_sets)]
@@ -110,6 +111,8 @@ class LiteralCache:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.slopes is not None:
             logits = logits + self.slopes[head] * (torch.arange(len(tokens)) - position)
+        if self.sinks is not None:  # one more term, whose share no token gets
+            return torch.cat([logits, self.sinks[head : head + 1].double()]).softmax(0)[:-1]
         return logits.softmax(0)
 
     def _key_at(self, token: int, rank: int, kv_head: int) -> torch.Tensor:

@@ -51,6 +51,7 @@ def shapes(draw: st.DrawFn) -> Shape:
         is_neox=draw(st.booleans()),
         alibi=draw(st.integers(0, 3)) == 0,
         softcap=draw(st.sampled_from([0.0, 0.0, 3.0])),
+        sinks=draw(st.integers(0, 3)) == 0,
         block_size=draw(st.sampled_from([16, 32, 128, 7])),
     )
 

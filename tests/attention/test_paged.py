@@ -41,6 +41,13 @@ class Shape:
     softcap: float = 0.0
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    sinks: bool = False
+
+    @property
+    def sink_logits(self) -> torch.Tensor | None:
+        """Learned logits of nothing, one a query head; some large, some small."""
+        num_heads = self.num_kv_heads * self.group
+        return torch.linspace(-2.0, 3.0, num_heads) if self.sinks else None
 
 
 @pytest.fixture(params=CHOICES)
@@ -88,6 +95,7 @@ class PagedLayer:
             None,
             "auto",
             shape.softcap,
+            sinks=shape.sink_logits,
         )
         self.inv_freq = None
         if not shape.alibi:
@@ -143,6 +151,7 @@ def oracle_for(
         softcap=shape.softcap,
         logit_scale=logit_scale(settings),
         token_scores=token_scores,
+        sinks=shape.sink_logits,
     )
 
 
@@ -234,6 +243,8 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
         {**CLUSTER, "overflow": 5, "prefill_stride": 7},
     ),
     "soft-cap": (Shape(softcap=2.0), {**CASCADE, "prefill_stride": 8}),
+    "sinks": (Shape(sinks=True), {**CASCADE, "prefill_stride": 8}),
+    "sinks-heads-1": (Shape(sinks=True, group=3), {**HEADS, "prefill_stride": 1}),
     "base-3": (
         Shape(),
         {**CASCADE, "budget": 18, "cascade_base": 3, "ema_gamma": 0.8, "prefill_stride": 7},

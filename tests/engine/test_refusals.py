@@ -66,15 +66,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "prefill threshold": ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold"),
 }
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "windowed layers": (
-        {
-            **LLAMA,
-            "architectures": ["MistralForCausalLM"],
-            "model_type": "mistral",
-            "sliding_window": 128,
-        },
-        "sliding or chunked windows",
-    ),
+    "chunked layers": ({**LLAMA, "attention_chunk_size": 128}, "attend within chunks"),
     "rope type": (rope(rope_type="dynamic", factor=2.0), "dynamic NTK"),
     "M-RoPE": (rope(rope_type="default", mrope_section=[2, 3, 3]), "M-RoPE"),
     "dual-chunk attention": (
@@ -98,7 +90,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "layers without rotary positions": (
         {**LLAMA, "no_rope_layers": [1, 0], "num_hidden_layers": 2},
-        "leave some layers without",
+        "this model's layers without rotary positions",
     ),
     "encoder-decoder": (
         {
@@ -167,6 +159,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(enable_dbo=True)),
         "--enable-dbo",
     ),
+    "random windows": (
+        SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
+        "drawn at random",
+    ),
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
@@ -185,6 +181,15 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     "data parallelism on CUDA": (
         SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
         "--data-parallel-size",
+    ),
+    "windowed layers on CUDA": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(layer_types=None),
+                get_sliding_window=lambda: 128,
+            )
+        ),
+        "run on the CPU only",
     ),
     "cache type on CUDA": (
         SimpleNamespace(

@@ -6,7 +6,12 @@ from typing import ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheLayout,
+    SlidingWindowSpec,
+)
 
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.engine.lookup import policy_of
@@ -29,11 +34,22 @@ class KVPolicyBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Every full-attention layer's cache becomes a bounded one."""
+        """Every full-attention layer's cache becomes a bounded one.
+
+        One with a window stays as it is: how it is laid out depends on what other layers there are
+        (``cache/kinds.py``), and this sees one layer at a time.
+        """
         policy = policy_of(get_current_vllm_config())
+        if spec.head_size_v != spec.head_size:
+            raise KVPolicyError(
+                f"kv_policy: a layer's values have {spec.head_size_v} channels and its keys "
+                f"{spec.head_size}, which no policy supports; use --kv-policy full"
+            )
+        if type(spec) is SlidingWindowSpec and policy is not None:
+            return spec
         if type(spec) is not FullAttentionSpec or policy is None:
             raise KVPolicyError(
                 f"kv_policy: a layer with {type(spec).__name__} cannot be bounded; use a model "
-                "whose layers all use plain full attention"
+                "whose layers use full attention or sliding windows"
             )
         return KVPolicySpec.from_full(spec, policy)

@@ -4,7 +4,7 @@
 What all devices share; each adds how it mirrors the plan (``cpu/builder.py``, ``cuda/builder.py``).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -40,9 +40,11 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
     """Base of the devices' builders.
 
     Attributes:
-        schedule: the engine's.
+        schedule: what its layers run under: the engine's, or that of their window.
+        engine_schedule: the engine's.
         requests: whose rows a step has; the worker sets it.
-        positions: what the model sees instead of vLLM's positions.
+        positions: what the model sees instead of vLLM's positions; None where another kind of
+            layers says it.
     """
 
     reorder_batch_threshold: int | None = None
@@ -58,9 +60,10 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.schedule = kv_cache_spec.schedule
+        self.engine_schedule = kv_cache_spec.engine_schedule
         self.requests = Requests()
         most = vllm_config.scheduler_config.max_num_batched_tokens
-        self.positions = CachePositions(most, device)
+        self.positions: CachePositions | None = CachePositions(most, device)
         self.counters = StepCounters()
         self.make_tables(vllm_config.scheduler_config)
 
@@ -76,7 +79,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         """The step that vLLM is about to run, counted and its positions published."""
         tokens = self._tokens(common)
         step = describe(tokens, self.schedule.policy.prefill_stride, self.rules_at)
-        if len(step.positions):
+        if len(step.positions) and self.positions is not None:
             self.positions.fill(torch.from_numpy(step.positions))
         counters = self.counters
         counters.steps += 1
@@ -91,9 +94,12 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         length = np.diff(offsets)
         ends = common.seq_lens_cpu_upper_bound.numpy()[: len(length)].astype(np.int64)
         schedules = self.requests.schedules(common)[: len(length)]
-        schedules += [self.schedule] * (len(length) - len(schedules))
+        schedules += [self.engine_schedule] * (len(length) - len(schedules))
         prefilling = self.requests.prefilling(common)
         tokens = RequestTokens(schedules, ends - length, length, offsets[:-1], prefilling)
+        if self.kv_cache_spec.window is not None:
+            same = [self.schedule] * len(length)
+            return replace(tokens, schedules=same, frames=schedules)
         if self.schedule.scoring.source != "text":
             return tokens
         return RequestTokens(**{**vars(tokens), "given": self._given(common, tokens)})

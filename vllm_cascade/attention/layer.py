@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
@@ -13,7 +13,6 @@ from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.cache.positions import alibi_slopes as _slopes
-from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 
@@ -34,6 +33,9 @@ class LayerConfig:
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
         gather_heads: gives the ``[..., num_kv_heads, group, n]`` of all tensor-parallel ranks,
             concatenated over KV heads; None where a rank decides on its own.
+        window: tokens that a query sees, its own included; None: all that are kept.
+        sinks: fp32 ``[num_kv_heads, group]``, learned logits of nothing: one more term of each
+            head's softmax, whose probability no token gets. None: no such term.
     """
 
     num_kv_heads: int
@@ -47,6 +49,8 @@ class LayerConfig:
     uses_attention: bool
     reduction: str
     gather_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
+    window: int | None = None
+    sinks: torch.Tensor | None = None
 
     def reduce_heads(self, mass: torch.Tensor) -> torch.Tensor:
         """Attention mass of query heads to one number a head set, over all ranks if need be.
@@ -61,6 +65,13 @@ class LayerConfig:
         if self.softcap == 0:
             return logits
         return self.softcap * torch.tanh(logits / self.softcap)
+
+    def softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Probabilities of the keys, from logits ``[..., num_kv_heads, group, queries, keys]``."""
+        if self.sinks is None:
+            return logits.softmax(dim=-1)
+        nothing = self.sinks[:, :, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, nothing], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 class NewTokens(NamedTuple):
@@ -106,7 +117,14 @@ def gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
 
 
 class KVPolicyImpl(AttentionImpl[Any]):
-    """One layer on any device; a device says how it rotates and how it runs a step's waves."""
+    """One layer on any device; a device says how it rotates and how it runs a step's waves.
+
+    Attributes:
+        knows_windows, knows_sinks: whether the device's code has sliding windows, learned sinks.
+    """
+
+    knows_windows: ClassVar[bool] = False
+    knows_sinks: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -123,17 +141,18 @@ class KVPolicyImpl(AttentionImpl[Any]):
         sinks: torch.Tensor | None = None,
     ) -> None:
         refused = {
-            "sliding windows": sliding_window is not None,
+            "sliding windows": sliding_window is not None and not self.knows_windows,
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "KV caches shared between layers": kv_sharing_target_layer_name is not None,
-            "learned attention sinks": sinks is not None,
+            "learned attention sinks": sinks is not None and not self.knows_sinks,
         }
         for feature, present in refused.items():
             if present:
                 raise KVPolicyError(
-                    f"kv_policy: the model uses {feature}, which no policy supports; "
-                    "use --kv-policy full"
+                    f"kv_policy: the model uses {feature}, which no policy supports on this "
+                    "device; use --kv-policy full"
                 )
+        self.sinks = sinks  # weights are loaded later
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -162,9 +181,10 @@ class KVPolicyImpl(AttentionImpl[Any]):
             self.alibi_slopes = slopes = slopes.to(device)
             slopes = slopes.view(self.num_kv_heads, -1)
         shared = spec.policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
+        scores, sinks = spec.window is None, self.sinks  # windows compare none
         rotation = None
         if rotary is not None:
-            rotation = self.rotation_table(rotary, spec.policy, device)
+            rotation = self.rotation_table(rotary, spec, device)
         self._pages = page_views(kv_cache, spec)
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
@@ -177,11 +197,15 @@ class KVPolicyImpl(AttentionImpl[Any]):
             is_neox=rotary is None or rotary.is_neox,
             uses_attention=spec.policy.uses_attention,
             reduction=spec.policy.head_reduction,
-            gather_heads=gather_kv_heads if num_ranks > 1 and shared else None,
+            gather_heads=gather_kv_heads if num_ranks > 1 and shared and scores else None,
+            window=spec.window,
+            sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
         )
 
-    def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
-        """cos and sin of a rotation back, for every distance up to the policy's last position."""
+    def rotation_table(
+        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
+    ) -> torch.Tensor:
+        """cos and sin of a rotation back, for every distance that a key of the layer can move."""
         raise NotImplementedError
 
     def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:

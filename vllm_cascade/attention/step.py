@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from vllm_cascade.cache.strides import cut_strides
-from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
     CACHED,
     DECAY,
@@ -35,9 +33,6 @@ from vllm_cascade.policies import Schedule
 if TYPE_CHECKING:
     from vllm_cascade.recall.plan import RecallStride
 
-NOBODY = -2
-"""A rank that no slot has, not even an empty one: for tokens that get no score from the host."""
-
 
 @dataclass(frozen=True)
 class RequestTokens:
@@ -51,6 +46,8 @@ class RequestTokens:
         prefilling: bool ``[B]``, whether they are part of its prompt.
         given: fp32 ``[num_tokens]``, scores by the host, one for each token that comes: that of the
             token ``lag`` before it. None where the host gives none.
+        frames: where these layers have windows: whose counts say the positions that all layers
+            share. None: the same schedules.
     """
 
     schedules: Sequence[Schedule]
@@ -59,6 +56,7 @@ class RequestTokens:
     place: np.ndarray
     prefilling: np.ndarray
     given: np.ndarray | None = None
+    frames: Sequence[Schedule] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,15 @@ class StrideRows:
         request: int64 ``[R]``, each one's row in the batch, and in the block table.
         schedules: one a stride.
         recall: what each does with the request's evicted units, or None; empty where nobody does.
+        shift: int32 ``[R]``, how far positions are beyond ``CACHED`` and what follows: other layers
+            keep so many tokens more (or fewer) than these, which have windows. None: no window.
     """
 
     steps: np.ndarray
     request: np.ndarray
     schedules: Sequence[Schedule]
     recall: "Sequence[RecallStride | None]" = ()
+    shift: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -85,7 +86,8 @@ class StrideRows:
         places = which.tolist()
         chosen = [self.schedules[i] for i in places]
         recall = [self.recall[i] for i in places] if self.recall else ()
-        return StrideRows(self.steps[which], self.request[which], chosen, recall)
+        shift = None if self.shift is None else self.shift[which]
+        return StrideRows(self.steps[which], self.request[which], chosen, recall, shift)
 
 
 @dataclass(frozen=True)
@@ -143,16 +145,33 @@ def describe(
         if schedule.scales_logits:
             scale = np.ones(len(positions), dtype=np.float32) if scale is None else scale
             scale[place] = schedule.policy.logit_scale(stream, position + 1)
-    moved = int(may_have_moved(steps, schedules).sum())
-    return Step(_waves(cut, steps, schedules), positions, scale, tokens.given, evicted, moved)
+    shift = None
+    if tokens.frames is not None:
+        shift = _shift(steps, [tokens.frames[owner] for owner in owners])
+        place, _, position = _tokens_of(steps)
+        positions[place] = position + np.repeat(shift, steps[:, LENGTH])
+    moved = int(may_have_moved(steps, schedules, shift).sum())
+    waves = _waves(cut, steps, schedules, shift)
+    return Step(waves, positions, scale, tokens.given, evicted, moved)
 
 
-def may_have_moved(steps: np.ndarray, schedules: Sequence[Schedule]) -> np.ndarray:
+def _shift(steps: np.ndarray, frames: Sequence[Schedule]) -> np.ndarray:
+    """int32 ``[R]``: how many tokens more other layers have cached, by their schedules."""
+    shift = np.zeros(len(steps), dtype=np.int32)
+    for frame, rows in by_schedule(frames):
+        shift[rows] = frame.positions(steps[rows, STREAM].astype(np.int64)) - steps[rows, CACHED]
+    return shift
+
+
+def may_have_moved(
+    steps: np.ndarray, schedules: Sequence[Schedule], shift: np.ndarray | None = None
+) -> np.ndarray:
     """bool ``[R]``: whether any key may have left the position it was written at.
 
     Recalled units are out of order, so that keys move where all of them are cached.
     """
-    moved = steps[:, CACHED] < steps[:, STREAM]
+    position = steps[:, CACHED] if shift is None else steps[:, CACHED] + shift
+    moved = position < steps[:, STREAM]
     if any(schedule.policy.recall for schedule in schedules):
         stream = steps[:, STREAM].astype(np.int64)
         for schedule, rows in by_schedule(schedules):
@@ -221,10 +240,17 @@ def _tokens_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return place, stream, position
 
 
-def _waves(cut: _Cut, steps: np.ndarray, schedules: list[Schedule]) -> list[StrideRows]:
+def _waves(
+    cut: _Cut, steps: np.ndarray, schedules: list[Schedule], shift: np.ndarray | None
+) -> list[StrideRows]:
     ends = np.searchsorted(cut.depth, np.arange(cut.depth.max(initial=-1) + 2))
     return [
-        StrideRows(steps[begin:end], cut.owner[begin:end], schedules[begin:end])
+        StrideRows(
+            steps[begin:end],
+            cut.owner[begin:end],
+            schedules[begin:end],
+            shift=None if shift is None else shift[begin:end],
+        )
         for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     ]
 
@@ -262,162 +288,3 @@ class RuleBook:
             begin = self._begins[schedule] = len(self.rules)
             self.rules = np.concatenate([self.rules, schedule.further])
         return begin
-
-
-# --- strides as an implementation in PyTorch or C++ takes them ------------------------------------
-
-
-@dataclass(frozen=True)
-class Singles:
-    """Single tokens of ``B`` requests.
-
-    Attributes:
-        steps: int32 ``[B, STEP_COLUMNS]``.
-        table: int32 ``[B, P]`` block numbers, as many as the request with most has; what stands
-            behind a request's own means nothing.
-        rules: int32 ``[n, 4]``, the table that ``MORE`` points into.
-        moved: whether any key may have left the position it was written at.
-        logit_scale: fp32 ``[B]``, factors on the logits, or None.
-        scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
-            none.
-        given: fp32 ``[B]``, these scores; None where the host gives none.
-        recall: what each does with its evicted units, or None; empty where nobody does.
-    """
-
-    steps: torch.Tensor
-    table: torch.Tensor
-    rules: torch.Tensor
-    moved: bool
-    logit_scale: torch.Tensor | None = None
-    scored: torch.Tensor | None = None
-    given: torch.Tensor | None = None
-    recall: "Sequence[RecallStride | None]" = ()
-
-    def column(self, column: int) -> torch.Tensor:
-        """int64 ``[B, 1, 1]``: one number a request, to go with its head sets and slots."""
-        return self.steps[:, column].long().view(-1, 1, 1)
-
-    @property
-    def places(self) -> torch.Tensor:
-        """int64 ``[B]``, where the tokens stand in the step."""
-        return self.steps[:, START].long()
-
-
-@dataclass(frozen=True)
-class Stride:
-    """One request's stride.
-
-    Attributes:
-        schedule: what it runs under.
-        step: int32 ``[STEP_COLUMNS]``.
-        pages: int32 ``[P]``, block numbers, enough for what is cached afterwards.
-        logit_scale: fp32 ``[T]``, factors on the logits of each query, or None.
-        given: fp32 ``[T]``, scores by the host; None where it gives none.
-        recalled: units among the cached ones that were recalled; they stand after the sinks.
-        recalls_more: so many more will be, when the stride's own evictions are done.
-        recall: what it does with evicted units; None: nothing.
-    """
-
-    schedule: Schedule
-    step: torch.Tensor
-    pages: torch.Tensor
-    stream: int
-    cached: int
-    old_slots: int
-    new_slots: int
-    start: int
-    num_tokens: int
-    logit_scale: torch.Tensor | None = None
-    given: torch.Tensor | None = None
-    recalled: int = 0
-    recalls_more: int = 0
-    recall: "RecallStride | None" = None
-
-    @property
-    def blocks(self) -> torch.Tensor:
-        """int64 ``[P]``: the pages, to index with."""
-        return self.pages.long()
-
-    @property
-    def scored(self) -> int:
-        """Rank of the first token that gets a score from the host, negative before the stream's
-        start; the others follow."""
-        return self.cached - self.schedule.lag
-
-    @property
-    def moved(self) -> bool:
-        """Whether any key may have left the position it was written at."""
-        return self.cached < self.stream or self.recalled > 0
-
-    @property
-    def end(self) -> int:
-        """Tokens of the stream after it."""
-        return self.stream + self.num_tokens
-
-    @property
-    def rows(self) -> slice:
-        """Its tokens' places in the step."""
-        return slice(self.start, self.start + self.num_tokens)
-
-
-def singles_of(
-    rows: StrideRows, step: Step, table: torch.Tensor, rules: np.ndarray, block_size: int
-) -> Singles:
-    """Single tokens with their pages; ``table`` is the batch's, on the CPU."""
-    steps = rows.steps
-    most = -(-int(steps[:, NEW_SLOTS].max()) // block_size)
-    place = steps[:, START]
-    scored = given = None
-    if step.given is not None:
-        lags = np.asarray([schedule.lag for schedule in rows.schedules])
-        text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
-        rank = (steps[:, CACHED] - lags) // rows.schedules[0].unit
-        scored = torch.from_numpy(np.where(text & (rank >= 0), rank, NOBODY).astype(np.int32))
-        given = torch.from_numpy(step.given[place])
-    scale = None if step.logit_scale is None else torch.from_numpy(step.logit_scale[place])
-    return Singles(
-        steps=torch.from_numpy(np.ascontiguousarray(steps)),
-        table=table[torch.from_numpy(rows.request), :most].int(),
-        rules=torch.from_numpy(rules),
-        moved=bool(may_have_moved(steps, rows.schedules).any()),
-        logit_scale=scale,
-        scored=scored,
-        given=given,
-        recall=rows.recall,
-    )
-
-
-def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: int) -> list[Stride]:
-    """Longer strides one by one, with their pages on the table's device."""
-    strides = []
-    for i, schedule in enumerate(rows.schedules):
-        numbers = rows.steps[i].tolist()
-        start, length, slots = numbers[START], numbers[LENGTH], numbers[NEW_SLOTS]
-        num_pages = -(-slots // block_size)
-        part = slice(start, start + length)
-        text = step.given is not None and schedule.scoring.source == "text"
-        stream = numbers[STREAM]
-        before, after = schedule.recalled(np.asarray([stream, stream + length])).tolist()
-        strides.append(
-            Stride(
-                schedule=schedule,
-                step=torch.from_numpy(rows.steps[i]),
-                pages=table[int(rows.request[i]), :num_pages],
-                stream=stream,
-                cached=numbers[CACHED],
-                old_slots=numbers[OLD_SLOTS],
-                new_slots=slots,
-                start=start,
-                num_tokens=length,
-                logit_scale=_part(step.logit_scale, part, table.device),
-                given=_part(step.given if text else None, part, table.device),
-                recalled=before,
-                recalls_more=after - before,
-                recall=rows.recall[i] if rows.recall else None,
-            )
-        )
-    return strides
-
-
-def _part(values: np.ndarray | None, part: slice, device: torch.device) -> torch.Tensor | None:
-    return None if values is None else sent(torch.from_numpy(values[part]), device)

@@ -54,7 +54,7 @@ class Pages:
 def page_views(kv_cache: torch.Tensor, spec: "KVPolicySpec") -> Pages:
     """Split vLLM's view of a layer's pool into K/V and the numbers in each page's tail."""
     num_blocks, num_heads, block_size, width = kv_cache.shape
-    assert (num_heads, block_size) == (spec.num_kv_heads, spec.block_size), kv_cache.shape
+    assert (num_heads, block_size) == (spec.num_kv_heads, spec.page_slots), kv_cache.shape
     assert width == 2 * spec.head_size, kv_cache.shape
     assert kv_cache[0].is_contiguous(), "a page's keys and values must be contiguous"
     page_bytes = kv_cache.stride(0) * kv_cache.element_size()

@@ -18,6 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_cascade.cache.kinds import Kind
 from vllm_cascade.cache.layout import TRACE_WORDS, UNIT_WORDS, WORD_BYTES
 from vllm_cascade.cache.snapshots import SnapshotStore
 from vllm_cascade.policies import Policy, Schedule, compiled
@@ -28,12 +29,19 @@ class KVPolicySpec(AttentionSpec):
     """One layer's cache under a policy: bounded, private, addressed by the backend itself."""
 
     policy: Policy
+    """What this layer runs under: the engine's policy, or that of its window."""
+    slots: int | None = None
+    """Tokens of a page, where they are not ``block_size``, which all layers share."""
+    window: int | None = None
+    """Tokens that a query sees, its own included; None: all that the policy keeps."""
+    kinds: tuple[Kind, ...] = ()
+    """All kinds of the model's layers, the engine's policy first; none where there is only one."""
 
     prefix_cacheable = uses_slot_mapping = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        units = self.num_sets * (self.block_size // self.policy.unit)
+        units = self.num_sets * (self.page_slots // self.policy.unit)
         words = units * len(self.words) * WORD_BYTES
         object.__setattr__(self, "page_size_padded", self.unpadded_page_size_bytes + words)
 
@@ -50,8 +58,40 @@ class KVPolicySpec(AttentionSpec):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The policy, compiled; all layers share it."""
+        """The layer's policy, compiled; all layers of a kind share it."""
         return compiled(self.policy)
+
+    @cached_property
+    def engine_schedule(self) -> Schedule:
+        """The engine's policy, compiled: what requests run under, and whose positions all share."""
+        return compiled(self.kinds[0].policy) if self.kinds else self.schedule
+
+    @cached_property
+    def _windows(self) -> tuple[tuple[Schedule, int], ...]:
+        """Schedule and slots of every kind of window."""
+        return tuple((compiled(kind.policy), kind.slots) for kind in self.kinds[1:])
+
+    @property
+    def page_slots(self) -> int:
+        """Tokens of this layer's page."""
+        return self.block_size if self.slots is None else self.slots
+
+    def get_num_kernel_states(self, kernel_block_size: int) -> int:
+        """vLLM's hook: tokens of a page, which is never cut."""
+        assert kernel_block_size == self.block_size, kernel_block_size
+        return self.page_slots
+
+    @property
+    def max_distance(self) -> int:
+        """Most positions that a cached key can have moved since it was written.
+
+        In a window, positions fall behind the stream while a key stays: by no more than the tokens
+        that come meanwhile and those that the policy may evict at once.
+        """
+        if self.window is None:
+            return self.policy.max_position
+        engine = self.kinds[0].policy
+        return engine.capacity + engine.prefill_stride + self.window
 
     @property
     def num_sets(self) -> int:
@@ -64,7 +104,16 @@ class KVPolicySpec(AttentionSpec):
 
     def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
         """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
-        return cdiv((schedule or self.schedule).peak_at(num_tokens), self.block_size)
+        own = cdiv((schedule or self.engine_schedule).peak_at(num_tokens), self.block_size)
+        windows = (cdiv(window.peak_at(num_tokens), slots) for window, slots in self._windows)
+        return max(own, *windows) if self._windows else own
+
+    @property
+    def most_pages(self) -> int:
+        """Pages of a request of any length."""
+        if self.kinds:
+            return max(kind.most_pages for kind in self.kinds)
+        return cdiv(self.policy.capacity, self.block_size)
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         return self.num_pages(max_len)
@@ -98,7 +147,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         Args:
             schedule: the request's own; None: the engine's.
         """
-        self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.schedule
+        self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.engine_schedule
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
         """Pages that a request needs after ``num_tokens`` tokens."""
@@ -109,7 +158,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         """Pages a request may come to hold; without a limit, all that the policy allows."""
         limit = self._limits.get(request_id)
         if limit is None:
-            return cdiv(self.kv_cache_spec.policy.capacity, self.block_size)
+            return self.kv_cache_spec.most_pages
         return self.kv_cache_spec.num_pages(*limit)
 
     def reserved_pages(self) -> int:

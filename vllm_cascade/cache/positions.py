@@ -21,7 +21,9 @@ from vllm.model_executor.layers.rotary_embedding import (
     YaRNScalingRotaryEmbedding,
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_cascade.cache.architectures import frequencies, is_unrotated, skips_unknown
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -123,11 +125,16 @@ def _check_table(module: RotaryEmbeddingBase, inv_freq: torch.Tensor, scale: flo
         )
 
 
-def find_rotaries(model: nn.Module, layers: dict[str, Attention]) -> dict[str, Rotary | None]:
-    """The rotation of every attention layer; None where it uses ALiBi.
+def find_rotaries(
+    model: nn.Module, layers: dict[str, Attention], config: Any = None
+) -> dict[str, Rotary | None]:
+    """The rotation of every attention layer; None where it uses ALiBi, or no positions at all.
 
     The rotary module is the one that belongs to the same attention block: the nearest enclosing
     module that has any.
+
+    Args:
+        config: the text model's; None: all layers rotate, with modules of vLLM's.
 
     Raises:
         KVPolicyError: a layer with no rotary module and no ALiBi, or with two kinds of it.
@@ -140,6 +147,15 @@ def find_rotaries(model: nn.Module, layers: dict[str, Attention]) -> dict[str, R
         if getattr(layer.impl, "alibi_slopes", None) is not None:
             result[layer_name] = None
             continue
+        if config is not None:
+            index = extract_layer_index(layer_name)
+            if is_unrotated(config, index, layer.sliding_window is not None):
+                result[layer_name] = None
+                continue
+            inv_freq = frequencies(model, config, index)
+            if inv_freq is not None:
+                result[layer_name] = Rotary(inv_freq, is_neox=True)
+                continue
         module = _enclosing_rotary(modules, names.get(layer, ""), layer_name)
         if module not in known:
             known[module] = rotary_of(module)
@@ -152,6 +168,12 @@ def _enclosing_rotary(
 ) -> RotaryEmbeddingBase:
     while name:
         name = name.rpartition(".")[0]
+        if skips_unknown(modules[name]):
+            raise KVPolicyError(
+                f"kv_policy: {layer_name} may have no rotary positions although others have, or "
+                f"other channels with them, and how {type(modules[name]).__name__} decides that is "
+                "not known; use --kv-policy full for this model"
+            )
         found = {m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
         if len(found) == 1:
             return found.pop()

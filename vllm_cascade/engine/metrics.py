@@ -17,7 +17,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.request import Request
 
-from vllm_cascade.cache.manager import KVPolicyManager
+from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
 from vllm_cascade.cache.strides import count_strides
 from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.policies import Schedule
@@ -63,12 +63,24 @@ class KVPolicySchedulerStats(SchedulerStats):
     kv_policy: KVPolicyStats | None = None
 
 
+def saved_bytes(spec: KVPolicySpec, lengths: Sequence[int], pages: int) -> int:
+    """What streams of some lengths would hold without a policy, less their ``pages``.
+
+    Of one layer; of all layers of a rank where some have windows.
+    """
+    if not spec.kinds:
+        full = sum(cdiv(length, spec.block_size) for length in lengths)
+        return full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes
+    stock = (kind.stock_bytes(n, spec.block_size) for kind in spec.kinds for n in lengths)
+    return sum(stock) - pages * sum(kind.page_bytes for kind in spec.kinds)
+
+
 class Meter:
     """Counts what a scheduler's requests do under a policy.
 
     Args:
         copies: who own the pages, and on how many layers and tensor-parallel ranks each of
-            theirs stands.
+            theirs stands; where layers have windows, on how many ranks.
         schedule_of: what a request runs under.
     """
 
@@ -106,10 +118,9 @@ class Meter:
             spec, blocks_of = manager.kv_cache_spec, manager.req_to_blocks.items()
             held = [(requests[name], len(b)) for name, b in blocks_of if b and name in requests]
             pages = sum(num for _, num in held)
-            full = sum(cdiv(request.num_computed_tokens, spec.block_size) for request, _ in held)
-            saved = full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes
             stats.pages += pages
-            stats.saved_bytes += saved * copies
+            lengths = [request.num_computed_tokens for request, _ in held]
+            stats.saved_bytes += saved_bytes(spec, lengths, pages) * copies
         for schedule, rows in self._by_schedule(held):
             num = np.asarray([request.num_computed_tokens for request, _ in rows], dtype=np.int64)
             stats.cached_tokens += int(schedule.positions(num).sum())

@@ -14,6 +14,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_cascade.cache.architectures import may_be_unrotated
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.policies import Policy
@@ -43,21 +44,18 @@ def _has_mrope(model: ModelConfig) -> bool:
     return model.uses_mrope or any("mrope_section" in entry for entry in parameters)
 
 
+def _layer_types(model: ModelConfig) -> set[str]:
+    return set(getattr(model.hf_text_config, "layer_types", None) or ())
+
+
+def _chunked(model: ModelConfig) -> bool:
+    chunks = getattr(model.hf_text_config, "attention_chunk_size", None)
+    return "chunked_attention" in _layer_types(model) or bool(chunks)
+
+
 def _windowed(model: ModelConfig) -> bool:
-    hf = model.hf_text_config
-    kinds = set(getattr(hf, "layer_types", None) or ())
-    return (
-        bool(kinds & {"sliding_attention", "chunked_attention"})
-        or bool(getattr(hf, "attention_chunk_size", None))
-        or (model.get_sliding_window() is not None and not kinds)
-        or model.rswa_window is not None
-    )
-
-
-def _unrotated_layers(model: ModelConfig) -> bool:
-    hf = model.hf_text_config
-    flags = getattr(hf, "no_rope_layers", None)
-    return bool(flags and not all(flags)) or bool(getattr(hf, "no_rope_layer_interval", None))
+    kinds = _layer_types(model)
+    return "sliding_attention" in kinds or (model.get_sliding_window() is not None and not kinds)
 
 
 def _device(config: VllmConfig, policy: Policy) -> bool:
@@ -211,8 +209,8 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     _model(
         "layers without rotary positions",
-        "models that leave some layers without rotary positions are",
-        _unrotated_layers,
+        "this model's layers without rotary positions are",
+        lambda m: may_be_unrotated(m.hf_text_config),
     ),
     Refusal(
         "absolute positions",
@@ -220,7 +218,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "the model adds positions to its inputs (learned or sinusoidal), so cached keys cannot be "
         "moved to new positions; use --kv-policy full",
     ),
-    _model("windowed layers", "models whose layers use sliding or chunked windows are", _windowed),
+    _model(
+        "chunked layers",
+        "models whose layers attend within chunks of the stream (Llama 4) are",
+        _chunked,
+    ),
+    _model(
+        "random windows",
+        "models whose windows are drawn at random are",
+        lambda m: m.rswa_window is not None,
+    ),
+    Refusal(
+        "windowed layers on CUDA",
+        lambda config, _: current_platform.is_cuda() and _windowed(config.model_config),
+        "models whose layers have sliding windows run on the CPU only: the kernels for CUDA know "
+        "one kind of layers; use --kv-policy full",
+    ),
     Refusal(
         "scheduler",
         lambda config, _: config.scheduler_config.scheduler_cls is not None,

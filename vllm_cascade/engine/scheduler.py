@@ -24,6 +24,7 @@ from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.settings import KVPolicyError
 
 
 @dataclass
@@ -62,15 +63,19 @@ class _StrideAligned:
         assert self._managers, "a KV policy is on, but no cache group uses it"
         spec: KVPolicySpec = self._managers[0].kv_cache_spec
         self._stride = spec.policy.prefill_stride
-        self._requests = PerRequest(spec.schedule)
+        self._requests = PerRequest(spec.engine_schedule)
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: set[str] = set()
         self._warn_of_small_pool()
-        groups = self.kv_cache_config.kv_cache_groups
         ranks = self.parallel_config.tensor_parallel_size
-        copies = [(m, ranks * len(groups[m.kv_cache_group_id].layer_names)) for m in self._managers]
+        copies = [(manager, ranks * self._num_layers(manager)) for manager in self._managers]
         self._meter = Meter(copies, self._schedule_of)
         self._log_prefix_caching()
+
+    def _num_layers(self, manager: KVPolicyManager) -> int:
+        """Layers that each of a manager's pages stands on, as far as they are alike."""
+        group = self.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
+        return 1 if manager.kv_cache_spec.kinds else len(group.layer_names)
 
     @property
     def snapshot_counters(self) -> SnapshotCounters:
@@ -89,9 +94,19 @@ class _StrideAligned:
             )
 
     def _warn_of_small_pool(self) -> None:
-        """Requests that do not fit are refused one by one (``admission.check_request``)."""
+        """Requests that do not fit are refused one by one (``admission.check_request``).
+
+        Raises:
+            KVPolicyError: where layers have windows, of which who refuses requests knows nothing.
+        """
         need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
+        if need > have and any(m.kv_cache_spec.kinds for m in self._managers):
+            raise KVPolicyError(
+                f"kv_policy: a request of --max-model-len {self.max_model_len} tokens needs {need} "
+                f"pages, also for the model's sliding windows, but the pool has {have}; raise "
+                "--kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --kv-budget"
+            )
         if need > have:
             logger.warning(
                 f"kv_policy: a request of --max-model-len {self.max_model_len} tokens needs {need} "

@@ -18,12 +18,14 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import find_rotaries
 from vllm_cascade.engine.devices import DEVICES, Device
-from vllm_cascade.engine.lookup import token_importance
+from vllm_cascade.engine.lookup import policy_of, token_importance
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
+from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import check_host_memory
@@ -55,37 +57,54 @@ class KVPolicyWorker:
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
-            return super().get_kv_cache_spec()
+            specs = super().get_kv_cache_spec()
+        policy = policy_of(self.vllm_config)
+        assert policy is not None
+        model = self.model_config.hf_text_config
+        block_size = self.vllm_config.cache_config.block_size
+        made = bounded(specs, policy, block_size, getattr(model, "max_position_embeddings", None))
+        if all(getattr(spec, "window", None) is not None for spec in made.values()):
+            logger.warning(
+                "KV policy %s: every layer of this model has a sliding window and keeps no more "
+                "than that, so the policy decides nothing; --kv-policy full is faster",
+                policy.name,
+            )
+        return made
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         model = self.model_runner.get_model()
         layers = self._attention_layers()
-        rotaries = find_rotaries(model, layers)
-        builder = self._builder()
-        assert isinstance(builder.kv_cache_spec, KVPolicySpec)
-        for name in builder.layer_names:
-            layers[name].impl.prepare(
-                builder.kv_cache_spec,
-                layers[name].kv_cache,
-                rotaries[name],
-                self.parallel_config.tensor_parallel_size,
-            )
-        builder.positions.install(model)
-        self._connect(builder)
-        self._open_stores(builder, layers)
+        rotaries = find_rotaries(model, layers, self.model_config.hf_text_config)
+        first, *others = builders = self._builders()
+        for builder in builders:
+            assert isinstance(builder.kv_cache_spec, KVPolicySpec)
+            for name in builder.layer_names:
+                layers[name].impl.prepare(
+                    builder.kv_cache_spec,
+                    layers[name].kv_cache,
+                    rotaries[name],
+                    self.parallel_config.tensor_parallel_size,
+                )
+        first.positions.install(model)
+        for builder in others:
+            builder.positions = None
+        self._connect(builders)
+        self._open_stores(first, layers)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number
         # of pages; nothing reads the result, and it would read past the table's end.
         if not self.use_v2_model_runner:
             for table in self.model_runner.input_batch.block_table.block_tables:
                 table.slot_mapping_mode = SlotMappingMode.NONE
 
-    def _connect(self, builder: StepBuilder) -> None:
-        """Give the builder what the runner knows of requests, and the runner our whole pages."""
-        runner, schedule = self.model_runner, builder.schedule
+    def _connect(self, builders: list[StepBuilder]) -> None:
+        """Give builders what the runner knows of requests, and the runner our whole pages."""
+        runner, schedule = self.model_runner, builders[0].engine_schedule
         importance = token_importance(schedule.policy, self.model_config)
         kind = RunnerV2Requests if self.use_v2_model_runner else RunnerV1Requests
-        self._requests = builder.requests = kind(runner, schedule, importance)
+        self._requests = kind(runner, schedule, importance)
+        for builder in builders:
+            builder.requests = self._requests
         # What the runner copies where a request starts from a snapshot: also the pages' tails.
         runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
 
@@ -120,21 +139,24 @@ class KVPolicyWorker:
     def _attention_layers(self) -> dict[str, Attention]:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
 
-    def _builder(self) -> StepBuilder:
-        """The one metadata builder: all layers share a cache group.
+    def _builders(self) -> list[StepBuilder]:
+        """The metadata builders, one for each kind of layers: all layers share a cache group.
+
+        The first one has the policy's layers, if the model has any; it publishes positions, and
+        its counters are the engine's.
 
         Raises:
-            KVPolicyError: a model whose layers need different kinds of cache.
+            KVPolicyError: a model whose layers need caches that are not ours.
         """
-        groups = [group for groups in self.model_runner.attn_groups for group in groups]
-        builders = [group.get_metadata_builder() for group in groups]
-        if len(builders) != 1 or not isinstance(builders[0], StepBuilder):
+        groups = self.model_runner.attn_groups
+        builders = [group.get_metadata_builder() for all_of in groups for group in all_of]
+        if len(groups) != 1 or not all(isinstance(builder, StepBuilder) for builder in builders):
             kinds = ", ".join(type(builder).__name__ for builder in builders)
             raise KVPolicyError(
                 f"kv_policy: the model's layers need several kinds of cache ({kinds}); "
-                "use a model whose layers all use plain full attention"
+                "use a model whose layers use full attention or sliding windows"
             )
-        return builders[0]
+        return sorted(builders, key=lambda builder: builder.kv_cache_spec.window is not None)
 
     def kv_policy_counters(self) -> dict[str, int]:
         """What the policy has done in this worker: tokens seen, evicted, strides, steps.
@@ -142,7 +164,7 @@ class KVPolicyWorker:
         With recall also units that came back, summed over layers and head sets, units that are
         stored for requests and snapshots, and host memory in bytes.
         """
-        counters = asdict(self._builder().counters)
+        counters = asdict(self._builders()[0].counters)
         if self._stores is not None:
             layers = [layer.impl.recall for layer in self._attention_layers().values()]
             counters["recalled_units"] = sum(layer.exchanged for layer in layers if layer)
@@ -156,7 +178,7 @@ class KVPolicyWorker:
         Raises:
             KVPolicyError: the policy's ``trace`` setting is off.
         """
-        if not self._builder().schedule.policy.trace:
+        if not self._builders()[0].schedule.policy.trace:
             raise KVPolicyError('kv_policy: set "trace": true to record which tokens are kept')
         recorder = Recorder(every)
         for layer in self._attention_layers().values():

@@ -11,8 +11,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
-from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
 from vllm_cascade.kernels.cpp.library import row_addresses

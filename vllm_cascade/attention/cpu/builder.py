@@ -13,15 +13,8 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_cascade.attention.builder import StepBuilder
-from vllm_cascade.attention.step import (
-    RuleBook,
-    Singles,
-    Stride,
-    StrideRows,
-    singles_of,
-    split,
-    strides_of,
-)
+from vllm_cascade.attention.inputs import Singles, Stride, singles_of, strides_of
+from vllm_cascade.attention.step import RuleBook, StrideRows, split
 from vllm_cascade.policies import Schedule
 from vllm_cascade.recall.plan import plan_recall
 from vllm_cascade.recall.stores import Stores
@@ -64,7 +57,7 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUMetadata:
-        table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.block_size
+        table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.page_slots
         step = self.plan(common_attn_metadata)
         waves, planned = [], step.waves
         if self.stores is not None:

@@ -8,17 +8,17 @@ import torch
 from vllm_cascade.attention.cpu.builder import CPUMetadata
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import Path, choose
+from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
-from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
-from vllm_cascade.policies import Policy
 from vllm_cascade.recall.layer import LayerRecall
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens at once, each longer stride on its own."""
 
+    knows_windows = knows_sinks = True
     path: Path | None = None
     recall: LayerRecall | None = None
 
@@ -31,9 +31,11 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
         self.recall = LayerRecall(self._layer, self._pages, index, most_queries, judge)
 
-    def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
-        forward = policy.recalled
-        return rotary.table(policy.max_position, forward)[forward:]
+    def rotation_table(
+        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
+    ) -> torch.Tensor:
+        forward = spec.policy.recalled
+        return rotary.table(spec.max_distance, forward)[forward:]
 
     def run(self, name: str, metadata: CPUMetadata, new: NewTokens, kv_cache: torch.Tensor) -> None:
         assert self.path is not None and self._pages is not None, "prepare() was not called"

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
-from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies import Schedule
@@ -67,7 +67,8 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
     for words in (pages.rank, pages.born, pages.score):
         assert words.stride() == pages.rank.stride() and words[0].is_contiguous(), words.stride()
     assert rotation is None or rotation.is_contiguous()
-    assert layer.slopes is None or layer.slopes.is_contiguous()
+    for heads in (layer.slopes, layer.sinks):
+        assert heads is None or heads.is_contiguous()
     return cpp.Layer(
         kv=pages.kv.data_ptr(),
         rank=pages.rank.data_ptr(),
@@ -76,6 +77,7 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         token=_address(pages.token),
         slopes=_address(layer.slopes),
         rotation=_address(rotation),
+        sinks=_address(layer.sinks),
         page_bytes=pages.kv.stride(0) * pages.kv.element_size(),
         page_words=pages.rank.stride(0),
         num_heads=layer.num_kv_heads,
@@ -90,6 +92,7 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         dtype=cpp.DTYPES[pages.kv.dtype],
         uses_scores=schedule.scoring.source != "none",
         reduction=cpp.REDUCTIONS[layer.reduction],
+        window=layer.window or 0,
         scale=layer.scale,
         softcap=layer.softcap,
     )
@@ -120,6 +123,7 @@ def _tokens(singles: Singles) -> cpp.Tokens:
         given=_address(singles.given),
         scored=_address(singles.scored),
         rules=singles.rules.data_ptr(),
+        shift=_address(singles.shift),
         moved=singles.moved,
     )
     _last_tokens = singles, made
@@ -142,6 +146,7 @@ def _stride(stride: Stride) -> cpp.Stride:
         logit_scale=_address(stride.logit_scale),
         given=_address(stride.given),
         scored=stride.scored,
+        shift=stride.shift,
         rules=schedule.rules.ctypes.data,
         first=schedule.first.ctypes.data,
         transient=schedule.transient,

@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import Protocol
 
 from vllm_cascade.attention.cpu import native
+from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
-from vllm_cascade.attention.step import Singles, Stride
 from vllm_cascade.attention.torch import strides as stride_path
 from vllm_cascade.attention.torch import tokens as token_path
 from vllm_cascade.cache.layout import Pages

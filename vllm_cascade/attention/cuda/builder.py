@@ -17,15 +17,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Com
 
 from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.cuda.tables import DeviceTables
-from vllm_cascade.attention.step import (
-    NOBODY,
-    Step,
-    Stride,
-    StrideRows,
-    by_schedule,
-    split,
-    strides_of,
-)
+from vllm_cascade.attention.inputs import NOBODY, Stride, strides_of
+from vllm_cascade.attention.step import Step, StrideRows, by_schedule, split
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import CACHED, LENGTH, START, STEP_COLUMNS, STREAM

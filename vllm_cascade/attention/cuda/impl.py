@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, PrefillRows, TritonMetadata
+from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
-from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
@@ -28,7 +28,6 @@ from vllm_cascade.kernels.triton.insert_stride import insert_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
 from vllm_cascade.kernels.triton.rotate import decode_dtype, gather, rotation_table
 from vllm_cascade.kernels.triton.xformers_prefill import attend_with_xformers, use_xformers
-from vllm_cascade.policies import Policy
 from vllm_cascade.policies.schedule import compared
 
 
@@ -47,11 +46,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         super().prepare(spec, kv_cache, rotary, num_ranks)
         assert self._pages is not None
         if rotary is not None:
-            turning = rotary.inv_freq, spec.policy.max_position, kv_cache.device
+            turning = rotary.inv_freq, spec.max_distance, kv_cache.device
             self._decode_rotation = rotation_table(*turning, decode_dtype(self._pages.kv.dtype))
 
-    def rotation_table(self, rotary: Rotary, policy: Policy, device: torch.device) -> torch.Tensor:
-        return rotation_table(rotary.inv_freq, policy.max_position, device)
+    def rotation_table(
+        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
+    ) -> torch.Tensor:
+        return rotation_table(rotary.inv_freq, spec.max_distance, device)
 
     def run(
         self, name: str, metadata: TritonMetadata, new: NewTokens, kv_cache: torch.Tensor

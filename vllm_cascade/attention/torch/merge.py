@@ -13,8 +13,8 @@ Shapes: as in ``strides.py``; ``C`` centres, ``M`` tokens to merge.
 
 import torch
 
+from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.step import Stride
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.step import Stride
 from vllm_cascade.attention.torch.merge import merge_deleted
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate, signed_rotation
@@ -198,7 +198,8 @@ def _kv_at_positions(
     keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
     if stride.moved and layer.rotation is not None:
         born = _gather_words(pages.born, stride).gather(1, order)
-        distance = born - torch.arange(0, stride.cached, pages.unit, dtype=torch.int32)
+        position = torch.arange(0, stride.cached, pages.unit, dtype=torch.int32) + stride.shift
+        distance = born - position
         distance = distance.repeat_interleave(pages.unit, dim=1)
         keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     return keys, values
@@ -239,8 +240,11 @@ def _attend(
         distance = torch.arange(visible) - position  # [tile, visible], 0 on the diagonal
         if layer.slopes is not None:
             logits += layer.slopes[:, :, None, None] * distance
-        logits.masked_fill_(distance > 0, -torch.inf)
-        probs = logits.softmax(dim=-1)
+        unseen = distance > 0
+        if layer.window is not None:
+            unseen |= distance <= -layer.window
+        logits.masked_fill_(unseen, -torch.inf)
+        probs = layer.softmax(logits)
         output[:, :, begin:end] = torch.matmul(probs, values[:, None, :visible])
         if scoring.source == "attention":
             decay = scoring.decay ** (num_tokens - 1 - rows).double()
@@ -275,7 +279,7 @@ def _insert(
     place_rank[head_set, place] = new_ranks[head_set, new]
     _scatter_words(pages.rank, stride, place_rank.int())
 
-    written_at = stride.cached + new * unit
+    written_at = stride.cached + stride.shift + new * unit
     if stride.num_tokens % unit and unit > 1:
         settled = int(new_ranks[0, -1]) + stride.recalls_more
         new_kv, last = _settle(layer, stride, new_kv, unit, settled)

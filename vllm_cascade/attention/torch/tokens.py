@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_cascade.attention.inputs import Singles
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.attention.step import Singles
 from vllm_cascade.attention.torch.rules import apply_rules
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.positions import rotate, signed_rotation
@@ -117,7 +117,9 @@ def _attend(
     token_rank = words.tokens(rank)
     empty = token_rank < 0
     if singles.moved and layer.rotation is not None:
-        distance = (words.gather(pages.born) - rank * words.unit).masked_fill(rank < 0, 0)
+        behind = singles.column(CACHED) - singles.positions  # ranks, of positions
+        distance = words.gather(pages.born) - rank * words.unit + behind
+        distance = distance.masked_fill(rank < 0, 0)
         distance = distance.repeat_interleave(words.unit, -1)
         keys = rotate(keys, signed_rotation(layer.rotation, distance), layer.is_neox)
     queries = query.float().unflatten(1, (layer.num_kv_heads, -1))  # [B, H, G, D]
@@ -131,7 +133,7 @@ def _attend(
         distance = (token_rank - singles.column(CACHED)).unsqueeze(2)  # [B, S, 1, N]
         logits[..., :-1] += layer.slopes[:, :, None] * distance
     logits[..., :-1].masked_fill_(empty.unsqueeze(2), -torch.inf)
-    probs = logits.softmax(dim=-1)
+    probs = layer.softmax(logits.unsqueeze(-2)).squeeze(-2)
     # A slot that holds nothing has probability 0, but its bytes may be NaN in fresh memory.
     values = values.float().masked_fill(empty.unsqueeze(-1), 0.0)
     output = torch.matmul(probs[..., :-1], values)
@@ -182,7 +184,7 @@ def _insert(
     new_kv: torch.Tensor,
 ) -> None:
     """Delete what the rules say, put the new token into its unit's slots or the first free ones."""
-    cached, stream = singles.column(CACHED), singles.column(STREAM)
+    stream = singles.column(STREAM)
     opens, joined = words.offset == 0, _entry(words, rank)
     own = torch.where(opens, words.filling, -1)
     line = torch.cat([rank.long(), own.expand(-1, rank.shape[1], -1)], dim=-1)
@@ -194,7 +196,8 @@ def _insert(
     stored = ~opens | ((own >= 0) & free.any(-1, keepdim=True))
     place = (index == target) & stored & opens
     words.scatter(pages.rank, torch.where(place, own, rank).int())
-    words.scatter(pages.born, torch.where(place, cached, words.gather(pages.born)).int())
+    born = torch.where(place, singles.positions, words.gather(pages.born))
+    words.scatter(pages.born, born.int())
     words.scatter(pages.score, torch.where(place, score[..., -1:], score[..., :-1]))
     if pages.token is not None:
         words.scatter(pages.token, torch.where(place, stream, words.gather(pages.token)).int())

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers have no rotary positions: against transformers' own models, and vLLM's sources."""
+
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tests.cache.test_positions import Layer, block, rope
+from tests.oracle.families import COMMON, FAMILIES
+from vllm_cascade.cache import architectures, positions
+from vllm_cascade.cache.architectures import frequencies, is_unrotated, may_be_unrotated
+from vllm_cascade.policies.settings import KVPolicyError
+
+MODELS = Path(vllm.__file__).parent / "model_executor/models"
+
+
+def model_of(name: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
+
+    family = FAMILIES[name]
+    config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.own})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def keys_at(model: Any, position: int) -> dict[int, torch.Tensor]:
+    """What every layer's attention is given as keys, for one token at a position."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def note(module: Any, query: Any, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any):
+        seen[module.layer_idx] = key.clone()
+        return torch.zeros_like(query).transpose(1, 2), None
+
+    AttentionInterface.register("note_keys", note)
+    AttentionMaskInterface.register("note_keys", lambda *args, **kwargs: None)
+    model.set_attn_implementation("note_keys")
+    with torch.inference_mode():
+        model(torch.tensor([[7]]), position_ids=torch.tensor([[position]]), use_cache=False)
+    return seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_that_transformers_does_not_rotate(name: str) -> None:
+    """A key is the same at every position where, and only where, its layer has no positions."""
+    model = model_of(name)
+    zero, far = keys_at(model, 0), keys_at(model, 9)
+    unmoved = [torch.equal(zero[index], far[index]) for index in sorted(zero)]
+    windowed = [window is not None for window in FAMILIES[name].windows]
+    assert (
+        [is_unrotated(model.config, index, has) for index, has in enumerate(windowed)]
+        == unmoved
+        == [not turns for turns in FAMILIES[name].rotated]
+    )
+
+
+@pytest.mark.parametrize("name", ["smollm3", "olmo3"])
+def test_frequencies_of_transformers_modules(name: str) -> None:
+    """A key at position 9 is the one at 0, turned by nine times these frequencies."""
+    model = model_of(name)
+    zero, far = keys_at(model, 0), keys_at(model, 9)
+    for index, turns in enumerate(FAMILIES[name].rotated):
+        inv_freq = frequencies(model, model.config, index)
+        if turns:
+            angle = 9 * inv_freq
+            table = torch.stack([angle.cos(), angle.sin()])
+            moved = positions.rotate(zero[index][0, :, 0], table, is_neox=True)
+            torch.testing.assert_close(moved, far[index][0, :, 0], atol=1e-5, rtol=1e-5)
+    assert frequencies(model, SimpleNamespace(model_type="new"), 0) is None
+
+
+def conditional_calls(path: Path) -> bool:
+    """Whether a rotary module of ``self`` is called inside an ``if``."""
+
+    def find(node: ast.AST, within: bool) -> bool:
+        for child in ast.iter_child_nodes(node):
+            called = isinstance(child, ast.Call) and ast.unparse(child.func) == "self.rotary_emb"
+            if called and within:
+                return True
+            branch = isinstance(node, ast.If) and child is not node.test
+            inside = (within or branch) and not isinstance(child, ast.FunctionDef)
+            if find(child, inside):
+                return True
+        return False
+
+    return find(ast.parse(path.read_text(encoding="utf-8")), False)
+
+
+def test_every_model_of_vllm_that_skips_its_rotary_module_is_known() -> None:
+    """One that is new in a release must be looked at before a policy runs it."""
+    found = {path.stem for path in MODELS.glob("*.py") if conditional_calls(path)}
+    pictures = {"cohere_compass"}  # an encoder
+    assert found - pictures == set(architectures.SKIPPING) | set(architectures.HARMLESS)
+
+
+def test_a_model_that_skips_by_an_unknown_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions, "Attention", Layer)
+    model = nn.Module()
+    model.attention = block(rope("default"))
+    model.attention.__class__ = type(
+        "AfmoeAttention", (nn.Module,), {"__module__": "vllm.model_executor.models.afmoe"}
+    )
+    with pytest.raises(KVPolicyError, match="how AfmoeAttention decides that is not known"):
+        positions.find_rotaries(model, {"a": model.attention.attn})
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "new", "no_rope_layers": [1, 0]}, True),
+        ({"model_type": "new", "no_rope_layers": [1, 1]}, False),
+        ({"model_type": "new", "no_rope_layer_interval": 4}, True),
+        ({"model_type": "new", "use_rope_layers": [True, False]}, True),
+        ({"model_type": "new"}, False),
+        ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, False),
+    ],
+)
+def test_configurations_that_speak_of_them(config: dict[str, Any], expected: bool) -> None:
+    assert may_be_unrotated(SimpleNamespace(**config)) == expected

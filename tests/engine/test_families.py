@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families of models with windows, learned sinks or unrotated layers, against the oracle.
+
+Tiny random models of the real architectures. A prompt is read in strides and greedy tokens follow,
+past the windows, the budget and the model's 512 positions. The oracle is transformers' modules
+around explicit token lists (tests/oracle/families.py).
+"""
+
+import math
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
+from tests.engine.test_metrics import metrics
+from tests.engine.test_prefix_caching import ask
+from tests.engine.test_units import decode, kept_sets
+from tests.oracle.families import FAMILIES, WINDOW, run_family, write_family
+from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.policies.settings import KVPolicyError
+
+CASCADE = {"name": "cascade", "budget": 64, "prefill_stride": 32}
+SINK = {"name": "sink", "budget": 24, "prefill_stride": 64, "head_policy": "per_kv_head"}
+POLICIES: dict[str, dict[str, Any]] = {
+    "cascade": CASCADE,
+    "cascade-heads": {**CASCADE, "head_policy": "per_kv_head", "prefill_stride": 24},
+    "sink": {**SINK, "head_policy": "homogeneous"},  # a budget below the window
+    "sink-heads": SINK,
+    "h2o": {"name": "h2o", "budget": 40, "prefill_stride": 16, "overflow": 3},
+    "units": {"name": "cascade", "num_subcaches": 2, "budget": 64, "prefill_stride": 32, "unit": 8},
+}
+FAST = [("gemma3", "cascade", {}), ("gpt-oss", "cascade-heads", {}), ("cohere2", "sink", {})]
+SLOW = [
+    *((family, "cascade", {}) for family in FAMILIES if family != "gemma3"),
+    *((family, "sink-heads", dict(PYTORCH)) for family in FAMILIES),
+    *((family, "units", {}) for family in ("gemma3", "gpt-oss")),
+    ("gemma3", "h2o", {}),
+    ("gpt-oss", "h2o", dict(PYTORCH)),
+    ("gemma3", "units", dict(PYTORCH)),
+]
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the models that a test has asked for."""
+    return {}
+
+
+@pytest.fixture
+def model_of(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def folder(family: str) -> Path:
+        if family not in written:
+            written[family] = write_family(tmp_path_factory.mktemp(family), family)
+        return written[family]
+
+    return folder
+
+
+def engine(
+    pool: EnginePool, path: Path, policy: dict[str, Any], env: dict[str, str], **kwargs: Any
+) -> Any:
+    return pool.get(
+        {**policy, "trace": True},
+        path,
+        env=env,
+        max_model_len=2048,
+        max_num_batched_tokens=100,
+        skip_tokenizer_init=True,
+        **kwargs,
+    )
+
+
+def random_tokens(seed: int, num: int) -> list[int]:
+    return np.random.default_rng(seed).integers(1, 500, num).tolist()
+
+
+def apart(family: str) -> Callable[..., Any]:
+    """Calls a function, in another process where vLLM has changed transformers' classes here."""
+    if family not in ("olmo3", "smollm3"):
+        return lambda function, *args: function(*args)
+
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *args).result()
+
+    return call
+
+
+def check(llm: Any, path: Path, family: str, policy: dict[str, Any], native: bool) -> None:
+    """Log-probabilities and kept tokens of 700 tokens and 60 more."""
+    prompt_len, more = 700, 60
+    (before,) = llm.collective_rpc("kv_policy_counters")
+    calls = sum(load().calls.values())
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    tokens, logprobs = decode(llm, random_tokens(0, prompt_len), more + 1)
+    kept = kept_sets(llm)
+    (after,) = llm.collective_rpc("kv_policy_counters")
+    truth = apart(family)(run_family, path, family, tokens[:-1], prompt_len, policy)
+    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
+    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
+    print(f"{family}: max {error.max():.2e}, mean {error.mean():.2e}")
+    assert kept == truth.kept
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    assert after["moved_reads"] > before["moved_reads"]
+    assert (sum(load().calls.values()) > calls) == native
+    evicted = after["evicted_tokens"] - before["evicted_tokens"]
+    assert evicted >= prompt_len + more - max(policy["budget"] + 8, WINDOW)
+    assert pool_usage(llm) == 0.0
+
+
+def check_company(llm: Any, stride: int) -> None:
+    """The same alone, among others, and from a snapshot."""
+    interval = math.lcm(stride, 32)
+    prompts = [random_tokens(seed, n) for seed, n in ((1, 330), (2, 1), (3, 47), (4, 600), (5, 48))]
+    alone = [ask(llm, [prompt])[0] for prompt in prompts]
+    again = [ask(llm, [prompt])[0] for prompt in prompts]
+    assert [turn[0] for turn in again] == [(len(p) - 1) // interval * interval for p in prompts]
+    llm.reset_prefix_cache()
+    together = ask(llm, prompts)
+    assert [turn[0] for turn in together] == [0] * len(prompts)
+    for single, *others in zip(alone, again, together, strict=True):
+        for other in others:
+            assert other[1] == single[1]
+            np.testing.assert_allclose(other[2], single[2], atol=1e-4)
+
+
+def test_a_pool_without_room_for_a_window_is_refused(
+    engine_pool: EnginePool, model_of: Any
+) -> None:
+    with pytest.raises(KVPolicyError, match="also for the model's sliding windows"):
+        engine(engine_pool, model_of("gemma3"), CASCADE, {}, num_gpu_blocks_override=3)
+
+
+def test_pages_and_saved_bytes(engine_pool: EnginePool, model_of: Any) -> None:
+    """What requests hold is what the kinds' sizes say, and metrics count both kinds."""
+    llm = engine(engine_pool, model_of("gemma3"), CASCADE, {})
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+    for name, length in {"long": 300, "short": 20, "between": 47}.items():
+        prompt = {"prompt_token_ids": random_tokens(length, length)}
+        llm.llm_engine.add_request(name, prompt, params)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    token = 2 * 2 * 32 * 4  # K and V of 2 heads of 32 fp32 numbers
+    slots = 16  # 47 tokens of a window on the 3 pages that 68 tokens need
+    page = 2 * 32 * (token + 16) + 2 * slots * (token + 16)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
+        live = [r.num_computed_tokens for r in scheduler.requests.values()]
+        pages = sum(max(-(-min(n, 68) // 32), -(-min(n, 47) // slots)) for n in live)
+        blocks = [-(-n // 32) for n in live]
+        stock = sum(2 * token * 32 * (n + min(n, 3)) for n in blocks)
+        now = metrics(llm)
+        assert now["pages"] == pages
+        assert now["saved_bytes"] == stock - pages * page
+    assert pool_usage(llm) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "env"),
+    [
+        *(pytest.param(*case, id="-".join(case[:2])) for case in FAST),
+        *(
+            pytest.param(
+                *case,
+                id="-".join([*case[:2], *(["pytorch"] if case[2] else [])]),
+                marks=pytest.mark.slow,
+            )
+            for case in SLOW
+        ),
+    ],
+)
+def test_family(
+    family: str, policy: str, env: dict[str, str], engine_pool: EnginePool, model_of: Any
+) -> None:
+    path, settings = model_of(family), POLICIES[policy]
+    llm = engine(engine_pool, path, settings, env)
+    check(llm, path, family, settings, native=not env)
+    check_company(llm, settings["prefill_stride"])

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``docs/MODELS.md`` against vLLM's registry, and against what tests compare."""
+
+from vllm.model_executor.models import registry
+
+from tests.conftest import ROOT
+from tests.oracle.families import FAMILIES, model_class
+from vllm_cascade.patches.hooks import models as families
+
+
+def test_the_page_is_up_to_date() -> None:
+    """A new release of vLLM shows here what it added."""
+    text = (ROOT / "docs/MODELS.md").read_text("utf-8")
+    assert text == families.page(), "run python -m vllm_cascade.patches.hooks.models"
+
+
+def test_every_text_architecture_is_listed() -> None:
+    listed = set(families.families())
+    assert set(registry._TEXT_GENERATION_MODELS) - listed == {
+        "ChatGLMForConditionalGeneration",
+        "InklingForConditionalGeneration",
+    }
+    assert {status for status, _ in families.families().values()} == {
+        *("works", "refused", "untested")
+    }
+
+
+def test_what_works_is_compared() -> None:
+    compared = {model_class(name) for name in FAMILIES}
+    assert set(families.TESTED) == compared | {"LlamaForCausalLM", "BloomForCausalLM"}
+
+
+def test_sources_say_why() -> None:
+    found = families.families()
+    for name, why in (
+        ("Qwen3NextForCausalLM", "recurrent layers"),
+        ("DeepseekV3ForCausalLM", "multi-head latent attention"),
+        ("Llama4ForCausalLM", "layers that attend within chunks"),
+        ("Gemma3nForCausalLM", "caches shared between layers"),
+        ("GPT2LMHeadModel", "positions that are added to inputs"),
+        ("AfmoeForCausalLM", "which layers have rotary positions is not known here"),
+    ):
+        assert found[name] == ("refused", why)
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM", "DeepseekForCausalLM"):
+        assert found[name] == ("untested", "")

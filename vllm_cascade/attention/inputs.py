@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Strides as an implementation in PyTorch or C++ takes them: a plan's rows, with their pages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vllm_cascade.attention.step import Step, StrideRows, may_have_moved
+from vllm_cascade.cache.transfer import sent
+from vllm_cascade.kernels.columns import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STREAM
+from vllm_cascade.policies import Schedule
+
+if TYPE_CHECKING:
+    from vllm_cascade.recall.plan import RecallStride
+
+NOBODY = -2
+"""A rank that no slot has, not even an empty one: for tokens that get no score from the host."""
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Single tokens of ``B`` requests.
+
+    Attributes:
+        steps: int32 ``[B, STEP_COLUMNS]``.
+        table: int32 ``[B, P]`` block numbers, as many as the request with most has; what stands
+            behind a request's own means nothing.
+        rules: int32 ``[n, 4]``, the table that ``MORE`` points into.
+        moved: whether any key may have left the position it was written at.
+        logit_scale: fp32 ``[B]``, factors on the logits, or None.
+        scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
+            none.
+        given: fp32 ``[B]``, these scores; None where the host gives none.
+        recall: what each does with its evicted units, or None; empty where nobody does.
+        shift: int32 ``[B]`` (``StrideRows``); None: 0.
+    """
+
+    steps: torch.Tensor
+    table: torch.Tensor
+    rules: torch.Tensor
+    moved: bool
+    logit_scale: torch.Tensor | None = None
+    scored: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+    recall: "Sequence[RecallStride | None]" = ()
+    shift: torch.Tensor | None = None
+
+    def column(self, column: int) -> torch.Tensor:
+        """int64 ``[B, 1, 1]``: one number a request, to go with its head sets and slots."""
+        return self.steps[:, column].long().view(-1, 1, 1)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[B, 1, 1]``, the new tokens' positions."""
+        cached = self.column(CACHED)
+        return cached if self.shift is None else cached + self.shift.long().view(-1, 1, 1)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """int64 ``[B]``, where the tokens stand in the step."""
+        return self.steps[:, START].long()
+
+
+@dataclass(frozen=True)
+class Stride:
+    """One request's stride.
+
+    Attributes:
+        schedule: what it runs under.
+        step: int32 ``[STEP_COLUMNS]``.
+        pages: int32 ``[P]``, block numbers, enough for what is cached afterwards.
+        logit_scale: fp32 ``[T]``, factors on the logits of each query, or None.
+        given: fp32 ``[T]``, scores by the host; None where it gives none.
+        recalled: units among the cached ones that were recalled; they stand after the sinks.
+        recalls_more: so many more will be, when the stride's own evictions are done.
+        recall: what it does with evicted units; None: nothing.
+        shift: as in ``StrideRows``.
+    """
+
+    schedule: Schedule
+    step: torch.Tensor
+    pages: torch.Tensor
+    stream: int
+    cached: int
+    old_slots: int
+    new_slots: int
+    start: int
+    num_tokens: int
+    logit_scale: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+    recalled: int = 0
+    recalls_more: int = 0
+    recall: "RecallStride | None" = None
+    shift: int = 0
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """int64 ``[P]``: the pages, to index with."""
+        return self.pages.long()
+
+    @property
+    def scored(self) -> int:
+        """Rank of the first token that gets a score from the host, negative before the stream's
+        start; the others follow."""
+        return self.cached - self.schedule.lag
+
+    @property
+    def moved(self) -> bool:
+        """Whether any key may have left the position it was written at."""
+        return self.cached + self.shift < self.stream or self.recalled > 0
+
+    @property
+    def end(self) -> int:
+        """Tokens of the stream after it."""
+        return self.stream + self.num_tokens
+
+    @property
+    def rows(self) -> slice:
+        """Its tokens' places in the step."""
+        return slice(self.start, self.start + self.num_tokens)
+
+
+def singles_of(
+    rows: StrideRows, step: Step, table: torch.Tensor, rules: np.ndarray, block_size: int
+) -> Singles:
+    """Single tokens with their pages; ``table`` is the batch's, on the CPU."""
+    steps = rows.steps
+    most = -(-int(steps[:, NEW_SLOTS].max()) // block_size)
+    place = steps[:, START]
+    scored = given = None
+    if step.given is not None:
+        lags = np.asarray([schedule.lag for schedule in rows.schedules])
+        text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
+        rank = (steps[:, CACHED] - lags) // rows.schedules[0].unit
+        scored = torch.from_numpy(np.where(text & (rank >= 0), rank, NOBODY).astype(np.int32))
+        given = torch.from_numpy(step.given[place])
+    scale = None if step.logit_scale is None else torch.from_numpy(step.logit_scale[place])
+    return Singles(
+        steps=torch.from_numpy(np.ascontiguousarray(steps)),
+        table=table[torch.from_numpy(rows.request), :most].int(),
+        rules=torch.from_numpy(rules),
+        moved=bool(may_have_moved(steps, rows.schedules, rows.shift).any()),
+        logit_scale=scale,
+        scored=scored,
+        given=given,
+        recall=rows.recall,
+        shift=None if rows.shift is None else torch.from_numpy(np.ascontiguousarray(rows.shift)),
+    )
+
+
+def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: int) -> list[Stride]:
+    """Longer strides one by one, with their pages on the table's device."""
+    strides = []
+    for i, schedule in enumerate(rows.schedules):
+        numbers = rows.steps[i].tolist()
+        start, length, slots = numbers[START], numbers[LENGTH], numbers[NEW_SLOTS]
+        num_pages = -(-slots // block_size)
+        part = slice(start, start + length)
+        text = step.given is not None and schedule.scoring.source == "text"
+        stream = numbers[STREAM]
+        before, after = schedule.recalled(np.asarray([stream, stream + length])).tolist()
+        strides.append(
+            Stride(
+                schedule=schedule,
+                step=torch.from_numpy(rows.steps[i]),
+                pages=table[int(rows.request[i]), :num_pages],
+                stream=stream,
+                cached=numbers[CACHED],
+                old_slots=numbers[OLD_SLOTS],
+                new_slots=slots,
+                start=start,
+                num_tokens=length,
+                logit_scale=_part(step.logit_scale, part, table.device),
+                given=_part(step.given if text else None, part, table.device),
+                recalled=before,
+                recalls_more=after - before,
+                recall=rows.recall[i] if rows.recall else None,
+                shift=0 if rows.shift is None else int(rows.shift[i]),
+            )
+        )
+    return strides
+
+
+def _part(values: np.ndarray | None, part: slice, device: torch.device) -> torch.Tensor | None:
+    return None if values is None else sent(torch.from_numpy(values[part]), device)
