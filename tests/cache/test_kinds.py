@@ -41,6 +41,11 @@ def specs(
     return bounded(made, run, block_size)
 
 
+def test_recall_beside_windows_is_refused() -> None:
+    with pytest.raises(KVPolicyError, match="set recall to 0 for this model"):
+        specs([None, 32], policy(budget=64, recall=2))
+
+
 def test_without_windows_nothing_changes() -> None:
     run = policy()
     made = specs([None, None], run)

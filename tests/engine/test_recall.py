@@ -11,6 +11,7 @@ from vllm.exceptions import VLLMValidationError
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
 from tests.engine.test_batching import ForceTokens, engine
+from tests.engine.test_metrics import metrics
 from tests.engine.test_units import answer, generated, kept_sets
 
 BLOCK = 32
@@ -180,10 +181,14 @@ def test_the_same_answer_in_any_company(engine_pool: EnginePool, book_tokens: li
     core = llm.llm_engine.engine_core.engine_core
     params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
     llm.llm_engine.add_request("again", {"prompt_token_ids": prompt}, params)
-    steps, outputs = 0, []
+    steps, outputs, levels = 0, [], {}
     while llm.llm_engine.has_unfinished_requests():
         outputs += llm.llm_engine.step()
         steps += 1
+        levels = metrics(llm) or levels
+        if steps == 15:
+            found = [levels[name] for name in ("recalled_tokens", "stored_tokens")]
+            assert found == [3 * 16, 256], "the store is full"
         if steps in (20, 45):
             assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
     replayed = generated(outputs[-1])

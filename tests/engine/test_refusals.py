@@ -163,6 +163,14 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
         "drawn at random",
     ),
+    "recall beside windows": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(layer_types=["sliding_attention"])
+            )
+        ),
+        "--kv-recall 0",
+    ),
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
@@ -199,7 +207,7 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         "--kv-cache-dtype",
     ),
 }
-ENVIRONMENT = {"device", "Model Runner V2 on the CPU"}
+ENVIRONMENT = {"device", "Model Runner V2 on the CPU", "recall on CUDA"}
 
 
 def create(model: Path, **kwargs: Any) -> Any:
@@ -236,7 +244,10 @@ def test_refused_model(name: str, tmp_path: Path) -> None:
 def test_refused_configuration(name: str) -> None:
     config, message = FAKED[name]
     (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
-    own = {"clusters over ranks": {"name": "dgc", "importance": "cluster"}}
+    own = {
+        "clusters over ranks": {"name": "dgc", "importance": "cluster"},
+        "recall beside windows": {"name": "sink", "recall": 8},
+    }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
     assert refusal.applies(config, resolve(raw))
     assert message in refusal.message
@@ -251,6 +262,15 @@ def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
     assert refusal.applies(config, policy)
     assert message in refusal.message
+
+
+def test_recall_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == "recall on CUDA"]
+    recall, plain = resolve({"name": "sink", "recall": 8}), resolve({"name": "sink"})
+    assert not refusal.applies(None, recall)
+    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
+    assert refusal.applies(None, recall) and not refusal.applies(None, plain)
+    assert "--kv-recall 0" in refusal.message
 
 
 @pytest.mark.parametrize("sizes", [{"block_size": 32}, {}])

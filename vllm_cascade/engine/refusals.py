@@ -128,6 +128,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --kv-recall 0",
     ),
     Refusal(
+        "recall beside windows",
+        lambda config, policy: policy.recall > 0 and _windowed(config.model_config),
+        "recall moves positions in a way that layers with sliding windows do not follow yet; "
+        "set --kv-recall 0 for this model",
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
