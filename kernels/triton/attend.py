@@ -29,32 +29,14 @@ from .tiles import (
     load_rows,
     padded,
     soft_cap,
+    tile_blocks,
+    tile_offsets,
 )
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite: what has seen nothing yet needs no special case."""
-
-
-@triton.jit
-def _block(table, first, slots, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Block numbers of a tile's slots: one where a page holds whole tiles, else one a slot."""
-    if PAGE % TILE == 0:
-        slot = first
-    else:
-        slot = first + tl.arange(0, TILE)
-    return tl.load(table + slot // PAGE, mask=slot < slots, other=0)
-
-
-@triton.jit
-def _offset(first, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Where in their pages a tile's slots lie."""
-    if PAGE % TILE == 0:
-        offset = first % PAGE + tl.arange(0, TILE)
-    else:
-        offset = (first + tl.arange(0, TILE)) % PAGE
-    return offset
 
 
 @triton.jit
@@ -70,7 +52,7 @@ def _words(
     UNIT: tl.constexpr,
 ):
     """Rank and born of a tile's slots; a rank of -1 is an empty one."""
-    word = block * word_stride + _offset(first, PAGE, TILE) // UNIT
+    word = block * word_stride + tile_offsets(first, PAGE, TILE) // UNIT
     inside = first + tl.arange(0, TILE) < slots
     return tl.load(rank + word, mask=inside, other=-1), tl.load(born + word, mask=inside, other=0)
 
@@ -217,9 +199,9 @@ def _attend(
     per_split = tl.cdiv(tl.cdiv(slots, TILE), splits) * TILE
     begin = split * per_split
     end = tl.minimum(begin + per_split, slots)
-    block = _block(table, begin, end, PAGE, TILE).to(tl.int64)
+    block = tile_blocks(table, begin, end, PAGE, TILE).to(tl.int64)
     unit_rank, unit_born = _words(rank, born, block, begin, end, word_stride, PAGE, TILE, UNIT)
-    next_block = _block(table, begin + TILE, end, PAGE, TILE)
+    next_block = tile_blocks(table, begin + TILE, end, PAGE, TILE)
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
         slot = first + tl.arange(0, TILE)
         place = unit_rank * UNIT + slot % UNIT
@@ -227,7 +209,7 @@ def _attend(
         if UNIT > 1:
             valid = valid & (place < cached)  # a unit's last slots may wait for their tokens
         distance = tl.where(valid, unit_born - unit_rank * UNIT, 0)
-        rows = kv + block * page_stride + _offset(first, PAGE, TILE) * (2 * HEAD)
+        rows = kv + block * page_stride + tile_offsets(first, PAGE, TILE) * (2 * HEAD)
         rows = rows[None, :] + heads[:, None]
         values = _values(rows + HEAD, valid, HEAD)
         products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
@@ -250,7 +232,7 @@ def _attend(
         block = next_block.to(tl.int64)
         second = first + TILE
         unit_rank, unit_born = _words(rank, born, block, second, end, word_stride, PAGE, TILE, UNIT)
-        next_block = _block(table, second + TILE, end, PAGE, TILE)
+        next_block = tile_blocks(table, second + TILE, end, PAGE, TILE)
 
         if cap is None:
             products = products * (scale * LOG2_E)

@@ -284,3 +284,23 @@ def turn_rows(
         tl.store(out[:, None] + second[None, :], y.to(out.dtype.element_ty), mask=write)
     if 2 * HALF < HEAD:
         store_rows(out, load_rows(source, inside, 2 * HALF, HEAD), inside, 2 * HALF, HEAD)
+
+
+@triton.jit
+def tile_blocks(table, first, slots, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Block numbers of a tile's slots: one where a page holds whole tiles, else one a slot."""
+    if PAGE % TILE == 0:
+        slot = first
+    else:
+        slot = first + tl.arange(0, TILE)
+    return tl.load(table + slot // PAGE, mask=slot < slots, other=0)
+
+
+@triton.jit
+def tile_offsets(first, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Where in their pages a tile's slots lie."""
+    if PAGE % TILE == 0:
+        offset = first % PAGE + tl.arange(0, TILE)
+    else:
+        offset = (first + tl.arange(0, TILE)) % PAGE
+    return offset

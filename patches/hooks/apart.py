@@ -17,6 +17,7 @@ TEST_KINDS = "tests/cache/test_kinds.py"
 TEST_OPS = "tests/kernels/test_ops.py"
 TEST_PAGES = "tests/cache/test_pages.py"
 TEST_REPLAY = "tests/attention/test_replay.py"
+TEST_VARIANTS = "tests/attention/test_variants.py"
 TEST_ROWS = "tests/attention/test_requests.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py"
 TEST_SNAPSHOTS = "tests/cache/test_snapshots.py"
@@ -318,6 +319,7 @@ STOCK = (
 INTERPRETER = (
     *rows(
         "triton.runtime.interpreter",
+        InterpretedFunction=given("launches are counted", TEST_VARIANTS),
         _interpreter=replaced("addresses are checked", "", UNDER_GUARD),
     ),
     *rows(

@@ -28,6 +28,7 @@ BOUNDED_TABLE = "slot mapping would read past the end of a bounded table"
 WORKERS = (
     *rows(
         "vllm.v1.worker.gpu_worker.Worker",
+        compile_or_warm_up_model=overridden("our kernels are compiled, too", "(self)", GPU_WORKER),
         load_model=overridden("layers take our backend", "(self, *, load_dummy_weights=)", WORKER),
         get_kv_cache_spec=overridden("customize_spec asks for the configuration", "(self)", WORKER),
         initialize_from_config=overridden("layers are wired", "(self, kv_cache_config)", WORKER),
@@ -38,9 +39,14 @@ WORKERS = (
     ),
     *rows(
         "vllm.v1.worker.worker_base.WorkerBase",
+        compile_or_warm_up_model=overridden("our kernels are compiled, too", "(self)", GPU_WORKER),
         model_config=read("token ids are scored by their text", "", WORKER),
         parallel_config=read("ranks that keep the same tokens", "", WORKER),
         vllm_config=read("the policy", "", WORKER),
+    ),
+    *rows(
+        "vllm.v1.worker.worker_base",
+        CompilationTimes=given("what compiling took", GPU_WORKER),
     ),
     *rows("vllm.v1.worker.cpu_worker", CPUWorker=given("the base of ours", DEVICES, WORKER)),
     *rows(
@@ -52,7 +58,15 @@ WORKERS = (
         kv_caches=read("what is copied is whole pages", "list[torch.Tensor]", WORKER),
         requests=read("the first runner's requests", "dict[str, CachedRequestState]", ROWS),
     ),
-    *rows("vllm.v1.utils.CpuGpuBuffer", np=read("the mask on the host", "np.ndarray", SEEDS)),
+    *rows(
+        "vllm.v1.utils.CpuGpuBuffer",
+        gpu=read("how wide a block table is", "torch.Tensor", GPU_WORKER),
+        np=read("the mask on the host", "np.ndarray", SEEDS),
+    ),
+    *rows(
+        "vllm.v1.worker.gpu.block_table.BlockTables",
+        input_block_tables=read("how wide a block table is", "list[torch.Tensor]", GPU_WORKER),
+    ),
     *rows(
         "vllm.v1.worker.gpu_input_batch.CachedRequestState",
         sampling_params=read("a request's own policy", "SamplingParams | None", ROWS),

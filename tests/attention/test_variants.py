@@ -133,7 +133,7 @@ def test_a_gpu_worker_warms_one_layer_up(v2: bool, monkeypatch: pytest.MonkeyPat
     )
     builder = SimpleNamespace(layer_names=["b", "a"])
     layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "ab"}
-    monkeypatch.setattr(worker, "_builder", lambda: builder)
+    monkeypatch.setattr(worker, "_builders", lambda: [builder])
     monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
     assert worker.compile_or_warm_up_model() == "times"
     assert calls == ["vllm", (builder, "b.impl", "b.pool", 7)]

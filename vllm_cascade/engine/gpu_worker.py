@@ -17,7 +17,7 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
-        builder = self._builder()
+        (builder,) = self._builders()
         layer = self._attention_layers()[builder.layer_names[0]]
         if self.use_v2_model_runner:
             (table,) = self.model_runner.block_tables.input_block_tables
