@@ -149,6 +149,7 @@ def run(
     return len(graph)
 
 
+@pytest.mark.slow
 def test_policies_of_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One recording serves them all, though none was known when it was made."""
     assert run(Shape(), ENGINE, OWN, 60, monkeypatch) == 4  # attend, merge, update, insert

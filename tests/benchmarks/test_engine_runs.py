@@ -64,6 +64,7 @@ def test_perplexity_end_to_end(
     json.dumps(kept)
 
 
+@pytest.mark.slow
 def test_token_times_end_to_end(tmp_path: Path) -> None:
     """Three engines of one process, stock among them, take their steps in turn."""
     out = tmp_path / "times.json"

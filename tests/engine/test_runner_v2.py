@@ -29,7 +29,7 @@ def run(policy: dict[str, Any]) -> dict[str, Any]:
     "policy",
     [
         {"name": "cascade"},
-        {"name": "dgc"},
+        pytest.param({"name": "dgc"}, marks=pytest.mark.slow),
         pytest.param({"name": "beehive"}, marks=pytest.mark.slow),
         pytest.param({"name": "h2o", "overflow": 8}, marks=pytest.mark.slow),
         pytest.param({"name": "lazy"}, marks=pytest.mark.slow),

@@ -45,6 +45,7 @@ def test_byte_identical_to_vllm_without_the_plugin(arguments: dict) -> None:
     assert generate(json.dumps(arguments)) == stock()
 
 
+@pytest.mark.slow
 def test_a_policy_does_change_the_numbers() -> None:
     """The comparison above can fail."""
     settings = {"kv_policy": "sink", "kv_budget": 64, "kv_policy_config": {"prefill_stride": 32}}

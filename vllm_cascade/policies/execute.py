@@ -140,7 +140,8 @@ def best_of(values: torch.Tensor, groups: torch.Tensor, newest_stays: bool) -> t
     # argmax returns the first of equal values only on the CPU; make the order explicit.
     best = (compared == compared.amax(-1, keepdim=True)) & (groups >= 0)
     place = best.int().argmax(-1, keepdim=True)
-    return groups.expand(compared.shape).gather(-1, place).squeeze(-1)
+    # A warm-up's scores may be no numbers: any place will do then, but it must be one.
+    return groups.expand(compared.shape).gather(-1, place).squeeze(-1).clamp_min(0)
 
 
 def lowest_of(values: torch.Tensor, excess: int, newest_stays: bool) -> torch.Tensor:
