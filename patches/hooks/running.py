@@ -60,7 +60,7 @@ WORKERS = (
     ),
     *rows(
         "vllm.v1.utils.CpuGpuBuffer",
-        gpu=read("how wide a block table is", "torch.Tensor", GPU_WORKER),
+        gpu=read("how wide a block table is", "", GPU_WORKER),
         np=read("the mask on the host", "np.ndarray", SEEDS),
     ),
     *rows(
