@@ -12,11 +12,12 @@ from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
 from tests.engine.test_batching import ForceTokens, engine
 from tests.engine.test_metrics import metrics
-from tests.engine.test_units import answer, generated, kept_sets
+from tests.engine.test_units import answer, generated, kept_sets, replay
 
 BLOCK = 32
 EACH = {"head_policy": "per_kv_head"}
 CASCADE = {"name": "cascade", "budget": 128, "num_subcaches": 2, "prefill_stride": 64}
+OVERFLOWS = {"name": "sink", "budget": 64, "prefill_stride": 64, "recall": 3, "recall_store": 128}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     # settings, and the prompt's tokens: most end inside a unit
     "sink": ({"name": "sink", "budget": 96, "prefill_stride": 64, "recall": 3}, 443),
@@ -27,10 +28,9 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "cascade-8": ({**CASCADE, "budget": 96, "num_subcaches": 3, "unit": 8, "recall": 5}, 330),
     "h2o-32": ({"name": "h2o", "budget": 160, "prefill_stride": 32, "unit": 32, "recall": 2}, 443),
     # A store that overflows; choices at every token, and rarely; all queries ask, or one.
-    "sink-overflows": (
-        {"name": "sink", "budget": 64, "prefill_stride": 64, "recall": 3, "recall_store": 128},
-        443,
-    ),
+    "sink-overflows": (OVERFLOWS, 443),
+    # The stride in which a prompt ends, inside a unit, evicts the first unit that comes back.
+    "sink-grows": (OVERFLOWS, 109),
     "sink-every": (
         {"name": "sink", "budget": 64, "prefill_stride": 16, "recall": 3, "recall_every": 1},
         619,
@@ -68,7 +68,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "dgc": ({"name": "dgc", "budget": 160, "prefill_stride": 64, "recall": 2}, 443),
 }
-FAST = [("cascade-each", {}), ("sink-overflows", {}), ("sink-every", dict(PYTORCH))]
+FAST = [
+    ("cascade-each", {}),
+    ("sink-overflows", {}),
+    ("sink-grows", {}),
+    ("sink-every", dict(PYTORCH)),
+]
 
 
 def settings_of(name: str) -> tuple[dict[str, Any], int]:
@@ -178,20 +183,13 @@ def test_the_same_answer_in_any_company(engine_pool: EnginePool, book_tokens: li
         np.testing.assert_allclose(batched[1], logprobs, atol=1e-4)
         llm.reset_prefix_cache()
 
-    core = llm.llm_engine.engine_core.engine_core
-    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
-    llm.llm_engine.add_request("again", {"prompt_token_ids": prompt}, params)
-    steps, outputs, levels = 0, [], {}
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-        steps += 1
-        levels = metrics(llm) or levels
-        if steps == 15:
-            found = [levels[name] for name in ("recalled_tokens", "stored_tokens")]
-            assert found == [3 * 16, 256], "the store is full"
-        if steps in (20, 45):
-            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    replayed = generated(outputs[-1])
+    levels: dict[int, list[float]] = {}
+
+    def look(step: int) -> None:
+        levels[step] = [metrics(llm)[name] for name in ("recalled_tokens", "stored_tokens")]
+
+    replayed = replay(llm, prompt, look)
+    assert levels[15] == [3 * 16, 256], "the store is full"
     assert replayed[0] == tokens
     np.testing.assert_allclose(replayed[1], logprobs, atol=1e-4)
     assert pool_usage(llm) == 0.0

@@ -5,6 +5,7 @@ Prompts end inside a unit and decoding goes on from there, so that what a stride
 is completed token by token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,23 @@ def answer(llm: Any, prompts: list[list[int]], max_tokens: int = 60) -> list[tup
     return [(output.num_cached_tokens, *generated(output)) for output in outputs]
 
 
+def replay(
+    llm: Any, prompt: list[int], each_step: Callable[[int], None] = lambda step: None
+) -> tuple[list[int], list[float]]:
+    """``generated`` of a request that is preempted twice."""
+    core = llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
+    llm.llm_engine.add_request("again", {"prompt_token_ids": prompt}, params)
+    steps, outputs = 0, []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        steps += 1
+        each_step(steps)
+        if steps in (20, 45):
+            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    return generated(outputs[-1])
+
+
 def generated(output: Any) -> tuple[list[int], list[float]]:
     logprobs = [next(iter(entry.values())).logprob for entry in output.outputs[0].logprobs]
     return list(output.outputs[0].token_ids), logprobs
@@ -168,16 +186,7 @@ def test_the_same_answer_in_any_company(
         np.testing.assert_allclose(batched[1], logprobs, atol=1e-4)
         llm.reset_prefix_cache()
 
-    core = llm.llm_engine.engine_core.engine_core
-    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
-    llm.llm_engine.add_request("again", {"prompt_token_ids": prompt}, params)
-    steps, outputs = 0, []
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-        steps += 1
-        if steps in (20, 45):
-            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    replayed = generated(outputs[-1])
+    replayed = replay(llm, prompt)
     assert replayed[0] == tokens
     np.testing.assert_allclose(replayed[1], logprobs, atol=1e-4)
     assert pool_usage(llm) == 0.0

@@ -63,6 +63,7 @@ class _StrideAligned:
         assert self._managers, "a KV policy is on, but no cache group uses it"
         spec: KVPolicySpec = self._managers[0].kv_cache_spec
         self._stride = spec.policy.prefill_stride
+        self._recalls = spec.policy.recall > 0
         self._requests = PerRequest(spec.engine_schedule)
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: set[str] = set()
@@ -172,7 +173,9 @@ class _StrideAligned:
             self._note_admissions(output)
             self._take_snapshots(output)
             output.kv_cache_block_copies = self._snapshots.end_of_step() or None
-            output = PolicySchedulerOutput.of(output, self._snapshots.take_dropped())
+            dropped = self._snapshots.take_dropped()
+            if self._recalls:
+                output = PolicySchedulerOutput.of(output, dropped)
         return output
 
     def _note_admissions(self, output: SchedulerOutput) -> None:
