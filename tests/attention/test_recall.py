@@ -316,9 +316,9 @@ def test_stores_follow_the_scheduler() -> None:
     # A snapshot that is given up, and a page that begins anew.
     stores.note(output(scheduled_new_reqs=[new("d", 1)], dropped_snapshots=(8,)))
     mark(stores.logs[1], [1])
-    stores.note(output(kv_cache_block_copies=[copy(1, 8)]))
-    stores.note(output(dropped_snapshots=(8,), scheduled_new_reqs=[new("e", 8)]))
-    assert stores.logs[8].end == 0 and stores.num_units == 1
+    stores.note(output(kv_cache_block_copies=[copy(1, 8), copy(1, 9)]))
+    stores.note(output(dropped_snapshots=(8, 9), scheduled_new_reqs=[new("e", 8)]))
+    assert set(stores.logs) == {1, 8} and stores.logs[8].end == 0 and stores.num_units == 1
 
 
 def test_a_resumed_request_begins_anew() -> None:
