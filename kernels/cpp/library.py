@@ -84,11 +84,13 @@ class Stride(ctypes.Structure):
 
 
 class Store(ctypes.Structure):
-    """A request's stored units, and the token that asks for some of them."""
+    """A request's stored units, and the tokens that ask for some of them."""
 
     _fields_: ClassVar = [
         *_of(c_void_p, "codes scales"),
-        *_of(c_int64, "num_chunks chunk_units begin end place position num"),
+        *_of(c_int64, "num_chunks chunk_units begin end"),
+        *_of(c_void_p, "places positions"),
+        *_of(c_int64, "num_asking num"),
     ]
 
 
@@ -137,7 +139,7 @@ class Library:
     def recall_units(
         self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int
     ) -> None:
-        """Which units a token's queries ask for most; the addresses are of what is written."""
+        """Which units some tokens' queries ask for most; the addresses are of what is written."""
         self.calls["recalls"] += 1
         self._recall(
             ctypes.byref(layer), ctypes.byref(rows), ctypes.byref(store), index, asked, chosen

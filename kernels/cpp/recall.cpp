@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which stored units one token asks for most. Keys are in 8 bits, before rotation, each with a scale
+// Which stored units some tokens ask for most. Keys are in 8 bits, before rotation, each with a scale
 // of its own; a unit is worth its keys' largest exponential and their mean.
 #include <functional>
 
 #include "layer.h"
+#include "panel.h"
 
-// A request's stored units, in chunks that hold all layers, and the token that asks.
+// A request's stored units, in chunks that hold all layers, and the tokens that ask.
 struct Store {
-  const int64_t *codes, *scales;  // [num_chunks] addresses of [layers, H, chunk_units, unit, D]
+  const int64_t *codes, *scales;  // [num_chunks] addresses of [layers, H, chunk_units, D, unit]
                                   // int8 and [layers, H, chunk_units, unit] fp32
   int64_t num_chunks, chunk_units, begin, end;  // units begin .. end - 1 of all chunks' are there
-  int64_t place, position;                      // of the token: in the step, and its query's
-  int64_t num;                                  // units to choose
+  const int64_t *places, *positions;  // [num_asking], of tokens in the step, and of their queries
+  int64_t num_asking;
+  int64_t num;  // units to choose
 };
 
 namespace {
@@ -22,102 +24,134 @@ struct Judge {
   const Layer& layer;
   const Store& store;
   int64_t index;  // of the layer
-  int64_t of_chunk() const { return store.chunk_units * layer.unit; }
-  int64_t keys() const { return store.num_chunks * of_chunk(); }
   int64_t num_units() const { return store.end - store.begin; }
   int64_t width() const { return round_up(layer.head_size, W); }
+  // Queries of one KV head: those of a query head follow each other.
+  int64_t rows() const { return layer.group * store.num_asking; }
+  // Whole units that are judged at once, and their keys in whole registers.
+  int64_t block() const { return std::max<int64_t>(COLUMNS / layer.unit, 1); }
+  int64_t columns() const { return round_up(block() * layer.unit, W); }
+  int64_t blocks_of_chunk() const { return (store.chunk_units + block() - 1) / block(); }
+  int64_t blocks() const { return store.num_chunks * blocks_of_chunk(); }
 };
 
-// W keys of 8 bits as fp32 rows of `width` channels, zeros behind.
-inline void widen_codes(float* to, const int8_t* from, int64_t size, int64_t width) {
-  for (int64_t i = 0; i < W; i++, from += size, to += width) {
-    int64_t c = 0;
-    for (; c + W <= size; c += W)
-      store(to + c, __builtin_convertvector(__builtin_convertvector(load_as<vb>(from + c), vi), vf));
-    for (; c < width; c++) to[c] = c < size ? from[c] : 0;
-  }
-}
+// What is found of each query, relative to a largest logit of each block.
+struct Found {
+  float* worth;  // [H, rows, units]
+  float* most;   // [H, rows, blocks]
+};
 
-// Products of one query and W rows.
-inline vf products(const float* query, const float* rows, int64_t width) {
-  vf sums[W];
-#pragma GCC unroll 16
-  for (int i = 0; i < W; i++) sums[i] = load(query) * load(rows + i * width);
-  for (int64_t c = W; c < width; c += W) {
-    const vf x = load(query + c);
-#pragma GCC unroll 16
-    for (int i = 0; i < W; i++) sums[i] += x * load(rows + i * width + c);
-  }
-  fold_within<W>(sums);
-  return sums[0];
-}
-
-// The token's query heads before rotation, times the scale of logits.
+// The tokens' query heads before rotation, times the scale of logits: [H, G, asking, width].
 template <class T>
-void plain_queries(const Judge& judge, const Rows& rows, float* queries) {
+void plain_queries(const Judge& judge, const Rows& rows, float* query) {
   const Layer& layer = judge.layer;
-  for (int64_t q = 0; q < layer.num_queries(); q++) {
-    float* query = queries + q * judge.width();
-    widen_row(query, (const T*)rows.query + judge.store.place * rows.query_stride +
-                         q * layer.head_size, layer.head_size);
-    if (layer.rotation) rotate(layer, query, judge.store.position);
-    for (int64_t c = 0; c < judge.width(); c++) query[c] *= layer.scale;
-  }
+  const int64_t size = layer.head_size;
+  for (int64_t head = 0; head < layer.num_queries(); head++)
+    for (int64_t i = 0; i < judge.store.num_asking; i++, query += judge.width()) {
+      const T* from = (const T*)rows.query + judge.store.places[i] * rows.query_stride;
+      widen_row(query, from + head * size, size);
+      if (layer.rotation) rotate(layer, query, judge.store.positions[i]);
+      for (int64_t c = 0; c < judge.width(); c++) query[c] *= layer.scale;
+    }
 }
 
-// Logits of one KV head's queries for one chunk, in whole registers of keys.
-void chunk_logits(const Judge& judge, const float* queries, int64_t head, int64_t chunk,
-                  float* logits) {
+// `n` units' keys as fp32, a row a channel: [D, columns], and their scales.
+void widen_block(const Judge& judge, const int8_t* codes, const float* scales, int64_t n,
+                 float* keys, float* scale) {
+  const int64_t unit = judge.layer.unit, size = judge.layer.head_size, columns = judge.columns();
+  std::fill(scale + n * unit, scale + columns, 0.0f);
+  std::memcpy(scale, scales, n * unit * sizeof(float));
+  for (int64_t u = 0; u < n; u++)
+    for (int64_t c = 0; c < size; c++, codes += unit) {
+      float* to = keys + c * columns + u * unit;
+      int64_t i = 0;
+      for (; i + W <= unit; i += W) {
+        const vi wide = __builtin_convertvector(load_as<vb>(codes + i), vi);
+        store(to + i, __builtin_convertvector(wide, vf));
+      }
+      for (; i < unit; i++) to[i] = codes[i];
+    }
+  for (int64_t c = 0; c < size && n * unit < columns; c++)
+    std::fill(keys + c * columns + n * unit, keys + (c + 1) * columns, 0.0f);
+}
+
+// A unit's largest exponential and the mean of all of them.
+inline float worth_of(const float* exps, int64_t unit) {
+  float best = exps[0], all = 0;
+  int64_t i = 0;
+  if (unit >= W) {
+    vf top = load(exps), sums = load(exps);
+    for (i = W; i + W <= unit; i += W) {
+      top = vmax(load(exps + i), top);
+      sums += load(exps + i);
+    }
+    best = largest(top);
+    all = sum(sums);
+  }
+  for (; i < unit; i++) {
+    best = std::max(best, exps[i]);
+    all += exps[i];
+  }
+  return best + all / unit;
+}
+
+// One query's products with a block of `n` units to what these are worth; returns the largest logit.
+float judge_row(const Judge& judge, const float* scale, int64_t n, float* x, float* worth) {
+  const int64_t unit = judge.layer.unit, keys = n * unit, end = round_up(keys, W);
+  vf top = splat(-INFINITY);
+  for (int64_t i = 0; i < end; i += W) store(x + i, load(x + i) * load(scale + i));
+  for (int64_t i = keys; i < end; i++) x[i] = -INFINITY;
+  for (int64_t i = 0; i < end; i += W) top = vmax(load(x + i), top);
+  const float most = largest(top);
+  for (int64_t i = 0; i < end; i += W) store(x + i, vexp(load(x + i) - most));
+  for (int64_t u = 0; u < n; u++) worth[u] = worth_of(x + u * unit, unit);
+  return most;
+}
+
+// One block of a chunk under all queries of one KV head.
+void judge_block(const Judge& judge, const Found& found, const float* queries, int64_t head,
+                 int64_t block) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
-  const int64_t size = layer.head_size, width = judge.width(), of_chunk = judge.of_chunk();
-  const int64_t first = chunk * of_chunk, row = (judge.index * layer.num_heads + head) * of_chunk;
-  const int64_t low = std::max<int64_t>(judge.store.begin * layer.unit - first, 0) / W * W;
-  const int64_t high = std::min(judge.store.end * layer.unit - first, of_chunk);
-  const int8_t* codes = (const int8_t*)judge.store.codes[chunk] + row * size;
-  const float* scales = (const float*)judge.store.scales[chunk] + row;
-  float* rows = scratch.take(W * width);
-  for (int64_t k = low; k < high; k += W) {
-    widen_codes(rows, codes + k * size, size, width);
-    for (int64_t q = head * layer.group; q < (head + 1) * layer.group; q++)
-      store(logits + q * judge.keys() + first + k,
-            products(queries + q * width, rows, width) * load(scales + k));
-  }
+  const int64_t chunk_units = judge.store.chunk_units, per_chunk = judge.blocks_of_chunk();
+  const int64_t chunk = block / per_chunk, first = chunk * chunk_units;
+  const int64_t from = first + block % per_chunk * judge.block();
+  const int64_t low = std::max(from, judge.store.begin);
+  const int64_t to = std::min(from + judge.block(), first + chunk_units);
+  const int64_t n = std::min(to, judge.store.end) - low;
+  const int64_t rows = judge.rows(), size = layer.head_size, columns = judge.columns();
+  float* most = found.most + head * rows * judge.blocks() + block;
+  for (int64_t r = 0; r < rows && n <= 0; r++) most[r * judge.blocks()] = -INFINITY;
+  if (n <= 0) return;
+  const int64_t at = ((judge.index * layer.num_heads + head) * chunk_units + low - first);
+  float* keys = scratch.take((size + 1 + rows) * columns);
+  float *scale = keys + size * columns, *x = scale + columns;
+  widen_block(judge, (const int8_t*)judge.store.codes[chunk] + at * size * layer.unit,
+              (const float*)judge.store.scales[chunk] + at * layer.unit, n, keys, scale);
+  multiply(rows, columns, queries + head * rows * judge.width(), judge.width(), keys, columns, x,
+           columns, size, false);
+  float* worth = found.worth + head * rows * judge.num_units() + low - judge.store.begin;
+  for (int64_t r = 0; r < rows; r++)
+    most[r * judge.blocks()] = judge_row(judge, scale, n, x + r * columns,
+                                         worth + r * judge.num_units());
 }
 
-// One query head's logits to what it asks of each unit, which add up to 1.
-void unit_shares(const Judge& judge, float* x, float* asked) {
-  const int64_t unit = judge.layer.unit, num = judge.num_units();
-  const int64_t begin = judge.store.begin * unit, end = judge.store.end * unit;
-  const int64_t low = begin / W * W, high = round_up(end, W);
-  for (int64_t k = low; k < begin; k++) x[k] = -INFINITY;
-  for (int64_t k = end; k < high; k++) x[k] = -INFINITY;
-  vf top = splat(-INFINITY);
-  for (int64_t k = low; k < high; k += W) top = vmax(load(x + k), top);
-  const float most = largest(top), each = 1.0f / unit;
-  for (int64_t k = low; k < high; k += W) store(x + k, vexp(load(x + k) - most));
+// One query's worths as shares of all of them; `asked` becomes the larger.
+void share_row(const Judge& judge, float* worth, const float* most, float* asked) {
+  const int64_t n = judge.num_units(), chunk_units = judge.store.chunk_units;
+  const float largest_logit = *std::max_element(most, most + judge.blocks());
   float total = 0;
-  for (int64_t u = 0; u < num; u++) {
-    const float* keys = x + begin + u * unit;
-    float best = keys[0], all = 0;
-    int64_t i = 0;
-    if (unit >= W) {
-      vf high_ = load(keys), sums = load(keys);
-      for (i = W; i + W <= unit; i += W) {
-        high_ = vmax(load(keys + i), high_);
-        sums += load(keys + i);
-      }
-      best = largest(high_);
-      all = sum(sums);
-    }
-    for (; i < unit; i++) {
-      best = std::max(best, keys[i]);
-      all += keys[i];
-    }
-    asked[u] = best + all * each;
-    total += asked[u];
+  for (int64_t block = 0; block < judge.blocks(); block++) {
+    const int64_t first = block / judge.blocks_of_chunk() * chunk_units;
+    const int64_t from = first + block % judge.blocks_of_chunk() * judge.block();
+    const int64_t to = std::min(from + judge.block(), first + chunk_units);
+    const int64_t low = std::max<int64_t>(from - judge.store.begin, 0);
+    const int64_t high = std::min(to - judge.store.begin, n);
+    if (low >= high) continue;
+    const float factor = std::exp(most[block] - largest_logit);
+    for (int64_t u = low; u < high; u++) total += worth[u] *= factor;
   }
-  for (int64_t u = 0; u < num; u++) asked[u] /= total;
+  for (int64_t u = 0; u < n; u++) asked[u] = std::max(asked[u], worth[u] / total);
 }
 
 // The units that one head set's query heads ask for most on average; of equal ones the first.
@@ -140,19 +174,24 @@ template <class T>
 void run(const Judge& judge, const Rows& rows, float* asked, int64_t* chosen) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
-  const int64_t queries = layer.num_queries();
-  float* plain = scratch.take(queries * (judge.width() + judge.keys()));
-  float* logits = plain + queries * judge.width();
+  const int64_t heads = layer.num_heads, n = judge.num_units(), asking = judge.store.num_asking;
+  const int64_t queries = heads * judge.rows();
+  float* plain = scratch.take(queries * (judge.width() + n + judge.blocks()));
+  float* worth = plain + queries * judge.width();
+  const Found found{worth, worth + queries * n};
   plain_queries<T>(judge, rows, plain);
 #pragma omp parallel if (omp_get_max_threads() > 1)
   {
 #pragma omp for schedule(static) collapse(2)
-    for (int64_t head = 0; head < layer.num_heads; head++)
-      for (int64_t chunk = 0; chunk < judge.store.num_chunks; chunk++)
-        chunk_logits(judge, plain, head, chunk, logits);
+    for (int64_t head = 0; head < heads; head++)
+      for (int64_t block = 0; block < judge.blocks(); block++)
+        judge_block(judge, found, plain, head, block);
 #pragma omp for schedule(static)
-    for (int64_t q = 0; q < queries; q++)
-      unit_shares(judge, logits + q * judge.keys(), asked + q * judge.num_units());
+    for (int64_t q = 0; q < layer.num_queries(); q++) {
+      std::fill(asked + q * n, asked + (q + 1) * n, 0.0f);
+      for (int64_t r = q * asking; r < (q + 1) * asking; r++)
+        share_row(judge, worth + r * n, found.most + r * judge.blocks(), asked + q * n);
+    }
 #pragma omp for schedule(static)
     for (int64_t set = 0; set < layer.num_sets; set++) choose(judge, asked, set, chosen);
   }
@@ -162,7 +201,8 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* chosen) {
 
 extern "C" int64_t store_size() { return sizeof(Store); }
 
-// `asked`: [H * G, end - begin], and `chosen`: [S, num], units counted from `begin`, ascending.
+// `asked`: [H * G, end - begin], the most that any token asks, and `chosen`: [S, num], units counted
+// from `begin`, ascending.
 extern "C" void recall_units(const Layer* layer, const Rows* rows, const Store* store,
                              int64_t index, float* asked, int64_t* chosen) {
   const Judge judge{*layer, *store, index};

@@ -49,7 +49,7 @@ def write(part: Part, layer: int, keys: torch.Tensor) -> None:
     """Keys ``[H, n, unit, D]`` into a log's memory."""
     codes, scale = evidence.encode(keys)
     for chunk, to, place in part.pieces():
-        chunk.codes[layer, :, to] = codes[:, place]
+        chunk.codes[layer, :, to] = codes[:, place].transpose(-1, -2)
         chunk.scale[layer, :, to] = scale[:, place]
 
 
@@ -131,10 +131,12 @@ def test_the_judge_in_cpp(
     per_head: bool,
     data: st.DataObject,
 ) -> None:
-    """One token of a step: turned back from its position, its units chosen."""
+    """Tokens of a step: turned back from their positions, their units chosen."""
     torch.manual_seed(data.draw(st.integers(0, 1 << 30)))
     frequencies = 1 / 100 ** (torch.arange(0, size, 2) / size)
-    rotary, position = Rotary(frequencies, True), data.draw(st.integers(0, 50))
+    rotary, num_asking = Rotary(frequencies, True), data.draw(st.integers(1, 9))
+    position = torch.randint(0, 51, (num_asking,))
+    place = torch.randint(0, 4, (num_asking,))
     num_sets = num_heads if per_head else 1
     layer = replace(layer_of(num_heads, size, num_sets), rotation=rotary.table(50))
     log = Log(shape_of(unit, num_units, num_kv_heads=num_heads, num_sets=num_sets, head_size=size))
@@ -155,10 +157,13 @@ def test_the_judge_in_cpp(
     schedule = compiled(resolve({"name": "sink", "budget": 4 * unit, "unit": unit}))
     path = NativePath(load(), layer, pages, num_heads * group, schedule)
     before = load().calls["recalls"]
-    chosen, asked = path.judge(1).choose(part, num, row_addresses(new), 2, position)
+    chosen, asked = path.judge(1).choose(
+        part, num, row_addresses(new), place.numpy(), position.numpy()
+    )
     assert load().calls["recalls"] == before + 1
-    plain = rotate(new.query[2].float(), rotary.table(50)[position], True) * layer.scale
-    expected = literal(keys, plain[None])
+    at = position[:, None].expand(-1, num_heads * group)
+    plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
+    expected = literal(keys, plain)
     found = torch.from_numpy(asked).view(expected.shape)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
     for head_set, row in enumerate(evidence.over_heads(layer, found).numpy()):

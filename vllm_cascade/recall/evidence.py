@@ -59,11 +59,11 @@ def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) ->
     grouped = queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
     flat = grouped.flatten(1, 2)  # [H, G * Q, D]
     for chunk, which, _ in units.pieces():
-        codes = chunk.codes[index, :, which].float().flatten(1, 2)
-        products = torch.matmul(flat, codes.transpose(1, 2))
+        codes = chunk.codes[index, :, which].float().transpose(1, 2)  # [H, D, units, unit]
+        products = torch.matmul(flat, codes.flatten(2))
         logits.append(products * chunk.scale[index, :, which].flatten(1).unsqueeze(1))
     probs = torch.cat(logits, dim=-1).softmax(-1)  # [H, G * Q, n * unit]
-    of_units = probs.unflatten(-1, (-1, units.chunks[0].codes.shape[3]))
+    of_units = probs.unflatten(-1, (-1, units.chunks[0].codes.shape[4]))
     worth = of_units.amax(-1) + of_units.mean(-1)
     worth /= worth.sum(-1, keepdim=True)
     return worth.unflatten(1, grouped.shape[1:3]).amax(2)

@@ -78,28 +78,19 @@ class LayerRecall:
         plan = stride.recall
         if plan is None or not plan.selects:
             return
-        asking = stride.start + evidence.asking(stride.num_tokens, self._most_queries)
-        position = stride.cached + asking - stride.start
-        queries = new.query[torch.from_numpy(asking)]
-        chosen = self._choose(plan, queries, position)
+        asking = evidence.asking(stride.num_tokens, self._most_queries)
+        chosen = self._choose(plan, new, stride.start + asking, stride.cached + asking)
         blocks = stride.pages.numpy()
         self._place_all(plan, chosen, partial(_Line, self._pages, blocks, stride.old_slots))
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
         """The same for single tokens."""
-        rows = None
         for i, plan in enumerate(singles.recall):
             if plan is None or not plan.selects:
                 continue
             step = singles.steps[i].tolist()
-            if self._judge is None or plan.now == len(plan.candidates):
-                queries = new.query[step[START] : step[START] + 1]
-                chosen = self._choose(plan, queries, np.asarray([step[CACHED]]))
-            else:
-                rows = row_addresses(new) if rows is None else rows
-                chosen, _ = self._judge.choose(
-                    plan.candidates, plan.now, rows, step[START], step[CACHED]
-                )
+            place, position = np.asarray([[step[START]], [step[CACHED]]])
+            chosen = self._choose(plan, new, place, position)
             self._place_all(plan, chosen, partial(self._line, singles, i, step[OLD_SLOTS]))
 
     def _line(self, singles: Singles, i: int, slots: int) -> _Line:
@@ -107,12 +98,21 @@ class LayerRecall:
         return _Line(self._pages, blocks, slots)
 
     def _choose(
-        self, plan: RecallStride, queries: torch.Tensor, position: np.ndarray
-    ) -> list[np.ndarray]:
-        """Each head set's units, counted from the first candidate."""
+        self, plan: RecallStride, new: NewTokens, place: np.ndarray, position: np.ndarray
+    ) -> Iterable[np.ndarray]:
+        """Each head set's units, counted from the first candidate.
+
+        Args:
+            place: of the tokens that ask, in the step.
+            position: which their queries are rotated to.
+        """
         layer, units = self._layer, plan.candidates
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
+        if self._judge is not None:
+            chosen, _ = self._judge.choose(units, plan.now, row_addresses(new), place, position)
+            return chosen
+        queries = new.query[torch.from_numpy(place)]
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
         found = evidence.over_heads(layer, evidence.asked(layer, self._index, units, plain))
@@ -237,7 +237,7 @@ class LayerRecall:
         codes, scale = evidence.encode(keys)
         for chunk, to, place in part.pieces():
             chunk.rows[index, :, to] = gone.rows[:, place]
-            chunk.codes[index, :, to] = codes[:, place]
+            chunk.codes[index, :, to] = codes[:, place].transpose(-1, -2)
             chunk.scale[index, :, to] = scale[:, place]
             chunk.born[index, :, to] = gone.born[:, place]
             chunk.token[index, :, to] = gone.token[:, place]

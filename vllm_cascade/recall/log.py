@@ -53,7 +53,8 @@ class Chunk:
 
     Attributes:
         rows: ``[layers, H, units, unit, 2 D]``, keys and values as they were in the pages.
-        codes: int8 ``[layers, H, units, unit, D]``, keys before rotation, in steps of ``scale``.
+        codes: int8 ``[layers, H, units, D, unit]``, keys before rotation, in steps of ``scale``: a
+            channel's keys side by side, so that a register takes as many.
         scale: fp32 ``[layers, H, units, unit]``.
         born: int32 ``[layers, sets, units]``, the position that the first key was rotated with.
         token: int32 ``[layers, sets, units]``, the first token's index in the stream.
@@ -62,7 +63,7 @@ class Chunk:
     def __init__(self, shape: UnitShape) -> None:
         keys = (shape.num_layers, shape.num_kv_heads, CHUNK_UNITS, shape.unit)
         self.rows = torch.empty(*keys, 2 * shape.head_size, dtype=shape.dtype)
-        self.codes = torch.empty(*keys, shape.head_size, dtype=torch.int8)
+        self.codes = torch.empty(*keys[:3], shape.head_size, shape.unit, dtype=torch.int8)
         self.scale = torch.empty(keys)
         words = (shape.num_layers, shape.num_sets, CHUNK_UNITS)
         self.born = torch.empty(words, dtype=torch.int32)

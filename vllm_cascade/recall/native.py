@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The judge of evicted units in C++, for single tokens."""
+"""The judge of evicted units in C++."""
 
 import numpy as np
 
@@ -19,15 +19,20 @@ class NativeJudge:
         self._library, self._layer, self._index = library, layer, index
 
     def choose(
-        self, units: Part, num: int, rows: cpp.Rows, place: int, position: int
+        self, units: Part, num: int, rows: cpp.Rows, places: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The units that the query of the step's token ``place`` asks for most.
+        """The units that some queries ask for most.
+
+        Args:
+            places: int64 ``[asking]``, of their tokens in the step.
+            positions: int64 ``[asking]``, which they are rotated to.
 
         Returns:
             int64 ``[sets, num]``, counted from the part's first unit and ascending, and fp32
-            ``[H * G, len(units)]``, what each query head asks for.
+            ``[H * G, len(units)]``, what each query head asks for, at most of all tokens.
         """
         layer, (codes, scales) = self._layer, units.addresses
+        assert places.dtype == positions.dtype == np.int64 and len(places) == len(positions)
         asked = np.empty((layer.num_heads * layer.group, len(units)), dtype=np.float32)
         chosen = np.empty((layer.num_sets, num), dtype=np.int64)
         store = cpp.Store(
@@ -37,8 +42,9 @@ class NativeJudge:
             chunk_units=CHUNK_UNITS,
             begin=units.begin,
             end=units.end,
-            place=place,
-            position=position,
+            places=places.ctypes.data,
+            positions=positions.ctypes.data,
+            num_asking=len(places),
             num=num,
         )
         self._library.recall_units(
