@@ -121,6 +121,18 @@ static inline void widen_row(float* to, const T* from, int64_t n) {
   }
 }
 
+// sums + products of each lane's four unsigned bytes with the four signed ones of `four`.
+static inline vi add_products(vi sums, vi bytes, int32_t four) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32(four));
+#else
+#pragma GCC unroll 4
+  for (int shift = 0; shift < 32; shift += 8)
+    sums += (vi)((vu)bytes >> shift & 255) * (int32_t)(int8_t)(four >> shift);
+  return sums;
+#endif
+}
+
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 

@@ -5,7 +5,8 @@ Keys are judged as they were before rotation, so where they stood does not matte
 a query attended to the whole store, its keys would get probabilities: a unit is worth the largest
 of its keys' and their mean, as a share of all units'. Of several queries the largest share counts,
 and the mean over a set's query heads is what is compared. The largest alone would often be exactly
-equal: in a first layer equal tokens have equal keys. Docs: INTERNALS.md, "Recall".
+equal: in a first layer equal tokens have equal keys. Queries are taken in 15 bits, so that products
+are of integers where that is fast. Docs: INTERNALS.md, "Recall".
 """
 
 import numpy as np
@@ -16,6 +17,9 @@ from vllm_cascade.cache.positions import rotate
 from vllm_cascade.recall.log import Part
 
 LEVELS = 127
+"""Steps of a key's largest channel."""
+QUERY_LEVELS = 127 * 128
+"""Steps of a query's."""
 
 
 def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,6 +34,17 @@ def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = keys.abs().amax(-1) / LEVELS
     steps = keys / scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
     return steps.round().to(torch.int8), scale
+
+
+def by_words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes ``[..., unit, D]`` as a log has them, ``[..., D / 4, unit, 4]``."""
+    return codes.unflatten(-1, (-1, 4)).transpose(-2, -3)
+
+
+def rounded(queries: torch.Tensor) -> torch.Tensor:
+    """Queries ``[..., D]`` in 15 bits, for products of integers; fp32 as they come."""
+    step = queries.abs().amax(-1, keepdim=True) / QUERY_LEVELS
+    return (queries / step.clamp_min(torch.finfo(torch.float32).tiny)).round() * step
 
 
 def unrotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -57,10 +72,11 @@ def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) ->
     """
     logits = []
     grouped = queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
-    flat = grouped.flatten(1, 2)  # [H, G * Q, D]
+    flat = rounded(grouped.flatten(1, 2))  # [H, G * Q, D]
     for chunk, which, _ in units.pieces():
-        codes = chunk.codes[index, :, which].float().transpose(1, 2)  # [H, D, units, unit]
-        products = torch.matmul(flat, codes.flatten(2))
+        codes = chunk.codes[index, :, which].float()  # [H, n, D / 4, unit, 4]
+        keys = codes.permute(0, 2, 4, 1, 3).flatten(3).flatten(1, 2)  # [H, D, n * unit]
+        products = torch.matmul(flat, keys)
         logits.append(products * chunk.scale[index, :, which].flatten(1).unsqueeze(1))
     probs = torch.cat(logits, dim=-1).softmax(-1)  # [H, G * Q, n * unit]
     of_units = probs.unflatten(-1, (-1, units.chunks[0].codes.shape[4]))

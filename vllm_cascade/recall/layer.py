@@ -237,7 +237,7 @@ class LayerRecall:
         codes, scale = evidence.encode(keys)
         for chunk, to, place in part.pieces():
             chunk.rows[index, :, to] = gone.rows[:, place]
-            chunk.codes[index, :, to] = codes[:, place].transpose(-1, -2)
+            chunk.codes[index, :, to] = evidence.by_words(codes[:, place])
             chunk.scale[index, :, to] = scale[:, place]
             chunk.born[index, :, to] = gone.born[:, place]
             chunk.token[index, :, to] = gone.token[:, place]

@@ -53,8 +53,9 @@ class Chunk:
 
     Attributes:
         rows: ``[layers, H, units, unit, 2 D]``, keys and values as they were in the pages.
-        codes: int8 ``[layers, H, units, D, unit]``, keys before rotation, in steps of ``scale``: a
-            channel's keys side by side, so that a register takes as many.
+        codes: int8 ``[layers, H, units, D / 4, unit, 4]``, keys before rotation, in steps of
+            ``scale``; four channels of a key side by side, then those of the unit's next key, as
+            processors multiply bytes.
         scale: fp32 ``[layers, H, units, unit]``.
         born: int32 ``[layers, sets, units]``, the position that the first key was rotated with.
         token: int32 ``[layers, sets, units]``, the first token's index in the stream.
@@ -63,7 +64,7 @@ class Chunk:
     def __init__(self, shape: UnitShape) -> None:
         keys = (shape.num_layers, shape.num_kv_heads, CHUNK_UNITS, shape.unit)
         self.rows = torch.empty(*keys, 2 * shape.head_size, dtype=shape.dtype)
-        self.codes = torch.empty(*keys[:3], shape.head_size, shape.unit, dtype=torch.int8)
+        self.codes = torch.empty(*keys[:3], shape.head_size // 4, shape.unit, 4, dtype=torch.int8)
         self.scale = torch.empty(keys)
         words = (shape.num_layers, shape.num_sets, CHUNK_UNITS)
         self.born = torch.empty(words, dtype=torch.int32)
