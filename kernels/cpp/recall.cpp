@@ -92,9 +92,10 @@ void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries)
 }
 
 // `n` units' keys side by side, their channels counted from 128: [D / 4, columns] words; and their
-// scales. What is behind them is 0.
+// scales. What is behind them is 0. `next`: codes to prefetch, those of the block that follows, or null:
+// blocks are about as large as memory's pages, at whose ends a processor's own prefetching stops.
 void pack_block(const Judge& judge, const int32_t* codes, const float* scales, int64_t n,
-                int32_t* keys, float* scale) {
+                const int32_t* next, int32_t* keys, float* scale) {
   const int64_t unit = judge.layer.unit, words = judge.words(), columns = judge.columns();
   std::fill(scale + n * unit, scale + columns, 0.0f);
   std::memcpy(scale, scales, n * unit * sizeof(float));
@@ -104,6 +105,7 @@ void pack_block(const Judge& judge, const int32_t* codes, const float* scales, i
       const int32_t* from = codes + (u * words + word) * unit;
       int64_t i = 0;
       for (; i + W <= unit; i += W) {
+        if (next) __builtin_prefetch(next + (from - codes) + i);
         const vi four = load_as<vi>(from + i) ^ SIGNS;
         std::memcpy(to + i, &four, sizeof(four));
       }
@@ -209,12 +211,19 @@ void judge_block(const Judge& judge, const Found& found, const Queries& queries,
   float* most = found.most + row * judge.blocks() + block;
   for (int64_t r = 0; r < rows && n <= 0; r++) most[r * judge.blocks()] = -INFINITY;
   if (n <= 0) return;
-  const int64_t at = (judge.index * layer.num_heads + head) * chunk_units + low - first;
+  const int64_t of_head = (judge.index * layer.num_heads + head) * chunk_units;
+  const int64_t at = of_head + low - first;
   float* scale = scratch.take((judge.words() + 1 + rows) * columns);
   float* x = scale + columns;
   int32_t* keys = (int32_t*)(x + rows * columns);
-  pack_block(judge, (const int32_t*)judge.store.codes[chunk] + at * judge.words() * layer.unit,
-             (const float*)judge.store.scales[chunk] + at * layer.unit, n, keys, scale);
+  const int64_t unit_words = judge.words() * layer.unit, follows = block + 1;
+  const int32_t *codes = (const int32_t*)judge.store.codes[chunk] + at * unit_words, *next = nullptr;
+  if (follows % per_chunk)
+    next = codes + judge.block() * unit_words;
+  else if (follows < judge.blocks())
+    next = (const int32_t*)judge.store.codes[chunk + 1] + of_head * unit_words;
+  pack_block(judge, codes, (const float*)judge.store.scales[chunk] + at * layer.unit, n, next, keys,
+             scale);
   multiply_block(judge, queries, row, keys, scale, x);
   float* worth = found.worth + row * judge.num_units() + low - judge.store.begin;
   for (int64_t r = 0; r < rows; r++)

@@ -50,6 +50,8 @@ class RecallSim:
     """All units that ever left, in order."""
     shown: list[int] = field(default_factory=list)
     """Those that are back, ascending."""
+    many: bool = False
+    """Whether the stride before had several tokens."""
     choices: int = 0
     """How often units were chosen among more than there is room for."""
     near: int = 0
@@ -61,7 +63,9 @@ class RecallSim:
 
     def chooses(self, start: int, end: int) -> bool:
         """Whether the stride of tokens start .. end - 1 looks for other units."""
-        due = end - start > 1 or start % self.settings.every == 0
+        many = end - start > 1
+        due = many or self.many or start % self.settings.every == 0
+        self.many = many
         grown = min(self.settings.units, len(self.evicted)) != len(self.shown)
         return bool(self.evicted) and (due or grown)
 

@@ -65,7 +65,8 @@ def _stride(rows: StrideRows, i: int, log: Log | None) -> RecallStride | None:
     gone, gone_after = schedule.evicted(np.asarray([begin, begin + length])).tolist()
     assert log.end == gone, (log.end, gone)
     now, before = int(schedule.recalled(np.asarray(begin))), log.shown
-    due = length > 1 or begin % schedule.policy.recall_every == 0
+    due = length > 1 or log.chose_for_many or begin % schedule.policy.recall_every == 0
+    log.chose_for_many = length > 1
     candidates = log.part(log.begin, log.end)
     log.shown = now
     stored = log.grow(gone_after - gone)
