@@ -3,7 +3,8 @@
 
 What: ``--kv-policy``, ``--kv-budget``, ``--kv-recall`` and ``--kv-policy-config`` on every command
 that builds its parser after plugins load; the same names as arguments of ``LLM``/``EngineArgs``;
-and a policy, once set, is checked and applied where vLLM creates its configuration.
+and a policy, once set, is checked and applied where vLLM creates its configuration. Servers get a
+middleware that refuses requests whose ``kv_*`` keys nobody would read.
 Why: vLLM has no hook by which a general plugin adds flags or adjusts ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """
@@ -147,9 +148,18 @@ def _wrap_add_cli_args(original):
     def add_cli_args(parser):
         parser = original(parser)
         add_flags(parser)
+        _add_middleware(parser)
         return parser
 
     return add_cli_args
+
+
+def _add_middleware(parser: argparse.ArgumentParser) -> None:
+    """Let the API server look at bodies; ``--middleware`` adds to what is there."""
+    from vllm_cascade.engine.request_bodies import MIDDLEWARE
+
+    if parser.get_default("middleware") is not None:
+        parser.set_defaults(middleware=[MIDDLEWARE])
 
 
 def _wrap_from_cli_args(original):

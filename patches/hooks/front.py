@@ -100,6 +100,10 @@ CONFIGURATION = (
         speculative_config=read(UNSUPPORTED, "SpeculativeConfig | None", REFUSALS),
     ),
     *rows(
+        "vllm.entrypoints.launchers.cli_args.FrontendArgs",
+        middleware=read("ours is its default", "list[str]", ENGINE_ARGS),
+    ),
+    *rows(
         "vllm.config.ModelConfig",
         dtype=read("pages must not be of another type", "ModelDType | torch.dtype", REFUSALS),
         enforce_eager=read("a captured graph would skip recording", "bool", GPU_WORKER),

@@ -130,6 +130,9 @@ def check(policy: Policy | None, **extra_args: Any) -> str:
     [
         *UNMET,
         (CASCADE, {"kv_bugdet": 5}, "unknown argument 'kv_bugdet'.*did you mean 'kv_budget'"),
+        (CASCADE, {"KV_BUDGET": 5}, "unknown argument 'KV_BUDGET'.*did you mean 'kv_budget'"),
+        (CASCADE, {"kv-policy": "sink"}, "'kv-policy'.*did you mean 'kv_policy'"),
+        (CASCADE, {"budget": 5}, "unknown argument 'budget'.*did you mean 'kv_budget'"),
         (CASCADE, {"kv_policy_config": {}}, "unknown argument 'kv_policy_config', choose from"),
         (None, {"kv_budget": 5}, "this server runs no KV policy; start it with --kv-policy"),
         (None, {"kv_policy": "sink"}, "this server runs no KV policy"),

@@ -90,6 +90,26 @@ def test_what_a_request_may_not_ask_for_is_a_400(asked: dict, message: str, serv
     assert next(iter(asked)) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"kv_budget": 64}, 'not read at the top level .*"vllm_xargs": {"kv_budget": 64}'),
+        (
+            {"extra_body": {"vllm_xargs": {"kv_budget": 64}}},
+            "argument of OpenAI's Python client",
+        ),
+        ({"vllm_xargs": {"kv_budget": True}}, "kv_budget must be an integer number of tokens"),
+        ({"vllm_xargs": {"KV_BUDGET": 64}}, "did you mean 'kv_budget'"),
+    ],
+)
+def test_keys_that_nobody_would_read_are_a_400(asked: dict, message: str, server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        server.client.completions.create(
+            model=str(MODEL), prompt=[1, 2, 3], max_tokens=2, extra_body=asked
+        )
+    assert caught.value.status_code == 400
+
+
 def test_many_clients_and_one_that_leaves(server: Server, book_tokens: list[int]) -> None:
     def ask(index: int) -> str:
         prompt = book_tokens[index * 500 : index * 500 + 30 + 100 * index]

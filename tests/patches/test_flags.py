@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three flags, the three ``LLM`` arguments, and what they become."""
 
+import importlib
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_cascade.engine.configure
 from tests.conftest import MODEL
 from vllm_cascade import patches
 from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.engine.request_bodies import MIDDLEWARE
 from vllm_cascade.policies.settings import KVPolicyError
 
 
@@ -42,6 +45,17 @@ def parse(*flags: str) -> EngineArgs:
 )
 def test_flags(flags: list[str], expected: dict[str, Any] | None) -> None:
     assert parse(*flags).additional_config.get("kv_policy") == expected
+
+
+def test_a_server_looks_at_bodies() -> None:
+    """Beside what a user adds, and only where a parser is a server's."""
+    server = make_arg_parser(FlexibleArgumentParser())
+    assert server.parse_args([]).middleware == [MIDDLEWARE]
+    assert server.parse_args(["--middleware", "a.b"]).middleware == [MIDDLEWARE, "a.b"]
+    module, name = MIDDLEWARE.rsplit(".", 1)
+    assert isinstance(getattr(importlib.import_module(module), name), type)
+    engine = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert not hasattr(engine.parse_args([]), "middleware")
 
 
 @pytest.mark.parametrize(

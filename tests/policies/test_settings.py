@@ -39,6 +39,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "gamma one": ({"name": "cascade", "ema_gamma": 1.0}, "ema_gamma = 1.0.*less than 1"),
     "gamma zero": ({"name": "cascade", "ema_gamma": 0.0}, "ema_gamma = 0.0.*greater than 0"),
     "tie": ({"name": "cascade", "tie": "newest"}, "tie = 'newest'.*incoming"),
+    "tie null": ({"name": "cascade", "tie": None}, "tie = None.*incoming"),
     "preset": ({"name": "cascade", "preset": "best"}, "preset = 'best'.*paper"),
     "no sub-caches": ({"name": "cascade", "num_subcaches": 0}, "num_subcaches = 0"),
     "base one": ({"name": "cascade", "cascade_base": 1}, "cascade_base = 1"),

@@ -13,7 +13,15 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_cascade.engine.lookup import requests_of
 from vllm_cascade.policies import Schedule
-from vllm_cascade.policies.per_request import BUDGET, KEYS, MAX_OWN_RULES, NAME, PerRequest
+from vllm_cascade.policies.per_request import (
+    BUDGET,
+    KEYS,
+    MAX_OWN_RULES,
+    NAME,
+    SHORT,
+    PerRequest,
+    plain_key,
+)
 from vllm_cascade.policies.settings import KVPolicyError
 
 VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")
@@ -83,8 +91,9 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
     """
     extra_args = getattr(params, "extra_args", None) or {}
     for key in extra_args if requests is not None else ():
-        if key.startswith("kv_") and key not in (*KEYS, *VLLM_KEYS):
-            close = difflib.get_close_matches(key, KEYS, n=1)
+        plain = plain_key(key)
+        if key in SHORT or (plain.startswith("kv_") and key not in (*KEYS, *VLLM_KEYS)):
+            close = [SHORT[key]] if key in SHORT else difflib.get_close_matches(plain, KEYS, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise _refusal(key, f"unknown argument {key!r}, choose from {', '.join(KEYS)}{hint}")
     asked = [key for key in KEYS if extra_args.get(key) is not None]

@@ -63,7 +63,7 @@ def resolve(
     Raises:
         KVPolicyError: an unknown key, a wrong type or an impossible size.
     """
-    given = {key: value for key, value in raw.items() if value is not None or key == "ema_gamma"}
+    given = dict(raw)
     cls = policy_class(given.pop("name", None))
     preset = given.get("preset")
     given = {**getattr(cls, "presets", {}).get(preset, {}), **given}

@@ -68,6 +68,11 @@ class Beehive(Policy):
                 "floor((stride + 1) / 2) = 1), so the cache would grow without bound; set stride "
                 "to at least 3"
             )
+        if self.budget < 2:
+            raise ValueError(
+                f"budget {self.budget} leaves no room for a recent and a middle token; set it to "
+                "at least 2"
+            )
         if self.comb < 1:
             raise ValueError(
                 f"window {self.recent} leaves nothing of the budget {self.budget} for the middle; "

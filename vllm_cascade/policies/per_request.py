@@ -17,9 +17,16 @@ from vllm_cascade.policies.schedule import MAX_SCHEDULES, Schedule, compiled
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 
 BUDGET, NAME, RECALL = KEYS = ("kv_budget", "kv_policy", "kv_recall")
+SHORT = {key.removeprefix("kv_"): key for key in KEYS}
+"""What the flags' settings are called where nothing else has a name."""
 
 MAX_OWN_RULES = 1024
 """On CUDA: rules, besides the first of every step, in the tables of a request's own policy."""
+
+
+def plain_key(key: str) -> str:
+    """A key as we spell ours."""
+    return key.lower().replace("-", "_")
 
 
 class PerRequest:

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the API server's middleware refuses, and that it changes nothing else."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from vllm_cascade.engine.request_bodies import KVKeysMiddleware, wrong_place
+
+Message = dict[str, Any]
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "message"),
+    [
+        ({"kv_budget": 5}, "kv_budget", r'send {"vllm_xargs": {"kv_budget": 5}}'),
+        ({"KV-Policy": "sink"}, "KV-Policy", r'send {"vllm_xargs": {"kv_policy": "sink"}}'),
+        ({"extra_body": {"kv_budget": 5}}, "extra_body", "over HTTP send"),
+        ({"extra_body": {"vllm_xargs": {}}}, "extra_body", "over HTTP send"),
+        ({"vllm_xargs": {"kv_budget": True}}, "kv_budget", "an integer number of tokens, not true"),
+        ({"vllm_xargs": {"kv_recall": False}}, "kv_recall", "an integer number, not false"),
+        ({"vllm_xargs": {"kv_policy": True}}, "kv_policy", "the name of a policy, not true"),
+    ],
+)
+def test_wrong_places(body: Message, key: str, message: str) -> None:
+    found = wrong_place(body)
+    assert found is not None and found[0] == key and message in found[1]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"vllm_xargs": {"kv_budget": 5, "kv_policy": "sink", "other": True}},
+        {"extra_body": {"top_k": 3}, "prompt": "kv_budget"},
+        {"vllm_xargs": None, "extra_body": "kv_budget", "kv_transfer_params": {}},
+        [{"kv_budget": 5}],
+    ],
+)
+def test_right_places_and_what_is_not_ours(body: Any) -> None:
+    assert wrong_place(body) is None
+
+
+def converse(
+    received: list[Message], kind: str = "application/json; charset=utf-8", method: str = "POST"
+) -> tuple[list[Message], list[Message]]:
+    """A request through the middleware: what the application received, and what was sent."""
+    inside, sent, waiting = [], [], iter(received)
+
+    async def app(scope: Message, receive: Any, send: Any) -> None:
+        inside.extend([await receive() for _ in range(len(received) - len(inside))])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive() -> Message:
+        return next(waiting)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "headers": [(b"content-type", kind.encode())]}
+    asyncio.run(KVKeysMiddleware(app)(scope, receive, send))
+    return inside, sent
+
+
+def parts(body: bytes, size: int) -> list[Message]:
+    pieces = [body[i : i + size] for i in range(0, len(body), size)]
+    messages = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages[-1]["more_body"] = False
+    return [*messages, {"type": "http.disconnect"}]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_refusal(size: int) -> None:
+    """However the body comes in."""
+    inside, sent = converse(parts(b'{"prompt": "x", "kv_budget": 64}', size))
+    assert not inside and sent[0]["status"] == 400
+    error = json.loads(sent[1]["body"])["error"]
+    assert error["param"] == "kv_budget" and error["code"] == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "method"),
+    [
+        (b'{"vllm_xargs": {"kv_budget": 64}, "prompt": "x"}', "application/json", "POST"),
+        (b'{"kv_budget": 64', "application/json", "POST"),  # vLLM says what is wrong with it
+        (b'{"kv_budget": 64}', "text/plain", "POST"),
+        (b'{"kv_budget": 64}', "application/json", "PUT"),
+        (b'{"prompt": "\\"kv_budget\\""}', "application/json", "POST"),
+    ],
+)
+@pytest.mark.parametrize("size", [5, 1000])
+def test_all_else_passes_as_it_is(body: bytes, kind: str, method: str, size: int) -> None:
+    messages = parts(body, size)
+    inside, sent = converse(messages, kind, method)
+    assert inside == messages and sent[0]["status"] == 200
+
+
+def test_a_client_that_leaves_in_the_middle() -> None:
+    messages = [{"type": "http.request", "body": b'{"kv_', "more_body": True}]
+    messages.append({"type": "http.disconnect"})
+    inside, _ = converse(messages)
+    assert inside == messages

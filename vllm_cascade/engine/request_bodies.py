@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to the API server that say something about the KV policy where nobody reads it.
+
+vLLM takes unknown keys of a request's body without a word, so a budget in the wrong place would be
+answered under the server's policy. A request's own values are read from ``vllm_xargs`` only.
+"""
+
+import json
+import re
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vllm_cascade.policies.per_request import BUDGET, KEYS, NAME, plain_key
+
+MIDDLEWARE = f"{__name__}.KVKeysMiddleware"
+"""What vLLM's ``--middleware`` calls it."""
+_SUSPECT = re.compile(rb'"(kv[_-](budget|policy|recall)|extra_body)"', re.IGNORECASE)
+
+
+def wrong_place(body: Any) -> tuple[str, str] | None:
+    """A key of a request's body that would do nothing, and what to do; None: there is none."""
+    if not isinstance(body, dict):
+        return None
+    for key, value in body.items():
+        if plain_key(key) in KEYS:
+            right = json.dumps({"vllm_xargs": {plain_key(key): value}})
+            return key, f"{key} is not read at the top level of a request; send {right}"
+    client = body.get("extra_body")
+    if isinstance(client, dict) and any(
+        key == "vllm_xargs" or plain_key(key) in KEYS for key in client
+    ):
+        return "extra_body", (
+            "extra_body is an argument of OpenAI's Python client, which sends what is in it at the "
+            'top level of the request; over HTTP send {"vllm_xargs": {...}} itself'
+        )
+    own = body.get("vllm_xargs")
+    for key, value in own.items() if isinstance(own, dict) else ():
+        if key in KEYS and isinstance(value, bool):  # vLLM would make a number of it
+            what = "the name of a policy" if key == NAME else "an integer number"
+            what += " of tokens" if key == BUDGET else ""
+            return key, f"{key} must be {what}, not {json.dumps(value)}"
+    return None
+
+
+class KVKeysMiddleware:
+    """Answers such requests with 400, and hands all others on as they are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not _is_json(scope):
+            await self.app(scope, receive, send)
+            return
+        messages = await _all_of(receive)
+        found = wrong_place(_suspicious(messages))
+        if found is None:
+            await self.app(scope, _replay(messages, receive), send)
+            return
+        key, message = found
+        error = {"message": message, "type": "BadRequestError", "param": key, "code": 400}
+        await JSONResponse({"error": error}, status_code=400)(scope, receive, send)
+
+
+def _is_json(scope: Scope) -> bool:
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    return kind.split(b";")[0].strip().lower() == b"application/json"
+
+
+async def _all_of(receive: Receive) -> list[Message]:
+    """A request's messages up to the end of its body, or until the client has gone."""
+    messages = [await receive()]
+    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
+        messages.append(await receive())
+    return messages
+
+
+def _suspicious(messages: list[Message]) -> Any:
+    """The body, parsed where it mentions what we look for; None where not, or where it fails."""
+    body = b"".join(message.get("body", b"") for message in messages)
+    if not _SUSPECT.search(body):
+        return None
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None  # vLLM says what is wrong with it
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """``receive`` with the messages that have been taken from it before all others."""
+    waiting = iter(messages)
+
+    async def replayed() -> Message:
+        message = next(waiting, None)
+        return await receive() if message is None else message
+
+    return replayed
