@@ -61,9 +61,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--budget", type=int, help="default: an eighth of the positions")
     parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
-    parser.add_argument("--tokens", type=int, help="of the novel; default: twice the positions")
+    parser.add_argument("--tokens", type=int, help="of the novel; default: 1.5 times the positions")
     parser.add_argument(
-        "--chat-tokens", type=int, help="the chat's length; default: one and a half the positions"
+        "--chat-tokens", type=int, help="the chat's length; default: 1.25 times the positions"
     )
     parser.add_argument("--passage", type=int, help="tokens a turn; default: 2/3 of the budget")
     parser.add_argument(
@@ -97,8 +97,8 @@ def settle(args: argparse.Namespace) -> tuple[Model, int]:
     path = args.model
     model = Model(Path(path), Path(path).name, real=True) if path else best_model()
     positions = native_positions(str(model.path))
-    defaults = {"tokens": 2 * positions, "budget": positions // 8}
-    defaults["chat_tokens"] = positions * 3 // 2
+    defaults = {"tokens": positions * 3 // 2, "budget": positions // 8}
+    defaults["chat_tokens"] = positions * 5 // 4
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

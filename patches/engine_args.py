@@ -117,7 +117,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="The policy's other settings as JSON: num_sinks (4), prefill_stride "
         f"({DEFAULT_PREFILL_STRIDE}), head_policy (homogeneous), head_reduction (mean), "
         "ema_gamma (null: the paper's), tie (incoming), overflow (1), unit (1, a number of "
-        "tokens, or page; 16 with recall), recall_store (32768), recall_every (4), recall_queries "
+        "tokens, or page; 16 with recall), recall_store (32768), recall_every (16), recall_queries "
         "(32), trace (false); for cascade also num_subcaches (4), cascade_base (2), "
         "eager_fill (true), preset (null, or paper). `vllm-cascade policies` lists every policy's "
         "own. (default: {})",

@@ -44,7 +44,7 @@ def settled(*options: str) -> Any:
 
 def test_sizes_follow_from_the_models_positions() -> None:
     args = settled()
-    assert (args.budget, args.tokens, args.chat_tokens, args.passage) == (128, 2048, 1536, 85)
+    assert (args.budget, args.tokens, args.chat_tokens, args.passage) == (128, 1536, 1280, 85)
     assert args.dtype in ("float32", "bfloat16")
     assert settled("--budget", "256", "--passage", "70").passage == 70
 
@@ -84,11 +84,11 @@ def test_without_the_real_model_the_small_one_runs(monkeypatch: pytest.MonkeyPat
 
 
 def test_stock_reads_what_its_positions_hold() -> None:
-    stock, *bounded = demo.arms(settled(), SMALL, POSITIONS, list(range(2048)))
+    stock, *bounded = demo.arms(settled(), SMALL, POSITIONS, list(range(1536)))
     assert [arm.label for arm in bounded] == ["window", "sink", CASCADE]
     assert stock.stock and len(stock.readable) + stock.new_tokens == POSITIONS
     assert stock.engine.max_model_len == POSITIONS
-    assert all(not arm.stock and len(arm.readable) == 2048 for arm in bounded)
+    assert all(not arm.stock and len(arm.readable) == 1536 for arm in bounded)
 
 
 def test_both_servers_get_the_same_pool_and_only_ours_a_policy() -> None:

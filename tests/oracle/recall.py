@@ -36,7 +36,7 @@ class RecallSettings:
             settings["recall"],
             settings.get("unit", 16),
             settings.get("recall_store", 32768),
-            settings.get("recall_every", 4),
+            settings.get("recall_every", 16),
             settings.get("recall_queries", 32),
         )
 

@@ -79,7 +79,7 @@ class KVPolicyConfig(BaseModel):
         32768, ge=1, description="evicted tokens a request that wait in host memory"
     )
     recall_every: int = Field(
-        4, ge=1, description="decoded tokens from one choice of recalled units to the next"
+        16, ge=1, description="decoded tokens from one choice of recalled units to the next"
     )
     recall_queries: int = Field(
         32, ge=1, description="tokens of a prompt's stride that choose its recalled units"
