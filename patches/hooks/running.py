@@ -20,9 +20,11 @@ POSITIONS = "vllm_cascade/cache/positions.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
 ROWS = "vllm_cascade/attention/requests.py"
 SEEDS = "vllm_cascade/engine/seeds.py"
+STAGES = "vllm_cascade/engine/stages.py"
 TILES = "kernels/triton/tiles.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
+OTHER_STAGES = "layers of the other pipeline stages"
 BOUNDED_TABLE = "slot mapping would read past the end of a bounded table"
 
 WORKERS = (
@@ -222,9 +224,15 @@ ATTENTION = (
     ),
     *rows(
         "vllm.distributed",
+        get_pp_group=called(OTHER_STAGES, "()", STAGES),
         tensor_model_parallel_all_gather=called(
             "ranks keep the same tokens", "(input_, dim=)", CUDA_IMPL, LAYER
         ),
+    ),
+    *rows(
+        "vllm.distributed.parallel_state.GroupCoordinator",
+        cpu_group=read(OTHER_STAGES, "ProcessGroup", STAGES),
+        world_size=read(OTHER_STAGES, "int", STAGES),
     ),
     *rows(
         "vllm.model_executor.layers.attention.Attention",

@@ -59,7 +59,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "--kv-transfer-config",
     ),
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
     "quantised KV cache": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
@@ -189,6 +188,10 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     "data parallelism on CUDA": (
         SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
         "--data-parallel-size",
+    ),
+    "pipeline parallelism on CUDA": (
+        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
+        "--pipeline-parallel-size",
     ),
     "windowed layers on CUDA": (
         SimpleNamespace(

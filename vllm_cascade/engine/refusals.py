@@ -116,6 +116,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "one server a GPU",
     ),
     Refusal(
+        "pipeline parallelism on CUDA",
+        lambda config, _: (
+            current_platform.is_cuda() and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "--pipeline-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; use "
+        "--tensor-parallel-size",
+    ),
+    Refusal(
         "cache type on CUDA",
         _other_cache_dtype,
         "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys in the "
@@ -153,11 +161,6 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "--decode-context-parallel-size and --prefill-context-parallel-size must be 1 with "
         "--kv-policy: a bounded cache is not split by position",
-    ),
-    Refusal(
-        "pipeline parallelism",
-        lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
-        "--pipeline-parallel-size must be 1 with --kv-policy: it is not tested yet",
     ),
     Refusal(
         "tensor parallelism",

@@ -75,8 +75,10 @@ class _StrideAligned:
 
     def _num_layers(self, manager: KVPolicyManager) -> int:
         """Layers that each of a manager's pages stands on, as far as they are alike."""
+        spec: KVPolicySpec = manager.kv_cache_spec
+        # vLLM gives a scheduler the layers of the first pipeline stage.
         group = self.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
-        return 1 if manager.kv_cache_spec.kinds else len(group.layer_names)
+        return 1 if spec.kinds else spec.num_layers or len(group.layer_names)
 
     @property
     def snapshot_counters(self) -> SnapshotCounters:
