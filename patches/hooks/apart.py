@@ -135,9 +135,23 @@ PARTS = (
             "a scheduler alone", {"0.32": GROUPS, "0.33": None}, TEST_SCHEDULER
         ),
         get_request_block_hasher=called(
-            "prefixes alone", "(hash_block_size, caching_hash_fn)", TEST_SNAPSHOTS
+            "prefixes alone", "(hash_block_size, caching_hash_fn, ...)", TEST_SNAPSHOTS
         ),
         init_none_hash=called("prefixes alone", "(hash_fn)", TEST_SNAPSHOTS),
+    ),
+    *rows(
+        "vllm.v1.core.kv_cache_planning",
+        "0.33",
+        get_global_kv_cache_groups=called(
+            "a small pool", "(vllm_config, kv_cache_specs)", TEST_ADMISSION
+        ),
+        get_kv_cache_config_from_groups=called("a scheduler alone", FROM_GROUPS, TEST_SCHEDULER),
+        get_kv_cache_configs=called(
+            "a small pool",
+            "(vllm_config, kv_cache_specs, available_memory, global_kv_cache_groups)",
+            TEST_ADMISSION,
+        ),
+        get_kv_cache_groups=called("a scheduler alone", GROUPS, TEST_SCHEDULER),
     ),
     *rows(
         "vllm.utils.hashing",

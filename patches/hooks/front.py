@@ -75,7 +75,7 @@ ARGUMENTS = (
         "0.33",
         _check_enough_kv_cache_memory=replaced(SMALL_POOL, ENOUGH_MEMORY, POOL_SIZE),
         _max_memory_usage_bytes_from_groups=called(
-            BOUND, "(vllm_config, kv_cache_groups)", POOL_SIZE
+            BOUND, "(builder, vllm_config, kv_cache_groups)", POOL_SIZE
         ),
     ),
     *rows(
@@ -132,9 +132,14 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.config.CacheConfig",
-        block_size=read("tokens in a page", "int", ADMISSION, WORKER),
-        cache_dtype=read("keys that are rotated cannot be quantised", "CacheDType", REFUSALS),
+        block_size=read("tokens in a page", "int", ADMISSION, CONFIGURE, WORKER),
+        cache_dtype=read(
+            "keys that are rotated cannot be quantised",
+            {"0.32": "CacheDType", "0.33": "CacheDType | str"},
+            REFUSALS,
+        ),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
+        user_specified_block_size=read("a page's size is fixed early", "bool", CONFIGURE),
     ),
     *rows(
         "vllm.config.ParallelConfig",

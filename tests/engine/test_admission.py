@@ -104,8 +104,12 @@ def test_only_engines_with_a_policy_may_have_a_small_pool() -> None:
         policy = policy_of(engine)
         if policy is not None:
             spec = KVPolicySpec.from_full(spec, policy)
-        memory = [(num_pages + 1) * spec.page_size_bytes]
-        return kv_cache_planning().get_kv_cache_configs(engine, [{"a": spec}], memory)
+        specs, memory = [{"a": spec}], [(num_pages + 1) * spec.page_size_bytes]
+        planning = kv_cache_planning()
+        if not hasattr(planning, "get_global_kv_cache_groups"):  # before vLLM 0.33
+            return planning.get_kv_cache_configs(engine, specs, memory)
+        groups = planning.get_global_kv_cache_groups(engine, specs)
+        return planning.get_kv_cache_configs(engine, specs, memory, groups)
 
     with pytest.raises(ValueError, match="To serve at least one request"):
         configs(config(None), 62)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from vllm.distributed import get_pp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_cascade.cache.manager import KVPolicySpec
 
@@ -42,3 +43,16 @@ def own_part(
         for name, spec in whole.items()
         if name in own
     }
+
+
+def expect_hidden_states(runner: GPUModelRunner) -> None:
+    """Make the buffer for what arrives from the stage before, where vLLM has not.
+
+    vLLM makes it in a profiling run, and on CPUs it has none with ``--enforce-eager``: without a
+    policy such an engine dies in its first step.
+    """
+    if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
+        return
+    runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+        batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+    )
