@@ -35,16 +35,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    folder: Path, wheel: Path, digest: str | None = None
+    folder: Path, wheel: Path, digest: str | None = None, needed: str = ""
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The script's answer, and the environment that it was to make."""
     digest = digest or hashlib.sha256(wheel.read_bytes()).hexdigest()
-    pin, venv = folder / "next.txt", folder / ".venv-next"
+    pin, needs, venv = folder / "next.txt", folder / "needs.txt", folder / ".venv-next"
+    needs.write_text(needed)
     pin.write_text(f"# a comment\nvllm==9.9.0 \\\n    --hash=sha256:{digest}\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.parent)}
     environment["PIP_CONFIG_FILE"] = os.devnull
-    command = [sys.executable, str(SCRIPT), "--pin", str(pin), "--venv", str(venv)]
+    command = [sys.executable, str(SCRIPT), "--pin", str(pin), "--needs", str(needs)]
+    command += ["--venv", str(venv)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     return done, venv
 
@@ -101,6 +103,13 @@ def test_a_wheel_that_cannot_be_had(tmp_path: Path) -> None:
         done.stderr.strip(),
     )
     assert not venv.exists()
+
+
+def test_a_need_that_cannot_be_had(tmp_path: Path, wheel: Path) -> None:
+    """The environment counts as not made: a later call tries again."""
+    done, venv = run(tmp_path, wheel, needed="nowhere-to-be-found==1.0\n")
+    assert done.returncode == 3 and "needs.txt cannot be installed (" in done.stderr
+    assert not (venv / "made-of").exists()
 
 
 def test_a_pin_without_a_hash(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PIN = ROOT / "requirements/next.txt"
+NEEDS = ROOT / "requirements/next-needs.txt"
 CANNOT_BE_HAD = 3
 OURS_ONLY = ("python", "pip", "activate", "Activate")
 """Beginnings of names in ``bin`` that every environment has of its own."""
@@ -38,12 +39,13 @@ class Unavailable(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pin", type=Path, default=PIN, help="a pinned requirement of vllm")
+    parser.add_argument("--needs", type=Path, default=NEEDS, help="what .venv lacks for it")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-next", help="where to make it")
     args = parser.parse_args()
     version = pinned_version(args.pin)
     try:
         compiled = compiled_files()
-        made = make(args.venv.absolute(), args.pin, version, compiled)
+        made = make(args.venv.absolute(), args.pin, args.needs, version, compiled)
     except Unavailable as error:
         print(f"vLLM {version} is not tested here: {error}", file=sys.stderr)
         return CANNOT_BE_HAD
@@ -81,9 +83,10 @@ def compiled_files() -> dict[str, Path]:
     return {file.relative_to(package).as_posix(): file for file in package.rglob("*.so")}
 
 
-def make(venv: Path, pin: Path, version: str, compiled: dict[str, Path]) -> bool:
+def make(venv: Path, pin: Path, needs: Path, version: str, compiled: dict[str, Path]) -> bool:
     """Make the environment, unless it is there as it should be; whether it was made."""
-    decides = [pin.read_bytes(), Path(__file__).read_bytes(), base_version().encode()]
+    decides = [pin.read_bytes(), needs.read_bytes(), Path(__file__).read_bytes()]
+    decides.append(base_version().encode())
     decides += [sys.prefix.encode(), str(venv).encode()]
     stamp, wanted = venv / "made-of", hashlib.sha256(b"\n".join(decides)).hexdigest()
     if stamp.is_file() and stamp.read_text() == wanted:
@@ -99,6 +102,7 @@ def make(venv: Path, pin: Path, version: str, compiled: dict[str, Path]) -> bool
         target = site / "vllm" / place
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(file)
+    install(needs, site)
     write_metadata(site, version)
     lie_over_base(venv, site)
     stamp.write_text(wanted)
@@ -121,9 +125,27 @@ def download(pin: Path, folder: Path) -> Path:
         return wheel
     if "DO NOT MATCH THE HASHES" in done.stderr:
         raise SystemExit(f"the wheel is not the one of {pin}:\n{done.stderr.strip()}")
-    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-    last = errors[-1].removeprefix("ERROR: ") if errors else done.stderr.strip()[-300:]
-    raise Unavailable(f"its wheel cannot be had ({last})")
+    raise Unavailable(f"its wheel cannot be had ({last_error(done.stderr)})")
+
+
+def install(needs: Path, site: Path) -> None:
+    """Packages that the newer vLLM imports and the older one does not.
+
+    Raises:
+        Unavailable: no index.
+    """
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:"]
+    command += ["--retries=1", "--timeout=60", "--progress-bar=off", "--quiet", "--no-compile"]
+    command += ["--disable-pip-version-check", f"--target={site}", f"--requirement={needs}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise Unavailable(f"{needs.name} cannot be installed ({last_error(done.stderr)})")
+
+
+def last_error(text: str) -> str:
+    """What pip said last of an error."""
+    errors = [line for line in text.splitlines() if line.startswith("ERROR: ")]
+    return errors[-1].removeprefix("ERROR: ") if errors else text.strip()[-300:]
 
 
 def unpack(wheel: Path, site: Path) -> None:
