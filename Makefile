@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 PY := .venv/bin/python
-# The Python of `make test-next`, and what of the tests its quick part runs.
+# The Python of `make test-next`, and what of the tests its quick part runs: one engine, and no
+# commands, which take long to start.
 NEXT := .venv-next/bin/python
 NEXT_QUICK := tests/patches tests/cache tests/engine/test_scheduler.py \
-	tests/engine/test_admission.py tests/engine/test_metrics.py
+	tests/engine/test_admission.py tests/engine/test_metrics.py::test_every_step \
+	--deselect tests/patches/test_flags.py::test_serve_help_lists_the_flags \
+	--deselect tests/patches/test_flags.py::test_recall_is_an_argument_and_a_flag
 
 # vLLM reports usage to its makers, and transformers asks the Hub about models, unless told not to.
 export VLLM_NO_USAGE_STATS ?= 1
@@ -43,7 +46,7 @@ test-next: setup ## the tests beside the vLLM of requirements/next.txt, less the
 
 test-next-quick: setup ## the part of them that depends most on vLLM, in two minutes
 	@$(PY) tools/next_vllm.py
-	@$(NEXT) -m pytest -m "not slow" $(NEXT_QUICK)
+	@$(NEXT) -m pytest -m "not slow" -n 2 --dist loadfile $(NEXT_QUICK)
 
 soak: setup ## mixed load on a live server for SOAK_MINUTES (30): no leak, no slow-down
 	@$(PY) -m tests.soak --minutes $(SOAK_MINUTES)

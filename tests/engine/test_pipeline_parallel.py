@@ -5,10 +5,12 @@ vLLM keeps as many steps on the way as there are stages, so prompts' chunks and 
 several requests pass through the stages at the same time here.
 """
 
+import json
 import os
 import random
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ from vllm import SamplingParams
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.server import Server
 from tests.engine.test_against_oracle import compare
+from tests.engine.test_families import random_tokens
 from tests.engine.test_faults import FLAGS
-from tests.engine.test_metrics import BLOCK, FULL_PAGE, LAYERS, OUR_PAGE, metrics, moved
+from tests.engine.test_metrics import BLOCK, FULL_PAGE, LAYERS, metrics, moved
 from tests.engine.test_prefix_caching import Turn, ask
+from tests.oracle.families import write_family
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64, "trace": True}
 CAPACITY = 4 + 128
@@ -105,19 +109,19 @@ def test_counters_of_all_layers(
         prompt = {"prompt_token_ids": book_tokens[-length:]}
         llm.llm_engine.add_request(name, prompt, params)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    seen = 0
+    own_page = FULL_PAGE + sizes.get("ranks", 1) * 16 * BLOCK  # each rank has ranks, scores, ...
+    seen = []
     while llm.llm_engine.has_unfinished_requests():
-        if llm.llm_engine.step() == []:  # a step was sent on its way and none came back
+        if not llm.llm_engine.step():  # a step was sent on its way and none came back
             continue
         now = metrics(llm)
         held = [r.num_computed_tokens for r in scheduler.requests.values()]
         pages = sum(-(-min(n, CAPACITY) // BLOCK) for n in held)
-        if now["pages"] == pages:  # what is reported is what was held when the step was taken up
-            full = sum(-(-n // BLOCK) for n in held)
-            own_page = OUR_PAGE + 4 * BLOCK  # a trace's word
-            wanted = LAYERS * (full * FULL_PAGE - pages * own_page)
-            seen += now["saved_bytes"] == wanted != 0
-    assert seen > 10
+        full = sum(-(-n // BLOCK) for n in held)
+        assert now["pages"] == pages
+        assert now["saved_bytes"] == LAYERS * (full * FULL_PAGE - pages * own_page)
+        seen.append(now["saved_bytes"])
+    assert len(set(seen)) > 3, seen
     after, counted = metrics(llm), llm.collective_rpc("kv_policy_counters")
     evicted = sum(max(length + 29 - CAPACITY, 0) for length in lengths.values())
     assert moved(before, after, "evicted_tokens") == evicted
@@ -194,6 +198,33 @@ def test_other_policies(
     if policy.get("recall"):
         stored = [counters["stored_units"] for counters in llm.collective_rpc("kv_policy_counters")]
         assert min(stored) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 0, 1, 1), (1, 1, 0, 0)])
+def test_windows(order: tuple[int, ...], engine_pool: EnginePool, tmp_path: Path) -> None:
+    """Also where one stage has all layers with windows: slots and pages are the whole model's."""
+    kinds = ("sliding_attention", "full_attention")
+    path = write_family(tmp_path, "gemma3")
+    config = json.loads((path / "config.json").read_text())
+    config["layer_types"] = [kinds[kind] for kind in order]
+    (path / "config.json").write_text(json.dumps(config))
+    policy = {"name": "cascade", "budget": 64, "prefill_stride": 32}
+    prompts = [random_tokens(seed, n) for seed, n in ((1, 330), (2, 1), (3, 47), (4, 600))]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    answers, saved = [], []
+    for stages in (1, 2):
+        llm = engine(engine_pool, policy, stages, model=path, skip_tokenizer_init=True)
+        answers.append([ask(llm, [prompt])[0] for prompt in prompts])
+        llm.llm_engine.add_request("r", {"prompt_token_ids": prompts[0]}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            llm.llm_engine.step()
+            if values := metrics(llm)["saved_bytes"]:
+                saved.append((stages, values))
+        assert pool_usage(llm) == 0.0
+    check_turns(answers[1], answers[0], [0] * len(prompts))
+    one, two = ({value for at, value in saved if at == stages} for stages in (1, 2))
+    assert one == two != set()
 
 
 @pytest.mark.slow
