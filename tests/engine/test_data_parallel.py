@@ -37,9 +37,9 @@ def alone(engine_pool: EnginePool, book_tokens: list[int]) -> list[Turn]:
 
 @pytest.fixture(scope="module")
 def server(alone: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = [*FLAGS, "--data-parallel-size", "2"]
+    flags = [*FLAGS, "--data-parallel-size", "2", "--api-server-count", "1"]
     started = Server(tmp_path_factory.mktemp("two") / "log", flags, environment=cores(2))
-    yield started.wait()
+    yield started.wait(800)
     started.stop()
 
 
