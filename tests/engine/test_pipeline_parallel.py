@@ -233,8 +233,9 @@ def test_a_killed_stage_stops_the_server(
 ) -> None:
     """The client that waits hears of it, and no process stays."""
     flags = [*FLAGS, "--pipeline-parallel-size", "2", "--distributed-executor-backend", "mp"]
-    server = Server(tmp_path_factory.mktemp("stages") / "log", flags, environment=cores(2)).wait()
+    server = Server(tmp_path_factory.mktemp("stages") / "log", flags, environment=cores(2))
     try:
+        server.wait(800)
         assert len(server.complete(book_tokens[:300], 5)) == 5
         errors: list[Exception] = []
 
