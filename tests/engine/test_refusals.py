@@ -170,6 +170,23 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--kv-recall 0",
     ),
+    "recall over stages": (
+        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
+        "--kv-recall 0",
+    ),
+    "scores by text over stages": (
+        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
+        'set importance to "attention"',
+    ),
+    "windows over stages": (
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(layer_types=["sliding_attention"])
+            ),
+        ),
+        "sliding windows are not tested with --pipeline-parallel-size",
+    ),
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
@@ -250,6 +267,8 @@ def test_refused_configuration(name: str) -> None:
     own = {
         "clusters over ranks": {"name": "dgc", "importance": "cluster"},
         "recall beside windows": {"name": "sink", "recall": 8},
+        "recall over stages": {"name": "sink", "recall": 8},
+        "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
     assert refusal.applies(config, resolve(raw))

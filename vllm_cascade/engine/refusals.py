@@ -142,6 +142,30 @@ REFUSALS: tuple[Refusal, ...] = (
         "set --kv-recall 0 for this model",
     ),
     Refusal(
+        "recall over stages",
+        lambda config, policy: (
+            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
+        "--tensor-parallel-size",
+    ),
+    Refusal(
+        "scores by text over stages",
+        lambda config, policy: (
+            policy.token_scores is not None and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "an importance that comes from token ids is not tested with --pipeline-parallel-size above "
+        '1 yet; set importance to "attention", or use --tensor-parallel-size',
+    ),
+    Refusal(
+        "windows over stages",
+        lambda config, _: (
+            config.parallel_config.pipeline_parallel_size > 1 and _windowed(config.model_config)
+        ),
+        "models whose layers have sliding windows are not tested with --pipeline-parallel-size "
+        "above 1 yet; use --tensor-parallel-size",
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
