@@ -178,15 +178,6 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
         'set importance to "attention"',
     ),
-    "windows over stages": (
-        SimpleNamespace(
-            parallel_config=SimpleNamespace(pipeline_parallel_size=2),
-            model_config=SimpleNamespace(
-                hf_text_config=SimpleNamespace(layer_types=["sliding_attention"])
-            ),
-        ),
-        "sliding windows are not tested with --pipeline-parallel-size",
-    ),
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",

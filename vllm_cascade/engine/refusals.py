@@ -158,14 +158,6 @@ REFUSALS: tuple[Refusal, ...] = (
         '1 yet; set importance to "attention", or use --tensor-parallel-size',
     ),
     Refusal(
-        "windows over stages",
-        lambda config, _: (
-            config.parallel_config.pipeline_parallel_size > 1 and _windowed(config.model_config)
-        ),
-        "models whose layers have sliding windows are not tested with --pipeline-parallel-size "
-        "above 1 yet; use --tensor-parallel-size",
-    ),
-    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
