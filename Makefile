@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 PY := .venv/bin/python
+# The Python of `make test-next`, and what of the tests its quick part runs: one engine, and no
+# commands, which take long to start.
+NEXT := .venv-next/bin/python
+NEXT_QUICK := tests/patches tests/cache tests/engine/test_scheduler.py \
+	tests/engine/test_admission.py tests/engine/test_metrics.py::test_every_step \
+	--deselect tests/patches/test_flags.py::test_serve_help_lists_the_flags \
+	--deselect tests/patches/test_flags.py::test_recall_is_an_argument_and_a_flag
 
 # vLLM reports usage to its makers, and transformers asks the Hub about models, unless told not to.
 export VLLM_NO_USAGE_STATS ?= 1
@@ -9,10 +16,10 @@ export HF_HUB_OFFLINE ?= 1
 SOAK_MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-slow soak demo bench results clean
+.PHONY: help setup lint format test test-slow test-next test-next-quick soak demo bench results clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 
 setup: ## make .venv with everything (every target below does this by itself)
 	@tools/setup.sh
@@ -33,6 +40,14 @@ test: setup ## the tests, less the slow ones
 test-slow: setup ## the slow tests
 	@$(PY) -m pytest -m slow
 
+test-next: setup ## the tests beside the vLLM of requirements/next.txt, less the slow ones
+	@$(PY) tools/next_vllm.py
+	@$(NEXT) -m pytest -m "not slow" -n 2 --dist loadfile
+
+test-next-quick: setup ## the part of them that depends most on vLLM, in two minutes
+	@$(PY) tools/next_vllm.py
+	@$(NEXT) -m pytest -m "not slow" -n 2 --dist loadfile $(NEXT_QUICK)
+
 soak: setup ## mixed load on a live server for SOAK_MINUTES (30): no leak, no slow-down
 	@$(PY) -m tests.soak --minutes $(SOAK_MINUTES)
 
@@ -44,6 +59,6 @@ format: setup ## let ruff put in order what it can
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
 
-clean: ## remove .venv, caches and build leftovers
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+clean: ## remove .venv, .venv-next, caches and build leftovers
+	rm -rf .venv .venv-next .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

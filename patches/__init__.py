@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin changes in vLLM, one file a target, and the version it was checked against."""
+"""What the plugin changes in vLLM, one file a target, and the versions it was checked against.
+
+Code outside this folder is the same for all of them. What has to know where a version keeps
+something asks here (``kv_cache_planning``); what is expected of each name in each version is in
+``hooks/``.
+"""
+
+from types import ModuleType
 
 if __name__ == "patches":
     raise ImportError("this folder is installed as vllm_cascade.patches")
 
-CHECKED_VERSIONS = ("0.32",)
+CHECKED_VERSIONS = ("0.32", "0.33")
 _applied = False
 
 
@@ -45,3 +52,12 @@ def check_version(version: str | None = None) -> None:
             f"vllm_cascade works with vLLM {supported}, but vLLM {version} is installed. Install a "
             'matching version, uninstall vllm-cascade, or set VLLM_PLUGINS="" to run stock vLLM.'
         )
+
+
+def kv_cache_planning() -> ModuleType:
+    """vLLM's module that sizes pools and groups layers: part of ``kv_cache_utils`` before 0.33."""
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as planning
+    return planning

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``kv_cache_utils._check_enough_kv_cache_memory`` (checked against vLLM 0.32.0).
+"""Patch of ``_check_enough_kv_cache_memory``, where vLLM sizes pools (checked against vLLM 0.32.0
+and 0.33.0).
 
 What: an engine with a policy starts although one request of ``--max-model-len`` tokens does not fit
 its pool; the scheduler warns, and ``patches/request_checks.py`` refuses such requests.
@@ -11,12 +12,15 @@ Removed when: vLLM leaves this check to the KV cache spec.
 import functools
 from collections.abc import Callable
 
-from vllm.v1.core import kv_cache_utils
+from vllm.config import VllmConfig
+
+from vllm_cascade.patches import kv_cache_planning
 
 
 def apply() -> None:
     """Wrap the function; ``patches.apply_all`` calls this once."""
-    original = kv_cache_utils._check_enough_kv_cache_memory
+    planning = kv_cache_planning()
+    original = planning._check_enough_kv_cache_memory
 
     @functools.wraps(original)
     def _check_enough_kv_cache_memory(
@@ -24,9 +28,10 @@ def apply() -> None:
     ) -> None:
         from vllm_cascade.engine.lookup import policy_of
 
-        # partial(_max_memory_usage_bytes_from_groups, vllm_config, groups)
+        # a partial of _max_memory_usage_bytes_from_groups, to which the configuration is bound
         bound = getattr(get_needed_memory, "args", ())
-        if available_memory <= 0 or not bound or policy_of(bound[0]) is None:
+        config = next((value for value in bound if isinstance(value, VllmConfig)), None)
+        if available_memory <= 0 or config is None or policy_of(config) is None:
             original(available_memory, get_needed_memory, *args)
 
-    kv_cache_utils._check_enough_kv_cache_memory = _check_enough_kv_cache_memory
+    planning._check_enough_kv_cache_memory = _check_enough_kv_cache_memory

@@ -26,6 +26,15 @@ MODEL = ROOT / "benchmarks/inputs/models/books-5m"
 BOOK = next(iter(sorted((ROOT / "benchmarks/inputs/books").glob("*.txt"))), None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Beside the next vLLM, leave out what cannot run there."""
+    from tests.beside import IS_BORROWED, why_not
+
+    for item in items if IS_BORROWED else ():
+        if why := why_not(item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=why))
+
+
 @pytest.fixture(scope="session")
 def book_tokens() -> list[int]:
     """The shipped book as token ids of the shipped model."""

@@ -55,7 +55,10 @@ def page() -> str:
     for title, sections in (("", USED), ("Tests and benchmarks: ", APART)):
         for heading, part in sections.items():
             lines += ["", f"## {title}{heading}", ""]
-            lines += ["| Name | How | Used in | Why | Since |", "| --- | --- | --- | --- | --- |"]
+            lines += [
+                "| Name | How | Used in | Why | Versions |",
+                "| --- | --- | --- | --- | --- |",
+            ]
             lines += [_line(alike) for alike in _alike(part)]
     return "\n".join(lines) + "\n"
 
@@ -64,7 +67,7 @@ def _alike(part: Iterable[Hook]) -> list[list[Hook]]:
     """Names of one owner that are used in the same places for the same reason share a line."""
     groups: dict[tuple[object, ...], list[Hook]] = {}
     for hook in part:
-        key = hook.target.rpartition(".")[0], hook.kind, hook.used, hook.why, hook.since
+        key = hook.target.rpartition(".")[0], hook.kind, hook.used, hook.why, hook.versions
         groups.setdefault(key, []).append(hook)
     return list(groups.values())
 
@@ -77,6 +80,6 @@ def _line(alike: list[Hook]) -> str:
         first.kind,
         ", ".join(f"`{file}`" for file in first.used),
         first.why,
-        first.since,
+        first.versions,
     )
     return f"| {' | '.join(columns)} |"

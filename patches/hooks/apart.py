@@ -25,6 +25,10 @@ TEST_WINDOWS = "tests/attention/test_windows.py"
 TOKEN_TIME = "benchmarks/token_time.py"
 UNDER_GUARD = "tests/kernels/conftest.py"
 
+FROM_GROUPS = "(vllm_config, kv_cache_groups, available_memory)"
+OF_SPECS = "(vllm_config, kv_cache_specs, available_memory)"
+GROUPS = "(vllm_config, kv_cache_spec)"
+
 ENGINES = (
     *rows(
         "vllm.entrypoints.llm.LLM",
@@ -122,20 +126,32 @@ PARTS = (
     *rows(
         "vllm.v1.core.kv_cache_utils",
         get_kv_cache_config_from_groups=called(
-            "a scheduler alone",
-            "(vllm_config, kv_cache_groups, available_memory)",
-            TEST_SCHEDULER,
+            "a scheduler alone", {"0.32": FROM_GROUPS, "0.33": None}, TEST_SCHEDULER
         ),
         get_kv_cache_configs=called(
-            "a small pool", "(vllm_config, kv_cache_specs, available_memory)", TEST_ADMISSION
+            "a small pool", {"0.32": OF_SPECS, "0.33": None}, TEST_ADMISSION
         ),
         get_kv_cache_groups=called(
-            "a scheduler alone", "(vllm_config, kv_cache_spec)", TEST_SCHEDULER
+            "a scheduler alone", {"0.32": GROUPS, "0.33": None}, TEST_SCHEDULER
         ),
         get_request_block_hasher=called(
-            "prefixes alone", "(hash_block_size, caching_hash_fn)", TEST_SNAPSHOTS
+            "prefixes alone", "(hash_block_size, caching_hash_fn, ...)", TEST_SNAPSHOTS
         ),
         init_none_hash=called("prefixes alone", "(hash_fn)", TEST_SNAPSHOTS),
+    ),
+    *rows(
+        "vllm.v1.core.kv_cache_planning",
+        "0.33",
+        get_global_kv_cache_groups=called(
+            "a small pool", "(vllm_config, kv_cache_specs)", TEST_ADMISSION
+        ),
+        get_kv_cache_config_from_groups=called("a scheduler alone", FROM_GROUPS, TEST_SCHEDULER),
+        get_kv_cache_configs=called(
+            "a small pool",
+            "(vllm_config, kv_cache_specs, available_memory, global_kv_cache_groups)",
+            TEST_ADMISSION,
+        ),
+        get_kv_cache_groups=called("a scheduler alone", GROUPS, TEST_SCHEDULER),
     ),
     *rows(
         "vllm.utils.hashing",

@@ -25,6 +25,9 @@ SCHEDULER = "vllm_cascade/engine/scheduler.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
 UNSUPPORTED = "what no policy supports"
+SMALL_POOL = "a small pool serves all requests that fit it"
+BOUND = "the check is given it, bound to the configuration"
+ENOUGH_MEMORY = "(available_memory, get_needed_memory, max_model_len, estimate_max_model_len)"
 
 ARGUMENTS = (
     *rows(
@@ -61,14 +64,18 @@ ARGUMENTS = (
     *rows(
         "vllm.v1.core.kv_cache_utils",
         _check_enough_kv_cache_memory=replaced(
-            "a small pool serves all requests that fit it",
-            "(available_memory, get_needed_memory, max_model_len, estimate_max_model_len)",
-            POOL_SIZE,
+            SMALL_POOL, {"0.32": ENOUGH_MEMORY, "0.33": None}, POOL_SIZE
         ),
         _max_memory_usage_bytes_from_groups=called(
-            "the check is given it, bound to the configuration",
-            "(vllm_config, kv_cache_groups)",
-            POOL_SIZE,
+            BOUND, {"0.32": "(vllm_config, kv_cache_groups)", "0.33": None}, POOL_SIZE
+        ),
+    ),
+    *rows(
+        "vllm.v1.core.kv_cache_planning",
+        "0.33",
+        _check_enough_kv_cache_memory=replaced(SMALL_POOL, ENOUGH_MEMORY, POOL_SIZE),
+        _max_memory_usage_bytes_from_groups=called(
+            BOUND, "(builder, vllm_config, kv_cache_groups)", POOL_SIZE
         ),
     ),
     *rows(
@@ -129,9 +136,14 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.config.CacheConfig",
-        block_size=read("tokens in a page", "int", ADMISSION, WORKER),
-        cache_dtype=read("keys that are rotated cannot be quantised", "CacheDType", REFUSALS),
+        block_size=read("tokens in a page", "int", ADMISSION, CONFIGURE, WORKER),
+        cache_dtype=read(
+            "keys that are rotated cannot be quantised",
+            {"0.32": "CacheDType", "0.33": "CacheDType | str"},
+            REFUSALS,
+        ),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
+        user_specified_block_size=read("a page's size is fixed early", "bool", CONFIGURE),
     ),
     *rows(
         "vllm.config.ParallelConfig",

@@ -46,6 +46,15 @@ class Hook:
     def package(self) -> str:
         return self.target.split(".")[0]
 
+    @property
+    def versions(self) -> str:
+        """``0.32``, or ``0.32, other in 0.33``, or ``0.32, gone in 0.33``."""
+        if isinstance(self.expected, str):
+            return self.since
+        first, *later = sorted(self.expected, key=number)
+        words = [f"{'gone' if self.expected[v] is None else 'other'} in {v}" for v in later]
+        return ", ".join([first, *words])
+
     def expected_in(self, version: str) -> str | None:
         """What is expected of a version, by the newest entry up to it; None: nothing."""
         entries = {self.since: self.expected} if isinstance(self.expected, str) else self.expected

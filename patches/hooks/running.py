@@ -20,9 +20,12 @@ POSITIONS = "vllm_cascade/cache/positions.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
 ROWS = "vllm_cascade/attention/requests.py"
 SEEDS = "vllm_cascade/engine/seeds.py"
+STAGES = "vllm_cascade/engine/stages.py"
 TILES = "kernels/triton/tiles.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
+OTHER_STAGES = "layers of the other pipeline stages"
+STAGE_BEFORE = "what arrives from the stage before"
 BOUNDED_TABLE = "slot mapping would read past the end of a bounded table"
 
 WORKERS = (
@@ -55,8 +58,18 @@ WORKERS = (
         discard_request_mask=read("rows whose samples are thrown away", "", SEEDS),
         get_model=called("is given our positions", "(self)", WORKER),
         input_batch=read("the first runner's rows", "", ROWS, SEEDS, WORKER),
+        device=read(STAGE_BEFORE, "", STAGES),
+        dtype=read(STAGE_BEFORE, "", STAGES),
+        intermediate_tensors=read(STAGE_BEFORE, "IntermediateTensors | None", STAGES),
         kv_caches=read("what is copied is whole pages", "list[torch.Tensor]", WORKER),
+        max_num_tokens=read(STAGE_BEFORE, "", STAGES),
         requests=read("the first runner's requests", "dict[str, CachedRequestState]", ROWS),
+    ),
+    *rows(
+        "vllm.model_executor.models.interfaces.SupportsPP",
+        make_empty_intermediate_tensors=called(
+            STAGE_BEFORE, "_MakeEmptyIntermediateTensors", STAGES
+        ),
     ),
     *rows(
         "vllm.v1.utils.CpuGpuBuffer",
@@ -222,9 +235,16 @@ ATTENTION = (
     ),
     *rows(
         "vllm.distributed",
+        get_pp_group=called(OTHER_STAGES, "()", STAGES),
         tensor_model_parallel_all_gather=called(
             "ranks keep the same tokens", "(input_, dim=)", CUDA_IMPL, LAYER
         ),
+    ),
+    *rows(
+        "vllm.distributed.parallel_state.GroupCoordinator",
+        cpu_group=read(OTHER_STAGES, "ProcessGroup", STAGES),
+        is_first_rank=read("the first stage expects nothing", "", STAGES),
+        world_size=read(OTHER_STAGES, "int", STAGES),
     ),
     *rows(
         "vllm.model_executor.layers.attention.Attention",

@@ -32,7 +32,9 @@ STEPS = (
         ),
         need_mamba_block_aligned_split=overridden("asks for the split", "", SCHEDULER),
         _get_local_prefix_cache_hit=overridden(
-            "prompts begin from snapshots", "(self, request)", SCHEDULER
+            "prompts begin from snapshots",
+            {"0.32": "(self, request)", "0.33": "(self, request, max_cache_hit_length=)"},
+            SCHEDULER,
         ),
         schedule=overridden("takes snapshots", "(self, throttle_prefills=)", SCHEDULER),
         reset_prefix_cache=overridden(

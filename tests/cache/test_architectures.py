@@ -95,7 +95,10 @@ def test_every_model_of_vllm_that_skips_its_rotary_module_is_known() -> None:
     """One that is new in a release must be looked at before a policy runs it."""
     found = {path.stem for path in MODELS.glob("*.py") if conditional_calls(path)}
     pictures = {"cohere_compass"}  # an encoder
-    assert found - pictures == set(architectures.SKIPPING) | set(architectures.HARMLESS)
+    known = set(architectures.SKIPPING) | set(architectures.HARMLESS)
+    newer = {"domyn_edge"}  # from vLLM 0.33 on
+    assert found - pictures == {name for name in known if (MODELS / f"{name}.py").is_file()}
+    assert {name for name in known if not (MODELS / f"{name}.py").is_file()} <= newer
 
 
 def test_a_model_that_skips_by_an_unknown_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

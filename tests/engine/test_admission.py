@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from vllm import PoolingParams, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.conftest import MODEL
@@ -29,6 +28,7 @@ from vllm_cascade.engine.admission import (
     usable_pages,
 )
 from vllm_cascade.engine.lookup import policy_of, requests_of
+from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.settings import KVPolicyError
@@ -104,7 +104,12 @@ def test_only_engines_with_a_policy_may_have_a_small_pool() -> None:
         policy = policy_of(engine)
         if policy is not None:
             spec = KVPolicySpec.from_full(spec, policy)
-        return get_kv_cache_configs(engine, [{"a": spec}], [(num_pages + 1) * spec.page_size_bytes])
+        specs, memory = [{"a": spec}], [(num_pages + 1) * spec.page_size_bytes]
+        planning = kv_cache_planning()
+        if not hasattr(planning, "get_global_kv_cache_groups"):  # before vLLM 0.33
+            return planning.get_kv_cache_configs(engine, specs, memory)
+        groups = planning.get_global_kv_cache_groups(engine, specs)
+        return planning.get_kv_cache_configs(engine, specs, memory, groups)
 
     with pytest.raises(ValueError, match="To serve at least one request"):
         configs(config(None), 62)

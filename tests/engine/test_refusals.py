@@ -59,7 +59,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "--kv-transfer-config",
     ),
-    "pipeline parallelism": ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
     "quantised KV cache": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
@@ -171,6 +170,14 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--kv-recall 0",
     ),
+    "recall over stages": (
+        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
+        "--kv-recall 0",
+    ),
+    "scores by text over stages": (
+        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
+        'set importance to "attention"',
+    ),
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
@@ -189,6 +196,10 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     "data parallelism on CUDA": (
         SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
         "--data-parallel-size",
+    ),
+    "pipeline parallelism on CUDA": (
+        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
+        "--pipeline-parallel-size",
     ),
     "windowed layers on CUDA": (
         SimpleNamespace(
@@ -247,6 +258,8 @@ def test_refused_configuration(name: str) -> None:
     own = {
         "clusters over ranks": {"name": "dgc", "importance": "cluster"},
         "recall beside windows": {"name": "sink", "recall": 8},
+        "recall over stages": {"name": "sink", "recall": 8},
+        "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
     assert refusal.applies(config, resolve(raw))

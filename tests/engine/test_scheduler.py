@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -20,6 +19,7 @@ from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.strides import aligned_chunk, cut_strides
 from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
+from vllm_cascade.patches import kv_cache_planning
 
 STRIDE = 16
 
@@ -83,8 +83,9 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
         block_size=16, num_kv_heads=2, head_size=8, dtype=config.model_config.dtype
     )
     spec = KVPolicySpec.from_full(full, policy_of(config))
-    groups = get_kv_cache_groups(config, {"a": spec, "b": spec})
-    kv_cache = get_kv_cache_config_from_groups(config, groups, 0)
+    planning = kv_cache_planning()
+    groups = planning.get_kv_cache_groups(config, {"a": spec, "b": spec})
+    kv_cache = planning.get_kv_cache_config_from_groups(config, groups, 0)
     config.cache_config.num_gpu_blocks = kv_cache.num_blocks
     return cls(
         vllm_config=config,

@@ -2,6 +2,7 @@
 """The three flags, the three ``LLM`` arguments, and what they become."""
 
 import importlib
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -178,8 +179,11 @@ def test_registering_again_changes_nothing() -> None:
 
 def test_an_unchecked_vllm_is_refused() -> None:
     patches.check_version("0.32.9")
-    with pytest.raises(RuntimeError, match=r"works with vLLM 0\.32\.\*, but vLLM 0\.33\.0"):
-        patches.check_version("0.33.0")
+    patches.check_version("0.33.0+cpu")
+    for version in ("0.31.2", "0.34.0"):
+        wanted = rf"works with vLLM 0\.32\.\*, 0\.33\.\*, but vLLM {re.escape(version)}"
+        with pytest.raises(RuntimeError, match=wanted):
+            patches.check_version(version)
 
 
 def test_serve_help_lists_the_flags() -> None:

@@ -102,6 +102,8 @@ def test_what_is_expected_of_versions() -> None:
         differing.expected_in(v) for v in ("0.31.2", "0.32.0+cpu", "0.33.1", "0.34", "0.101.0")
     ]
     assert found == [None, "(a)", "(a)", "(b)", None]
+    assert hook("(a)").versions == "0.32"
+    assert differing.versions == "0.32, other in 0.34, gone in 0.100"
 
 
 def test_rows_are_whole() -> None:

@@ -40,7 +40,10 @@ UNROTATED: dict[str, Unrotated] = {
 FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
 """Keys with which a configuration may say that some layers have no rotary positions."""
 
-SKIPPING = ("afmoe", "cohere2_moe", "exaone_moe", "iquest_loopcoder", "muse_glimmer", "step3p5")
+SKIPPING = (
+    *("afmoe", "cohere2_moe", "domyn_edge", "exaone_moe", "iquest_loopcoder", "muse_glimmer"),
+    "step3p5",
+)
 """vLLM's modules whose layers skip their rotary module by rules that nobody has tested here."""
 
 ELSEWHERE = ("k2_horizon", "minicpm3")

@@ -36,6 +36,8 @@ class KVPolicySpec(AttentionSpec):
     """Tokens that a query sees, its own included; None: all that the policy keeps."""
     kinds: tuple[Kind, ...] = ()
     """All kinds of the model's layers, the engine's policy first; none where there is only one."""
+    num_layers: int | None = None
+    """Layers of the model that have such a cache, where a worker has only some of them."""
 
     prefix_cacheable = uses_slot_mapping = False
 

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -13,6 +13,9 @@ from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.log import logger
 from vllm_cascade.policies import Policy, compiled, resolve
 from vllm_cascade.policies.settings import ARGUMENTS, CONFIG_KEY
+
+CPU_PAGE_TOKENS = 128
+"""Tokens of a page on CPUs where nobody has set ``--block-size``, as in vLLM without a policy."""
 
 
 def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
@@ -26,6 +29,7 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     Raises:
         KVPolicyError: a setting that cannot work; names it and the fix.
     """
+    _fix_page_size(config.cache_config)
     max_position = None if config.model_config.uses_alibi else native_max_len
     policy = resolve(
         raw,
@@ -49,6 +53,15 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     if not current_platform.is_cpu():
         _prepare_gpu(config, policy)
     _log(policy, raw, config, max_position)
+
+
+def _fix_page_size(cache: CacheConfig) -> None:
+    """Take vLLM's own page size on CPUs now: from 0.33 on it chooses when a model is loaded.
+
+    Units may be pages, and requests are refused by the pages they need, so it has to be known here.
+    """
+    if current_platform.is_cpu() and not cache.user_specified_block_size:
+        cache.block_size, cache.user_specified_block_size = CPU_PAGE_TOKENS, True
 
 
 def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:

@@ -116,6 +116,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "one server a GPU",
     ),
     Refusal(
+        "pipeline parallelism on CUDA",
+        lambda config, _: (
+            current_platform.is_cuda() and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "--pipeline-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; use "
+        "--tensor-parallel-size",
+    ),
+    Refusal(
         "cache type on CUDA",
         _other_cache_dtype,
         "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys in the "
@@ -132,6 +140,22 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, policy: policy.recall > 0 and _windowed(config.model_config),
         "recall moves positions in a way that layers with sliding windows do not follow yet; "
         "set --kv-recall 0 for this model",
+    ),
+    Refusal(
+        "recall over stages",
+        lambda config, policy: (
+            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
+        "--tensor-parallel-size",
+    ),
+    Refusal(
+        "scores by text over stages",
+        lambda config, policy: (
+            policy.token_scores is not None and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "an importance that comes from token ids is not tested with --pipeline-parallel-size above "
+        '1 yet; set importance to "attention", or use --tensor-parallel-size',
     ),
     Refusal(
         "speculative decoding",
@@ -153,11 +177,6 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "--decode-context-parallel-size and --prefill-context-parallel-size must be 1 with "
         "--kv-policy: a bounded cache is not split by position",
-    ),
-    Refusal(
-        "pipeline parallelism",
-        lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
-        "--pipeline-parallel-size must be 1 with --kv-policy: it is not tested yet",
     ),
     Refusal(
         "tensor parallelism",

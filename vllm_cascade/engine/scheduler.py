@@ -75,8 +75,10 @@ class _StrideAligned:
 
     def _num_layers(self, manager: KVPolicyManager) -> int:
         """Layers that each of a manager's pages stands on, as far as they are alike."""
+        spec: KVPolicySpec = manager.kv_cache_spec
+        # vLLM gives a scheduler the layers of the first pipeline stage.
         group = self.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
-        return 1 if manager.kv_cache_spec.kinds else len(group.layer_names)
+        return 1 if spec.kinds else spec.num_layers or len(group.layer_names)
 
     @property
     def snapshot_counters(self) -> SnapshotCounters:
@@ -137,13 +139,21 @@ class _StrideAligned:
         params = request.sampling_params
         return self._requests.schedule(params.extra_args if params else None)
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
-        """vLLM's hook: the longest prefix with a snapshot, and where more is shared without."""
+    def _get_local_prefix_cache_hit(
+        self, request: Request, max_cache_hit_length: int | None = None
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """vLLM's hook: the longest prefix with a snapshot, and where more is shared without.
+
+        Args:
+            max_cache_hit_length: from vLLM 0.33 on, the longest prefix that may be used.
+        """
         manager, store = self.kv_cache_manager, self._snapshots
         if store is None or not manager.prefix_cache_lookup_enabled(request):
             return manager.empty_kv_cache_blocks, 0, 0, False
         # A preempted request resumes inside its prompt; the last token gives the first logits.
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
+        if max_cache_hit_length is not None:
+            longest = min(longest, max_cache_hit_length)
         schedule, hashes = self._schedule_of(request), request.block_hashes
         snapshot = store.find(schedule, hashes, longest)
         hit, blocks = (snapshot.num_tokens, snapshot.blocks) if snapshot else (0, ())

@@ -25,6 +25,7 @@ from vllm_cascade.cache.positions import find_rotaries
 from vllm_cascade.engine.devices import DEVICES, Device
 from vllm_cascade.engine.lookup import policy_of, token_importance
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
+from vllm_cascade.engine.stages import expect_hidden_states, of_all_stages, own_part
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
@@ -62,14 +63,15 @@ class KVPolicyWorker:
         assert policy is not None
         model = self.model_config.hf_text_config
         block_size = self.vllm_config.cache_config.block_size
-        made = bounded(specs, policy, block_size, getattr(model, "max_position_embeddings", None))
+        whole = of_all_stages(specs)
+        made = bounded(whole, policy, block_size, getattr(model, "max_position_embeddings", None))
         if all(getattr(spec, "window", None) is not None for spec in made.values()):
             logger.warning(
                 "KV policy %s: every layer of this model has a sliding window and keeps no more "
                 "than that, so the policy decides nothing; --kv-policy full is faster",
                 policy.name,
             )
-        return made
+        return own_part(made, specs)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -197,6 +199,10 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     """On the CPU: its platform knows one attention backend, whose name ours takes meanwhile."""
 
     device_entry = DEVICES["cpu"]
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        expect_hidden_states(self.model_runner)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.use_v2_model_runner:
