@@ -2,6 +2,7 @@
 """Recurrent states beside a policy's pages: sizes, who owns what, and what a snapshot copies."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_cascade.engine.metrics import saved_bytes
 from vllm_cascade.policies import Policy, resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
+OPERATING = Path(__file__).resolve().parents[2] / "docs/OPERATING.md"
 BLOCK = 16
 TOKEN = 2 * 2 * 8 * 2  # K and V of 2 heads of 8 bfloat16 numbers
 STATE = ((3, 40), (4, 8, 64))  # 240 + 8,192 bytes
@@ -188,3 +190,26 @@ def test_a_padded_page_keeps_its_size() -> None:
     spec = specs("ra", policy())["layers.1"]
     assert replace(spec, page_size_padded=1 << 20).page_size_bytes == 1 << 20
     assert replace(spec, page_size_padded=1).page_size_bytes == spec.page_size_bytes
+
+
+def test_the_documents_example() -> None:
+    """Granite 4.0 H Small, 128,000 tokens, pages of 16, cascade of 4,096: as OPERATING.md."""
+    run = resolve({"name": "cascade", "budget": 4096})
+    full = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    conv, ssm = (3, 2 * 4096 + 2 * 128), (128, 64, 128)
+    mamba = MambaSpec(4096, (conv, ssm), (torch.bfloat16,) * 2)
+    layers = {f"layers.{i}": mamba for i in range(36)}
+    tokens = {f"layers.{i}": KVPolicySpec.from_full(full, run) for i in range(36, 40)}
+    made = beside_states(tokens, layers, run, 16)
+    spec = made["layers.36"]
+    groups = len(_get_kv_cache_groups_uniform_page_size(made)) - 1
+    assert (spec.page_slots, spec.num_pages(128_000), groups) == (528, 8, 9)
+    page = 4 * spec.page_size_bytes
+    stock = 4 * 128_000 * 8 * 2 * 128 * 2 + 36 * mamba.page_size_bytes
+    row = (
+        f"| Granite 4.0 H Small | 4 + 36 | {mamba.page_size_bytes / 1e6:.2f} MB | 528 | "
+        f"{stock / 1e6:,.0f} MB | {(8 + groups) * page / 1e6:,.0f} MB | "
+        f"{groups * page / 1e6:,.0f} MB |"
+    )
+    print(row)
+    assert row in OPERATING.read_text(encoding="utf-8")

@@ -264,6 +264,14 @@ YARN = {
     "beta_slow": 1.0,
     "truncate": False,
 }
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.0 + 0.1 * i for i in range(12)],
+    "long_factor": [4.0 + 0.5 * i for i in range(12)],
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0}
 ALL_ROTATED = [True] * 4
 
@@ -343,6 +351,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(
         "mistral", {"sliding_window": WINDOW, "rope_parameters": PLAIN}, windows=(WINDOW,) * 4
+    ),
+    # It is asked for 2,048 tokens, for which vLLM would take the factors for long streams.
+    "phi3": Family(
+        "phi3",
+        {"hidden_size": 128, "original_max_position_embeddings": 128, "rope_parameters": LONG},
+        windows=(None,) * 4,
     ),
     "smollm3": Family(
         "smollm3",

@@ -136,6 +136,16 @@ GRANITE = {
     "logits_scaling": 0.5,
     "rope_parameters": PLAIN,
 }
+DELTA_NET = {
+    **SIZES,
+    "head_dim": 64,
+    "layer_types": MIXED,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25},
+}
 RECURRENT: dict[str, Recurrent] = {
     "lfm2": Recurrent(
         "lfm2",
@@ -181,22 +191,16 @@ RECURRENT: dict[str, Recurrent] = {
     "qwen3-next": Recurrent(
         "qwen3_next",
         {
-            **SIZES,
-            "head_dim": 64,
-            "layer_types": MIXED,
-            "linear_key_head_dim": 64,
-            "linear_value_head_dim": 64,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
+            **DELTA_NET,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
-            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25},
         },
         (1, 3),
         dtype="bfloat16",
     ),
+    "qwen3.5": Recurrent("qwen3_5_text", DELTA_NET, (1, 3), dtype="bfloat16"),
 }
 
 

@@ -168,8 +168,9 @@ class KVPolicyWorker:
         if len(groups) != 1 or not all(isinstance(builder, StepBuilder) for builder in builders):
             kinds = ", ".join(type(builder).__name__ for builder in builders)
             raise KVPolicyError(
-                f"kv_policy: the model's layers need several kinds of cache ({kinds}); use a model "
-                "whose layers use full attention or sliding windows, or are recurrent"
+                f"kv_policy: vLLM keeps the model's layers in several groups of caches ({kinds}); "
+                "use a model whose layers use full attention or sliding windows, or full attention "
+                "beside at least as many recurrent layers"
             )
         return sorted(builders, key=lambda builder: builder.kv_cache_spec.window is not None)
 
