@@ -126,6 +126,7 @@ MAMBA2 = {
 GRANITE = {
     **SIZES,
     **MAMBA2,
+    "mamba_n_groups": 1,  # vLLM would normalise by groups, transformers would not
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "intermediate_size": 64,
@@ -153,7 +154,8 @@ RECURRENT: dict[str, Recurrent] = {
             **SIZES,
             "layer_types": ["conv", "full_attention", "conv", "conv"],
             "block_auto_adjust_ff_dim": False,
-            "conv_L_cache": 4,
+            "conv_dim": 128,  # vLLM asks for it, and for the next
+            "block_dim": 128,
             "rope_parameters": PLAIN,
         },
         (1,),
