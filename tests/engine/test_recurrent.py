@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_families import POLICIES, check_company, random_tokens
+from tests.engine.test_metrics import metrics
+from tests.engine.test_prefix_caching import ask, counters
 from tests.engine.test_units import decode, kept_sets
 from tests.oracle.recurrent import RECURRENT, run_recurrent, write_recurrent
 from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.policies.settings import KVPolicyError
 
 IN_FP32 = [name for name, family in RECURRENT.items() if family.dtype == "float32"]
 FAST = [("lfm2", "cascade", {})]
@@ -57,6 +61,7 @@ def engine(
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
         "dtype": RECURRENT[family].dtype,
+        **RECURRENT[family].engine,
         **more,
     }
     return pool.get({**policy, "trace": True}, path, env=env, **settings)
@@ -109,3 +114,75 @@ def test_family(
     llm = engine(engine_pool, path, family, settings, env)
     check(llm, path, family, settings, native=not env)
     check_company(llm, settings["prefill_stride"])
+
+
+def test_small_pools_are_refused(engine_pool: EnginePool, model_of: Any) -> None:
+    """Three pages of tokens, and one of states for each of three layers."""
+    settings = POLICIES["cascade"]
+    with pytest.raises(KVPolicyError, match="needs 6 pages, also for the model's recurrent states"):
+        engine(
+            *(engine_pool, model_of("lfm2"), "lfm2", settings, {}),
+            num_gpu_blocks_override=6,
+        )
+
+
+def test_pages_and_metrics(engine_pool: EnginePool, model_of: Any) -> None:
+    """A request has one page a state; a preempted one starts over with the same result."""
+    llm = engine(engine_pool, model_of("lfm2"), "lfm2", POLICIES["cascade"], {})
+    core = llm.llm_engine.engine_core.engine_core
+    (manager,) = core.scheduler._managers
+    slots = manager.kv_cache_spec.page_slots
+    assert slots == 32 and len(core.scheduler._states) == 3
+    prompt = {"prompt_token_ids": random_tokens(9, 333)}
+    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
+    llm.reset_prefix_cache()
+    (whole,) = llm.generate([prompt], params, use_tqdm=False)
+    llm.reset_prefix_cache()
+    llm.llm_engine.add_request("again", prompt, params)
+    steps, outputs, seen = 0, [], set()
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        steps += 1
+        held = [
+            len(m.req_to_blocks.get(name, ()))
+            for m in core.scheduler._states
+            for name in core.scheduler.requests
+        ]
+        seen |= set(held)
+        for request in core.scheduler.requests.values():
+            peak = -(-min(request.num_computed_tokens, 68) // slots)
+            assert metrics(llm)["pages"] == peak + 3
+        if steps in (20, 45):
+            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert seen <= {0, 1} and 1 in seen
+    again = outputs[-1].outputs[0]
+    assert again.token_ids == whole.outputs[0].token_ids
+    np.testing.assert_allclose(
+        [next(iter(e.values())).logprob for e in again.logprobs],
+        [next(iter(e.values())).logprob for e in whole.outputs[0].logprobs],
+        atol=1e-4,
+    )
+    assert pool_usage(llm) == 0.0
+
+
+def test_a_snapshot_is_that_of_its_very_token(engine_pool: EnginePool, model_of: Any) -> None:
+    """Prompts that part inside what a third has left: each starts where its own beginning ends."""
+    llm = engine(engine_pool, model_of("lfm2"), "lfm2", POLICIES["cascade"], {})
+    llm.reset_prefix_cache()
+    common = random_tokens(20, 300)
+    prompts = [[*common, *random_tokens(seed, 90)] for seed in (21, 22, 23)]
+    cold = []
+    for prompt in prompts:
+        llm.reset_prefix_cache()
+        cold += ask(llm, [prompt])
+    llm.reset_prefix_cache()
+    before = counters(llm)["hits"]
+    warm = [ask(llm, [prompt])[0] for prompt in prompts]
+    assert [turn[0] for turn in warm] == [0, 0, 288]  # the second shows where they part
+    again = ask(llm, prompts)
+    assert [turn[0] for turn in again] == [384] * 3
+    assert counters(llm)["hits"] == before + 4
+    for turns in (warm, again):
+        for turn, alone in zip(turns, cold, strict=True):
+            assert turn[1] == alone[1]
+            np.testing.assert_allclose(turn[2], alone[2], atol=1e-4)

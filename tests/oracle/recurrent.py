@@ -105,6 +105,7 @@ class Recurrent:
         attention: indices of layers that attend.
         rotated: whether these have rotary positions.
         dtype: what an engine computes in.
+        engine: what else it needs.
     """
 
     model_type: str
@@ -112,6 +113,7 @@ class Recurrent:
     attention: tuple[int, ...]
     rotated: bool = True
     dtype: str = "float32"
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 SIZES = {"hidden_size": 128, "head_dim": 32}  # some take heads of hidden_size / heads channels
@@ -141,8 +143,8 @@ DELTA_NET = {
     **SIZES,
     "head_dim": 64,
     "layer_types": MIXED,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 64,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25},
@@ -159,6 +161,9 @@ RECURRENT: dict[str, Recurrent] = {
             "rope_parameters": PLAIN,
         },
         (1,),
+        # vLLM's own operator for rotations on a CPU, which is the default where nothing is
+        # compiled, takes heads for tokens in this model, which gives them an axis.
+        engine={"compilation_config": {"custom_ops": ["none"]}},
     ),
     "granite4": Recurrent("granitemoehybrid", GRANITE, (1, 3), rotated=False),
     "granite4-rope": Recurrent(
@@ -198,6 +203,7 @@ RECURRENT: dict[str, Recurrent] = {
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [0, 1, 2],
         },
         (1, 3),
         dtype="bfloat16",
