@@ -116,6 +116,28 @@ def test_family(
     check_company(llm, settings["prefill_stride"])
 
 
+@pytest.mark.slow
+def test_delta_nets(engine_pool: EnginePool, model_of: Any) -> None:
+    """In bfloat16, which is all that vLLM's kernels compute in: near the oracle, alone or not.
+
+    The policy compares no scores, so that rounding evicts nothing else.
+    """
+    family, settings = "qwen3-next", POLICIES["sink"]
+    path = model_of(family)
+    llm = engine(engine_pool, path, family, settings, {})
+    check(llm, path, family, settings, native=True)
+    prompts = [random_tokens(seed, num) for seed, num in ((1, 330), (2, 1), (3, 47), (4, 600))]
+    alone = [ask(llm, [prompt], 1)[0] for prompt in prompts]
+    again = [ask(llm, [prompt], 1)[0] for prompt in prompts]
+    assert [turn[0] for turn in again] == [320, 0, 0, 576]
+    llm.reset_prefix_cache()
+    together = ask(llm, prompts, 1)
+    for single, *others in zip(alone, again, together, strict=True):
+        for other in others:
+            assert other[1] == single[1]
+            np.testing.assert_allclose(other[2], single[2], atol=BFLOAT16_ERROR)
+
+
 def test_small_pools_are_refused(engine_pool: EnginePool, model_of: Any) -> None:
     """Three pages of tokens, and one of states for each of three layers."""
     settings = POLICIES["cascade"]

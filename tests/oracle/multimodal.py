@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from .families import COMMON, stream_family
+from .families import COMMON
 from .model import OracleResult
 from .settings import oracle_settings
+from .streamed import stream_family
 
 TEXT = {**COMMON, "hidden_size": 128}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}

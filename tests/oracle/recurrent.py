@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
-from .families import COMMON, OURS, PLAIN, Layer, Streamed, frequencies, load_family
+from .families import COMMON, PLAIN, load_family
 from .model import OracleResult, strides
 from .settings import oracle_settings
+from .streamed import OURS, Layer, Streamed, frequencies
 
 
 @dataclass
@@ -200,7 +201,7 @@ RECURRENT: dict[str, Recurrent] = {
         {
             **DELTA_NET,
             "num_experts": 4,
-            "num_experts_per_tok": 2,
+            "num_experts_per_tok": 4,  # or rounding would choose among experts
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
             "mlp_only_layers": [0, 1, 2],
