@@ -272,7 +272,6 @@ ROTATIONS = (
         _compute_inv_freq=called("the frequencies", "(self, rescale_factors)", POSITIONS),
         long_factor=read("the frequencies of long streams", "", POSITIONS),
         long_mscale=read("checked against the frequencies", "", POSITIONS),
-        long_short_cos_sin_cache=read("checked against the frequencies", "", POSITIONS),
         max_position_embeddings=read("checked against the frequencies", "", POSITIONS),
         original_max_position_embeddings=read("which of two tables", "", POSITIONS),
         short_factor=read("the frequencies of short streams", "", POSITIONS),

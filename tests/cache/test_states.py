@@ -188,8 +188,10 @@ def test_a_snapshot_brings_the_states_back(room: int) -> None:
 def test_a_padded_page_keeps_its_size() -> None:
     """A policy's page may be padded to another's, and is never smaller than its own bytes."""
     spec = specs("ra", policy())["layers.1"]
-    assert replace(spec, page_size_padded=1 << 20).page_size_bytes == 1 << 20
-    assert replace(spec, page_size_padded=1).page_size_bytes == spec.page_size_bytes
+    assert replace(spec, least_page_bytes=1 << 20).page_size_bytes == 1 << 20
+    assert replace(spec, least_page_bytes=1).page_size_bytes == spec.page_size_bytes
+    half = replace(spec, slots=spec.page_slots // 2, least_page_bytes=0)
+    assert 2 * half.page_size_bytes == spec.page_size_bytes
 
 
 def test_the_documents_example() -> None:

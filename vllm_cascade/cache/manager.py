@@ -34,6 +34,8 @@ class KVPolicySpec(AttentionSpec):
     """Tokens of a page, where they are not ``block_size``, which all layers share."""
     window: int | None = None
     """Tokens that a query sees, its own included; None: all that the policy keeps."""
+    least_page_bytes: int = 0
+    """What a page is padded to, as pages of other layers are as large."""
     kinds: tuple[Kind, ...] = ()
     """All kinds of the model's layers, the engine's policy first; none where there is only one."""
 
@@ -43,7 +45,7 @@ class KVPolicySpec(AttentionSpec):
         super().__post_init__()
         units = self.num_sets * (self.page_slots // self.policy.unit)
         own = self.unpadded_page_size_bytes + units * len(self.words) * WORD_BYTES
-        object.__setattr__(self, "page_size_padded", max(own, self.page_size_padded or 0))
+        object.__setattr__(self, "page_size_padded", max(own, self.least_page_bytes))
 
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":

@@ -118,11 +118,9 @@ def beside_states(
     own = {name: _own(spec, block_size) for name, spec in states.items()}
     largest = max(spec.page_size_bytes for spec in own.values())
     slots = block_size * max(cdiv(largest, spec.page_size_bytes) for spec in bounded.values())
-    grown = [
-        (name, replace(spec, slots=slots, page_size_padded=None)) for name, spec in bounded.items()
-    ]
+    grown = [(name, replace(spec, slots=slots)) for name, spec in bounded.items()]
     page = max(spec.page_size_bytes for _, spec in grown)
-    padded = [(name, replace(spec, page_size_padded=page)) for name, spec in grown]
+    padded = [(name, replace(spec, least_page_bytes=page)) for name, spec in grown]
     kinds = kinds_of([spec for _, spec in padded], policy, slots)
     made: Specs = {name: replace(spec, kinds=kinds) for name, spec in padded}
     made |= {name: replace(spec, page_size_padded=page) for name, spec in own.items()}
