@@ -88,13 +88,13 @@ def _no_movable_positions(config: VllmConfig) -> bool:
 
 
 def _no_state_kernel(config: VllmConfig, policy: Policy) -> bool:
-    kind = config.model_config.hf_text_config.model_type
+    kind = getattr(config.model_config.hf_text_config, "model_type", None)
     return current_platform.is_cpu() and kind in WITHOUT_CPU_KERNEL
 
 
 def _other_delta_dtype(config: VllmConfig, policy: Policy) -> bool:
     model = config.model_config
-    found = model.hf_text_config.model_type in DELTA_NETS
+    found = getattr(model.hf_text_config, "model_type", None) in DELTA_NETS
     return current_platform.is_cpu() and found and model.dtype != torch.bfloat16
 
 
