@@ -95,19 +95,6 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "no kernel for this model's recurrent layers",
     ),
-    "type of delta nets": (
-        {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "dtype": "float32",
-            "hidden_size": 64,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 4,
-            "vocab_size": 128,
-        },
-        "set --dtype bfloat16",
-    ),
     "dual-chunk attention": (
         {
             **LLAMA,
@@ -213,6 +200,14 @@ FAKED: dict[str, tuple[Any, str]] = {
     "recall beside recurrent layers": (
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "--kv-recall 0",
+    ),
+    "type of delta nets": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                dtype="float32", hf_text_config=SimpleNamespace(model_type="qwen3_next")
+            )
+        ),
+        "set --dtype bfloat16",
     ),
     "replayed states": (
         SimpleNamespace(cache_config=SimpleNamespace(use_replayssm=True)),
