@@ -29,7 +29,6 @@ TESTED = {
     "NemotronHForCausalLM": "recurrent layers (Mamba-2), unrotated layers",
     "Olmo3ForCausalLM": "windows; vLLM runs it by transformers",
     "Phi3ForCausalLM": "LongRoPE",
-    "Qwen3NextForCausalLM": "recurrent layers (gated delta nets), in bfloat16",
     "SmolLM3ForCausalLM": "unrotated layers; vLLM runs it by transformers",
 }
 """Architectures that tests compare with an oracle, and what they have."""

@@ -209,7 +209,6 @@ RECURRENT: dict[str, Recurrent] = {
         (1, 3),
         dtype="bfloat16",
     ),
-    "qwen3.5": Recurrent("qwen3_5_text", DELTA_NET, (1, 3), dtype="bfloat16"),
 }
 
 
