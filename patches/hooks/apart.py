@@ -21,6 +21,7 @@ TEST_VARIANTS = "tests/attention/test_variants.py"
 TEST_ROWS = "tests/attention/test_requests.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py"
 TEST_SNAPSHOTS = "tests/cache/test_snapshots.py"
+TEST_STATES = "tests/cache/test_states.py"
 TEST_WINDOWS = "tests/attention/test_windows.py"
 TOKEN_TIME = "benchmarks/token_time.py"
 UNDER_GUARD = "tests/kernels/conftest.py"
@@ -210,6 +211,12 @@ PARTS = (
     *rows(
         "vllm.v1.core.block_pool.BlockPool",
         free_block_queue=read("who may be given away", "", TEST_SNAPSHOTS),
+    ),
+    *rows(
+        "vllm.v1.core.kv_cache_utils",
+        _get_kv_cache_groups_uniform_page_size=called(
+            "how vLLM groups layers", "(kv_cache_spec)", TEST_STATES
+        ),
     ),
     *rows(
         "vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue",

@@ -99,7 +99,7 @@ CONFIGURATION = (
         "vllm.config.VllmConfig",
         additional_config=read("a policy's settings", "dict | SupportsHash", CONFIGURE, LOOKUP),
         attention_config=read("names our backend", "AttentionConfig", CONFIGURE),
-        cache_config=read("the pool", "CacheConfig", ADMISSION, REFUSALS),
+        cache_config=read("the pool", "CacheConfig", ADMISSION, CONFIGURE, REFUSALS, WORKER),
         kv_transfer_config=read(UNSUPPORTED, "KVTransferConfig | None", REFUSALS),
         model_config=read("the model", "ModelConfig", ADMISSION, CONFIGURE, MANAGER, REFUSALS),
         parallel_config=read("names our worker", "ParallelConfig", ADMISSION, CONFIGURE, REFUSALS),
@@ -122,7 +122,7 @@ CONFIGURATION = (
         ),
         is_attention_free=read(UNSUPPORTED, "bool", REFUSALS),
         is_encoder_decoder=read(UNSUPPORTED, "bool", REFUSALS),
-        is_hybrid=read(UNSUPPORTED, "bool", REFUSALS),
+        is_hybrid=read("recurrent layers", "bool", ADMISSION, CONFIGURE, REFUSALS),
         is_mm_prefix_lm=read(UNSUPPORTED, "bool", REFUSALS),
         max_model_len=read("the longest stream", "int", ADMISSION, CONFIGURE, MANAGER),
         rswa_window=read(UNSUPPORTED, "int | None", REFUSALS),
@@ -132,7 +132,7 @@ CONFIGURATION = (
         tokenizer=read("named where a table is another's", "str", LOOKUP),
         use_mla=read(UNSUPPORTED, "bool", REFUSALS),
         uses_alibi=read("such models have no last position", "bool", CONFIGURE, REFUSALS),
-        uses_mrope=read(UNSUPPORTED, "bool", REFUSALS),
+        uses_mrope=read("pictures are refused", "bool", ADMISSION),
     ),
     *rows(
         "vllm.config.CacheConfig",
@@ -142,7 +142,9 @@ CONFIGURATION = (
             {"0.32": "CacheDType", "0.33": "CacheDType | str"},
             REFUSALS,
         ),
+        mamba_cache_mode=read("one state a request", "MambaCacheMode", CONFIGURE),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
+        use_replayssm=read(UNSUPPORTED, "bool", REFUSALS),
         user_specified_block_size=read("a page's size is fixed early", "bool", CONFIGURE),
     ),
     *rows(
@@ -173,7 +175,7 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.config",
-        get_current_vllm_config=called("customize_spec is not given it", "()", BACKEND),
+        get_current_vllm_config_or_none=called("customize_spec is not given it", "()", BACKEND),
         get_layers_from_vllm_config=called(
             "layers to wire", "(vllm_config, layer_type, layer_names=)", WORKER
         ),
@@ -238,6 +240,9 @@ REQUESTS = (
     ),
     *rows(
         "vllm.v1.engine.EngineCoreRequest",
+        mm_features=read(
+            "pictures are refused", "list[MultiModalFeatureSpec] | None", REQUEST_CHECKS
+        ),
         prompt_embeds=read("a prompt's length", "torch.Tensor | None", REQUEST_CHECKS),
         prompt_token_ids=read("a prompt's length", "list[int] | None", REQUEST_CHECKS),
         sampling_params=read("a request's arguments", "SamplingParams | None", REQUEST_CHECKS),

@@ -18,18 +18,23 @@ TESTED = {
     "BloomForCausalLM": "ALiBi",
     "Cohere2ForCausalLM": "windows, unrotated layers",
     "Exaone4ForCausalLM": "windows, unrotated layers",
+    "FalconH1ForCausalLM": "recurrent heads (Mamba-2) in every layer",
     "Gemma2ForCausalLM": "windows, soft caps",
     "Gemma3ForCausalLM": "windows, two rotations",
     "GptOssForCausalLM": "windows, learned sinks",
+    "GraniteMoeHybridForCausalLM": "recurrent layers (Mamba-2), unrotated layers",
+    "Lfm2ForCausalLM": "recurrent layers (short convolutions)",
     "LlamaForCausalLM": "full attention",
     "MistralForCausalLM": "a window in every layer: the policy decides nothing",
+    "NemotronHForCausalLM": "recurrent layers (Mamba-2), unrotated layers",
     "Olmo3ForCausalLM": "windows; vLLM runs it by transformers",
     "SmolLM3ForCausalLM": "unrotated layers; vLLM runs it by transformers",
 }
 """Architectures that tests compare with an oracle, and what they have."""
 
 REASONS = {
-    "recurrent layers": r"\b(MambaBase|IsHybrid|HasInnerState|IsAttentionFree|GatedDelta\w*)\b",
+    "all layers are recurrent": r"\bIsAttentionFree\b",
+    "recurrent layers that vLLM runs on GPUs only": r"\b(MambaMixer|(Kimi|OlmoHybrid)Gated\w*)\b",
     "multi-head latent attention": r"\b(\w*MLAAttention|MLAModules|DeepseekV[23]ForCausalLM)\b",
     "layers that attend within chunks": r"\bChunkedLocalAttention\b",
     "caches shared between layers": r"\bkv_sharing_target_layer_name=(?!None)",

@@ -283,6 +283,22 @@ ROTATIONS = (
         scaling_factors=read("one frequency table, if one factor", "list[float]", POSITIONS),
     ),
     *rows(
+        "vllm.model_executor.layers.rotary_embedding.MRotaryEmbedding",
+        mscale=read("checked against the frequencies", "", POSITIONS),
+        scaling_factor=read("the frequencies", "", POSITIONS),
+    ),
+    *rows(
+        "vllm.model_executor.layers.rotary_embedding.Phi3LongRoPEScaledRotaryEmbedding",
+        _compute_inv_freq=called("the frequencies", "(self, rescale_factors)", POSITIONS),
+        long_factor=read("the frequencies of long streams", "", POSITIONS),
+        long_mscale=read("checked against the frequencies", "", POSITIONS),
+        max_position_embeddings=read("checked against the frequencies", "", POSITIONS),
+        original_max_position_embeddings=read("which of two tables", "", POSITIONS),
+        short_factor=read("the frequencies of short streams", "", POSITIONS),
+        short_mscale=read("checked against the frequencies", "", POSITIONS),
+        use_long_rope=read("which of two tables", "", POSITIONS),
+    ),
+    *rows(
         "vllm.model_executor.layers.rotary_embedding.YaRNScalingRotaryEmbedding",
         _compute_inv_freq=called("the frequencies", "(self, scaling_factor)", POSITIONS),
         mscale=read("checked against the frequencies", "", POSITIONS),

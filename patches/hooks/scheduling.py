@@ -12,6 +12,7 @@ METRICS = "vllm_cascade/engine/metrics.py"
 ROWS = "vllm_cascade/attention/requests.py"
 SCHEDULER = "vllm_cascade/engine/scheduler.py"
 SNAPSHOTS = "vllm_cascade/cache/snapshots.py"
+STATES = "vllm_cascade/cache/states.py"
 RECALL = "vllm_cascade/recall/stores.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
@@ -130,45 +131,50 @@ PAGES = (
             "max_admission_blocks_per_request=)",
             MANAGER,
         ),
-        has_positionally_stable_blocks=overridden("slots are used again", "bool", MANAGER),
+        has_positionally_stable_blocks=overridden("slots are used again", "bool", MANAGER, STATES),
         get_num_blocks_to_allocate=overridden(
             "all that are promised are counted on admission",
             "(self, request_id, num_tokens, new_computed_blocks, total_computed_tokens, "
             "num_local_computed_tokens, num_tokens_main_model, apply_admission_cap=, prefill_end=)",
-            MANAGER,
+            *(MANAGER, STATES),
         ),
         add_local_computed_blocks=overridden(
             "pages that begin as a snapshot's",
             "(self, request_id, new_computed_blocks, num_local_computed_tokens, "
             "num_external_computed_tokens)",
-            MANAGER,
+            *(MANAGER, STATES),
         ),
         allocate_new_blocks=overridden(
             "a request's pages are bounded",
             "(self, request_id, num_tokens, num_tokens_main_model)",
-            MANAGER,
+            *(MANAGER, STATES),
+        ),
+        cache_blocks=overridden(
+            "a state is never shared",
+            "(self, request, num_tokens, retention_interval=, *, replay_boundaries)",
+            STATES,
         ),
         pop_blocks_for_free=overridden("its limit goes with them", "(self, request_id)", MANAGER),
         find_longest_cache_hit=overridden(
             "live pages are never shared",
             "(block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, "
             "drop_eagle_block, alignment_tokens, dcp_world_size=, pcp_world_size=)",
-            MANAGER,
+            *(MANAGER, STATES),
         ),
-        block_pool=read("pages", "", MANAGER),
+        block_pool=read("pages", "", MANAGER, STATES),
         block_size=read("slots of a page", "", MANAGER),
         enable_caching=read("whether to keep snapshots", "", MANAGER),
         kv_cache_group_id=read("layers of a manager", "", SCHEDULER),
-        kv_cache_spec=overridden("is always ours", "", MANAGER),
+        kv_cache_spec=overridden("is always ours", "", MANAGER, STATES),
         req_to_blocks=read(
             "pages of each request",
             "defaultdict[str, list[KVCacheBlock]]",
-            *(MANAGER, METRICS, SCHEDULER),
+            *(MANAGER, METRICS, STATES),
         ),
     ),
     *rows(
         "vllm.v1.core.block_pool.BlockPool",
-        get_new_blocks=called("fresh pages", "(self, num_blocks)", MANAGER, SNAPSHOTS),
+        get_new_blocks=called("fresh pages", "(self, num_blocks)", MANAGER, SNAPSHOTS, STATES),
         get_num_free_blocks=called("room for a snapshot", "(self)", SNAPSHOTS),
         hash_block_size=read("tokens of a prefix hash", "", MANAGER),
         num_gpu_blocks=read("pages in all", "", SCHEDULER),
@@ -191,7 +197,7 @@ PAGES = (
     ),
     *rows(
         "vllm.utils.math_utils",
-        cdiv=called("pages of so many slots", "(a, b)", ADMISSION, MANAGER, METRICS),
+        cdiv=called("pages of so many slots", "(a, b)", ADMISSION, MANAGER, METRICS, STATES),
     ),
 )
 
@@ -205,8 +211,8 @@ SPECS = (
         max_memory_usage_bytes=overridden("bounded", "(self, vllm_config)", MANAGER),
         max_num_blocks_per_req=overridden("bounded", "(self, vllm_config, max_len)", MANAGER),
         num_kv_heads=read("heads of a page", "int", LAYOUT, MANAGER),
-        page_size_bytes=read("a whole page", "int", KINDS, LAYOUT, MANAGER, METRICS),
-        page_size_padded=read("a whole page", "int | None", KINDS, MANAGER),
+        page_size_bytes=read("a whole page", "int", KINDS, LAYOUT, MANAGER, METRICS, STATES),
+        page_size_padded=read("a whole page", "int | None", KINDS, MANAGER, STATES),
         prefix_cacheable=overridden("live pages are never shared", "bool", MANAGER),
         unpadded_page_size_bytes=read(
             "keys and values alone", "int", KINDS, LAYOUT, MANAGER, METRICS
@@ -226,15 +232,23 @@ SPECS = (
         ),
     ),
     *rows(
+        "vllm.v1.kv_cache_interface.MambaSpec",
+        mamba_cache_mode=read("one state a request", "str", STATES),
+        page_size_bytes=read("a whole page", "int", STATES),
+        page_size_padded=read("a whole page", "int | None", STATES),
+    ),
+    *rows(
         "vllm.v1.kv_cache_interface.SlidingWindowSpec",
         extra_retained_tokens=read("a bounded cache has none", "int", KINDS),
         sliding_window=read("tokens that a query sees, its own included", "int", KINDS),
     ),
     *rows(
         "vllm.v1.kv_cache_interface",
-        KVCacheSpec=given("what a layer asks for", KINDS, WORKER),
+        KVCacheSpec=given("what a layer asks for", KINDS, STATES, WORKER),
         replace_as=called(
-            "a layer's spec becomes ours", "(spec, target_cls, *, drop=, **changes)", KINDS, MANAGER
+            "a layer's spec becomes ours",
+            "(spec, target_cls, *, drop=, **changes)",
+            *(KINDS, MANAGER, STATES),
         ),
     ),
     *rows(
@@ -251,11 +265,13 @@ SPECS = (
     ),
     *rows(
         "vllm.v1.kv_cache_spec_registry.KVCacheSpecRegistry",
-        _ensure_registered=called("vLLM's specs come before ours", "(vllm_config=)", MANAGER),
+        _ensure_registered=called(
+            "vLLM's specs come before ours", "(vllm_config=)", MANAGER, STATES
+        ),
         register=called(
             "the manager of our spec",
             "(kvcache_spec_cls, manager_class=, uniform_type_base_spec=)",
-            MANAGER,
+            *(MANAGER, STATES),
         ),
     ),
 )

@@ -3,7 +3,7 @@
 
 Tiny random models of the real architectures. A prompt is read in strides and greedy tokens follow,
 past the windows, the budget and the model's 512 positions. The oracle is transformers' modules
-around explicit token lists (tests/oracle/families.py).
+around explicit token lists (tests/oracle/streamed.py).
 """
 
 import math

@@ -67,7 +67,33 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "chunked layers": ({**LLAMA, "attention_chunk_size": 128}, "attend within chunks"),
     "rope type": (rope(rope_type="dynamic", factor=2.0), "dynamic NTK"),
-    "M-RoPE": (rope(rope_type="default", mrope_section=[2, 3, 3]), "M-RoPE"),
+    "shared caches": (
+        {
+            **LLAMA,
+            "architectures": ["Gemma3nForCausalLM"],
+            "model_type": "gemma3n_text",
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "intermediate_size": [64] * 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+            "rope_parameters": None,
+        },
+        "share the caches of others",
+    ),
+    "recurrent layers without a kernel": (
+        {
+            "architectures": ["JambaForCausalLM"],
+            "model_type": "jamba",
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 8,
+            "vocab_size": 128,
+        },
+        "no kernel for this model's recurrent layers",
+    ),
     "dual-chunk attention": (
         {
             **LLAMA,
@@ -130,7 +156,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "num_hidden_layers": 1,
             "vocab_size": 128,
         },
-        "Mamba",
+        "all layers of the model are recurrent",
     ),
 }
 FAKED: dict[str, tuple[Any, str]] = {
@@ -178,6 +204,29 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
         'set importance to "attention"',
     ),
+    "recurrent layers over stages": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(is_hybrid=True),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+        ),
+        "not tested with --pipeline-parallel-size",
+    ),
+    "recall beside recurrent layers": (
+        SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
+        "--kv-recall 0",
+    ),
+    "type of delta nets": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                dtype="float32", hf_text_config=SimpleNamespace(model_type="qwen3_next")
+            )
+        ),
+        "set --dtype bfloat16",
+    ),
+    "replayed states": (
+        SimpleNamespace(cache_config=SimpleNamespace(use_replayssm=True)),
+        "--use-replayssm",
+    ),
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
@@ -208,6 +257,10 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
                 get_sliding_window=lambda: 128,
             )
         ),
+        "run on the CPU only",
+    ),
+    "recurrent layers on CUDA": (
+        SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",
     ),
     "cache type on CUDA": (
@@ -260,6 +313,7 @@ def test_refused_configuration(name: str) -> None:
         "recall beside windows": {"name": "sink", "recall": 8},
         "recall over stages": {"name": "sink", "recall": 8},
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
+        "recall beside recurrent layers": {"name": "sink", "recall": 8},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
     assert refusal.applies(config, resolve(raw))
@@ -352,7 +406,7 @@ def test_refused_runner(monkeypatch: pytest.MonkeyPatch) -> None:
         refusals.check(config, resolve({"name": "cascade"}))
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "yarn"])
+@pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "longrope", "yarn"])
 def test_accepted_rope_types(rope_type: str, tmp_path: Path) -> None:
     extra = {
         "default": {},
@@ -362,6 +416,12 @@ def test_accepted_rope_types(rope_type: str, tmp_path: Path) -> None:
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 512,
+        },
+        "longrope": {
+            "factor": 2.0,
+            "original_max_position_embeddings": 512,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
         },
         "yarn": {"factor": 2.0, "original_max_position_embeddings": 512},
     }[rope_type]

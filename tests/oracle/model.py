@@ -48,6 +48,10 @@ def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[Tensor, f
     if kind == "linear":
         return inv_freq / rope["factor"], 1.0
     original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+    if kind == "longrope":  # below its original positions
+        scale = config["max_position_embeddings"] / original
+        factor = math.sqrt(1 + math.log(scale) / math.log(original))
+        return inv_freq / torch.tensor(rope["short_factor"]), factor
     if kind == "llama3":
         return _llama3(inv_freq, rope, original), 1.0
     if kind == "yarn":

@@ -4,7 +4,7 @@
 from typing import ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -39,7 +39,10 @@ class KVPolicyBackend(AttentionBackend):
         One with a window stays as it is: how it is laid out depends on what other layers there are
         (``cache/kinds.py``), and this sees one layer at a time.
         """
-        policy = policy_of(get_current_vllm_config())
+        config = get_current_vllm_config_or_none()
+        if config is None:  # vLLM compares a token's bytes with a recurrent state's
+            return spec
+        policy = policy_of(config)
         if spec.head_size_v != spec.head_size:
             raise KVPolicyError(
                 f"kv_policy: a layer's values have {spec.head_size_v} channels and its keys "

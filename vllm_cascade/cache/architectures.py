@@ -30,12 +30,26 @@ def _beside_windows(config: Any, index: int, windowed: bool) -> bool:
     return not windowed and "sliding_attention" in config.layer_types
 
 
+def _unless_asked(config: Any, index: int, windowed: bool) -> bool:
+    return config.position_embedding_type != "rope"
+
+
+def _always(config: Any, index: int, windowed: bool) -> bool:
+    return True
+
+
 UNROTATED: dict[str, Unrotated] = {
     "cohere2": _without_window,
     "exaone4": _beside_windows,
+    "granitemoehybrid": _unless_asked,
+    "jamba": _always,
+    "nemotron_h": _always,
     "smollm3": _flagged("no_rope_layers"),
 }
 """Models that leave layers without rotary positions, by ``model_type``."""
+
+ORDERED_BY_STATES = ("granitemoehybrid", "jamba", "nemotron_h")
+"""Models in which all attention layers may be without positions."""
 
 FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
 """Keys with which a configuration may say that some layers have no rotary positions."""
@@ -57,11 +71,11 @@ HARMLESS = {
     "gemma4": "only layers that share another's cache, which are refused",
     "granite": "without a base there is no rotary module",
     "granitemoe": "without a base there is no rotary module",
-    "granitemoehybrid": "recurrent layers are refused",
+    "granitemoehybrid": "known above",
     "hy_v3": "a fused kernel rotates instead",
     "llama4": "layers without rotary positions have no rotary module, and chunks are refused",
-    "olmo_hybrid": "recurrent layers are refused",
-    "zamba2": "recurrent layers are refused",
+    "olmo_hybrid": "without a base there is no rotary module",
+    "zamba2": "where it is not called there is no rotary module",
 }
 """vLLM's modules that call a rotary module only sometimes, and why that does no harm."""
 
@@ -90,6 +104,11 @@ def is_unrotated(config: Any, index: int, windowed: bool) -> bool:
     """Whether a layer has no rotary positions although others of its model have."""
     rule = UNROTATED.get(_kind(config))
     return rule is not None and rule(config, index, windowed)
+
+
+def needs_no_positions(config: Any) -> bool:
+    """Whether no layer of a model has positions: recurrent ones say what came before what."""
+    return is_unrotated(config, 0, False) and _kind(config) in ORDERED_BY_STATES
 
 
 def frequencies(model: nn.Module, config: Any, index: int) -> torch.Tensor | None:

@@ -34,6 +34,8 @@ class KVPolicySpec(AttentionSpec):
     """Tokens of a page, where they are not ``block_size``, which all layers share."""
     window: int | None = None
     """Tokens that a query sees, its own included; None: all that the policy keeps."""
+    least_page_bytes: int = 0
+    """What a page is padded to, as pages of other layers are as large."""
     kinds: tuple[Kind, ...] = ()
     """All kinds of the model's layers, the engine's policy first; none where there is only one."""
     num_layers: int | None = None
@@ -44,8 +46,8 @@ class KVPolicySpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         units = self.num_sets * (self.page_slots // self.policy.unit)
-        words = units * len(self.words) * WORD_BYTES
-        object.__setattr__(self, "page_size_padded", self.unpadded_page_size_bytes + words)
+        own = self.unpadded_page_size_bytes + units * len(self.words) * WORD_BYTES
+        object.__setattr__(self, "page_size_padded", max(own, self.least_page_bytes))
 
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
@@ -106,7 +108,8 @@ class KVPolicySpec(AttentionSpec):
 
     def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
         """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
-        own = cdiv((schedule or self.engine_schedule).peak_at(num_tokens), self.block_size)
+        slots = self.kinds[0].slots if self.kinds else self.page_slots
+        own = cdiv((schedule or self.engine_schedule).peak_at(num_tokens), slots)
         windows = (cdiv(window.peak_at(num_tokens), slots) for window, slots in self._windows)
         return max(own, *windows) if self._windows else own
 
@@ -115,7 +118,7 @@ class KVPolicySpec(AttentionSpec):
         """Pages of a request of any length."""
         if self.kinds:
             return max(kind.most_pages for kind in self.kinds)
-        return cdiv(self.policy.capacity, self.block_size)
+        return cdiv(self.policy.capacity, self.page_slots)
 
     def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
         return self.num_pages(max_len)
@@ -130,6 +133,10 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     The scheduler says how long a request may become (``set_limit``). A request is admitted only
     when its final number of pages fits beside what the admitted ones have yet to take, so an
     admitted request never waits for a page and is never preempted for one.
+
+    Attributes:
+        snapshots: of whole requests, with the pages of their recurrent states; None: no caching.
+        states: who hand out those pages, one a request each (``states.py``).
     """
 
     kv_cache_spec: KVPolicySpec
@@ -139,6 +146,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
         self._limits: dict[str, tuple[int, Schedule]] = {}  # how long, and under which policy
         self.snapshots: SnapshotStore | None = None
+        self.states: Sequence[SingleTypeKVCacheManager] = ()
         if self.enable_caching:
             stride = kv_cache_spec.policy.prefill_stride
             self.snapshots = SnapshotStore(block_pool, block_pool.hash_block_size, stride)
@@ -187,14 +195,27 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Give an admitted request pages that begin as a copy of a snapshot's."""
+        """Give an admitted request pages that begin as a copy of a snapshot's.
+
+        Args:
+            new_computed_blocks: all pages of the snapshot, those of states last.
+        """
         assert num_external_computed_tokens == 0 and not self.req_to_blocks[request_id]
         if not new_computed_blocks:
             return
         assert self.snapshots is not None
-        assert len(new_computed_blocks) == self.num_pages(request_id, num_local_computed_tokens)
-        needed = self.final_pages(request_id) + self.reserved_pages()
-        self.req_to_blocks[request_id] = self.snapshots.adopt(new_computed_blocks, needed)
+        num_pages = self.num_pages(request_id, num_local_computed_tokens)
+        assert len(new_computed_blocks) == num_pages + len(self.states)
+        needed = self.final_pages(request_id) + self.reserved_pages() + len(self.states)
+        blocks = self.snapshots.adopt(new_computed_blocks, needed)
+        self.req_to_blocks[request_id] = blocks[:num_pages]
+        for manager, block in zip(self.states, blocks[num_pages:], strict=True):
+            manager.req_to_blocks[request_id] = [block]
+
+    def state_after(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
+        """All pages of a running request that hold its state after ``num_tokens`` tokens."""
+        pages = self.req_to_blocks[request_id][: self.num_pages(request_id, num_tokens)]
+        return [*pages, *(m.req_to_blocks[request_id][0] for m in self.states)]
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int

@@ -17,6 +17,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import (
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
+    MRotaryEmbedding,
+    Phi3LongRoPEScaledRotaryEmbedding,
     RotaryEmbedding,
     YaRNScalingRotaryEmbedding,
 )
@@ -27,7 +29,10 @@ from vllm_cascade.cache.architectures import frequencies, is_unrotated, skips_un
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.settings import KVPolicyError
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
+
+RotaryModule = RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding
+"""What vLLM's models rotate with; the latter is a class of its own."""
 
 
 @dataclass(frozen=True)
@@ -87,37 +92,72 @@ def signed_rotation(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor
     return torch.stack([cos, sin * sign], dim=-2)
 
 
-def rotary_of(module: RotaryEmbeddingBase) -> Rotary:
+def rotary_of(module: RotaryModule) -> Rotary:
     """The frequencies of one of vLLM's rotary modules, checked against its own cos/sin cache.
+
+    With several axes (M-RoPE) they are those of text, whose axes are all equal.
 
     Raises:
         KVPolicyError: a variant whose rotation is not ``position * inv_freq``.
     """
     kind = type(module)
     scale = 1.0
+    if kind is Phi3LongRoPEScaledRotaryEmbedding:
+        return _long_rotary(module)
     if kind in (RotaryEmbedding, Llama3RotaryEmbedding):
         inv_freq = module._compute_inv_freq(module.base)
     elif kind is LinearScalingRotaryEmbedding and len(module.scaling_factors) == 1:
         inv_freq = module._compute_inv_freq(module.base) / module.scaling_factors[0]
     elif kind is YaRNScalingRotaryEmbedding:
         inv_freq, scale = module._compute_inv_freq(module.scaling_factor), module.mscale
+    elif kind is MRotaryEmbedding:
+        of = module.base if module.scaling_factor is None else module.scaling_factor
+        inv_freq, scale = module._compute_inv_freq(of), module.mscale
     else:
         raise KVPolicyError(
             f"kv_policy: {kind.__name__} has no single frequency table, so cached keys cannot be "
             f"moved to new positions; supported rope types: {', '.join(SUPPORTED_ROPE_TYPES)}"
         )
     inv_freq = inv_freq.float().cpu()
-    _check_table(module, inv_freq, scale)
+    last = min(module.cos_sin_cache.shape[0], module.max_position_embeddings) - 1
+    _check_table(module, module.cos_sin_cache, inv_freq, scale, last)
     return Rotary(inv_freq, module.is_neox_style)
 
 
-def _check_table(module: RotaryEmbeddingBase, inv_freq: torch.Tensor, scale: float) -> None:
+def _long_rotary(module: Phi3LongRoPEScaledRotaryEmbedding) -> Rotary:
+    """LongRoPE's, of the table that the engine runs with; both lie in one cache."""
+    first, factors, scale = 0, module.short_factor, module.short_mscale
+    last = module.original_max_position_embeddings - 1
+    if module.use_long_rope:
+        first, factors, scale = last + 1, module.long_factor, module.long_mscale
+        last = module.max_position_embeddings - 1
+    inv_freq = module._compute_inv_freq(factors).float().cpu()
+    cache = module.get_buffer("long_short_cos_sin_cache")
+    _check_table(module, cache[first:], inv_freq, scale, last)
+    return Rotary(inv_freq, is_neox=True)
+
+
+def choose_long_tables(model: nn.Module, max_position: int) -> None:
+    """Have LongRoPE use one of its two tables, by the positions that a policy uses.
+
+    vLLM decides by ``--max-model-len``, which says nothing of positions here: below those that the
+    model was first trained with, the table for short streams is the better one however long a
+    stream is.
+    """
+    for module in model.modules():
+        if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
+            module.use_long_rope = max_position > module.original_max_position_embeddings
+
+
+def _check_table(
+    module: nn.Module, table: torch.Tensor, inv_freq: torch.Tensor, scale: float, last: int
+) -> None:
     """vLLM's cache must be what these frequencies give: a new release may change its meaning."""
-    cache = module.cos_sin_cache.detach().float().cpu()
-    position = torch.tensor([1, 7, min(cache.shape[0], module.max_position_embeddings) - 1])
+    cache = table.detach().float().cpu()
+    position = torch.tensor([1, 7, last])
     angle = position[:, None].float() * inv_freq
     expected = torch.cat([angle.cos(), angle.sin()], dim=-1) * scale
-    tolerance = 1e-3 if module.cos_sin_cache.dtype == torch.float32 else 2e-2
+    tolerance = 1e-3 if table.dtype == torch.float32 else 2e-2
     if not torch.allclose(cache[position], expected, atol=tolerance * max(scale, 1.0)):
         raise KVPolicyError(
             f"kv_policy: {type(module).__name__}'s cos/sin cache is not that of its frequencies; "
@@ -141,7 +181,7 @@ def find_rotaries(
     """
     modules = dict(model.named_modules())
     names = {module: name for name, module in modules.items() if isinstance(module, Attention)}
-    known: dict[RotaryEmbeddingBase, Rotary] = {}
+    known: dict[RotaryModule, Rotary] = {}
     result: dict[str, Rotary | None] = {}
     for layer_name, layer in layers.items():
         if getattr(layer.impl, "alibi_slopes", None) is not None:
@@ -163,9 +203,7 @@ def find_rotaries(
     return result
 
 
-def _enclosing_rotary(
-    modules: dict[str, nn.Module], name: str, layer_name: str
-) -> RotaryEmbeddingBase:
+def _enclosing_rotary(modules: dict[str, nn.Module], name: str, layer_name: str) -> RotaryModule:
     while name:
         name = name.rpartition(".")[0]
         if skips_unknown(modules[name]):
@@ -174,7 +212,7 @@ def _enclosing_rotary(
                 f"other channels with them, and how {type(modules[name]).__name__} decides that is "
                 "not known; use --kv-policy full for this model"
             )
-        found = {m for m in modules[name].modules() if isinstance(m, RotaryEmbeddingBase)}
+        found = {m for m in modules[name].modules() if isinstance(m, RotaryModule)}
         if len(found) == 1:
             return found.pop()
         if found:
@@ -209,8 +247,8 @@ class CachePositions:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         positions = kwargs["positions"]
-        assert positions.dim() == 1, "multi-axis positions are refused at start"
-        kwargs["positions"] = self.buffer[: positions.shape[0]]
+        ours = self.buffer[: positions.shape[-1]]
+        kwargs["positions"] = ours.expand(positions.shape)  # of text all axes are equal
         return args, kwargs
 
 

@@ -61,6 +61,8 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
     if requests is None or params is None:
         return
     schedule = requests.schedule(params.extra_args)
+    if vllm_config.model_config.is_hybrid:
+        return  # pages have more slots than a block; the engine has found room for the longest
     limit = vllm_config.model_config.max_model_len
     max_tokens = limit - prompt if params.max_tokens is None else params.max_tokens
     total = min(prompt + max_tokens, limit)
@@ -77,6 +79,26 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
         f"max_model_len {limit}). Please {fix}.",
         parameter="max_tokens",
         value=max_tokens,
+    )
+
+
+def check_media(vllm_config: VllmConfig, has_media: bool) -> None:
+    """Refuse pictures, videos and sounds where a policy cannot move their positions.
+
+    Args:
+        has_media: whether the request has anything but text.
+
+    Raises:
+        VLLMValidationError: HTTP 400.
+    """
+    requests = requests_of(vllm_config) if has_media else None
+    if requests is None or not vllm_config.model_config.uses_mrope:
+        return
+    raise VLLMValidationError(
+        "This request has a picture, a video or sound, to which the model gives positions of "
+        f"several axes (M-RoPE), and kv_policy {requests.engine.policy.name} can only move those "
+        "of text. Please send text, or ask a server without --kv-policy.",
+        parameter="multi_modal_data",
     )
 
 

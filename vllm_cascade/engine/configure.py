@@ -42,6 +42,9 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     if policy.token_scores is not None and config.scheduler_config.async_scheduling:
         config.scheduler_config.async_scheduling = False
         logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
+    if config.model_config.is_hybrid:
+        # One state a request, updated in place; snapshots keep others (``cache/states.py``).
+        config.cache_config.mamba_cache_mode = "none"
     others = {k: v for k, v in config.additional_config.items() if k not in ARGUMENTS}
     resolved = {"name": policy.name, **policy.model_dump()}
     config.additional_config = {**others, CONFIG_KEY: resolved}

@@ -13,6 +13,7 @@ import numpy as np
 from prometheus_client import Counter, Gauge
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.request import Request
@@ -66,7 +67,7 @@ class KVPolicySchedulerStats(SchedulerStats):
 def saved_bytes(spec: KVPolicySpec, lengths: Sequence[int], pages: int) -> int:
     """What streams of some lengths would hold without a policy, less their ``pages``.
 
-    Of one layer; of all layers of a rank where some have windows.
+    Of one layer; of all layers of a rank where these are of several kinds.
     """
     if not spec.kinds:
         full = sum(cdiv(length, spec.block_size) for length in lengths)
@@ -80,16 +81,19 @@ class Meter:
 
     Args:
         copies: who own the pages, and on how many layers and tensor-parallel ranks each of
-            theirs stands; where layers have windows, on how many ranks.
+            theirs stands; where layers are of several kinds, on how many ranks.
         schedule_of: what a request runs under.
+        states: who own the pages of recurrent states. These are as large without a policy, so
+            they save nothing.
     """
 
     def __init__(
         self,
         copies: Sequence[tuple[KVPolicyManager, int]],
         schedule_of: Callable[[Request], Schedule],
+        states: Sequence[SingleTypeKVCacheManager] = (),
     ) -> None:
-        self._copies, self._schedule_of = copies, schedule_of
+        self._copies, self._schedule_of, self._states = copies, schedule_of, states
         self._grown, self._snapshot_hits = KVPolicyStats(), 0
 
     def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
@@ -121,6 +125,7 @@ class Meter:
             stats.pages += pages
             lengths = [request.num_computed_tokens for request, _ in held]
             stats.saved_bytes += saved_bytes(spec, lengths, pages) * copies
+        stats.pages += sum(len(b) for m in self._states for b in m.req_to_blocks.values())
         for schedule, rows in self._by_schedule(held):
             num = np.asarray([request.num_computed_tokens for request, _ in rows], dtype=np.int64)
             stats.cached_tokens += int(schedule.positions(num).sum())

@@ -9,18 +9,25 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_cascade.cache.architectures import may_be_unrotated
+from vllm_cascade.cache.architectures import may_be_unrotated, needs_no_positions
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
+WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
+"""Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
+
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Models with gated delta nets, by ``model_type``."""
+
 TRY_CUDA = "VLLM_CASCADE_CUDA"
 """Environment variable that lets policies run on CUDA, where nobody has run them yet."""
 
@@ -37,11 +44,6 @@ class Refusal:
 def _rope_types(config: VllmConfig) -> set[str]:
     parameters = iter_rope_parameters(config.model_config.hf_text_config)
     return {entry.get("rope_type", "default") for entry in parameters}
-
-
-def _has_mrope(model: ModelConfig) -> bool:
-    parameters = iter_rope_parameters(model.hf_text_config)
-    return model.uses_mrope or any("mrope_section" in entry for entry in parameters)
 
 
 def _layer_types(model: ModelConfig) -> set[str]:
@@ -79,9 +81,21 @@ def _no_movable_positions(config: VllmConfig) -> bool:
     rotary = ("rotary_dim", "rotary_pct", "rope_theta", "rotary_emb_base")
     return (
         not config.model_config.uses_alibi
+        and not needs_no_positions(hf)
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
     )
+
+
+def _no_state_kernel(config: VllmConfig, policy: Policy) -> bool:
+    kind = getattr(config.model_config.hf_text_config, "model_type", None)
+    return current_platform.is_cpu() and kind in WITHOUT_CPU_KERNEL
+
+
+def _other_delta_dtype(config: VllmConfig, policy: Policy) -> bool:
+    model = config.model_config
+    found = getattr(model.hf_text_config, "model_type", None) in DELTA_NETS
+    return current_platform.is_cpu() and found and model.dtype != torch.bfloat16
 
 
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
@@ -158,6 +172,14 @@ REFUSALS: tuple[Refusal, ...] = (
         '1 yet; set importance to "attention", or use --tensor-parallel-size',
     ),
     Refusal(
+        "recurrent layers over stages",
+        lambda config, _: (
+            config.model_config.is_hybrid and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "models with recurrent layers are not tested with --pipeline-parallel-size above 1 yet; "
+        "use --tensor-parallel-size",
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
@@ -214,12 +236,41 @@ REFUSALS: tuple[Refusal, ...] = (
         "models whose image tokens attend in both directions are not supported: a stride is "
         "causal; use --kv-policy full",
     ),
-    _model(
+    Refusal(
         "state-space layers",
-        "models with Mamba or linear-attention layers are",
-        lambda m: m.is_hybrid or m.is_attention_free,
+        lambda config, _: config.model_config.is_attention_free,
+        "all layers of the model are recurrent (Mamba and others) and keep no tokens that a policy "
+        "could evict; remove --kv-policy",
     ),
-    _model("M-RoPE", "models with multi-axis rotary positions (M-RoPE) are", _has_mrope),
+    Refusal(
+        "recurrent layers on CUDA",
+        lambda config, _: current_platform.is_cuda() and config.model_config.is_hybrid,
+        "models with recurrent layers run on the CPU only: nobody has tried them on CUDA; use "
+        "--kv-policy full",
+    ),
+    Refusal(
+        "recall beside recurrent layers",
+        lambda config, policy: policy.recall > 0 and config.model_config.is_hybrid,
+        "recall is not tested in models with recurrent layers; set --kv-recall 0 for this model",
+    ),
+    Refusal(
+        "recurrent layers without a kernel",
+        _no_state_kernel,
+        "vLLM's CPU platform has no kernel for this model's recurrent layers (Mamba-1, Kimi's "
+        "delta attention and others), with or without a policy; use another model or a GPU",
+    ),
+    Refusal(
+        "type of delta nets",
+        _other_delta_dtype,
+        "vLLM's CPU kernels for gated delta nets (Qwen3-Next, Qwen 3.5) compute in bfloat16 only, "
+        "with or without a policy; set --dtype bfloat16",
+    ),
+    Refusal(
+        "replayed states",
+        lambda config, _: config.cache_config.use_replayssm,
+        "--use-replayssm cannot be combined with --kv-policy: a snapshot would need the tokens "
+        "that wait to be replayed; remove one of the two",
+    ),
     _model(
         "dual-chunk attention",
         "dual-chunk attention is",
@@ -228,7 +279,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "rope type",
         lambda config, _: bool(_rope_types(config) - set(SUPPORTED_ROPE_TYPES)),
-        "the model's rope_type has no single frequency table (dynamic NTK, LongRoPE and others), "
+        "the model's rope_type has no single frequency table (dynamic NTK and others), "
         f"so cached keys cannot be moved; supported: {', '.join(SUPPORTED_ROPE_TYPES)}; "
         "use --kv-policy full",
     ),
@@ -247,6 +298,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "chunked layers",
         "models whose layers attend within chunks of the stream (Llama 4) are",
         _chunked,
+    ),
+    _model(
+        "shared caches",
+        "models whose layers share the caches of others (Gemma 3n, Gemma 4 E2B) are",
+        lambda m: bool(getattr(m.hf_text_config, "num_kv_shared_layers", 0)),
     ),
     _model(
         "random windows",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -19,6 +20,7 @@ from vllm.v1.request import Request
 
 from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
 from vllm_cascade.cache.snapshots import SnapshotCounters, SnapshotStore
+from vllm_cascade.cache.states import StateManager
 from vllm_cascade.cache.strides import aligned_chunk
 from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.log import logger
@@ -61,6 +63,12 @@ class _StrideAligned:
             if isinstance(manager, KVPolicyManager)
         ]
         assert self._managers, "a KV policy is on, but no cache group uses it"
+        self._states = [
+            manager
+            for manager in self.kv_cache_manager.coordinator.single_type_managers
+            if isinstance(manager, StateManager)
+        ]
+        self._managers[0].states = self._states
         spec: KVPolicySpec = self._managers[0].kv_cache_spec
         self._stride = spec.policy.prefill_stride
         self._recalls = spec.policy.recall > 0
@@ -70,7 +78,7 @@ class _StrideAligned:
         self._warn_of_small_pool()
         ranks = self.parallel_config.tensor_parallel_size
         copies = [(manager, ranks * self._num_layers(manager)) for manager in self._managers]
-        self._meter = Meter(copies, self._schedule_of)
+        self._meter = Meter(copies, self._schedule_of, self._states)
         self._log_prefix_caching()
 
     def _num_layers(self, manager: KVPolicyManager) -> int:
@@ -100,14 +108,17 @@ class _StrideAligned:
         """Requests that do not fit are refused one by one (``admission.check_request``).
 
         Raises:
-            KVPolicyError: where layers have windows, of which who refuses requests knows nothing.
+            KVPolicyError: where layers have windows or states, of which who refuses requests knows
+                nothing.
         """
         need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
+        need += len(self._states)
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
         if need > have and any(m.kv_cache_spec.kinds for m in self._managers):
+            others = "recurrent states" if self._states else "sliding windows"
             raise KVPolicyError(
                 f"kv_policy: a request of --max-model-len {self.max_model_len} tokens needs {need} "
-                f"pages, also for the model's sliding windows, but the pool has {have}; raise "
+                f"pages, also for the model's {others}, but the pool has {have}; raise "
                 "--kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --kv-budget"
             )
         if need > have:
@@ -158,7 +169,9 @@ class _StrideAligned:
         snapshot = store.find(schedule, hashes, longest)
         hit, blocks = (snapshot.num_tokens, snapshot.blocks) if snapshot else (0, ())
         junction = store.junction(schedule, hashes, longest, hit)
-        return manager.create_kv_cache_blocks((list(blocks),)), hit, junction, False
+        groups: list[list[KVCacheBlock]] = [[] for _ in range(1 + len(self._states))]
+        groups[self._managers[0].kv_cache_group_id] = list(blocks)  # which shares them out
+        return manager.create_kv_cache_blocks(tuple(groups)), hit, junction, False
 
     def _stops(self, request: Request) -> list[int]:
         """Where the state of a request's prompt is to be kept, if it is not already.
@@ -213,7 +226,7 @@ class _StrideAligned:
             start = request.num_computed_tokens - output.num_scheduled_tokens[name]
             if start in self._stops(request):
                 schedule, hashes = self._schedule_of(request), request.block_hashes
-                pages = manager.req_to_blocks[name][: manager.num_pages(name, start)]
+                pages = manager.state_after(name, start)
                 self._snapshots.take(schedule, hashes, start, pages, manager.reserved_pages())
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

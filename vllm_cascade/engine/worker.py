@@ -21,7 +21,8 @@ from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import find_rotaries
+from vllm_cascade.cache.positions import choose_long_tables, find_rotaries
+from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.devices import DEVICES, Device
 from vllm_cascade.engine.lookup import policy_of, token_importance
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
@@ -38,6 +39,7 @@ class KVPolicyWorker:
 
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
+    _block_size: int
     _stores: Stores | None = None
 
     @contextmanager
@@ -53,24 +55,33 @@ class KVPolicyWorker:
             _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
+        self._block_size = self.vllm_config.cache_config.block_size
         with self._our_backend():
             super().load_model(**kwargs)
+        policy = policy_of(self.vllm_config)
+        assert policy is not None
+        choose_long_tables(self.model_runner.get_model(), policy.max_position)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        cache_config, block_size = self.vllm_config.cache_config, self._block_size
+        # Where layers are recurrent vLLM has raised it, until a page held a state.
+        cache_config.block_size = block_size
         with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
             specs = super().get_kv_cache_spec()
         policy = policy_of(self.vllm_config)
         assert policy is not None
         model = self.model_config.hf_text_config
-        block_size = self.vllm_config.cache_config.block_size
-        whole = of_all_stages(specs)
-        made = bounded(whole, policy, block_size, getattr(model, "max_position_embeddings", None))
+        last = getattr(model, "max_position_embeddings", None)
+        whole, states = apart(of_all_stages(specs))
+        made = bounded(whole, policy, block_size, last)
         if all(getattr(spec, "window", None) is not None for spec in made.values()):
             logger.warning(
                 "KV policy %s: every layer of this model has a sliding window and keeps no more "
                 "than that, so the policy decides nothing; --kv-policy full is faster",
                 policy.name,
             )
+        if states:
+            made = beside_states(made, states, policy, block_size)
         return own_part(made, specs)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -142,21 +153,27 @@ class KVPolicyWorker:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
 
     def _builders(self) -> list[StepBuilder]:
-        """The metadata builders, one for each kind of layers: all layers share a cache group.
+        """The metadata builders, one for each kind of layers with keys and values.
 
-        The first one has the policy's layers, if the model has any; it publishes positions, and
-        its counters are the engine's.
+        These share a cache group; recurrent layers have others, and vLLM's builders. The first one
+        has the policy's layers, if the model has any; it publishes positions, and its counters are
+        the engine's.
 
         Raises:
             KVPolicyError: a model whose layers need caches that are not ours.
         """
-        groups = self.model_runner.attn_groups
+        groups = [
+            all_of
+            for all_of in self.model_runner.attn_groups
+            if not all(isinstance(group.kv_cache_spec, StateSpec) for group in all_of)
+        ]
         builders = [group.get_metadata_builder() for all_of in groups for group in all_of]
         if len(groups) != 1 or not all(isinstance(builder, StepBuilder) for builder in builders):
             kinds = ", ".join(type(builder).__name__ for builder in builders)
             raise KVPolicyError(
-                f"kv_policy: the model's layers need several kinds of cache ({kinds}); "
-                "use a model whose layers use full attention or sliding windows"
+                f"kv_policy: vLLM keeps the model's layers in several groups of caches ({kinds}); "
+                "use a model whose layers use full attention or sliding windows, or full attention "
+                "beside at least as many recurrent layers"
             )
         return sorted(builders, key=lambda builder: builder.kv_cache_spec.window is not None)
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models that see pictures, given text: rotary positions of several axes (M-RoPE)."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
+from tests.engine.test_families import POLICIES, check_company, random_tokens
+from tests.engine.test_units import decode, kept_sets
+from tests.oracle.multimodal import run_text, write_multimodal
+from vllm_cascade.engine.admission import check_media
+
+CASES = [
+    pytest.param("qwen2.5-vl", "cascade", {}, id="qwen2.5-vl-cascade"),
+    *(
+        pytest.param(*case, id="-".join(case[:2]), marks=pytest.mark.slow)
+        for case in (
+            ("qwen2.5-vl", "sink-heads", dict(PYTORCH)),
+            ("qwen3-vl", "cascade", {}),
+            ("qwen3-vl", "sink-heads", dict(PYTORCH)),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "policy", "env"), CASES)
+def test_text(
+    name: str, policy: str, env: dict[str, str], engine_pool: EnginePool, tmp_path: Path
+) -> None:
+    """700 tokens and 60 more: past the budget and the model's 512 positions."""
+    pytest.importorskip("torchvision", reason="vLLM's models that see pictures import it")
+    path, settings = write_multimodal(tmp_path, name), POLICIES[policy]
+    llm = engine_pool.get(
+        {**settings, "trace": True},
+        path,
+        env=env,
+        max_model_len=2048,
+        max_num_batched_tokens=100,
+        skip_tokenizer_init=True,
+        language_model_only=True,
+    )
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    prompt_len, more = 700, 60
+    tokens, logprobs = decode(llm, random_tokens(0, prompt_len), more + 1)
+    kept = kept_sets(llm)
+    (counted,) = llm.collective_rpc("kv_policy_counters")
+    truth = run_text(path, name, tokens[:-1], prompt_len, settings)
+    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
+    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
+    print(f"{name}: max {error.max():.2e}, mean {error.mean():.2e}")
+    assert kept == truth.kept
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    assert counted["moved_reads"] > 0
+    assert counted["evicted_tokens"] >= prompt_len + more - settings["budget"] - 8
+    assert pool_usage(llm) == 0.0
+    check_company(llm, settings["prefill_stride"])
+
+
+def config(mrope: bool, policy: dict[str, Any] | None) -> Any:
+    extra = {} if policy is None else {"kv_policy": {"name": "sink", **policy}}
+    return SimpleNamespace(additional_config=extra, model_config=SimpleNamespace(uses_mrope=mrope))
+
+
+def test_pictures_are_refused_where_positions_have_several_axes() -> None:
+    with pytest.raises(VLLMValidationError, match=r"\(M-RoPE\), and kv_policy sink can only move"):
+        check_media(config(True, {}), True)
+    check_media(config(True, {}), False)
+    check_media(config(False, {}), True)
+    check_media(config(True, None), True)
+
+
+def test_every_way_in_is_checked() -> None:
+    """A request of the API server before it answers, and any other where it is processed."""
+    from vllm_cascade.patches import request_checks
+
+    made = SimpleNamespace(
+        mm_features=["a picture"], prompt_token_ids=[1, 2], prompt_embeds=None, sampling_params=None
+    )
+    process = request_checks._wrap_process_inputs(lambda self: made)
+    with pytest.raises(VLLMValidationError, match="M-RoPE"):
+        process(SimpleNamespace(vllm_config=config(True, {})))
+    server = SimpleNamespace(vllm_config=config(True, {}))
+    generate = request_checks._wrap_generate(lambda *args: "answer")
+    picture = {"type": "multimodal", "prompt_token_ids": [1, 2]}
+    with pytest.raises(VLLMValidationError, match="M-RoPE"):
+        generate(server, picture, None)
+    assert generate(server, {**picture, "type": "token"}, None) == "answer"

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models with recurrent layers beside a policy's: Mamba-2, gated delta nets, short convolutions.
+
+Tiny random models of the real architectures, against transformers' modules (tests/oracle/
+recurrent.py): a prompt in strides and greedy tokens, past the budget and the model's positions.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
+from tests.engine.test_families import POLICIES, check_company, random_tokens
+from tests.engine.test_metrics import metrics
+from tests.engine.test_prefix_caching import ask, counters
+from tests.engine.test_units import decode, kept_sets
+from tests.oracle.recurrent import RECURRENT, run_recurrent, write_recurrent
+from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.policies.settings import KVPolicyError
+
+IN_FP32 = [name for name, family in RECURRENT.items() if family.dtype == "float32"]
+FAST = [("lfm2", "cascade", {})]
+SLOW = [
+    *((family, "cascade", {}) for family in IN_FP32 if family != "lfm2"),
+    *((family, "sink-heads", dict(PYTORCH)) for family in IN_FP32),
+    ("granite4-rope", "units", {}),
+    ("granite4", "h2o", {}),
+    ("lfm2", "cascade-heads", dict(PYTORCH)),
+]
+BFLOAT16_ERROR = 0.1
+"""Largest difference of a log-probability where an engine computes in bfloat16."""
+
+
+@pytest.fixture(scope="session")
+def recurrent_models() -> dict[str, Path]:
+    """Folders of the models that a test has asked for."""
+    return {}
+
+
+@pytest.fixture
+def model_of(recurrent_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def folder(family: str) -> Path:
+        if family not in recurrent_models:
+            path = tmp_path_factory.mktemp(family)
+            recurrent_models[family] = write_recurrent(path, family)
+        return recurrent_models[family]
+
+    return folder
+
+
+def engine(
+    pool: EnginePool, path: Path, family: str, policy: dict[str, Any], env: dict[str, str], **more
+) -> Any:
+    settings = {
+        "max_model_len": 2048,
+        "max_num_batched_tokens": 100,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "dtype": RECURRENT[family].dtype,
+        **RECURRENT[family].engine,
+        **more,
+    }
+    return pool.get({**policy, "trace": True}, path, env=env, **settings)
+
+
+def check(llm: Any, path: Path, family: str, policy: dict[str, Any], native: bool) -> None:
+    """Log-probabilities and kept tokens of 900 tokens and 60 more."""
+    prompt_len, more = 900, 60
+    (before,) = llm.collective_rpc("kv_policy_counters")
+    calls = sum(load().calls.values())
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    tokens, logprobs = decode(llm, random_tokens(0, prompt_len), more + 1)
+    kept = kept_sets(llm)
+    (after,) = llm.collective_rpc("kv_policy_counters")
+    truth = run_recurrent(path, family, tokens[:-1], prompt_len, policy)
+    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
+    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
+    print(f"{family}: max {error.max():.2e}, mean {error.mean():.2e}")
+    assert kept == truth.kept
+    if RECURRENT[family].dtype == "float32":
+        assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    else:
+        assert error.max() < BFLOAT16_ERROR
+    if RECURRENT[family].rotated:
+        assert after["moved_reads"] > before["moved_reads"]
+    assert (sum(load().calls.values()) > calls) == native
+    evicted = after["evicted_tokens"] - before["evicted_tokens"]
+    assert evicted >= prompt_len + more - policy["budget"] - 8
+    assert pool_usage(llm) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "policy", "env"),
+    [
+        *(pytest.param(*case, id="-".join(case[:2])) for case in FAST),
+        *(
+            pytest.param(
+                *case,
+                id="-".join([*case[:2], *(["pytorch"] if case[2] else [])]),
+                marks=pytest.mark.slow,
+            )
+            for case in SLOW
+        ),
+    ],
+)
+def test_family(
+    family: str, policy: str, env: dict[str, str], engine_pool: EnginePool, model_of: Any
+) -> None:
+    path, settings = model_of(family), POLICIES[policy]
+    llm = engine(engine_pool, path, family, settings, env)
+    check(llm, path, family, settings, native=not env)
+    check_company(llm, settings["prefill_stride"])
+
+
+@pytest.mark.slow
+def test_delta_nets(engine_pool: EnginePool, model_of: Any) -> None:
+    """In bfloat16, which is all that vLLM's kernels compute in: near the oracle, alone or not.
+
+    The policy compares no scores, so that rounding evicts nothing else.
+    """
+    family, settings = "qwen3-next", POLICIES["sink"]
+    path = model_of(family)
+    llm = engine(engine_pool, path, family, settings, {})
+    check(llm, path, family, settings, native=True)
+    prompts = [random_tokens(seed, num) for seed, num in ((1, 330), (2, 1), (3, 47), (4, 600))]
+    alone = [ask(llm, [prompt], 1)[0] for prompt in prompts]
+    again = [ask(llm, [prompt], 1)[0] for prompt in prompts]
+    assert [turn[0] for turn in again] == [320, 0, 0, 576]
+    llm.reset_prefix_cache()
+    together = ask(llm, prompts, 1)
+    for single, *others in zip(alone, again, together, strict=True):
+        for other in others:
+            assert other[1] == single[1]
+            np.testing.assert_allclose(other[2], single[2], atol=BFLOAT16_ERROR)
+
+
+def test_small_pools_are_refused(engine_pool: EnginePool, model_of: Any) -> None:
+    """Three pages of tokens, and one of states for each of three layers."""
+    settings = POLICIES["cascade"]
+    with pytest.raises(KVPolicyError, match="needs 6 pages, also for the model's recurrent states"):
+        engine(
+            *(engine_pool, model_of("lfm2"), "lfm2", settings, {}),
+            num_gpu_blocks_override=6,
+        )
+
+
+def test_pages_and_metrics(engine_pool: EnginePool, model_of: Any) -> None:
+    """A request has one page a state; a preempted one starts over with the same result."""
+    llm = engine(engine_pool, model_of("lfm2"), "lfm2", POLICIES["cascade"], {})
+    core = llm.llm_engine.engine_core.engine_core
+    (manager,) = core.scheduler._managers
+    slots = manager.kv_cache_spec.page_slots
+    assert slots == 32 and len(core.scheduler._states) == 3
+    prompt = {"prompt_token_ids": random_tokens(9, 333)}
+    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
+    llm.reset_prefix_cache()
+    (whole,) = llm.generate([prompt], params, use_tqdm=False)
+    llm.reset_prefix_cache()
+    llm.llm_engine.add_request("again", prompt, params)
+    steps, outputs, seen = 0, [], set()
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += llm.llm_engine.step()
+        steps += 1
+        held = [
+            len(m.req_to_blocks.get(name, ()))
+            for m in core.scheduler._states
+            for name in core.scheduler.requests
+        ]
+        seen |= set(held)
+        for request in core.scheduler.requests.values():
+            peak = -(-min(request.num_computed_tokens, 68) // slots)
+            assert metrics(llm)["pages"] == peak + 3
+        if steps in (20, 45):
+            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert seen <= {0, 1} and 1 in seen
+    again = outputs[-1].outputs[0]
+    assert again.token_ids == whole.outputs[0].token_ids
+    np.testing.assert_allclose(
+        [next(iter(e.values())).logprob for e in again.logprobs],
+        [next(iter(e.values())).logprob for e in whole.outputs[0].logprobs],
+        atol=1e-4,
+    )
+    assert pool_usage(llm) == 0.0
+
+
+def test_a_snapshot_is_that_of_its_very_token(engine_pool: EnginePool, model_of: Any) -> None:
+    """Prompts that part inside what a third has left: each starts where its own beginning ends."""
+    llm = engine(engine_pool, model_of("lfm2"), "lfm2", POLICIES["cascade"], {})
+    llm.reset_prefix_cache()
+    common = random_tokens(20, 300)
+    prompts = [[*common, *random_tokens(seed, 90)] for seed in (21, 22, 23)]
+    cold = []
+    for prompt in prompts:
+        llm.reset_prefix_cache()
+        cold += ask(llm, [prompt])
+    llm.reset_prefix_cache()
+    before = counters(llm)["hits"]
+    warm = [ask(llm, [prompt])[0] for prompt in prompts]
+    assert [turn[0] for turn in warm] == [0, 0, 288]  # the second shows where they part
+    again = ask(llm, prompts)
+    assert [turn[0] for turn in again] == [384] * 3
+    assert counters(llm)["hits"] == before + 4
+    for turns in (warm, again):
+        for turn, alone in zip(turns, cold, strict=True):
+            assert turn[1] == alone[1]
+            np.testing.assert_allclose(turn[2], alone[2], atol=1e-4)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The oracle for models of other families: transformers' own modules around explicit token lists.
+
+Every module of the model is transformers', run at position 0 for all tokens, so that nothing is
+rotated, and with an attention function of ours. That has each layer's cache as a list of tokens:
+what a simulation keeps, or the last tokens of a window, which are found by their places in the
+stream and have their true positions. Rotations are in fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from .model import (
+    OracleResult,
+    discounted_mass,
+    on_first_of_units,
+    reduce_heads,
+    rotary_frequencies,
+    strides,
+)
+from .policies import Sim
+
+OURS = "explicit_tokens"
+
+
+@dataclass
+class Layer:
+    """One layer: how it rotates and what it has seen, by places in the stream.
+
+    Attributes:
+        inv_freq: None where the layer has no rotary positions.
+        window: tokens that a query sees, its own included; None: what ``sims`` keep.
+    """
+
+    inv_freq: Tensor | None
+    interleaved: bool
+    window: int | None
+    sims: list[Sim]
+    keys: Tensor
+    values: Tensor
+    scores: Tensor
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """fp64 rotation of ``[..., n, D]`` at ``[..., n]`` positions."""
+        if self.inv_freq is None:
+            return x.double()
+        angle = positions[..., None].double() * self.inv_freq.double()
+        cos, sin, half = angle.cos(), angle.sin(), len(self.inv_freq)
+        x = x.double()
+        if self.interleaved:
+            a, b, rest = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+            return torch.cat((turned, rest), dim=-1)
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+@dataclass
+class Streamed:
+    """What transformers calls in place of attention, for one stride after the other."""
+
+    layers: list[Layer]
+    decay: float
+    weight: float
+    reduction: str
+    per_head: bool
+    start: int = 0
+    end: int = 0
+    seen: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """``query`` ``[1, heads, T, D]``, ``key`` and ``value`` ``[1, KV heads, T, D]``."""
+        layer = self.layers[module.layer_idx]
+        own = list(range(self.start, self.end))
+        layer.keys[:, own], layer.values[:, own] = key[0].float(), value[0].float()
+        num_kv = key.shape[1]
+        if layer.window is None:
+            lists = [sim.tokens() + own for sim in layer.sims]
+        else:
+            lists = [list(range(max(self.start - layer.window + 1, 0), self.end))]
+        rows = torch.tensor(lists)  # [sets, n + T]
+        self.seen[module.layer_idx] = rows
+        rows = rows.expand(num_kv, -1)
+        places = rows if layer.window is not None else torch.arange(rows.shape[1]).expand_as(rows)
+        heads = torch.arange(num_kv)[:, None]
+        keys = layer.rotate(layer.keys[heads, rows], places)
+        queries = query[0].unflatten(0, (num_kv, -1))  # [KV heads, group, T, D]
+        queries = layer.rotate(queries, places[:, None, -len(own) :])
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        logits = queries @ keys[:, None].transpose(-1, -2) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        distance = torch.tensor(own)[:, None] - rows[:, None]  # [KV heads, T, n + T], in the stream
+        hidden = distance < 0
+        if layer.window is not None:
+            hidden |= distance >= layer.window
+        logits = logits.masked_fill(hidden[:, None], -math.inf)
+        sinks = getattr(module, "sinks", None)
+        if sinks is not None:
+            nothing = sinks.double().view(num_kv, -1, 1, 1).expand(*logits.shape[:-1], 1)
+            probs = torch.cat((logits, nothing), dim=-1).softmax(-1)[..., :-1]
+        else:
+            probs = logits.softmax(-1)
+        output = probs @ layer.values[heads, rows][:, None].double()
+        self._keep(layer, own, torch.tensor(lists), probs.float())
+        return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype), None
+
+    def _keep(self, layer: Layer, own: list[int], seen: Tensor, probs: Tensor) -> None:
+        """Scores after these queries, and with them what stays."""
+        if layer.window is not None:
+            return
+        mass = discounted_mass(probs, self.decay, self.weight)
+        if layer.sims[0].unit > 1:
+            mass = on_first_of_units(mass, layer.sims[0].unit)
+        mass = reduce_heads(mass, "per_kv_head" if self.per_head else "homogeneous", self.reduction)
+        sets = torch.arange(len(layer.sims))[:, None]
+        layer.scores[sets, seen] = self.decay ** len(own) * layer.scores[sets, seen] + mass
+        for s, sim in enumerate(layer.sims):
+            shown = dict(zip(seen[s].tolist(), layer.scores[s, seen[s]].tolist(), strict=True))
+            if sim.normalise:
+                shown = {t: v / (self.end - sim.first_of(t)) for t, v in shown.items()}
+            for token in own:
+                sim.insert(token, shown.__getitem__)
+            sim.end_stride(shown.__getitem__)
+            layer.scores[s, sim.sinks] = 0.0
+
+    def kept(self, end: int) -> list[list[list[int]]]:
+        """Tokens that are left after ``end``, by layer and head set."""
+        result = []
+        for layer in self.layers:
+            if layer.window is None:
+                result.append([sim.tokens() for sim in layer.sims])
+            else:
+                result.append([list(range(max(end - layer.window + 1, 0), end))])
+        return result
+
+
+def rope_of(config: Any, kind: str) -> dict[str, Any]:
+    """The rotary parameters of layers of a kind."""
+    rope = config.rope_parameters
+    return dict(rope.get(kind, rope))
+
+
+def frequencies(config: Any, kind: str, head_dim: int) -> Tensor:
+    """Radians a position, of the pairs of a head."""
+    settings = {
+        "rope_parameters": rope_of(config, kind),
+        "max_position_embeddings": config.max_position_embeddings,
+    }
+    return rotary_frequencies(settings, head_dim)[0]
+
+
+@torch.inference_mode()
+def stream_family(
+    model: PreTrainedModel,
+    tokens: list[int],
+    *,
+    windows: list[int | None],
+    rotated: list[bool],
+    interleaved: bool,
+    prompt_len: int,
+    stride: int,
+    make_sim: Callable[[], Sim],
+    head_policy: str = "homogeneous",
+    head_reduction: str = "mean",
+    decay: float,
+    weight: float,
+    logit_scale: Any = None,
+    recall: Any = None,
+) -> OracleResult:
+    """``tests.oracle.model.stream`` for a model of transformers'.
+
+    Args:
+        windows: by layer, tokens that a query sees, its own included; None: what is kept.
+        rotated: by layer, whether it has rotary positions.
+        interleaved: whether pairs of channels are neighbours, or the halves of a head.
+    """
+    assert logit_scale is None and recall is None
+    config = model.config
+    num_kv = config.num_key_value_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_head = head_policy == "per_kv_head"
+    num_sets = num_kv if per_head else 1
+    layers = []
+    for window, turns in zip(windows, rotated, strict=True):
+        kind = "full_attention" if window is None else "sliding_attention"
+        layers.append(
+            Layer(
+                frequencies(config, kind, head_dim) if turns else None,
+                interleaved,
+                window,
+                [make_sim() for _ in range(num_sets)],
+                torch.zeros(num_kv, len(tokens), head_dim),
+                torch.zeros(num_kv, len(tokens), head_dim),
+                torch.zeros(num_sets, len(tokens)),
+            )
+        )
+    state = Streamed(layers, decay, weight, head_reduction, per_head)
+    AttentionInterface.register(OURS, state)
+    AttentionMaskInterface.register(OURS, lambda *args, **kwargs: None)
+    model.set_attn_implementation(OURS)
+    ids = torch.tensor(tokens)
+    logprobs: list[float] = []
+    kept: dict[int, list[list[list[int]]]] = {}
+    logits = torch.empty(0)
+    for start, end in strides(len(tokens), prompt_len, stride):
+        state.start, state.end = start, end
+        zeros = torch.zeros(1, end - start, dtype=torch.int64)
+        logits = model(input_ids=ids[None, start:end], position_ids=zeros, use_cache=False).logits
+        logits = logits[0].float()
+        following = ids[start + 1 : end + 1]
+        logprob = logits[: len(following)].log_softmax(-1)
+        logprobs += logprob.gather(-1, following[:, None])[:, 0].tolist()
+        kept[end] = state.kept(end)
+    gaps = [sim.closest_contest for layer in layers for sim in layer.sims]
+    return OracleResult(logprobs, logits[-1].clone(), kept, [], min(gaps))
