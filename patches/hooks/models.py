@@ -28,6 +28,7 @@ TESTED = {
     "MistralForCausalLM": "a window in every layer: the policy decides nothing",
     "NemotronHForCausalLM": "recurrent layers (Mamba-2), unrotated layers",
     "Olmo3ForCausalLM": "windows; vLLM runs it by transformers",
+    "Phi3ForCausalLM": "LongRoPE",
     "SmolLM3ForCausalLM": "unrotated layers; vLLM runs it by transformers",
 }
 """Architectures that tests compare with an oracle, and what they have."""

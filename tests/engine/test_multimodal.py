@@ -63,7 +63,7 @@ def test_text(
 
 
 def config(mrope: bool, policy: dict[str, Any] | None) -> Any:
-    extra = {} if policy is None else {"kv_policy": {"name": "sink", **policy}}
+    extra = {} if policy is None else {"kv_policy": {"name": "sink", "budget": 64, **policy}}
     return SimpleNamespace(additional_config=extra, model_config=SimpleNamespace(uses_mrope=mrope))
 
 

@@ -31,8 +31,9 @@ SLOW = [
     ("granite4", "h2o", {}),
     ("lfm2", "cascade-heads", dict(PYTORCH)),
 ]
-BFLOAT16_ERROR = 0.1
-"""Largest difference of a log-probability where an engine computes in bfloat16."""
+BFLOAT16_ERROR = 0.4
+"""Largest difference of a log-probability where an engine computes in bfloat16: rounding chooses
+other experts of a layer. An engine that evicts nothing differs by 0.25 from this oracle, too."""
 
 
 @pytest.fixture(scope="session")

@@ -50,7 +50,9 @@ def decode(llm: Any, prompt: list[int], max_tokens: int) -> tuple[list[int], lis
 def kept_sets(llm: Any) -> dict[int, list[list[list[int]]]]:
     """What was recorded: by end of a stride, layer and head set, as the oracle has it."""
     (snapshots,) = llm.collective_rpc("kv_policy_kept")
-    snapshots.sort(key=lambda s: (s["end"], int(s["layer"].split(".")[2])))
+    snapshots.sort(
+        key=lambda s: (s["end"], int(s["layer"].partition("layers.")[2].partition(".")[0]))
+    )
     kept: dict[int, list[list[list[int]]]] = {}
     for s in snapshots:
         kept.setdefault(s["end"], []).append(s["tokens"])
