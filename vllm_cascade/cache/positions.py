@@ -132,7 +132,7 @@ def _long_rotary(module: Phi3LongRoPEScaledRotaryEmbedding) -> Rotary:
         first, factors, scale = last + 1, module.long_factor, module.long_mscale
         last = module.max_position_embeddings - 1
     inv_freq = module._compute_inv_freq(factors).float().cpu()
-    cache = module.get_buffer("long_short_cos_sin_cache")
+    cache = nn.Module.get_buffer(module, "long_short_cos_sin_cache")
     _check_table(module, cache[first:], inv_freq, scale, last)
     return Rotary(inv_freq, is_neox=True)
 
