@@ -37,6 +37,15 @@ struct Judge {
   int64_t columns() const { return round_up(block() * layer.unit, COLUMNS); }
   int64_t blocks_of_chunk() const { return (store.chunk_units + block() - 1) / block(); }
   int64_t blocks() const { return store.num_chunks * blocks_of_chunk(); }
+  // The units of a block that are there, of all chunks'; maybe none.
+  int64_t low(int64_t at) const { return std::max(first(at), store.begin); }
+  int64_t high(int64_t at) const {
+    const int64_t chunk_end = (at / blocks_of_chunk() + 1) * store.chunk_units;
+    return std::min(std::min(first(at) + block(), chunk_end), store.end);
+  }
+  int64_t first(int64_t at) const {
+    return at / blocks_of_chunk() * store.chunk_units + at % blocks_of_chunk() * block();
+  }
 };
 
 // Queries as integers, each channel 128 * high + low; what makes up for keys that count from 128.
@@ -202,17 +211,13 @@ void judge_block(const Judge& judge, const Found& found, const Queries& queries,
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
   const int64_t chunk_units = judge.store.chunk_units, per_chunk = judge.blocks_of_chunk();
-  const int64_t chunk = block / per_chunk, first = chunk * chunk_units;
-  const int64_t from = first + block % per_chunk * judge.block();
-  const int64_t low = std::max(from, judge.store.begin);
-  const int64_t to = std::min(from + judge.block(), first + chunk_units);
-  const int64_t n = std::min(to, judge.store.end) - low;
+  const int64_t chunk = block / per_chunk, low = judge.low(block), n = judge.high(block) - low;
   const int64_t rows = judge.rows(), columns = judge.columns(), row = head * rows;
   float* most = found.most + row * judge.blocks() + block;
   for (int64_t r = 0; r < rows && n <= 0; r++) most[r * judge.blocks()] = -INFINITY;
   if (n <= 0) return;
   const int64_t of_head = (judge.index * layer.num_heads + head) * chunk_units;
-  const int64_t at = of_head + low - first;
+  const int64_t at = of_head + low - chunk * chunk_units;
   float* scale = scratch.take((judge.words() + 1 + rows) * columns);
   float* x = scale + columns;
   int32_t* keys = (int32_t*)(x + rows * columns);
@@ -232,18 +237,13 @@ void judge_block(const Judge& judge, const Found& found, const Queries& queries,
 
 // One query's worths as shares of all of them; `asked` becomes the larger.
 void share_row(const Judge& judge, float* worth, const float* most, float* asked) {
-  const int64_t n = judge.num_units(), chunk_units = judge.store.chunk_units;
+  const int64_t n = judge.num_units(), begin = judge.store.begin;
   const float largest_logit = *std::max_element(most, most + judge.blocks());
   float total = 0;
   for (int64_t block = 0; block < judge.blocks(); block++) {
-    const int64_t first = block / judge.blocks_of_chunk() * chunk_units;
-    const int64_t from = first + block % judge.blocks_of_chunk() * judge.block();
-    const int64_t to = std::min(from + judge.block(), first + chunk_units);
-    const int64_t low = std::max<int64_t>(from - judge.store.begin, 0);
-    const int64_t high = std::min(to - judge.store.begin, n);
-    if (low >= high) continue;
     const float factor = std::exp(most[block] - largest_logit);
-    for (int64_t u = low; u < high; u++) total += worth[u] *= factor;
+    for (int64_t u = judge.low(block); u < judge.high(block); u++)
+      total += worth[u - begin] *= factor;
   }
   for (int64_t u = 0; u < n; u++) asked[u] = std::max(asked[u], worth[u] / total);
 }

@@ -8,7 +8,7 @@ around explicit token lists (tests/oracle/streamed.py).
 
 import math
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from tests.oracle.families import FAMILIES, WINDOW, run_family, write_family
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.settings import KVPolicyError
 
+Case = tuple[str, str, dict[str, str]]
+"""A family, a policy's name in ``POLICIES``, and the environment."""
 CASCADE = {"name": "cascade", "budget": 64, "prefill_stride": 32}
 SINK = {"name": "sink", "budget": 24, "prefill_stride": 64, "head_policy": "per_kv_head"}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -93,26 +95,61 @@ def apart(family: str) -> Callable[..., Any]:
     return call
 
 
-def check(llm: Any, path: Path, family: str, policy: dict[str, Any], native: bool) -> None:
-    """Log-probabilities and kept tokens of 700 tokens and 60 more."""
-    prompt_len, more = 700, 60
+def compare(
+    llm: Any, name: str, truth_of: Callable[[list[int]], Any], prompt_len: int, kept_at_most: int
+) -> tuple[np.ndarray, dict[str, int]]:
+    """A random prompt and 60 more tokens on an engine, and what a reference says of the same.
+
+    Kept tokens are those of the reference, and no page is left.
+
+    Args:
+        truth_of: the reference's run of some tokens, ``prompt_len`` of them the prompt's.
+        kept_at_most: tokens that no policy can have evicted.
+
+    Returns:
+        Errors of log-probabilities, and how the engine's counters and ``native_calls`` have grown.
+    """
+    more = 60
     (before,) = llm.collective_rpc("kv_policy_counters")
     calls = sum(load().calls.values())
     llm.collective_rpc("kv_policy_trace", args=(1,))
     tokens, logprobs = decode(llm, random_tokens(0, prompt_len), more + 1)
     kept = kept_sets(llm)
     (after,) = llm.collective_rpc("kv_policy_counters")
-    truth = apart(family)(run_family, path, family, tokens[:-1], prompt_len, policy)
+    grown = {key: after[key] - before[key] for key in ("moved_reads", "evicted_tokens")}
+    grown["native_calls"] = sum(load().calls.values()) - calls
+    truth = truth_of(tokens[:-1])
     assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
     error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
-    print(f"{family}: max {error.max():.2e}, mean {error.mean():.2e}")
+    print(f"{name}: max {error.max():.2e}, mean {error.mean():.2e}")
     assert kept == truth.kept
-    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
-    assert after["moved_reads"] > before["moved_reads"]
-    assert (sum(load().calls.values()) > calls) == native
-    evicted = after["evicted_tokens"] - before["evicted_tokens"]
-    assert evicted >= prompt_len + more - max(policy["budget"] + 8, WINDOW)
+    assert grown["evicted_tokens"] >= prompt_len + more - kept_at_most
     assert pool_usage(llm) == 0.0
+    return error, grown
+
+
+def cases(fast: Sequence[Case], slow: Sequence[Case]) -> list[Any]:
+    """Families under policies, with what the engine's environment is; the latter are slow ones."""
+
+    def named(case: Case, *marks: pytest.MarkDecorator) -> Any:
+        path = ["pytorch"] if marks and case[2] else []
+        return pytest.param(*case, id="-".join([*case[:2], *path]), marks=marks)
+
+    return [*map(named, fast), *(named(case, pytest.mark.slow) for case in slow)]
+
+
+def check(llm: Any, path: Path, family: str, policy: dict[str, Any], native: bool) -> None:
+    """Log-probabilities and kept tokens of 700 tokens and 60 more."""
+    error, grown = compare(
+        llm,
+        family,
+        lambda tokens: apart(family)(run_family, path, family, tokens, 700, policy),
+        prompt_len=700,
+        kept_at_most=max(policy["budget"] + 8, WINDOW),
+    )
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    assert grown["moved_reads"] > 0
+    assert (grown["native_calls"] > 0) == native
 
 
 def check_company(llm: Any, stride: int) -> None:
@@ -161,20 +198,7 @@ def test_pages_and_saved_bytes(engine_pool: EnginePool, model_of: Any) -> None:
     assert pool_usage(llm) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("family", "policy", "env"),
-    [
-        *(pytest.param(*case, id="-".join(case[:2])) for case in FAST),
-        *(
-            pytest.param(
-                *case,
-                id="-".join([*case[:2], *(["pytorch"] if case[2] else [])]),
-                marks=pytest.mark.slow,
-            )
-            for case in SLOW
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "policy", "env"), cases(FAST, SLOW))
 def test_family(
     family: str, policy: str, env: dict[str, str], engine_pool: EnginePool, model_of: Any
 ) -> None:

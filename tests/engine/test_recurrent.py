@@ -10,16 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
-from tests.engine.test_families import POLICIES, check_company, random_tokens
+from tests.engine.test_families import POLICIES, cases, check_company, compare, random_tokens
 from tests.engine.test_metrics import metrics
 from tests.engine.test_prefix_caching import ask, counters
-from tests.engine.test_units import decode, kept_sets
+from tests.engine.test_units import answer, replay
 from tests.oracle.recurrent import RECURRENT, run_recurrent, write_recurrent
-from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.settings import KVPolicyError
 
 IN_FP32 = [name for name, family in RECURRENT.items() if family.dtype == "float32"]
@@ -70,44 +68,23 @@ def engine(
 
 def check(llm: Any, path: Path, family: str, policy: dict[str, Any], native: bool) -> None:
     """Log-probabilities and kept tokens of 900 tokens and 60 more."""
-    prompt_len, more = 900, 60
-    (before,) = llm.collective_rpc("kv_policy_counters")
-    calls = sum(load().calls.values())
-    llm.collective_rpc("kv_policy_trace", args=(1,))
-    tokens, logprobs = decode(llm, random_tokens(0, prompt_len), more + 1)
-    kept = kept_sets(llm)
-    (after,) = llm.collective_rpc("kv_policy_counters")
-    truth = run_recurrent(path, family, tokens[:-1], prompt_len, policy)
-    assert truth.closest_contest > 1e-6, "a tie that rounding decides: choose another seed"
-    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
-    print(f"{family}: max {error.max():.2e}, mean {error.mean():.2e}")
-    assert kept == truth.kept
+    error, grown = compare(
+        llm,
+        family,
+        lambda tokens: run_recurrent(path, family, tokens, 900, policy),
+        prompt_len=900,
+        kept_at_most=policy["budget"] + 8,
+    )
     if RECURRENT[family].dtype == "float32":
         assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
     else:
         assert error.max() < BFLOAT16_ERROR
     if RECURRENT[family].rotated:
-        assert after["moved_reads"] > before["moved_reads"]
-    assert (sum(load().calls.values()) > calls) == native
-    evicted = after["evicted_tokens"] - before["evicted_tokens"]
-    assert evicted >= prompt_len + more - policy["budget"] - 8
-    assert pool_usage(llm) == 0.0
+        assert grown["moved_reads"] > 0
+    assert (grown["native_calls"] > 0) == native
 
 
-@pytest.mark.parametrize(
-    ("family", "policy", "env"),
-    [
-        *(pytest.param(*case, id="-".join(case[:2])) for case in FAST),
-        *(
-            pytest.param(
-                *case,
-                id="-".join([*case[:2], *(["pytorch"] if case[2] else [])]),
-                marks=pytest.mark.slow,
-            )
-            for case in SLOW
-        ),
-    ],
-)
+@pytest.mark.parametrize(("family", "policy", "env"), cases(FAST, SLOW))
 def test_family(
     family: str, policy: str, env: dict[str, str], engine_pool: EnginePool, model_of: Any
 ) -> None:
@@ -156,35 +133,21 @@ def test_pages_and_metrics(engine_pool: EnginePool, model_of: Any) -> None:
     (manager,) = core.scheduler._managers
     slots = manager.kv_cache_spec.page_slots
     assert slots == 32 and len(core.scheduler._states) == 3
-    prompt = {"prompt_token_ids": random_tokens(9, 333)}
-    params = SamplingParams(max_tokens=60, logprobs=0, temperature=0.0, ignore_eos=True)
+    prompt, seen = random_tokens(9, 333), set()
     llm.reset_prefix_cache()
-    (whole,) = llm.generate([prompt], params, use_tqdm=False)
+    ((_, *whole),) = answer(llm, [prompt])
     llm.reset_prefix_cache()
-    llm.llm_engine.add_request("again", prompt, params)
-    steps, outputs, seen = 0, [], set()
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += llm.llm_engine.step()
-        steps += 1
-        held = [
-            len(m.req_to_blocks.get(name, ()))
-            for m in core.scheduler._states
-            for name in core.scheduler.requests
-        ]
-        seen |= set(held)
-        for request in core.scheduler.requests.values():
+
+    def look(step: int) -> None:
+        for name, request in core.scheduler.requests.items():
+            seen.update(len(m.req_to_blocks.get(name, ())) for m in core.scheduler._states)
             peak = -(-min(request.num_computed_tokens, 68) // slots)
             assert metrics(llm)["pages"] == peak + 3
-        if steps in (20, 45):
-            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    again = replay(llm, prompt, look)
     assert seen <= {0, 1} and 1 in seen
-    again = outputs[-1].outputs[0]
-    assert again.token_ids == whole.outputs[0].token_ids
-    np.testing.assert_allclose(
-        [next(iter(e.values())).logprob for e in again.logprobs],
-        [next(iter(e.values())).logprob for e in whole.outputs[0].logprobs],
-        atol=1e-4,
-    )
+    assert again[0] == whole[0]
+    np.testing.assert_allclose(again[1], whole[1], atol=1e-4)
     assert pool_usage(llm) == 0.0
 
 

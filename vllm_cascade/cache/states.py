@@ -100,8 +100,7 @@ def beside_states(
         block_size: tokens that the scheduler counts in; pages have a multiple of it as slots.
 
     Raises:
-        KVPolicyError: nothing else than recurrent layers, layers with windows beside them, or
-            recall.
+        KVPolicyError: nothing else than recurrent layers, or layers with windows beside them.
     """
     bounded = {name: spec for name, spec in tokens.items() if isinstance(spec, KVPolicySpec)}
     assert len(bounded) == len(tokens), "bounded already"

@@ -15,7 +15,7 @@ from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
-from vllm_cascade.kernels.cpp.library import row_addresses
+from vllm_cascade.kernels.cpp.library import Rows, row_addresses
 from vllm_cascade.recall import evidence
 from vllm_cascade.recall.evicted import Evicted
 from vllm_cascade.recall.log import CHUNK_UNITS, Part
@@ -79,18 +79,20 @@ class LayerRecall:
         if plan is None or not plan.selects:
             return
         asking = evidence.asking(stride.num_tokens, self._most_queries)
-        chosen = self._choose(plan, new, stride.start + asking, stride.cached + asking)
+        place, position = stride.start + asking, stride.cached + asking
+        chosen = self._choose(plan, new, row_addresses(new), place, position)
         blocks = stride.pages.numpy()
         self._place_all(plan, chosen, partial(_Line, self._pages, blocks, stride.old_slots))
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
         """The same for single tokens."""
-        for i, plan in enumerate(singles.recall):
-            if plan is None or not plan.selects:
-                continue
+        selects = [i for i, plan in enumerate(singles.recall) if plan is not None and plan.selects]
+        rows = row_addresses(new) if selects else None
+        for i in selects:
+            plan = singles.recall[i]
             step = singles.steps[i].tolist()
             place, position = np.asarray([[step[START]], [step[CACHED]]])
-            chosen = self._choose(plan, new, place, position)
+            chosen = self._choose(plan, new, rows, place, position)
             self._place_all(plan, chosen, partial(self._line, singles, i, step[OLD_SLOTS]))
 
     def _line(self, singles: Singles, i: int, slots: int) -> _Line:
@@ -98,11 +100,17 @@ class LayerRecall:
         return _Line(self._pages, blocks, slots)
 
     def _choose(
-        self, plan: RecallStride, new: NewTokens, place: np.ndarray, position: np.ndarray
+        self,
+        plan: RecallStride,
+        new: NewTokens,
+        rows: Rows,
+        place: np.ndarray,
+        position: np.ndarray,
     ) -> Iterable[np.ndarray]:
         """Each head set's units, counted from the first candidate.
 
         Args:
+            rows: addresses of ``new``.
             place: of the tokens that ask, in the step.
             position: which their queries are rotated to.
         """
@@ -110,7 +118,7 @@ class LayerRecall:
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
         if self._judge is not None:
-            chosen, _ = self._judge.choose(units, plan.now, row_addresses(new), place, position)
+            chosen, _ = self._judge.choose(units, plan.now, rows, place, position)
             return chosen
         queries = new.query[torch.from_numpy(place)]
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])

@@ -62,6 +62,7 @@ class Chunk:
     """
 
     def __init__(self, shape: UnitShape) -> None:
+        assert shape.head_size % 4 == 0, "four channels are multiplied at once"
         keys = (shape.num_layers, shape.num_kv_heads, CHUNK_UNITS, shape.unit)
         self.rows = torch.empty(*keys, 2 * shape.head_size, dtype=shape.dtype)
         self.codes = torch.empty(*keys[:3], shape.head_size // 4, shape.unit, 4, dtype=torch.int8)
