@@ -177,6 +177,7 @@ def chat() -> dict[str, Any]:
         "model": "a-model",
         "positions": POSITIONS,
         "block_size": 32,
+        "engines": 2,
         "arms": {
             STOCK: {
                 "command": "vllm serve a-model",
@@ -360,7 +361,7 @@ def converse(monkeypatch: pytest.MonkeyPatch, stock: int, ours: int, parts: int)
     monkeypatch.setattr(demo, "Conversation", FakeChat)
     kept = {label: {"turns": [], "refused": None} for label in (STOCK, CASCADE)}
     passages_: Iterator[str] = iter(["a passage"] * parts)
-    demo.converse({STOCK: stock, CASCADE: ours}, kept, passages_, 600)
+    demo.converse({STOCK: stock, CASCADE: ours}, kept, passages_, 600, together=2)
     return kept
 
 
