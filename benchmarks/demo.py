@@ -200,8 +200,11 @@ def servers(args: argparse.Namespace, model: Model, positions: int) -> dict[str,
     shared += ["--distributed-executor-backend", "uni"]  # one process less, and faster up
     if load_tokenizer(str(model.path)).chat_template is None:
         shared += ["--chat-template", PLAIN_CHAT]
+    cores = sorted(os.sched_getaffinity(0))
+    of = [cores[i % args.engines % len(cores)] for i in range(2)]
     return {
-        label: Server(str(model.path), [*flags, *shared]) for label, flags in commands(args).items()
+        label: Server(str(model.path), [*flags, *shared], cores=[core])
+        for core, (label, flags) in zip(of, commands(args).items(), strict=True)
     }
 
 

@@ -101,6 +101,15 @@ def test_both_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
     needed = POSITIONS * 2 * 6 * 2 * 64 * 2
     assert pools[0] == pools[1] and needed < pools[0] < 1.5 * needed
     assert "--chat-template" in stock, "the small model has none"
+    cores = sorted(os.sched_getaffinity(0))
+    one, two = (
+        [
+            server._cores
+            for server in demo.servers(settled("--engines", n), SMALL, POSITIONS).values()
+        ]
+        for n in ("1", "2")
+    )
+    assert one == [{cores[0]}] * 2 and two == [{cores[0]}, {cores[1 % len(cores)]}]
     words = demo.commands(settled("--stride", "64"))[CASCADE]
     assert json.loads(words[words.index("--kv-policy-config") + 1]) == {"prefill_stride": 64}
 
