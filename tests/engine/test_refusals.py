@@ -231,6 +231,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
     ),
+    "scores by text of embeddings": (
+        SimpleNamespace(model_config=SimpleNamespace(enable_prompt_embeds=True)),
+        "--enable-prompt-embeds",
+    ),
     "pooling": (
         SimpleNamespace(model_config=SimpleNamespace(runner_type="pooling")),
         "text generation only",
@@ -313,6 +317,7 @@ def test_refused_configuration(name: str) -> None:
         "recall beside windows": {"name": "sink", "recall": 8},
         "recall over stages": {"name": "sink", "recall": 8},
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
+        "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
         "recall beside recurrent layers": {"name": "sink", "recall": 8},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})

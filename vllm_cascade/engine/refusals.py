@@ -180,6 +180,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "use --tensor-parallel-size",
     ),
     Refusal(
+        "scores by text of embeddings",
+        lambda config, policy: (
+            policy.token_scores is not None and config.model_config.enable_prompt_embeds
+        ),
+        "an importance that comes from token ids cannot be combined with --enable-prompt-embeds, "
+        'whose prompts have none; remove it, or set importance to "attention"',
+    ),
+    Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
         "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
