@@ -2,15 +2,19 @@
 """vLLM's other ways in: its commands, prompts of embeddings, input that goes on, priorities."""
 
 import asyncio
+import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import openai
 import psutil
 import pytest
 import torch
@@ -24,6 +28,7 @@ from tests.engine.server import VLLM, Server
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_faults import FLAGS, POLICY
 from tests.engine.test_prefix_caching import ask
+from tests.engine.test_refusals import LLAMA
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +48,18 @@ def run(*words: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "PYTHONPATH": str(ROOT)}
 
 
 def test_bench_latency(tmp_path: Path) -> None:
-    out = tmp_path / "latency.json"
-    sizes = ["--input-len", "400", "--output-len", "8", "--batch-size", "2"]
+    """Its prompts are random numbers up to 10,000, which the small model has no tokens for."""
+    model, out = tmp_path / "model", tmp_path / "latency.json"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 10_240}))
+    sizes = ["--input-len", "400", "--output-len", "8", "--batch-size", "2", "--disable-detokenize"]
     turns = ["--num-iters-warmup", "1", "--num-iters", "2", "--output-json", str(out)]
-    run("bench", "latency", "--model", str(MODEL), *sizes, *turns, *ENGINE)
+    bare = ["--load-format", "dummy", "--skip-tokenizer-init"]
+    run("bench", "latency", "--model", str(model), *bare, *sizes, *turns, *ENGINE)
     assert len(json.loads(out.read_text())["latencies"]) == 2
 
 
@@ -190,22 +197,22 @@ def test_input_that_goes_on(book_tokens: list[int]) -> None:
 def test_sigterm_in_a_prefill(tmp_path: Path, book_tokens: list[int]) -> None:
     """The server ends, and nothing of it stays."""
     server = Server(tmp_path / "log", FLAGS).wait()
-    prompt = (book_tokens * 2)[:19_000]
     family = psutil.Process(server.process.pid).children(recursive=True)
-    asking = subprocess.Popen(
-        [*VLLM, "complete", "--url", f"http://127.0.0.1:{server.port}/v1", "-q", "x" * 40_000],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd=ROOT,
-        env=environment(),
-    )
-    assert len(prompt) == 19_000
+    prompt = [*book_tokens, *book_tokens][:19_000]
+
+    def ask_for_much() -> None:
+        with contextlib.suppress(openai.APIError):
+            server.complete(prompt, 1)
+
+    client = threading.Thread(target=ask_for_much)
+    client.start()
     deadline = time.monotonic() + 60
     while server.metric("vllm:num_requests_running") == 0 and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(0.02)
     assert server.metric("vllm:num_requests_running") == 1
+    assert server.metric("vllm:generation_tokens_total") == 0
     server.process.send_signal(signal.SIGTERM)
-    server.process.wait(30)
+    server.process.wait(60)
+    client.join(60)
     _, alive = psutil.wait_procs(family, timeout=10)
-    asking.kill()
-    assert not alive
+    assert not alive and not client.is_alive()

@@ -14,7 +14,7 @@ import torch
 from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
+from vllm_cascade.kernels.columns import NEW_SLOTS, OLD_SLOTS, START
 from vllm_cascade.kernels.cpp.library import Rows, row_addresses
 from vllm_cascade.recall import evidence
 from vllm_cascade.recall.evicted import Evicted
@@ -79,8 +79,7 @@ class LayerRecall:
         if plan is None or not plan.selects:
             return
         asking = evidence.asking(stride.num_tokens, self._most_queries)
-        place, position = stride.start + asking, stride.cached + asking
-        chosen = self._choose(plan, new, row_addresses(new), place, position)
+        chosen = self._choose(plan, new, row_addresses(new), stride.start + asking)
         blocks = stride.pages.numpy()
         self._place_all(plan, chosen, partial(_Line, self._pages, blocks, stride.old_slots))
 
@@ -91,8 +90,7 @@ class LayerRecall:
         for i in selects:
             plan = singles.recall[i]
             step = singles.steps[i].tolist()
-            place, position = np.asarray([[step[START]], [step[CACHED]]])
-            chosen = self._choose(plan, new, rows, place, position)
+            chosen = self._choose(plan, new, rows, np.asarray([step[START]]))
             self._place_all(plan, chosen, partial(self._line, singles, i, step[OLD_SLOTS]))
 
     def _line(self, singles: Singles, i: int, slots: int) -> _Line:
@@ -105,16 +103,15 @@ class LayerRecall:
         new: NewTokens,
         rows: Rows,
         place: np.ndarray,
-        position: np.ndarray,
     ) -> Iterable[np.ndarray]:
         """Each head set's units, counted from the first candidate.
 
         Args:
             rows: addresses of ``new``.
-            place: of the tokens that ask, in the step.
-            position: which their queries are rotated to.
+            place: int64 ``[asking]``, of the tokens that ask, in the step.
         """
         layer, units = self._layer, plan.candidates
+        position = np.full(len(place), plan.middle * self._pages.unit)
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
         if self._judge is not None:
