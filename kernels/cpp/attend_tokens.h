@@ -242,9 +242,10 @@ inline void turn_tile(const Layer& layer, const Online& on, int64_t first, const
 }
 
 // Attention of KV heads [begin, end) of one request: tile after tile, all heads of each, so that
-// the rotations of a tile are read from memory once.
-template <class T>
+// the rotations of a tile are read from memory once. Not `Plain`: a tile is decoded to fp32 first.
+template <bool Plain, class T>
 void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t end) {
+  using S = std::conditional_t<Plain, T, float>;
   static thread_local Scratch scratch;
   const Layer& layer = request.layer;
   if (request.is_padding()) return;
@@ -257,7 +258,8 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   // Whole registers of keys that have moved alike: their queries turn, not they.
   const bool turn_queries = moved && layer.unit % W == 0, turn = moved && !turn_queries;
   const int64_t unit = std::min(layer.unit, TILE), units = TILE / unit;
-  float* memory = scratch.take(online + buffer + units * group * width + 2 * num_sets * TILE);
+  const int64_t words = 2 * num_sets * TILE, decoded = Plain ? 0 : TILE * 2 * size;
+  float* memory = scratch.take(online + buffer + units * group * width + words + decoded);
   float *keys = memory + online, *turned = keys + buffer;
   int32_t* rank = (int32_t*)(turned + units * group * width);
   int32_t* distance = rank + num_sets * TILE;
@@ -266,10 +268,10 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   Online on(memory, begin * group, num, width);
   begin_softmax(request, mass, on, keys);
 
-  const T *rows[2][TILE], *value[TILE];
+  const S *rows[2][TILE], *value[TILE];
   const float* rotation[TILE];
-  const T **row = rows[0], **next = rows[1];
-  tile_rows(layer, request.pages(), begin, 0, std::min(TILE, slots), row);
+  const S **row = rows[0], **next = rows[1];
+  if (Plain) tile_rows(layer, request.pages(), begin, 0, std::min(TILE, slots), row);
   for (int64_t tile = 0; tile * TILE < slots; tile++) {
     const int64_t s0 = tile * TILE, n = std::min(TILE, slots - s0), after = slots - s0 - n;
     for (int64_t s = 0; s < num_sets; s++)
@@ -279,9 +281,13 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
       const int64_t s = layer.num_sets == 1 ? 0 : head - begin;
       const bool last = head + 1 == end;
       const int64_t n_next = last ? std::min(TILE, after) : n;
-      tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next, next);
-      const T* const* to_come = ahead && n_next == TILE ? next : nullptr;
-      TileKeys<T> tile_of{by_row ? nullptr : keys, row, to_come, rotation, turn};
+      if constexpr (Plain)
+        tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next,
+                  next);
+      else
+        decoded_rows(layer, request.pages(), head, s0, n, (float*)(rank + words), row);
+      const S* const* to_come = Plain && ahead && n_next == TILE ? next : nullptr;
+      TileKeys<S> tile_of{by_row ? nullptr : keys, row, to_come, rotation, turn};
       if (turn_queries) {
         tile_of.turned = turned, tile_of.unit = unit, tile_of.first = (head - begin) * group;
         turn_tile(layer, on, tile_of.first, distance + s * TILE, unit, n, turned);
@@ -301,7 +307,7 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
           case 1: attend_tile<1>(layer, mass, on, q, tile, tile_of, value, ranks, n, cached); g += 1; break;
         }
       }
-      std::swap(row, next);
+      if (Plain) std::swap(row, next);
     }
   }
   for (int64_t q = 0; q < num; q++) {

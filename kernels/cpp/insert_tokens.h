@@ -89,14 +89,14 @@ inline int64_t place_of(const int32_t* rank, int64_t units, int64_t wanted) {
 
 // The new token's row, in every head of a set.
 template <class T>
-void write_row(const Request<T>& request, Layer& layer, int64_t set, int64_t slot) {
+void write_slot(const Request<T>& request, const Layer& layer, int64_t set, int64_t slot) {
   const int64_t page = request.pages()[slot / layer.block_size], offset = slot % layer.block_size;
   const int64_t begin = layer.num_sets == 1 ? 0 : set;
   const int64_t end = layer.num_sets == 1 ? layer.num_heads : set + 1;
   for (int64_t head = begin; head < end; head++) {
-    T* row = layer.template row<T>(page, head, offset);
-    std::memcpy(row, request.key(head), layer.head_size * sizeof(T));
-    std::memcpy(row + layer.head_size, request.value(head), layer.head_size * sizeof(T));
+    float* scale = layer.row_scale ? layer.scale_of(page, head, offset) : nullptr;
+    write_row<T>(layer, request.key(head), request.value(head), nullptr,
+                 layer.row(page, head, offset), scale, layer.block_size);
   }
 }
 
@@ -138,7 +138,7 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
   });
 
   const int64_t target = entry < last ? entry : rank[last] < 0 ? -1 : places.free(units);
-  if (target >= 0) write_row(request, layer, set, target * unit + offset);
+  if (target >= 0) write_slot(request, layer, set, target * unit + offset);
   if (target >= 0 && entry == last) {
     rank[target] = rank[last];
     score[target] = score[last];

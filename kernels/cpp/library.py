@@ -16,6 +16,8 @@ import torch
 from vllm_cascade.kernels.cpp.build import BuildError, build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of new tokens' rows, and of those in pages, which may also be codes."""
+CODES = {torch.int8: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 REDUCTIONS = {"mean": 0, "max": 1, "median": 2}
 MAX_QUERY_HEADS = 256
 TILE = 32
@@ -30,10 +32,11 @@ class Layer(ctypes.Structure):
     """One layer's cache and what no step changes about it."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "kv rank born score token slopes rotation sinks"),
+        *_of(c_void_p, "kv rank born score token slopes rotation sinks row_scale"),
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
-        *_of(c_int64, "unit page_units half is_neox dtype uses_scores reduction window"),
-        *_of(c_float, "scale softcap"),
+        *_of(c_int64, "unit page_units half is_neox dtype stored stored_bytes uses_scores"),
+        *_of(c_int64, "reduction window"),
+        *_of(c_float, "scale softcap key_scale value_scale"),
     ]
 
 
@@ -79,7 +82,7 @@ class Stride(ctypes.Structure):
         *_of(c_int64, "scored shift"),
         *_of(c_void_p, "rules first"),
         *_of(c_int64, "transient period recalled recalls_more num_evicted"),
-        *_of(c_void_p, "evicted_rows evicted_born evicted_token"),
+        *_of(c_void_p, "evicted_rows evicted_scale evicted_born evicted_token"),
     ]
 
 
@@ -116,7 +119,9 @@ class Library:
             assert size() == ctypes.sizeof(kind), f"C++ and library.py differ in {name}"
         self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
         native.has_fp16.restype = c_int64
-        self.dtypes = {d for d in DTYPES if d != torch.float16 or native.has_fp16()}
+        wide = native.has_fp16()  # floating codes become such
+        self.dtypes = {d for d in DTYPES if d != torch.float16 or wide}
+        self.codes = {code for code in CODES if code == torch.int8 or wide}
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
         for function in (self._tokens, self._stride):

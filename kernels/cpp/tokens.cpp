@@ -10,7 +10,7 @@ int64_t from_memory = 12 << 20;
 
 namespace {
 
-template <class T>
+template <bool Plain, class T>
 void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   static thread_local Scratch scratch;
   Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, 0, false};
@@ -19,7 +19,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
     const Step step{batch.steps + b * STEP_COLUMNS};
     const int64_t slots = step[STREAM] < 0 ? 0 : step[OLD_SLOTS];
     shape.slots = std::max(shape.slots, slots);
-    bytes += slots * layer.num_heads * 2 * layer.head_size * (int64_t)sizeof(T);
+    bytes += slots * layer.num_heads * layer.row_bytes();
   }
   shape.prefetch = bytes > from_memory;
   shape.padded = round_up(shape.slots, TILE);
@@ -33,7 +33,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
     for (int64_t b = 0; b < batch.count; b++) {
       Request<T> request{layer, batch, rows, shape, b};
       Mass mass = shape.mass(memory + omp_get_thread_num() * floats);
-      attend(request, mass, 0, layer.num_heads);
+      attend<Plain>(request, mass, 0, layer.num_heads);
       for (int64_t s = 0; s < layer.num_sets; s++) insert(request, mass, s);
     }
     return;
@@ -44,13 +44,18 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < batch.count; b++)
       for (int64_t head = 0; head < layer.num_heads; head++)
-        attend(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), head,
-               head + 1);
+        attend<Plain>(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats),
+                      head, head + 1);
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < batch.count; b++)
       for (int64_t s = 0; s < layer.num_sets; s++)
         insert(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), s);
   }
+}
+
+template <class T>
+void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
+  layer.plain() ? run<true, T>(layer, batch, rows) : run<false, T>(layer, batch, rows);
 }
 
 }  // namespace
