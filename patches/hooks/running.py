@@ -132,6 +132,9 @@ ATTENTION = (
             "pages we can have", "(kv_cache_spec=)", CPU_BACKEND, CUDA_BACKEND
         ),
         supported_dtypes=overridden("models we can have", "ClassVar[list[torch.dtype]]", BACKEND),
+        supported_kv_cache_dtypes=overridden(
+            "what keys and values may be stored in", "ClassVar[list[CacheDType]]", CPU_BACKEND
+        ),
         supported_kv_cache_layouts=overridden("pages we can have", "()", BACKEND),
         supports_attn_type=overridden("decoders only", "(attn_type)", BACKEND),
         supports_head_size=overridden("models the kernels can have", "(head_size)", CUDA_BACKEND),
@@ -248,6 +251,8 @@ ATTENTION = (
     ),
     *rows(
         "vllm.model_executor.layers.attention.Attention",
+        _k_scale=read("steps of quantised keys", "", WORKER),
+        _v_scale=read("steps of quantised values", "", WORKER),
         impl=read("ours", "", POSITIONS, WORKER),
         kv_cache=read("a layer's pages", "", WORKER),
         layer_name=read("whose kept tokens are recorded", "", LAYER),

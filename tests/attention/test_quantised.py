@@ -114,15 +114,13 @@ def test_both_paths_leave_the_same_bytes(
     new[:, 1::7] = torch.randint(-30, 30, (16,)) / 2
     new[:, 5] = 0.0
     pools = []
-    for path in ("native", "pytorch"):
-        monkeypatch.setenv(SWITCH, path)
+    for choice in ("native", "pytorch"):
+        monkeypatch.setenv(SWITCH, choice)
         layer = PagedLayer(shape, {"name": "sink", "budget": 60, "prefill_stride": 16}, 4)
         for at, n in [(0, 32), *((at, 1) for at in range(32, 40))]:
             query, key, value = new[:, at : at + n]
             query, table = query.repeat_interleave(2, 1), torch.tensor([[2, 1, 3]]).int()
-            layer.step(
-                [n], [at], [at == 0], table, query, key, value, lambda row, position: row
-            )
+            layer.step([n], [at], [at == 0], table, query, key, value, lambda row, position: row)
         pools.append(layer.pages)
     native, pytorch = pools
     assert torch.equal(native.kv[[2, 1]], pytorch.kv[[2, 1]])
@@ -209,7 +207,7 @@ def test_a_compiler_without_fp16_leaves_fp8_to_pytorch(monkeypatch: pytest.Monke
     monkeypatch.setenv(SWITCH, "native")
     monkeypatch.setattr(load(), "codes", {torch.int8})
     policy = {**CASCADE, "prefill_stride": 8}
-    with pytest.raises(KVPolicyError, match="the compiler has no torch.float8_e4m3fn"):
+    with pytest.raises(KVPolicyError, match=r"the compiler has no torch\.float8_e4m3fn"):
         PagedLayer(shaped("fp8"), policy, 2)
     PagedLayer(shaped("int8_per_token_head"), policy, 2)
 
