@@ -2,6 +2,7 @@
 """Rows in 8 bits on both CPU paths: against the literal cache, which quantises them for itself."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from tests.attention.test_paged import (
 )
 from tests.oracle.quantised import Quantiser
 from vllm_cascade.attention.cpu.paths import SWITCH
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.cache.layout import page_views
 from vllm_cascade.cache.quantised import CODES, Quantised
+from vllm_cascade.engine.worker import scales_of
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -220,3 +223,17 @@ def test_views_want_to_know_the_codes() -> None:
     plain = replace(layer.pages.quantised, scales=(1.0, 1.0))
     with pytest.raises(AssertionError):
         page_views(layer.pages.kv, layer.spec, plain)
+
+
+def test_other_devices_refuse_it_by_name() -> None:
+    with pytest.raises(KVPolicyError, match="--kv-cache-dtype fp8_e5m2 is not built for this"):
+        TritonKVPolicyImpl(4, 16, 0.25, 2, None, None, "fp8_e5m2")
+
+
+def test_the_layers_scales() -> None:
+    """Those of the checkpoint; one for every head is refused."""
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor([2.0]))
+    assert scales_of(layer) == (0.5, 2.0)
+    layer._v_scale = torch.ones(2)
+    with pytest.raises(KVPolicyError, match="set --kv-cache-dtype to fp8_per_token_head"):
+        scales_of(layer)
