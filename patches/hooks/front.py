@@ -112,7 +112,9 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.config.ModelConfig",
-        dtype=read("rows that come in, and on CUDA pages", "ModelDType | torch.dtype", REFUSALS, WORKER),
+        dtype=read(
+            "rows that come in, and on CUDA pages", "ModelDType | torch.dtype", REFUSALS, WORKER
+        ),
         enforce_eager=read("a captured graph would skip recording", "bool", GPU_WORKER),
         get_sliding_window=called(UNSUPPORTED, "(self)", REFUSALS),
         get_total_num_kv_heads=called("heads over ranks", "(self)", REFUSALS),

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -34,7 +35,7 @@ from vllm_cascade.recall.memory import check_host_memory
 from vllm_cascade.recall.stores import Stores
 
 
-def scales_of(layer: Attention) -> tuple[float, float]:
+def scales_of(layer: AttentionLayer) -> tuple[float, float]:
     """Of all keys and of all values: the checkpoint's, or 1.
 
     Raises:
