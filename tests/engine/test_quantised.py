@@ -7,6 +7,7 @@ log-probability by 0.01: the oracle differs as much from itself, if rows are dis
 texts here are others.
 """
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,3 +225,21 @@ def test_evicted_units_come_back_as_they_were(
     assert choices > 20 and near <= 0.1 * choices
     (found,) = llm.collective_rpc("kv_policy_counters")
     assert found["recalled_units"] > 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [CASCADE, EACH], ids=["all heads", "each"])
+def test_two_ranks(policy: dict[str, Any], engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """Each with its heads' rows and scales."""
+    first, *others = sorted(os.sched_getaffinity(0))  # vLLM wants to know which cores are whose
+    env = {"VLLM_CPU_OMP_THREADS_BIND": f"{first}|{others[0] if others else first}"}
+    case = Case("int8_per_token_head", policy, ALONE, env)
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    llm = engine(engine_pool, case, **ranks)
+    text = book_tokens[:900]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
+    (output,) = llm.generate([{"prompt_token_ids": text}], params, use_tqdm=False)
+    truth = run_oracle(policy, text, cache_dtype=case.cache_dtype)
+    error = np.abs(np.asarray(prompt_logprobs(output)) - np.asarray(truth.logprobs))
+    print(f"max {error.max():.1e}, mean {error.mean():.1e}")
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
