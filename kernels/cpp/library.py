@@ -5,8 +5,9 @@ Addresses are ``data_ptr()`` of CPU tensors that the caller keeps alive. A call 
 """
 
 import ctypes
+import struct
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -49,6 +50,9 @@ class Rows(ctypes.Structure):
     ]
 
 
+_ROWS = struct.Struct("4P4q")
+
+
 def row_addresses(new: Sequence[torch.Tensor]) -> Rows:
     """Query, key, value and output, ``[num_tokens, heads, head_size]`` each.
 
@@ -59,7 +63,10 @@ def row_addresses(new: Sequence[torch.Tensor]) -> Rows:
         step, head, channel = rows.stride()
         assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
         strides.append(step)
-    return Rows(*(rows.data_ptr() for rows in new), *strides)
+    made, (query, key, value, output) = Rows(), new
+    addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
+    _ROWS.pack_into(made, 0, *addresses, *strides)
+    return made
 
 
 class Tokens(ctypes.Structure):
@@ -124,31 +131,30 @@ class Library:
         self.codes = {code for code in CODES if code == torch.int8 or wide}
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
-        for function in (self._tokens, self._stride):
-            function.argtypes = [c_void_p, c_void_p, c_void_p]
-            function.restype = None
         self._recall = native.recall_units
-        self._recall.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
-        self._recall.restype = None
+        layer, rows = POINTER(Layer), POINTER(Rows)
+        self._tokens.argtypes = [layer, POINTER(Tokens), rows]
+        self._stride.argtypes = [layer, POINTER(Stride), rows]
+        self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, c_void_p, c_void_p]
+        for function in (self._tokens, self._stride, self._recall):
+            function.restype = None
 
     def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
         """Attend, update scores, run each row's rules, insert."""
         self.calls["tokens"] += 1
-        self._tokens(ctypes.byref(layer), ctypes.byref(batch), ctypes.byref(rows))
+        self._tokens(layer, batch, rows)
 
     def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
         """The same for a stride, with the rules of all of its tokens."""
         self.calls["strides"] += 1
-        self._stride(ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows))
+        self._stride(layer, stride, rows)
 
     def recall_units(
         self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int
     ) -> None:
         """Which units some tokens' queries ask for most; the addresses are of what is written."""
         self.calls["recalls"] += 1
-        self._recall(
-            ctypes.byref(layer), ctypes.byref(rows), ctypes.byref(store), index, asked, chosen
-        )
+        self._recall(layer, rows, store, index, asked, chosen)
 
 
 @lru_cache(maxsize=1)

@@ -69,12 +69,16 @@ static inline void tile_rotation(const Layer& layer, const int32_t* distance, in
   for (int64_t i = n; i < round_up(n, W); i++) row[i] = row[0], rotation[i] = layer.rotation;
 }
 
-// Into L1 before they are needed: a row is K and V, so both passes profit.
+// Into L1 before they are needed.
+template <class T>
+static inline void prefetch(const T* from, int64_t n) {
+  for (int64_t byte = 0; byte < (int64_t)sizeof(T) * n; byte += 64)
+    __builtin_prefetch((const char*)from + byte);
+}
+// A row is K and V, so both passes profit.
 template <class T>
 static inline void prefetch_row(const T* row, int64_t head_size) {
-  const char* at = (const char*)row;
-  for (int64_t byte = 0; byte < (int64_t)sizeof(T) * 2 * head_size; byte += 64)
-    __builtin_prefetch(at + byte);
+  prefetch(row, 2 * head_size);
 }
 
 // One key turned in fp32, to blocks of W channels. `Parts`: half / W where known, else 0.

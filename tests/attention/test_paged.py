@@ -45,6 +45,7 @@ class Shape:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     sinks: bool = False
+    spread: float = 1.0  # how large queries, and so differences of logits, are
     cache_dtype: str = "auto"
     scales: tuple[float, float] = (1.0, 1.0)  # the layer's, where rows have none of their own
 
@@ -450,7 +451,8 @@ def run_mixed_requests(
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     unit = settings.get("unit", 1)
-    slots = settings["budget"] + max(4, unit) + settings.get("overflow", 1) + unit - 1
+    sinks = max(4, unit, settings.get("num_sinks", 0))
+    slots = settings["budget"] + sinks + settings.get("overflow", 1) + unit - 1
     pages_each = -(-slots // shape.block_size)
     layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
     if path is not None:
@@ -468,7 +470,7 @@ def run_mixed_requests(
     ]
     tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
     num_q = shape.num_kv_heads * shape.group
-    query = [torch.randn(total, num_q, shape.head_size) for total in totals]
+    query = [torch.randn(total, num_q, shape.head_size) * shape.spread for total in totals]
     key = [torch.randn(total, shape.num_kv_heads, shape.head_size) * 2 for total in totals]
     value = [torch.randn(total, shape.num_kv_heads, shape.head_size) for total in totals]
     done = [0] * len(prompts)

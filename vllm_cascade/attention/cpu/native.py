@@ -127,16 +127,11 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-_last_tokens: tuple[Any, cpp.Tokens] | None = None
-_last_stride: tuple[Any, cpp.Stride] | None = None
-
-
 def _tokens(singles: Singles) -> cpp.Tokens:
     """All layers of a step share them, so their structure is made once."""
-    global _last_tokens
-    last = _last_tokens
-    if last is not None and last[0] is singles:
-        return last[1]
+    made = singles.kept.get("native")
+    if made is not None:
+        return made
     assert singles.steps.is_contiguous() and singles.table.is_contiguous()
     assert singles.steps.dtype == singles.table.dtype == singles.rules.dtype == torch.int32
     made = cpp.Tokens(
@@ -151,8 +146,11 @@ def _tokens(singles: Singles) -> cpp.Tokens:
         shift=_address(singles.shift),
         moved=singles.moved,
     )
-    _last_tokens = singles, made
+    singles.kept["native"] = made
     return made
+
+
+_last_stride: tuple[Any, cpp.Stride] | None = None
 
 
 def _stride(stride: Stride) -> cpp.Stride:
