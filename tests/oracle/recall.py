@@ -69,6 +69,11 @@ class RecallSim:
         grown = min(self.settings.units, len(self.evicted)) != len(self.shown)
         return bool(self.evicted) and (due or grown)
 
+    @property
+    def tokens_to_show(self) -> int:
+        """Tokens of the units that will be back at the next stride."""
+        return self.settings.unit * min(self.settings.units, len(self.evicted))
+
     def asking(self, num_tokens: int) -> list[int]:
         """The stride's tokens whose queries are asked: all, or evenly spread to the last one."""
         most = self.settings.queries

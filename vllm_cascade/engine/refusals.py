@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.cache.architectures import may_be_unrotated, needs_no_positions
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
@@ -74,6 +75,19 @@ def _worker(config: VllmConfig, policy: Policy) -> bool:
 def _other_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     return current_platform.is_cuda() and config.cache_config.cache_dtype not in ("auto", dtype)
+
+
+def _unknown_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
+    return config.cache_config.cache_dtype not in (*UNQUANTISED, *CODES)
+
+
+def _some_layers_quantised(config: VllmConfig, policy: Policy) -> bool:
+    cache = config.cache_config
+    return cache.cache_dtype in CODES and bool(cache.kv_cache_dtype_skip_layers)
+
+
+def _quantised_means(config: VllmConfig, policy: Policy) -> bool:
+    return config.cache_config.cache_dtype in CODES and policy.merge_into is not None
 
 
 def _no_movable_positions(config: VllmConfig) -> bool:
@@ -140,8 +154,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "cache type on CUDA",
         _other_cache_dtype,
-        "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys in the "
-        "model's own type",
+        "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys and values "
+        "in the model's own type",
     ),
     Refusal(
         "recall on CUDA",
@@ -227,9 +241,22 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "quantised KV cache",
-        lambda config, _: config.cache_config.cache_dtype not in UNQUANTISED,
-        "--kv-cache-dtype must be auto with --kv-policy: keys are rotated when they are read and "
-        "quantised keys cannot be; remove one of the two",
+        _unknown_cache_dtype,
+        "--kv-cache-dtype has a type that no policy can store keys and values in; set it to auto "
+        f"or to one of {', '.join(CODES)}",
+    ),
+    Refusal(
+        "layers that are not quantised",
+        _some_layers_quantised,
+        "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: all layers share a "
+        "request's pages, which have as many tokens in each; remove it, or set --kv-cache-dtype "
+        "to auto",
+    ),
+    Refusal(
+        "quantised means",
+        _quantised_means,
+        "importance 'cluster' writes a mean anew with every token that joins it, and 8 bits would "
+        "round it every time; set --kv-cache-dtype to auto, or another importance",
     ),
     _model("MLA", "models with multi-head latent attention are", lambda m: m.use_mla),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),

@@ -43,12 +43,15 @@ class _Line:
         block = self._blocks[places // self._per_page]
         words.numpy()[block, head_set, places % self._per_page] = values
 
-    def rows(self, heads: slice, places: np.ndarray) -> list[torch.Tensor]:
-        """Views ``[heads, unit, 2 D]`` of the rows of units."""
-        views = []
+    def rows(
+        self, heads: slice, places: np.ndarray
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Views ``[heads, unit, 2 D]`` of the rows of units, and of their scales, if any."""
+        views, scale = [], self._pages.scale
         for place in places.tolist():
             page, at = int(self._blocks[place // self._per_page]), place % self._per_page
-            views.append(self._pages.kv[page, heads, at * self.unit : (at + 1) * self.unit])
+            where = page, heads, slice(at * self.unit, (at + 1) * self.unit)
+            views.append((self._pages.kv[where], None if scale is None else scale[where]))
         return views
 
 
@@ -187,10 +190,12 @@ class LayerRecall:
     ) -> None:
         """Copy units into empty slots."""
         pages, heads = self._pages, self._heads(head_set)
-        for i, rows in enumerate(line.rows(heads, places)):
+        for i, (rows, scale) in enumerate(line.rows(heads, places)):
             number = int(numbers[i])
             chunk, at = units.chunks[number // CHUNK_UNITS], number % CHUNK_UNITS
             rows.copy_(chunk.rows[self._index, heads, at])
+            if scale is not None:
+                scale.copy_(chunk.row_scale[self._index, heads, at])
             for name in ("born", "token"):
                 word = getattr(chunk, name)[self._index, head_set, at].item()
                 line.write(getattr(pages, name), head_set, places[i : i + 1], word)
@@ -228,8 +233,10 @@ class LayerRecall:
                 gone.born[head_set] = torch.from_numpy(born[head_set][places])
                 gone.token[head_set] = torch.from_numpy(token[head_set][places])
                 heads = self._heads(head_set)
-                for n, rows in enumerate(line.rows(heads, places)):
+                for n, (rows, scale) in enumerate(line.rows(heads, places)):
                     gone.rows[heads, n] = rows
+                    if gone.scale is not None:
+                        gone.scale[heads, n] = scale
             self.store(plan.stored, gone)
 
     def store(self, part: Part, gone: Evicted) -> None:
@@ -238,10 +245,13 @@ class LayerRecall:
         unit = self._pages.unit
         sets = torch.arange(layer.num_kv_heads) if layer.num_sets > 1 else [0] * layer.num_kv_heads
         position = gone.born[sets].unsqueeze(-1) + torch.arange(unit)
-        keys = evidence.unrotated(layer, gone.rows[..., : layer.head_size], position)
+        rows = self._pages.read(gone.rows, gone.scale)
+        keys = evidence.unrotated(layer, rows[..., : layer.head_size], position)
         codes, scale = evidence.encode(keys)
         for chunk, to, place in part.pieces():
             chunk.rows[index, :, to] = gone.rows[:, place]
+            if gone.scale is not None:
+                chunk.row_scale[index, :, to] = gone.scale[:, place]
             chunk.codes[index, :, to] = evidence.by_words(codes[:, place])
             chunk.scale[index, :, to] = scale[:, place]
             chunk.born[index, :, to] = gone.born[:, place]

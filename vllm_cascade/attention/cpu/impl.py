@@ -18,7 +18,7 @@ from vllm_cascade.recall.layer import LayerRecall
 class CPUKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens at once, each longer stride on its own."""
 
-    knows_windows = knows_sinks = True
+    knows_windows = knows_sinks = knows_codes = True
     path: Path | None = None
     recall: LayerRecall | None = None
 

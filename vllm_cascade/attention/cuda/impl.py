@@ -41,9 +41,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         spec: KVPolicySpec,
         kv_cache: torch.Tensor,
         rotary: Rotary | None,
-        num_ranks: int = 1,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        super().prepare(spec, kv_cache, rotary, num_ranks)
+        super().prepare(spec, kv_cache, rotary, *args, **kwargs)
         assert self._pages is not None
         if rotary is not None:
             turning = rotary.inv_freq, spec.max_distance, kv_cache.device
