@@ -229,11 +229,14 @@ struct UnitHead {
       const Block *now = i < n ? block + i : nullptr, *before = i ? block + i - 1 : nullptr;
       if (now) turn(now->distance);
       const T* next = rows + block[std::min(i + 1, n - 1)].row;
-      for (int64_t q = 0, left = on.num; left > 0; q = on.num - left) switch (left == 5 ? 3 : left) {
-        case 1: step<1>(q, now, before, next); left -= 1; break;
-        case 2: step<2>(q, now, before, next); left -= 2; break;
-        case 3: step<3>(q, now, before, next); left -= 3; break;
-        default: step<4>(q, now, before, next); left -= 4; break;
+      for (int64_t q = 0; q < on.num;) {
+        const int64_t left = on.num - q;
+        switch (left > 4 ? left == 5 ? 3 : 4 : left) {
+          case 4: step<4>(q, now, before, next); q += 4; break;
+          case 3: step<3>(q, now, before, next); q += 3; break;
+          case 2: step<2>(q, now, before, next); q += 2; break;
+          case 1: step<1>(q, now, before, next); q += 1; break;
+        }
       }
     }
   }

@@ -4,7 +4,7 @@
 #include "insert_tokens.h"
 
 // Bytes of a step's rows beyond which they come from memory, not from the last-level cache: there
-// prefetching pays, and reading every key once more does not (measured on Zen 5 with 32 MiB).
+// prefetching tiles pays, and reading every key once more does not (measured on Zen 5 with 32 MiB).
 extern "C" {
 int64_t from_memory = 12 << 20;
 }

@@ -138,6 +138,17 @@ def test_any_shape_in_units(
         run_mixed_requests("native", shape, chosen, prompts, totals, unit, tolerance=2e-4)
 
 
+@pytest.mark.parametrize("head_size", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_units_of_half_precision(dtype: torch.dtype, head_size: int) -> None:
+    """Their channels may be read in an order of its own, which outputs must not have."""
+    if dtype not in load().dtypes:
+        pytest.skip("this compiler has no fp16")
+    shape = Shape(group=3, head_size=head_size, rotary_dim=head_size, dtype=dtype)
+    chosen = {"name": "sink", "budget": 64, "unit": 16, "prefill_stride": 16}
+    run_mixed_requests("native", shape, chosen, [70, 33], [110, 60], 0, tolerance=6e-2)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_threads_do_not_change_anything(num_threads: int) -> None:
     """More requests than threads, and fewer: the work is split in two ways."""
