@@ -116,6 +116,24 @@ def gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
     return tensor_model_parallel_all_gather(mass.contiguous(), dim=-3)
 
 
+def all_reduced(mass: torch.Tensor, how: str) -> torch.Tensor:
+    """The ``sum`` or the ``max`` over all tensor-parallel ranks of a tensor that each of them has.
+
+    Every rank gets the same bits, so all come to the same decisions.
+    """
+    if how == "sum":
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        return tensor_model_parallel_all_reduce(mass.contiguous())
+    from vllm.distributed import get_tp_group
+
+    mass = mass.contiguous()
+    torch.distributed.all_reduce(
+        mass, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().device_group
+    )
+    return mass
+
+
 class KVPolicyImpl(AttentionImpl[Any]):
     """One layer on any device; a device says how it rotates and how it runs a step's waves.
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, PrefillRows, TritonMetadata
+from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, TritonMetadata
+from vllm_cascade.attention.cuda.strides import ChunkRows, PrefillRows, stride_shapes
+from vllm_cascade.attention.cuda.workspace import workspace_of
 from vllm_cascade.attention.inputs import Stride
-from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
+from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens, all_reduced
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
@@ -20,15 +22,14 @@ from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums, stride_scores
+from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
 from vllm_cascade.kernels.triton.combine import merge, update
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import insert_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
-from vllm_cascade.kernels.triton.rotate import decode_dtype, gather, rotation_table
-from vllm_cascade.kernels.triton.xformers_prefill import attend_with_xformers, use_xformers
-from vllm_cascade.policies.schedule import compared
+from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
@@ -44,6 +45,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         num_ranks: int = 1,
     ) -> None:
         super().prepare(spec, kv_cache, rotary, num_ranks)
+        self._num_ranks = num_ranks
         assert self._pages is not None
         if rotary is not None:
             turning = rotary.inv_freq, spec.max_distance, kv_cache.device
@@ -65,6 +67,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 self._decode(pages, metadata, wave.decode, new)
             for rows in wave.prefill:
                 self._prefill(pages, metadata, rows, new)
+            if wave.chunks is not None:
+                self._chunks(pages, metadata, wave.chunks, new)
             for stride in wave.others:
                 self._in_pytorch(pages, stride, new)
             if self.recorder is not None:
@@ -144,78 +148,117 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _prefill(
         self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
+        """Three launches: attend, add up what keys received, and choose and write."""
         policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
-        scoring, unit = rows.strides[0].schedule.scoring, pages.unit
-        keys, values, old_scores, old_tokens = gather(
-            **_words(pages), **where, **self._turning, max_cached=rows.max_cached
-        )
-        lse = self._attend_strides(metadata, rows, new, keys, values)
-        if scoring.source == "attention":
-            sums = column_sums(
-                query=new.query,
-                key=new.key,
-                old_keys=keys,
-                lse=lse,
-                decays=rows.decays,
-                steps=rows.steps,
-                slopes=self.alibi_slopes,
-                logit_scale=metadata.logit_scale,
-                scale=self.scale,
-                softcap=self.softcap,
-                max_length=rows.max_length,
-                unit=unit,
-            )
-            (sums,) = self._all_ranks(sums)
-            _, parts = num_sums(new.query, rows.max_cached, rows.max_length, unit)
-            scores = stride_scores(
-                *(sums, old_scores, rows.fades, rows.steps, policy.head_reduction, unit, parts)
-            )
-        else:
-            scores = _given_scores(rows, old_scores, unit)
-        insert_strides(
-            key=new.key,
-            value=new.value,
-            keep=_keep(rows, scores, old_tokens, unit),
-            scores=scores,
+        made = rows.buffers or self._buffers(pages, policy.head_reduction, rows, new)
+        turning = self._turning
+        common = {
+            "slopes": self.alibi_slopes,
+            "logit_scale": metadata.logit_scale,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "max_length": rows.max_length,
+            **turning | {"rotation": self._decode_rotation},
+        }
+        attend_strides(
+            *(new.query, new.key, new.value),
             **_words(pages),
             **where,
-            max_length=rows.max_length,
-            **self._turning,
+            **common,
+            output=new.output,
+            lse=made["lse"],
+            line=made["line"],
+        )
+        sums, parts = made.get("sums"), 1
+        query_heads = self.num_heads // pages.rank.shape[1]
+        if sums is not None:
+            _, parts = num_sums(new.query, self.num_kv_heads, pages.unit, policy.head_reduction)
+            column_sums(
+                *(new.query, new.key),
+                **_words(pages, "kv", "rank", "born"),
+                **where,
+                **common,
+                lse=made["lse"],
+                decays=rows.decays,
+                reduction=policy.head_reduction,
+                max_slots=rows.max_slots,
+                sums=sums,
+            )
+            sums, query_heads = self._of_all_ranks(sums, policy.head_reduction, query_heads)
+        insert_strides(
+            *(new.key, new.value),
+            **_words(pages),
+            **where,
+            **turning,
+            sums=sums,
+            given=rows.given,
+            line=made["line"],
+            plans=rows.plans,
+            reduction=policy.head_reduction,
+            query_heads=query_heads,
+            parts=parts,
+            notes=made["notes"],
+            values=made["values"],
         )
 
-    def _attend_strides(
-        self,
-        metadata: TritonMetadata,
-        rows: PrefillRows,
-        new: NewTokens,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the strides' outputs; returns log-sum-exps fp32 ``[num_tokens, num_heads]``."""
-        query = new.query
-        plain = self.alibi_slopes is None and metadata.logit_scale is None
-        plain &= self.softcap == 0 and rows.max_cached > 0 and len(rows.strides) == 1
-        longest = rows.max_length
-        if use_xformers(query.device, query.dtype, self.head_size, longest, plain):
-            part = rows.strides[0].rows
-            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-            new.output[part], lse[part] = attend_with_xformers(
-                *new.at(part), keys[0], values[0], self.scale
-            )
-            return lse
-        return attend_strides(
-            query=query,
-            key=new.key,
-            value=new.value,
-            output=new.output,
-            old_keys=keys,
-            old_values=values,
+    def _buffers(
+        self, pages: Pages, reduction: str, rows: PrefillRows, new: NewTokens
+    ) -> dict[str, torch.Tensor]:
+        """What the kernels of these strides leave each other, found by the first layer for all."""
+        shapes = stride_shapes(
+            num_rows=len(rows.steps),
+            num_sets=pages.rank.shape[1],
+            width=rows.width,
+            query=new.query,
+            num_heads=self.num_kv_heads,
+            unit=pages.unit,
+            reduction=reduction if rows.scoring.source == "attention" else None,
+        )
+        rows.buffers.update(workspace_of(new.query.device).carve(shapes))
+        return rows.buffers
+
+    def _of_all_ranks(
+        self, sums: torch.Tensor, reduction: str, query_heads: int
+    ) -> tuple[torch.Tensor, int]:
+        """``column_sums`` of all tensor-parallel ranks, where those decide together.
+
+        Every rank reduces its heads before it sends them; a median needs all of them.
+
+        Returns:
+            fp32 ``[R, heads, W * parts]``, and query heads of all ranks.
+        """
+        if self._layer is None or self._layer.gather_heads is None:
+            return sums, query_heads
+        if reduction == "mean":
+            sums = all_reduced(sums.sum(1, keepdim=True), "sum")
+        elif reduction == "max" and sums.shape[1] == self.num_kv_heads:
+            sums = all_reduced(sums.amax(1, keepdim=True), "max")
+        else:
+            (sums,) = self._all_ranks(sums)
+        return sums, query_heads * self._num_ranks
+
+    def _chunks(
+        self, pages: Pages, metadata: TritonMetadata, rows: ChunkRows, new: NewTokens
+    ) -> None:
+        """One launch, whatever the number of strides."""
+        turning = self._turning
+        attend_chunks(
+            *(new.query, new.key, new.value),
+            **_words(pages),
+            table=rows.table,
             steps=rows.steps,
+            chunks=rows.chunks,
+            positions=rows.positions,
+            finished=rows.finished,
+            rotation=self._decode_rotation,
+            new_rotation=turning["rotation"],
+            interleaved=turning["interleaved"],
             slopes=self.alibi_slopes,
             logit_scale=metadata.logit_scale,
             scale=self.scale,
             softcap=self.softcap,
-            max_length=longest,
+            max_length=rows.max_length,
+            output=new.output,
         )
 
     def _in_pytorch(self, pages: Pages, stride: Stride, new: NewTokens) -> None:
@@ -240,42 +283,3 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
     """Views of the pages by name: these, or all."""
     return {name: getattr(pages, name) for name in names or Pages.__dataclass_fields__}
-
-
-def _given_scores(rows: PrefillRows, old_scores: torch.Tensor, unit: int) -> torch.Tensor:
-    """Scores of units, fp32 ``[R, S, C]``, that attention has no part in: 0, or from the host."""
-    columns = rows.max_cached // unit + -(-rows.max_length // unit)
-    scores = old_scores.new_zeros(*old_scores.shape[:2], columns)
-    for row, stride in enumerate(rows.strides):
-        if stride.given is not None:
-            skip, cached = max(-stride.scored, 0), stride.cached // unit
-            given, first = stride.given[skip:], stride.scored + skip
-            scores[row, :, :cached] = old_scores[row, :, :cached]
-            if unit == 1:
-                scores[row, :, first : first + len(given)] = given
-                continue
-            places = torch.arange(first, first + len(given), device=scores.device) // unit
-            scores[row].index_add_(1, places, given.expand(len(scores[row]), -1))
-    return scores
-
-
-def _keep(
-    rows: PrefillRows, scores: torch.Tensor, old_tokens: torch.Tensor, unit: int
-) -> torch.Tensor:
-    """bool like ``scores``: which units every stride that deletes something leaves.
-
-    A last one that is not complete stays.
-    """
-    keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-    for row, (stride, plan) in enumerate(zip(rows.strides, rows.plans, strict=True)):
-        if plan is None:
-            continue
-        schedule, total = stride.schedule, (stride.cached + stride.num_tokens) // unit
-        values, age = scores[row, :, :total], None
-        if schedule.scoring.per_age:
-            ends = stride.end - stride.end % unit
-            new = torch.arange(stride.stream, ends, unit, device=scores.device)
-            tokens = [old_tokens[row, :, : stride.cached // unit], new.expand(len(values), -1)]
-            age = stride.end - torch.cat(tokens, dim=1)
-        keep[row, :, :total] = schedule.survivors(compared(schedule.scoring, values, age), plan)
-    return keep
