@@ -12,7 +12,14 @@ import torch
 
 from .. import columns
 from ..triton.attend import attend
-from ..triton.combine import in_units, merge, update, update_reference
+from ..triton.combine import (
+    head_masses,
+    in_units,
+    merge,
+    update,
+    update_from,
+    update_reference,
+)
 from ..triton.configs import attend_splits
 from ..triton.prefill import attend_strides_reference
 from ..triton.rotate import (
@@ -35,6 +42,7 @@ from .random_pool import (
     TOLERANCE,
     Cache,
     Case,
+    chronological,
     close,
     make_cache,
     new_tokens,
@@ -108,6 +116,8 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction),
         case.unit,
     )
+    if case.reduction != "median" and not case.per_head and case.num_heads * case.group % 2 == 0:
+        _check_ranks(ours, new_score, cache.to(device), (logits, own, lse), dsteps)
     tolerance = TOLERANCE[case.dtype]
     errors = {"output": 0.0, "lse": 0.0, "score": 0.0}
     for row in real_rows(case):
@@ -133,6 +143,35 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     after.score.copy_(cache.score)
     same("update writes scores only", after.pool, cache.pool)
     return errors
+
+
+def _check_ranks(
+    ours: Cache,
+    new_score: torch.Tensor,
+    again: Cache,
+    made: tuple[torch.Tensor, ...],
+    steps: torch.Tensor,
+) -> None:
+    """Two tensor-parallel ranks with half of the heads each come to the scores of one with all.
+
+    Args:
+        ours, again: pages after ``update``, and before it.
+        made: logits, the new tokens' own, and log-sum-exps.
+    """
+    case, num = ours.case, made[0].shape[1] // 2
+    where = again.rank, again.table, steps, case.reduction, case.unit
+    ranks = [
+        head_masses(*(x[:, half].contiguous() for x in made), *where)
+        for half in (slice(0, num), slice(num, None))
+    ]
+    both = torch.stack(ranks)
+    masses = both.mean(0) if case.reduction == "mean" else both.amax(0)
+    new = update_from(masses, again.rank, again.score, *where[1:3], case.unit)
+    for row in real_rows(case):
+        places = chronological(again, row, steps[row].tolist())[0]
+        scores = [cache.to("cpu").words("score", row).gather(1, places) for cache in (again, ours)]
+        close("scores of two ranks", scores[0], scores[1].double(), 1e-5)
+        close("new scores of two ranks", new[row], new_score[row].cpu().double(), 1e-5)
 
 
 def opens(case: Case, step: list[int]) -> bool:

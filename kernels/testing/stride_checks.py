@@ -54,9 +54,7 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     where = (ours.table, dsteps, table_of(case, device, decode_dtype(case.dtype)))
     rest = (case.interleaved, slopes, dfactors, case.head_size**-0.5, case.softcap, longest)
     pages = ours.kv, ours.rank, ours.born
-    attend_strides(
-        *(dq, dk, dv, *pages, ours.score, ours.token, *where, *rest), output, lse, line
-    )
+    attend_strides(*(dq, dk, dv, *pages, ours.score, ours.token, *where, *rest), output, lse, line)
     column_sums(dq, dk, *pages, *where, *rest, lse, ddecays, case.reduction, max(cache.slots), sums)
     same("prefill attention writes no page", ours.pool, cache.pool)
     errors = {"output": 0.0, "lse": 0.0, "sums": 0.0}

@@ -270,9 +270,7 @@ def _attend_chunks(
                 away = tl.where(seen, distance + moved, 0)
                 keys = load_turned(rows, seen, rotation, away, HEAD, HALF, INTERLEAVED)
                 rank_now = at - moved
-                logits = stride_logits(
-                    queries, keys, position, rank_now, seen, factor, cap, slope
-                )
+                logits = stride_logits(queries, keys, position, rank_now, seen, factor, cap, slope)
                 values = load_rows(rows + HEAD, seen, 0, HEAD)
                 top, total, acc = online_softmax(top, total, acc, logits, values)
 

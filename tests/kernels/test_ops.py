@@ -41,6 +41,17 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             combine.update,
             (logits, own, lse[:2], cache.rank, cache.score, table, steps, "max", unit),
         ),
+        "head_masses": (
+            combine.head_masses,
+            (logits, own, lse[:2], cache.rank, table, steps, "max", unit),
+        ),
+        "update_from": (
+            combine.update_from,
+            (
+                torch.rand(2, table.shape[1] * cache.rank.shape[2] + 1),
+                *(cache.rank, cache.score, table, steps, unit),
+            ),
+        ),
         "assign": (
             assign.assign,
             (

@@ -276,6 +276,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             for same in alike.values()
         ]
         return single, longer.select(np.asarray(others, dtype=np.int64)), groups
+
     def _singles(
         self,
         at: slice,

@@ -9,22 +9,29 @@ the CPU, and so it is tested.
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 
 from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, TritonMetadata
-from vllm_cascade.attention.cuda.strides import ChunkRows, PrefillRows, stride_shapes
-from vllm_cascade.attention.cuda.workspace import workspace_of
+from vllm_cascade.attention.cuda.strides import (
+    ChunkRows,
+    PrefillRows,
+    stride_shapes,
+    worst_shapes,
+)
+from vllm_cascade.attention.cuda.workspace import size_of, workspace_of
 from vllm_cascade.attention.inputs import Stride
-from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens, all_reduced
+from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
-from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import insert_strides
@@ -37,6 +44,26 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     _decode_rotation: torch.Tensor | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._config = get_current_vllm_config_or_none()
+
+    def reserve(self, query: torch.Tensor) -> None:
+        """The strides' workspace, for good; what decode needs at a time, for the profile only."""
+        policy = None if self._config is None else policy_of(self._config)
+        if policy is None:
+            return
+        limits, device = self._config.scheduler_config, query.device
+        worst = worst_shapes(policy, limits, query, self.num_kv_heads)
+        workspace_of(device).reserve(size_of(worst))
+        block = self._config.cache_config.block_size
+        slots = -(-policy.capacity // block) * block
+        num, heads = limits.max_num_seqs, self.num_heads
+        splits = attend_splits(device, num, self.num_kv_heads, slots)
+        parts = torch.empty(num, heads, splits, self.head_size + 1, device=device)
+        logits = torch.empty(num, heads, slots if policy.uses_attention else 0, device=device)
+        del parts, logits
+
     def prepare(
         self,
         spec: KVPolicySpec,
@@ -45,7 +72,6 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         num_ranks: int = 1,
     ) -> None:
         super().prepare(spec, kv_cache, rotary, num_ranks)
-        self._num_ranks = num_ranks
         assert self._pages is not None
         if rotary is not None:
             turning = rotary.inv_freq, spec.max_distance, kv_cache.device
@@ -101,16 +127,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             new.output[rows] = place
         new_score = decode.no_scores
         if policy.uses_attention:
-            logits, own, lse = self._all_ranks(logits, own, lse)
-            new_score = update(
-                logits=logits,
-                own=own,
-                lse=lse,
-                **_words(pages, "rank", "score"),
-                **where,
-                reduction=policy.head_reduction,
-                unit=pages.unit,
-            )
+            new_score = self._update(pages, logits, own, lse, policy.head_reduction, where)
         elif decode.given is not None:
             words = _words(pages, "rank", "score")
             assign(given=decode.given, ranks=decode.scored, **words, **where, unit=pages.unit)
@@ -136,6 +153,29 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if self._layer is None:
             return {"rotation": None, "interleaved": False}
         return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
+
+    def _update(
+        self,
+        pages: Pages,
+        logits: torch.Tensor,
+        own: torch.Tensor,
+        lse: torch.Tensor,
+        reduction: str,
+        where: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Scores in the pages, and the new tokens'; over all tensor-parallel ranks if need be."""
+        words, unit = _words(pages, "rank", "score"), pages.unit
+        if self._layer is None or self._layer.over_ranks is None or reduction == "median":
+            logits, own, lse = self._all_ranks(logits, own, lse)
+            return update(
+                logits=logits, own=own, lse=lse, **words, **where, reduction=reduction, unit=unit
+            )
+        masses = head_masses(
+            logits=logits, own=own, lse=lse, rank=pages.rank, **where, reduction=reduction,
+            unit=unit,
+        )  # fmt: skip
+        masses = self._layer.over_ranks(masses, reduction)
+        return update_from(masses=masses, **words, **where, unit=unit)
 
     def _all_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``[rows, heads, ...]`` of all tensor-parallel ranks, where those decide together."""
@@ -209,6 +249,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             num_rows=len(rows.steps),
             num_sets=pages.rank.shape[1],
             width=rows.width,
+            num_tokens=len(new.query),
             query=new.query,
             num_heads=self.num_kv_heads,
             unit=pages.unit,
@@ -225,17 +266,16 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         Every rank reduces its heads before it sends them; a median needs all of them.
 
         Returns:
-            fp32 ``[R, heads, W * parts]``, and query heads of all ranks.
+            fp32 ``[R, heads, W * parts]``, and by how many query heads to divide a mean.
         """
-        if self._layer is None or self._layer.gather_heads is None:
+        if self._layer is None or self._layer.over_ranks is None:
             return sums, query_heads
         if reduction == "mean":
-            sums = all_reduced(sums.sum(1, keepdim=True), "sum")
-        elif reduction == "max" and sums.shape[1] == self.num_kv_heads:
-            sums = all_reduced(sums.amax(1, keepdim=True), "max")
-        else:
-            (sums,) = self._all_ranks(sums)
-        return sums, query_heads * self._num_ranks
+            return self._layer.over_ranks(sums.sum(1, keepdim=True), reduction), query_heads
+        if reduction == "max" and sums.shape[1] == self.num_kv_heads:
+            return self._layer.over_ranks(sums.amax(1, keepdim=True), reduction), query_heads
+        (sums,) = self._all_ranks(sums)
+        return sums, sums.shape[1]
 
     def _chunks(
         self, pages: Pages, metadata: TritonMetadata, rows: ChunkRows, new: NewTokens

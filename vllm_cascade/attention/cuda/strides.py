@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from vllm.config import SchedulerConfig
 
 from vllm_cascade.attention.cuda.workspace import Shapes
 from vllm_cascade.attention.step import StrideRows
@@ -25,7 +26,7 @@ from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.column_sums import num_sums
 from vllm_cascade.kernels.triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, num_programs
 from vllm_cascade.kernels.triton.prefill import LINE_WORDS
-from vllm_cascade.policies import Schedule
+from vllm_cascade.policies import Policy, Schedule
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.rules import Scoring
 
@@ -233,6 +234,7 @@ def stride_shapes(
     num_rows: int,
     num_sets: int,
     width: int,
+    num_tokens: int,
     query: torch.Tensor,
     num_heads: int,
     unit: int,
@@ -242,13 +244,14 @@ def stride_shapes(
 
     Args:
         width: as ``PrefillRows.width``.
-        query: ``[num_tokens, H * G, D]`` of the whole step.
+        num_tokens: of the whole step.
+        query: ``[.., H * G, D]``.
         num_heads: KV heads.
         reduction: over the query heads of a set; None: attention makes no scores.
     """
     shared = num_rows, num_sets, num_programs(num_rows, num_sets)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-        "lse": (tuple(query.shape[:2]), torch.float32),
+        "lse": ((num_tokens, query.shape[1]), torch.float32),
         "line": ((num_rows, num_sets, LINE_WORDS, width), torch.int32),
         "notes": ((*shared, NUMBER_ROWS, width), torch.int32),
         "values": ((*shared, VALUE_ROWS, width), torch.float32),
@@ -257,3 +260,21 @@ def stride_shapes(
         heads, parts = num_sums(query, num_heads, unit, reduction)
         shapes["sums"] = ((num_rows, heads, width * parts), torch.float32)
     return shapes
+
+
+def worst_shapes(
+    policy: Policy, limits: SchedulerConfig, query: torch.Tensor, num_heads: int
+) -> Shapes:
+    """``stride_shapes`` of the most strides in a wave, one of them as long as it can be."""
+    tokens = limits.max_num_batched_tokens
+    longest = policy.capacity + min(policy.prefill_stride, tokens)
+    return stride_shapes(
+        num_rows=max(min(limits.max_num_seqs, tokens // 2), 1),
+        num_sets=num_heads if policy.head_policy == "per_kv_head" else 1,
+        width=longest // policy.unit + 1,
+        num_tokens=tokens,
+        query=query,
+        num_heads=num_heads,
+        unit=policy.unit,
+        reduction=policy.head_reduction if policy.uses_attention else None,
+    )
