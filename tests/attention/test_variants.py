@@ -22,6 +22,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.engine import gpu_worker
+from vllm_cascade.policies.per_request import PerRequest
 
 STRIDE = 256
 POLICIES: dict[str, dict[str, Any]] = {
@@ -108,6 +109,11 @@ def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]
     lengths = [2, 15, 16, 17, STRIDE, STRIDE + 1, 2 * STRIDE, 5000, *rng.integers(1, 5000, 24)]
     for length in map(int, lengths):
         served.prompt(length, beside=bool(length % 2))
+    own = PerRequest(layer.spec.schedule)
+    for asked in ({"kv_policy": "sink"}, {"kv_budget": 256}):
+        layer.builder.requests.schedules = lambda _, asked=asked: [own.schedule(asked)] * 2
+        for length in (17, STRIDE + 1, 3000):
+            served.prompt(length, beside=True)
     fresh = variants - warm
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
 
