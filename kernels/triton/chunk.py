@@ -233,10 +233,10 @@ def _attend_chunks(
     chunk = chunks + mine * STEP
     if tl.load(chunk + STREAM) < 0:
         return
-    _, cached, length, start = stride_of(steps, row)
+    pads, cached, length, start = stride_of(steps, row)
     table += mine * table_stride
     first_query = tl.program_id(0) * QUERIES
-    if first_query < length:
+    if (first_query < length) & (pads == 0):
         stream = tl.load(steps + row * STEP + STREAM)
         begun = tl.load(chunk + STREAM)
         sinks = tl.load(chunk + SINKS)
@@ -258,7 +258,7 @@ def _attend_chunks(
 
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):
-            slot, unit, _, rows, distance = page_tile(
+            slot, unit, word, rows, distance = page_tile(
                 *(kv, rank, born, table, first, slots, head, page_stride, word_stride),
                 *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
             )

@@ -110,8 +110,8 @@ def _attend_strides(
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head)
-    rows = query + token_at * query_stride + query_head * HEAD
-    queries = load_rows(rows, real, 0, HEAD)
+    query_rows = query + token_at * query_stride + query_head * HEAD
+    queries = load_rows(query_rows, real, 0, HEAD)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, padded(HEAD)], tl.float32)

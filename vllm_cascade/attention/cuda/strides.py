@@ -108,6 +108,8 @@ class Mail:
     def send(self, table: torch.Tensor) -> None:
         """Send all of it to where the batch's block table is."""
         parts = [*self._rows, *self._others, *self._requests]
+        if not parts:
+            return
         flat = np.concatenate([part.astype(np.int32).ravel() for part in parts])
         device = sent(torch.from_numpy(flat), table.device)
         rows = (self._num + self._num_others) * STEP_COLUMNS
@@ -156,7 +158,7 @@ class Plans:
 
 
 def _numbers(plan: Plan) -> np.ndarray:
-    """A plan as ``kernels/triton/insert_stride.py`` reads it."""
+    """A plan as ``kernels/triton/choose.py`` reads it."""
     if plan.lowest is not None:
         return np.asarray(plan.lowest, dtype=np.int32)
     assert plan.groups is not None, "rule by rule it is done in PyTorch"
