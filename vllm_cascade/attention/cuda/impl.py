@@ -190,7 +190,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         """Three launches: attend, add up what keys received, and choose and write."""
         policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
-        made = rows.buffers or self._buffers(pages, policy.head_reduction, rows, new)
+        made = rows.buffers.get(self.num_heads)
+        made = made or self._buffers(pages, policy.head_reduction, rows, new)
         turning = self._turning
         common = {
             "slopes": self.alibi_slopes,
@@ -255,8 +256,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             unit=pages.unit,
             reduction=reduction if rows.scoring.source == "attention" else None,
         )
-        rows.buffers.update(workspace_of(new.query.device).carve(shapes))
-        return rows.buffers
+        made = rows.buffers[self.num_heads] = workspace_of(new.query.device).carve(shapes)
+        return made
 
     def _of_all_ranks(
         self, sums: torch.Tensor, reduction: str, query_heads: int

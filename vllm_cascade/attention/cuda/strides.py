@@ -44,7 +44,8 @@ class PrefillRows:
         given: fp32 ``[num_tokens]`` of the whole step, scores by the host, or None.
         max_length, max_slots: the longest stride, and the most slots in use before.
         width: of the longest line, or of the most slots afterwards, in units.
-        buffers: what the kernels leave each other, made by the first layer for all.
+        buffers: what the kernels leave each other, by the layer's query heads; the first layer
+            finds it for all.
     """
 
     steps: torch.Tensor
@@ -56,7 +57,7 @@ class PrefillRows:
     max_length: int
     max_slots: int
     width: int
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
