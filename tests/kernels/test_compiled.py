@@ -30,8 +30,8 @@ for shape in shapes:
 print(json.dumps(rows))
 """
 KERNELS = {
-    "schedule", "attend", "merge", "update", "assign", "insert", "gather", "attend_strides",
-    "column_sums", "stride_scores", "number", "place", "write",
+    "schedule", "attend", "merge", "update", "assign", "insert", "attend_strides",
+    "attend_chunks", "column_sums", "insert_strides",
 }  # fmt: skip
 
 

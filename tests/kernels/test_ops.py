@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels as torch operators: schemas and fake implementations agree with the real ones."""
+"""Decode's kernels as torch operators: schemas and fake implementations agree with real ones."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,25 +12,18 @@ from vllm_cascade.kernels.testing.checks import Case, make_cache
 from vllm_cascade.kernels.triton import (
     assign,
     attend,
-    column_sums,
     combine,
     insert,
-    insert_stride,
-    prefill,
     rotate,
 )
 
-CASE = Case(head_size=16, lengths=(9, 17), strides=(5,))
+CASE = Case(head_size=16, lengths=(9, 17))
 
 
 def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Every operator with arguments it can run on."""
     lengths = CASE.lengths if unit == 1 else (0, unit)
-    longest = max(lengths)
     cache, steps = make_cache(replace(CASE, unit=unit, lengths=lengths))
-    strides = steps.clone()
-    strides[:, 4], strides[:, 5] = torch.tensor([0, 5]), 5
-    strides[:, 3] += 32  # room for what they insert
     query = torch.randn(10, 4, 16)
     key = torch.randn(10, 2, 16)
     pages = cache.kv, cache.rank, cache.born, cache.score, cache.token
@@ -38,10 +31,6 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     rotation = rotate.rotation_table(CASE.inv_freq, 301, "cpu")
     decode = (query[:2], key[:2], key[:2], *pages[:3], table, steps, rotation, None, None, 0.25)
     parts, parts_lse, logits, own = attend.attend(*decode, 0.0, False, 2, True)
-    old = torch.randn(2, 2, longest, 16)
-    num_columns, per_unit = column_sums.num_sums(query, longest, 5, unit)
-    sums, num_old = torch.rand(2, 4, num_columns * per_unit), longest // unit
-    keep, scores = torch.ones(2, 1, num_columns, dtype=torch.bool), torch.rand(2, 1, num_columns)
     lse = torch.rand(10, 4)
     rules = torch.zeros(1, 4, dtype=torch.int32)
     return {
@@ -51,6 +40,17 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "update": (
             combine.update,
             (logits, own, lse[:2], cache.rank, cache.score, table, steps, "max", unit),
+        ),
+        "head_masses": (
+            combine.head_masses,
+            (logits, own, lse[:2], cache.rank, table, steps, "max", unit),
+        ),
+        "update_from": (
+            combine.update_from,
+            (
+                torch.rand(2, table.shape[1] * cache.rank.shape[2] + 1),
+                *(cache.rank, cache.score, table, steps, unit),
+            ),
         ),
         "assign": (
             assign.assign,
@@ -62,23 +62,6 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "insert": (
             insert.insert,
             (key[:2], key[:2], torch.rand(2, 1), *pages, table, steps, rules, True),
-        ),
-        "gather": (rotate.gather, (*pages, table, strides, rotation, False, longest)),
-        "attend_strides": (
-            prefill.attend_strides,
-            (query, key, key, old, old, strides, None, None, torch.empty_like(query), 0.25, 0.0, 5),
-        ),
-        "column_sums": (
-            column_sums.column_sums,
-            (query, key, old, lse, torch.rand(8), strides, None, None, 0.25, 0.0, 5, unit),
-        ),
-        "stride_scores": (
-            column_sums.stride_scores,
-            (sums, torch.rand(2, 1, num_old), torch.rand(2), strides, "mean", unit, per_unit),
-        ),
-        "insert_strides": (
-            insert_stride.insert_strides,
-            (key, key, keep, scores, *pages, table, strides, 5, rotation, False),
         ),
     }
 
