@@ -206,13 +206,16 @@ def test_sigterm_in_a_prefill(tmp_path: Path, book_tokens: list[int]) -> None:
 
     client = threading.Thread(target=ask_for_much)
     client.start()
-    deadline = time.monotonic() + 60
-    while server.metric("vllm:num_requests_running") == 0 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert server.metric("vllm:num_requests_running") == 1
-    assert server.metric("vllm:generation_tokens_total") == 0
-    server.process.send_signal(signal.SIGTERM)
-    server.process.wait(60)
+    try:
+        deadline = time.monotonic() + 60
+        while server.metric("vllm:num_requests_running") == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.metric("vllm:num_requests_running") == 1
+        assert server.metric("vllm:generation_tokens_total") == 0
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+    finally:
+        server.stop()
     client.join(60)
     _, alive = psutil.wait_procs(family, timeout=10)
     assert not alive and not client.is_alive()
