@@ -37,8 +37,8 @@ class Judge:
         bits: of a key's channels, with a scale a key; 32: as they are.
         keys: what is kept of a unit's keys: ``all``, ``busiest 4`` (those that had most attention
             before they left), ``means of 4`` (of neighbours) or ``mean``.
-        rotated: where keys are judged: ``no`` (before rotation, queries too), ``true`` (as they
-            stood), ``fixed`` (all as far away as the window is long).
+        rotated: where keys are judged: ``recalled`` (in the middle of the recalled units, behind
+            the window), ``no`` (before rotation, queries too) or ``true`` (as they stood).
         worth: ``largest and mean`` of its keys' probabilities, ``largest`` or ``sum``.
         queries: of a stride, that ask.
         over_queries: ``best`` or ``mean``.
@@ -48,7 +48,7 @@ class Judge:
 
     bits: int = 8
     keys: str = "all"
-    rotated: str = "no"
+    rotated: str = "recalled"
     worth: str = "largest and mean"
     queries: int = 32
     over_queries: str = "best"
@@ -68,8 +68,8 @@ JUDGES = {
     "4 busiest keys": Judge(keys="busiest 4"),
     "means of 4 keys": Judge(keys="means of 4"),
     "one mean key": Judge(keys="mean"),
-    "rotated, as they stood": Judge(rotated="true"),
-    "rotated, one distance": Judge(rotated="fixed"),
+    "where they stood": Judge(rotated="true"),
+    "before rotation": Judge(rotated="no"),
     "largest key": Judge(worth="largest"),
     "sum of keys": Judge(worth="sum"),
     "8 queries ask": Judge(queries=8),
@@ -227,16 +227,20 @@ def kept_keys(judge: Judge, keys: torch.Tensor, busy: torch.Tensor) -> torch.Ten
     return in_bits(keys, judge.bits)
 
 
-def evidence(judge: Judge, place: Place, unit: int, window: int) -> torch.Tensor:
-    """fp32 ``[K, G, units]``: how much each query head asks for each unit."""
+def evidence(judge: Judge, place: Place, unit: int, away: int) -> torch.Tensor:
+    """fp32 ``[K, G, units]``: how much each query head asks for each unit.
+
+    Args:
+        away: how far before the stride recalled units would stand.
+    """
     layer, old = place.layer, place.units * unit
     at = torch.from_numpy(asking(place.end - place.begin, judge.queries)) + place.begin
     token = torch.arange(place.first, place.first + old)
     query, key = layer.query[:, at], layer.key[:, token]
     if judge.rotated == "true":
         query, key = layer.turn(query, at), layer.turn(key, token)
-    elif judge.rotated == "fixed":
-        query = layer.turn(query, torch.full_like(at, window))
+    elif judge.rotated == "recalled":
+        query = layer.turn(query, at - place.begin + away)
         key = layer.turn(key, torch.zeros_like(token))
     busy = place.busy.unflatten(0, (-1, layer.group)).sum(1).unflatten(-1, (-1, unit))
     kept = kept_keys(judge, key.unflatten(1, (-1, unit)), busy)
@@ -252,9 +256,9 @@ def evidence(judge: Judge, place: Place, unit: int, window: int) -> torch.Tensor
     return worth.amax(2) if judge.over_queries == "best" else worth.mean(2)
 
 
-def chosen(judge: Judge, place: Place, unit: int, window: int, num: int) -> torch.Tensor:
+def chosen(judge: Judge, place: Place, unit: int, away: int, num: int) -> torch.Tensor:
     """bool ``[H, units]``: which units each query head finds in its cache."""
-    asked = evidence(judge, place, unit, window)
+    asked = evidence(judge, place, unit, away)
     if judge.heads == "per KV head":
         asked = asked.mean(1).repeat_interleave(place.layer.group, 0)
     else:
@@ -309,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--tokens {args.tokens:,}: the model has {most:,} positions")
     tokenizer = load_tokenizer(args.model)
     found = {name: Found() for name in JUDGES}
+    away = args.window + args.recall * args.unit // 2
     num_places = 0
     for text in (text for source in args.data for text in read(source).values()):
         token_ids = tokenizer(text)["input_ids"][: args.tokens]
@@ -316,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for place in places_of(layer, args):
                 num_places += 1
                 for name, judge in JUDGES.items():
-                    here = chosen(judge, place, args.unit, args.window, args.recall)
+                    here = chosen(judge, place, args.unit, away, args.recall)
                     found[name].add(place, here, args.recall)
     data = {name: vars(one) for name, one in found.items()}
     size = model.config.head_dim

@@ -14,6 +14,7 @@ from benchmarks.judges import JUDGES, Found, Judge, Layer, Place, parse_args
 from tests.conftest import MODEL
 
 UNIT = 4
+AWAY = 10
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,8 @@ def literal(place: Place, bits: int, num_queries: int) -> torch.Tensor:
             for token in range(place.first, place.first + place.units * UNIT):
                 key = layer.key[head // layer.group, token].double()
                 step = key.abs().max() / levels
-                query = layer.query[head, place.begin + end].double()
+                query = layer.query[head, place.begin + end][None]
+                query = layer.turn(query, torch.tensor([end + AWAY]))[0].double()
                 logits.append(query @ ((key / step).round() * step))
             probs = torch.stack(logits).softmax(0).view(-1, UNIT)
             worth = probs.max(1).values + probs.mean(1)
@@ -101,37 +103,37 @@ def literal(place: Place, bits: int, num_queries: int) -> torch.Tensor:
 def test_evidence(layers: list[Layer], bits: int) -> None:
     for place in places(layers)[0]:
         wanted = literal(place, bits, 3)
-        ours = judges.evidence(Judge(bits=bits, queries=3), place, UNIT, 10).flatten(0, 1)
+        ours = judges.evidence(Judge(bits=bits, queries=3), place, UNIT, AWAY).flatten(0, 1)
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=2e-5)
         mean = torch.zeros_like(wanted, dtype=torch.bool)
         mean[:, wanted.mean(0).topk(2).indices] = True
-        assert torch.equal(judges.chosen(Judge(bits=bits, queries=3), place, UNIT, 10, 2), mean)
+        assert torch.equal(judges.chosen(Judge(bits=bits, queries=3), place, UNIT, AWAY, 2), mean)
 
 
 def test_every_judge_differs_from_the_plugins_in_one_thing(layers: list[Layer]) -> None:
     """And each of them changes what is found: none silently does nothing."""
     plain, unit = Judge(), 8
     place = places(layers, unit=unit, window=12, stride=20)[0][-1]
-    few = judges.evidence(replace(plain, queries=4), place, unit, 10)
+    few = judges.evidence(replace(plain, queries=4), place, unit, AWAY)
     for name, judge in list(JUDGES.items())[1:]:
         changed = {k for k, v in vars(judge).items() if v != getattr(plain, k)}
         assert len(changed) == 1, name
         if changed == {"heads"}:
             continue
         asks = judge if changed == {"queries"} else replace(judge, queries=4)
-        assert not torch.equal(judges.evidence(asks, place, unit, 10), few), name
+        assert not torch.equal(judges.evidence(asks, place, unit, AWAY), few), name
 
 
 def test_who_chooses(layers: list[Layer]) -> None:
     """Heads together by their mean or the best of them, or each KV head by its own."""
     place = places(layers)[0][-1]
-    asked = judges.evidence(Judge(), place, UNIT, 10)
+    asked = judges.evidence(Judge(), place, UNIT, AWAY)
     for heads, wanted in (
         ("shared", asked.flatten(0, 1).mean(0).expand(4, -1)),
         ("shared, best", asked.flatten(0, 1).amax(0).expand(4, -1)),
         ("per KV head", torch.stack([asked[0].mean(0)] * 2 + [asked[1].mean(0)] * 2)),
     ):
-        here = judges.chosen(Judge(heads=heads), place, UNIT, 10, 2)
+        here = judges.chosen(Judge(heads=heads), place, UNIT, AWAY, 2)
         for row, values in zip(here, wanted, strict=True):
             assert set(row.nonzero().flatten().tolist()) == set(values.topk(2).indices.tolist())
 
