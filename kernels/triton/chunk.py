@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .configs import prefill_config
-from .prefill import check_new, query_scale, stride_constants, stride_logits
+from .prefill import MOST_REGISTERS, check_new, query_scale, stride_constants, stride_logits
 from .tiles import (
     CACHED,
     CHUNK,
@@ -258,7 +258,7 @@ def _attend_chunks(
 
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):
-            slot, unit, word, rows, distance = page_tile(
+            slot, unit, _word, rows, distance = page_tile(
                 *(kv, rank, born, table, first, slots, head, page_stride, word_stride),
                 *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
             )
@@ -381,5 +381,6 @@ def attend_chunks(
         *(kv.stride(0), rank.stride(0), table.stride(0)),
         RENUMBER=RENUMBERED,
         COPY=COPIED,
+        maxnreg=MOST_REGISTERS,
         **stride_constants(config, query, kv, rank, rotation, interleaved),
     )

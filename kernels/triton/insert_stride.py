@@ -325,4 +325,5 @@ def insert_strides(
         SCORE_TILE=max(64, 4096 // triton.next_power_of_2(summed)) if summed > 4 else 1024,
         ROWS=COPIED,
         num_warps=8,
+        maxnreg=128,  # left to itself, ptxas may spill for more blocks a multiprocessor
     )

@@ -30,6 +30,8 @@ from .tiles import (
     stride_of,
 )
 
+MOST_REGISTERS = 255
+"""Of a thread; left to itself, ptxas may spill to have two blocks on a multiprocessor."""
 LINE_WORDS = 3
 LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
 """What is known of a cached unit by its rank: its place, its score's bits, its first token."""
@@ -243,6 +245,7 @@ def attend_strides(
         *(slopes, logit_scale, output, lse, line, scale, softcap or None),
         *(query.stride(0), key.stride(0), value.stride(0), output.stride(0)),
         *(kv.stride(0), rank.stride(0), table.stride(0), line.shape[3]),
+        maxnreg=MOST_REGISTERS,
         **stride_constants(config, query, kv, rank, rotation, interleaved),
     )
 
