@@ -115,6 +115,7 @@ CONFIGURATION = (
         dtype=read(
             "rows that come in, and on CUDA pages", "ModelDType | torch.dtype", REFUSALS, WORKER
         ),
+        enable_prompt_embeds=read("such prompts have no token ids", "bool", REFUSALS),
         enforce_eager=read("a captured graph would skip recording", "bool", GPU_WORKER),
         get_sliding_window=called(UNSUPPORTED, "(self)", REFUSALS),
         get_total_num_kv_heads=called("heads over ranks", "(self)", REFUSALS),

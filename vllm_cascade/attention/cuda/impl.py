@@ -22,7 +22,7 @@ from vllm_cascade.attention.cuda.workspace import size_of, workspace_of
 from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
-from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.layout import TRACE_WORDS, Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.engine.lookup import policy_of
@@ -323,5 +323,5 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
 
 def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
-    """Views of the pages by name: these, or all."""
-    return {name: getattr(pages, name) for name in names or Pages.__dataclass_fields__}
+    """Views of the pages by name: these, or rows and all numbers of units."""
+    return {name: getattr(pages, name) for name in names or ("kv", *TRACE_WORDS)}
