@@ -248,8 +248,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "layers that are not quantised",
         _some_layers_quantised,
-        "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: a page has as many tokens "
-        "in every layer; remove it, or set --kv-cache-dtype to auto",
+        "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: pages have as many "
+        "tokens in every layer; remove it, or set --kv-cache-dtype to auto",
     ),
     Refusal(
         "quantised means",
