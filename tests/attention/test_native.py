@@ -184,7 +184,7 @@ def test_what_the_library_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     gathering = replace(config, gather_heads=lambda mass: mass)
     assert "tensor-parallel" in native.refusal(gathering, pages, heads, schedule, load())
     assert "more than 256" in native.refusal(config, pages, 512, schedule, load())
-    no_fp32 = SimpleNamespace(dtypes=set())
+    no_fp32 = SimpleNamespace(dtypes=set(), codes=set())
     assert "torch.float32" in native.refusal(config, pages, heads, schedule, no_fp32)
     moving = compiled(resolve({"name": "dgc", "budget": 9, "importance": "cluster"}))
     assert "dgc" in native.refusal(config, pages, heads, moving, load())

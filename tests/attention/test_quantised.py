@@ -153,7 +153,9 @@ def test_codes(data: st.DataObject) -> None:
     found = ours.decode(codes, scale)
     near = (found - expected).abs() <= 1e-6 * expected.abs()
     # Products and quotients round differently: a number in the middle of two may go either way.
-    assert near.float().mean() > 0.98
+    torch.testing.assert_close(
+        (found - rows)[~near].abs(), (expected - rows)[~near].abs(), rtol=1e-4, atol=0.0
+    )
     twice = ours.decode(*ours.encode(found))
     torch.testing.assert_close(twice, found, rtol=2e-6, atol=0.0)
 

@@ -395,6 +395,7 @@ def test_ours_must_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- real runs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_novel_through_real_engines() -> None:
     """Stock vLLM refuses the whole text in its own words; ours reads it in constant pages."""
     args = settled(*TINY[2:], "--stride", "64")
