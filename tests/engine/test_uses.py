@@ -2,21 +2,14 @@
 """vLLM's other ways in: its commands, prompts of embeddings, input that goes on, priorities."""
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-import signal
 import subprocess
-import threading
-import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -25,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from tests.conftest import MODEL, ROOT
 from tests.engine.pool import EnginePool
-from tests.engine.server import VLLM, Server
+from tests.engine.server import VLLM
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_faults import FLAGS, POLICY
 from tests.engine.test_prefix_caching import ask
@@ -193,39 +186,3 @@ def test_input_that_goes_on(book_tokens: list[int]) -> None:
     for value, end in zip(values, ends, strict=True):
         best = run_oracle(POLICY, book_tokens[:end]).logits_last.log_softmax(-1).max().item()
         assert value == pytest.approx(best, abs=2e-4), end
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_sigterm_in_a_prefill(tmp_path: Path, book_tokens: list[int]) -> None:
-    """The engine ends at once; vLLM's HTTP server when its last client has left."""
-    server = Server(tmp_path / "log", FLAGS).wait()
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    prompt = [*book_tokens, *book_tokens][:19_000]
-
-    def ask_for_much() -> None:
-        with contextlib.suppress(openai.APIError, httpx.HTTPError):
-            server.complete(prompt, 1)
-
-    client = threading.Thread(target=ask_for_much, daemon=True)
-    client.start()
-    try:
-        deadline = time.monotonic() + 60
-        while server.metric("vllm:num_requests_running") == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert server.metric("vllm:num_requests_running") == 1
-        assert server.metric("vllm:generation_tokens_total") == 0
-        server.process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 20
-        while not all(map(is_gone, family)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert all(map(is_gone, family))
-        server.client.close()
-        server.process.wait(30)
-    finally:
-        server.process.kill()
