@@ -18,7 +18,7 @@ from vllm import SamplingParams
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import PYTORCH, run_oracle
 from tests.engine.test_batching import ForceTokens
-from tests.engine.test_units import LENGTHS, answer, generated, kept_sets, replay
+from tests.engine.test_units import generated, in_any_company, kept_sets
 from vllm_cascade.kernels.cpp.library import load
 
 MAX_ERROR, MEAN_ERROR = 2e-3, 1e-4
@@ -156,23 +156,7 @@ def test_the_same_answer_in_any_company(
 
     Products of matrices round differently there, and a code may be the next one.
     """
-    llm = engine(engine_pool, CASES[name])
-    prompt = book_tokens[2000:2333]
-    ((cached, tokens, logprobs),) = answer(llm, [prompt])
-    assert cached == 0
-    assert answer(llm, [prompt]) == [(320, tokens, logprobs)]
-    llm.reset_prefix_cache()
-    assert answer(llm, [prompt]) == [(0, tokens, logprobs)]
-    others = [book_tokens[1000 * i :][:length] for i, length in enumerate(LENGTHS, start=3)]
-    for expected in (320, 0):
-        (cached, *batched), *_ = answer(llm, [prompt, *others])
-        assert (cached, batched[0]) == (expected, tokens)
-        np.testing.assert_allclose(batched[1], logprobs, atol=MAX_ERROR)
-        llm.reset_prefix_cache()
-    replayed = replay(llm, prompt)
-    assert replayed[0] == tokens
-    np.testing.assert_allclose(replayed[1], logprobs, atol=MAX_ERROR)
-    assert pool_usage(llm) == 0.0
+    in_any_company(engine(engine_pool, CASES[name]), book_tokens, MAX_ERROR)
 
 
 def assert_pages_are_as_large_as_computed(config: Any, case: Case) -> None:
