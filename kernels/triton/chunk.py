@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .configs import prefill_config
-from .prefill import MOST_REGISTERS, check_new, query_scale, stride_constants, stride_logits
+from .prefill import MOST_REGISTERS, check_new, stride_constants, stride_logits, stride_queries
 from .tiles import (
     CACHED,
     CHUNK,
@@ -30,10 +30,10 @@ from .tiles import (
     check_pages,
     check_steps,
     copy_rows,
+    empty_softmax,
     load_rows,
     load_turned,
     online_softmax,
-    padded,
     page_tile,
     slot_tile,
     store_rows,
@@ -246,15 +246,13 @@ def _attend_chunks(
         real = index < length
         token_at = start + index
         position = cached + index
-        factor = query_scale(scale, logit_scale, token_at, real)
+        queries, factor = stride_queries(
+            query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD
+        )
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + query_head)
-        query_rows = query + token_at * query_stride + query_head * HEAD
-        queries = load_rows(query_rows, real, 0, HEAD)
-        top = tl.full([QUERIES], float("-inf"), tl.float32)
-        total = tl.zeros([QUERIES], tl.float32)
-        acc = tl.zeros([QUERIES, padded(HEAD)], tl.float32)
+        top, total, acc = empty_softmax(QUERIES, HEAD)
 
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):

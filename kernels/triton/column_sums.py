@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .configs import mass_config
-from .prefill import check_new, query_scale, stride_constants, stride_logits
+from .prefill import check_new, stride_constants, stride_logits, stride_queries
 from .tiles import (
     OLD_SLOTS,
     STEP,
@@ -106,9 +106,9 @@ def _column_sums(
             index = begin + tl.arange(0, QUERIES)
             real = index < length
             token = start + index
-            factor = query_scale(scale, logit_scale, token, real)
-            rows_of = query + token * query_stride + query_head * HEAD
-            queries = load_rows(rows_of, real, 0, HEAD)
+            queries, factor = stride_queries(
+                query, query_head, token, real, query_stride, scale, logit_scale, HEAD
+            )
             logits = stride_logits(queries, keys, cached + index, at, seen, factor, cap, slope)
             norm = tl.load(lse + token * (NUM_HEADS * GROUP) + query_head, mask=real, other=0.0)
             weight = tl.load(decays + (length - 1 - index), mask=real, other=0.0)

@@ -20,10 +20,10 @@ from .tiles import (
     check_pages,
     check_steps,
     dot_keys,
+    empty_softmax,
     load_rows,
     load_turned,
     online_softmax,
-    padded,
     page_tile,
     soft_cap,
     store_rows,
@@ -51,11 +51,12 @@ def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope):
 
 
 @triton.jit
-def query_scale(scale, logit_scale, token, real):
+def stride_queries(query, head, token, real, query_stride, scale, logit_scale, HEAD: tl.constexpr):
+    """One head's queries of some tokens of the step, and the factor on the logits of each."""
     factor = tl.zeros(token.shape, tl.float32) + scale
     if logit_scale is not None:
         factor *= tl.load(logit_scale + token, mask=real, other=1.0)
-    return factor
+    return load_rows(query + token * query_stride + head * HEAD, real, 0, HEAD), factor
 
 
 @triton.jit(do_not_specialize=["line_stride"])
@@ -108,15 +109,13 @@ def _attend_strides(
     real = index < length
     token_at = start + index
     position = cached + index
-    factor = query_scale(scale, logit_scale, token_at, real)
+    queries, factor = stride_queries(
+        query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD
+    )
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head)
-    query_rows = query + token_at * query_stride + query_head * HEAD
-    queries = load_rows(query_rows, real, 0, HEAD)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, padded(HEAD)], tl.float32)
+    top, total, acc = empty_softmax(QUERIES, HEAD)
 
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
     table += row.to(tl.int64) * table_stride

@@ -217,6 +217,13 @@ def soft_cap(logits, cap):
 
 
 @triton.jit
+def empty_softmax(ROWS: tl.constexpr, HEAD: tl.constexpr):
+    """What ``online_softmax`` begins with: largest logits, sums, and values."""
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, padded(HEAD)], tl.float32)
+
+
+@triton.jit
 def online_softmax(top, total, acc, logits, values):
     """One more tile of logits ``[m, n]`` and values ``[n, d]`` (-inf: absent)."""
     highest = tl.maximum(top, tl.max(logits, axis=1))
