@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stride of one request: attention of its tokens, as products of plain fp32 matrices.
+// A stride of one request: attention of its tokens, as products of plain matrices, of fp32 or,
+// where rows are bf16 and the processor multiplies those, of bf16: keys and probabilities are then
+// rounded once more. Logits, softmax and sums are fp32.
 #pragma once
 
 #include "panel.h"
@@ -30,18 +32,24 @@ namespace {
 constexpr int64_t LOGITS = 1 << 16;  // fp32 logits at once and thread: a quarter of an L2 cache
 constexpr int64_t DEPTH = 128;       // keys whose values stay in L1 over a tile's rows
 
-// The cache and the stride as plain fp32 matrices, in slot order, the new tokens behind.
+// The cache and the stride as plain matrices, in slot order, the new tokens behind. A number of
+// theirs stands for `DEPTHS` channels of a key, or for a channel of as many tokens' values.
+template <class T>
 struct Packed {
+  typedef typename Numbers<T>::Number Number;
   int64_t padded, width;         // keys, rounded up to COLUMNS; channels, rounded up to W
   int64_t tile, tiles;           // queries at once
-  float* keys;                   // [H, padded / COLUMNS, D, COLUMNS], transposed blocks
-  float* values;                 // [H, padded, width]
+  int64_t depth;                 // numbers of a query
+  Number* keys;                  // [H, padded / COLUMNS, depth, COLUMNS], transposed blocks
+  Number* values;                // [H, padded / DEPTHS, width]
   float* mass;                   // [H * G, tiles, padded]
   int32_t *slot, *rank;          // [S, cached], of the keys in this order, unit after unit
 };
 
 template <class T>
 struct Work {
+  typedef Numbers<T> N;
+  typedef typename N::Number Number;
   Layer layer;
   const Stride& stride;
   const Rows& rows;
@@ -80,7 +88,7 @@ struct Work {
 
 // Slots that hold a token, and their ranks. Returns how many: `work.cached`.
 template <class T>
-void list_slots(const Work<T>& work, const Packed& packed, int64_t set) {
+void list_slots(const Work<T>& work, const Packed<T>& packed, int64_t set) {
   const Stride& stride = work.stride;
   const int64_t unit = work.unit, places = work.old_slots / unit;
   std::vector<int32_t> rank(places);
@@ -96,7 +104,7 @@ void list_slots(const Work<T>& work, const Packed& packed, int64_t set) {
 
 // One cached token's key at its present position, and its value.
 template <class T>
-void unpack_cached(Work<T>& work, const Packed& packed, int64_t head, int64_t j, float* key,
+void unpack_cached(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t j, float* key,
                    float* value) {
   const Layer& layer = work.layer;
   const Stride& stride = work.stride;
@@ -117,17 +125,47 @@ void unpack_cached(Work<T>& work, const Packed& packed, int64_t head, int64_t j,
   rotate(layer, key, born + within - packed.rank[set * work.cached + j] - stride.shift);
 }
 
+// W tokens' values, fp32 rows, as numbers.
+inline void pack_values(const float* rows, int64_t width, float* to) {
+  std::memcpy(to, rows, W * width * sizeof(float));
+}
+// W tokens' keys, fp32 rows, transposed: their channels from `c`, of which there are `left`.
+inline void pack_keys(vf* square, int64_t left, float* to) {
+  transpose(square);
+#pragma GCC unroll 16
+  for (int k = 0; k < W; k++)
+    if (k < left) store(to + k * COLUMNS, square[k]);
+}
+#ifdef HAS_BF16_PRODUCTS
+inline void pack_values(const float* rows, int64_t width, uint32_t* to) {
+  for (int64_t i = 0; i < W; i += 2, rows += 2 * width)
+    for (int64_t c = 0; c < width; c += W, to += W) {
+      const vu pairs = pairs_of(load(rows + c), load(rows + width + c));
+      std::memcpy(to, &pairs, sizeof(pairs));
+    }
+}
+inline void pack_keys(vf* square, int64_t left, uint32_t* to) {
+  transpose(square);
+#pragma GCC unroll 16
+  for (int k = 0; k < W; k += 2) {
+    const vu pairs = pairs_of(square[k], square[k + 1]);
+    if (k < left) std::memcpy(to + k / 2 * COLUMNS, &pairs, sizeof(pairs));
+  }
+}
+#endif
+
 // Keys (rotated to where they are now, transposed) and values of one block of COLUMNS tokens.
 template <class T>
-void pack(Work<T>& work, const Packed& packed, int64_t head, int64_t block) {
+void pack(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t block) {
   static thread_local Scratch scratch;
-  const int64_t size = work.layer.head_size, width = packed.width;
-  float* rows = scratch.take(W * width);
-  float* keys = packed.keys + (head * packed.padded + block * COLUMNS) * size;
-  float* values = packed.values + (head * packed.padded + block * COLUMNS) * width;
+  typedef typename Work<T>::Number Number;
+  const int64_t size = work.layer.head_size, width = packed.width, per = Work<T>::N::DEPTHS;
+  float *rows = scratch.take(2 * W * width), *row_values = rows + W * width;
+  const int64_t first = head * packed.padded + block * COLUMNS;
+  Number *keys = packed.keys + first * packed.depth, *values = packed.values + first / per * width;
   for (int64_t i = 0; i < COLUMNS; i++) {
     const int64_t j = block * COLUMNS + i;
-    float *key = rows + i % W * width, *value = values + i * width;
+    float *key = rows + i % W * width, *value = row_values + i % W * width;
     if (j >= work.total) {
       std::fill(key, key + width, 0.0f);
       std::fill(value, value + width, 0.0f);
@@ -138,15 +176,12 @@ void pack(Work<T>& work, const Packed& packed, int64_t head, int64_t block) {
       unpack_cached(work, packed, head, j, key, value);
     }
     if (i % W < W - 1) continue;
-    float* column = keys + i - (W - 1);
+    pack_values(row_values, width, values + (i - (W - 1)) / per * width);
     for (int64_t c = 0; c < width; c += W) {
       vf square[W];
 #pragma GCC unroll 16
       for (int k = 0; k < W; k++) square[k] = load(rows + k * width + c);
-      transpose(square);
-#pragma GCC unroll 16
-      for (int k = 0; k < W; k++)
-        if (c + k < size) store(column + (c + k) * COLUMNS, square[k]);
+      pack_keys(square, size - c, keys + c / per * COLUMNS + i - (W - 1));
     }
   }
 }
@@ -176,11 +211,36 @@ inline float softmax_row(const Layer& layer, int64_t head, float* x, int64_t vis
   return 1.0f / (sum(total) + layer.sink(head, most));
 }
 
+// A query as numbers, and what its logits are to be multiplied with after that.
+template <class T>
+float pack_query(const T* from, int64_t size, float scale, float* to) {
+  widen_row(to, from, size);
+  for (int64_t c = 0; c < size; c += W) store(to + c, load(to + c) * scale);
+  return 1.0f;
+}
+#ifdef HAS_BF16_PRODUCTS
+inline float pack_query(const bf16* from, int64_t size, float scale, uint32_t* to) {
+  if (size % 2) to[size / 2] = 0;
+  std::memcpy(to, from, size * sizeof(bf16));
+  return scale;
+}
+#endif
+
+// Exponentials as numbers, in the same place.
+inline void pack_exponentials(float*, int64_t, float*) {}
+#ifdef HAS_BF16_PRODUCTS
+inline void pack_exponentials(float* x, int64_t end, uint32_t* to) {
+  for (int64_t j = 0; j < end; j += W) store_bf16((uint16_t*)to + j, load(x + j));
+}
+#endif
+
 // Attention of one query head over a tile of the stride's queries.
 template <class T>
-void attend(const Work<T>& work, const Packed& packed, const float* weights, int64_t head,
+void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, int64_t head,
             int64_t tile) {
   static thread_local Scratch scratch;
+  typedef typename Work<T>::N N;
+  typedef typename N::Number Number;
   const Layer& layer = work.layer;
   const Stride& stride = work.stride;
   const int64_t size = layer.head_size, width = packed.width, kv_head = head / layer.group;
@@ -188,27 +248,26 @@ void attend(const Work<T>& work, const Packed& packed, const float* weights, int
   const int64_t n = std::min(packed.tile, work.num_tokens - begin);
   const int64_t first = work.cached + begin;       // position of the tile's first query
   const int64_t end = round_up(first + n, W);      // later keys are not seen
-  float* query = scratch.take(n * (2 * width + end));
-  float* acc = query + n * width;
+  float* acc = scratch.take(n * (2 * width + end));
   float* logits = acc + n * width;
+  Number *query = (Number*)(logits + n * end), *exponentials = (Number*)logits;
+  float inverse[LOGITS / COLUMNS], factor[LOGITS / COLUMNS];
   for (int64_t r = 0; r < n; r++) {
-    const float factor = stride.logit_scale ? stride.logit_scale[begin + r] : 1.0f;
-    widen_row(query + r * width, work.query(begin + r, head), size);
-    for (int64_t c = 0; c < width; c += W)
-      store(query + r * width + c, load(query + r * width + c) * (layer.scale * factor));
+    const float scale = layer.scale * (stride.logit_scale ? stride.logit_scale[begin + r] : 1.0f);
+    factor[r] = pack_query(work.query(begin + r, head), size, scale, query + r * width);
   }
   for (int64_t j = 0; j < end; j += COLUMNS) {
     const int64_t r = std::max<int64_t>(j - first, 0) / ROWS * ROWS;  // those before do not see it
-    multiply(n - r, std::min<int64_t>(COLUMNS, end - j), query + r * width, width,
-             packed.keys + (kv_head * packed.padded + j) * size, COLUMNS, logits + r * end + j, end,
-             size, false);
+    multiply<N>(n - r, std::min<int64_t>(COLUMNS, end - j), query + r * width, width,
+                packed.keys + (kv_head * packed.padded + j) * packed.depth, COLUMNS,
+                logits + r * end + j, end, packed.depth, false);
   }
   float* mass = packed.mass + (head * packed.tiles + tile) * packed.padded;
   if (weights) std::fill(mass, mass + packed.padded, 0.0f);
-  float inverse[LOGITS / COLUMNS];
   for (int64_t r = 0; r < n; r++) {
     float* x = logits + r * end;
     const int64_t position = first + r;
+    for (int64_t j = 0; j < end && factor[r] != 1; j += W) store(x + j, load(x + j) * factor[r]);
     if (layer.softcap)
       for (int64_t j = 0; j < end; j++) x[j] = layer.soft_cap(x[j]);
     if (layer.slopes) {
@@ -220,23 +279,28 @@ void attend(const Work<T>& work, const Packed& packed, const float* weights, int
     if (layer.window)
       mask_window(work, packed.rank + layer.set_of(kv_head) * work.cached, position, x);
     inverse[r] = softmax_row(layer, head, x, position + 1, end);
-    if (!weights || ((r + 1) % ROWS && r + 1 < n)) continue;
+    if ((r + 1) % ROWS && r + 1 < n) continue;
     const int64_t group = r / ROWS * ROWS;  // rows that are still in L1
-    float weight[ROWS];
-    for (int64_t k = group; k <= r; k++) weight[k - group] = weights[begin + k] * inverse[k];
-    for (int64_t j = 0; j < end; j += W) {
-      vf sum = load(mass + j);
-      for (int64_t k = group; k <= r; k++) sum += load(logits + k * end + j) * weight[k - group];
-      store(mass + j, sum);
+    if (weights) {
+      float weight[ROWS];
+      for (int64_t k = group; k <= r; k++) weight[k - group] = weights[begin + k] * inverse[k];
+      for (int64_t j = 0; j < end; j += W) {
+        vf sum = load(mass + j);
+        for (int64_t k = group; k <= r; k++) sum += load(logits + k * end + j) * weight[k - group];
+        store(mass + j, sum);
+      }
     }
+    for (int64_t k = group; k <= r; k++)
+      pack_exponentials(logits + k * end, end, exponentials + k * end);
   }
   for (int64_t j = 0; j < end; j += DEPTH)
     for (int64_t r = 0; r < n; r += ROWS) {
       const int64_t rows = std::min<int64_t>(ROWS, n - r), seen = first + r + rows - j;
       if (seen > 0)
-        multiply(rows, width, logits + r * end + j, end,
-                 packed.values + (kv_head * packed.padded + j) * width, width, acc + r * width,
-                 width, std::min(DEPTH, seen), j > 0);
+        multiply<N>(rows, width, exponentials + r * end + j / N::DEPTHS, end,
+                    packed.values + (kv_head * packed.padded + j) / N::DEPTHS * width, width,
+                    acc + r * width, width,
+                    (std::min(DEPTH, seen) + N::DEPTHS - 1) / N::DEPTHS, j > 0);
     }
   for (int64_t r = 0; r < n; r++) {
     T* to = work.output(begin + r, head);

@@ -10,7 +10,7 @@ namespace {
 
 // What each unit got from the stride's queries, reduced over a set's heads.
 template <class T>
-void unit_masses(const Work<T>& work, const Packed& packed, int64_t set, float* reduced) {
+void unit_masses(const Work<T>& work, const Packed<T>& packed, int64_t set, float* reduced) {
   const Layer& layer = work.layer;
   const int64_t heads = layer.num_queries() / layer.num_sets, unit = work.unit;
   const int64_t units = round_up(work.old_units + work.new_units, W);
@@ -37,7 +37,7 @@ void unit_masses(const Work<T>& work, const Packed& packed, int64_t set, float* 
 
 // The scores after this stride: what its queries gave on decayed ones; by ranks, the new units last.
 template <class T>
-void new_scores(const Work<T>& work, const Packed& packed, int64_t set, float* scores) {
+void new_scores(const Work<T>& work, const Packed<T>& packed, int64_t set, float* scores) {
   const Layer& layer = work.layer;
   const Stride& stride = work.stride;
   const int64_t unit = work.unit, places = work.old_slots / unit;
@@ -57,7 +57,7 @@ void new_scores(const Work<T>& work, const Packed& packed, int64_t set, float* s
 
 // Scores to scores per query that saw the unit's first token.
 template <class T>
-void divide_by_age(const Work<T>& work, const Packed& packed, int64_t set, float* scores) {
+void divide_by_age(const Work<T>& work, const Packed<T>& packed, int64_t set, float* scores) {
   const int64_t unit = work.unit, places = work.old_slots / unit;
   const int64_t end = work.stream + work.num_tokens;
   std::vector<int32_t> token(places);
@@ -155,7 +155,7 @@ void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t
 
 // Renumber one set's survivors; the k-th surviving new unit takes the k-th free place.
 template <class T>
-void insert(Work<T> work, const Packed& packed, int64_t set) {
+void insert(Work<T> work, const Packed<T>& packed, int64_t set) {
   static thread_local Scratch scratch;
   Layer& layer = work.layer;
   const int32_t* pages = work.stride.pages;

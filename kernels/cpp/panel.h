@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // C = A B or C += A B for a handful of rows of A: the register-blocked core of both products of
-// attention. B's rows are read once for all rows of A, C stays in registers.
+// attention. B's rows are read once for all rows of A, C stays in registers, in fp32.
 #pragma once
 
 #include "vec.h"
@@ -9,23 +9,46 @@ constexpr int ROWS = 6;                // of A at once
 constexpr int PARTS = W == 8 ? 2 : 4;  // registers of B's row at once: AVX2 has half as many
 constexpr int COLUMNS = PARTS * W;
 
-template <int Rows, int Parts>
-static inline void panel(const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                         int64_t ldc, int64_t depth, bool add) {
+// What A and B are made of. One fp32 number:
+struct Single {
+  typedef float Number;
+  typedef vf Register;
+  static constexpr int64_t DEPTHS = 1;  // of the product that a number stands for
+  static vf add(vf sum, float a, vf b) { return sum + splat(a) * b; }
+};
+#ifdef HAS_BF16_PRODUCTS
+// Two bf16 numbers, of depths that follow each other: twice the products an instruction.
+struct Pair {
+  typedef uint32_t Number;
+  typedef vu Register;
+  static constexpr int64_t DEPTHS = 2;
+  static vf add(vf sum, uint32_t a, vu b) { return add_bf16_products(sum, a, b); }
+};
+// Rows of bf16 are multiplied as they are, all others in fp32.
+template <class T>
+using Numbers = std::conditional_t<std::is_same_v<T, bf16>, Pair, Single>;
+#else
+template <class T>
+using Numbers = Single;
+#endif
+
+template <class N, int Rows, int Parts>
+static inline void panel(const typename N::Number* a, int64_t lda, const typename N::Number* b,
+                         int64_t ldb, float* c, int64_t ldc, int64_t depth, bool add) {
+  typedef typename N::Register Register;
   vf sum[Rows][Parts];
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
     for (int p = 0; p < Parts; p++) sum[r][p] = add ? load(c + r * ldc + p * W) : vf{};
   for (int64_t k = 0; k < depth; k++) {
-    vf row[Parts];
+    Register row[Parts];
 #pragma GCC unroll 4
-    for (int p = 0; p < Parts; p++) row[p] = load(b + k * ldb + p * W);
+    for (int p = 0; p < Parts; p++) row[p] = load_as<Register>(b + k * ldb + p * W);
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++) {
-      vf x = splat(a[r * lda + k]);
 #pragma GCC unroll 4
-      for (int p = 0; p < Parts; p++) sum[r][p] += x * row[p];
+      for (int p = 0; p < Parts; p++) sum[r][p] = N::add(sum[r][p], a[r * lda + k], row[p]);
     }
   }
 #pragma GCC unroll 8
@@ -34,33 +57,36 @@ static inline void panel(const float* a, int64_t lda, const float* b, int64_t ld
     for (int p = 0; p < Parts; p++) store(c + r * ldc + p * W, sum[r][p]);
 }
 
-template <int Parts>
-static inline void panel_rows(int64_t rows, const float* a, int64_t lda, const float* b,
-                              int64_t ldb, float* c, int64_t ldc, int64_t depth, bool add) {
+template <class N, int Parts>
+static inline void panel_rows(int64_t rows, const typename N::Number* a, int64_t lda,
+                              const typename N::Number* b, int64_t ldb, float* c, int64_t ldc,
+                              int64_t depth, bool add) {
   for (; rows >= ROWS; rows -= ROWS, a += ROWS * lda, c += ROWS * ldc)
-    panel<ROWS, Parts>(a, lda, b, ldb, c, ldc, depth, add);
+    panel<N, ROWS, Parts>(a, lda, b, ldb, c, ldc, depth, add);
   switch (rows) {
-    case 5: return panel<5, Parts>(a, lda, b, ldb, c, ldc, depth, add);
-    case 4: return panel<4, Parts>(a, lda, b, ldb, c, ldc, depth, add);
-    case 3: return panel<3, Parts>(a, lda, b, ldb, c, ldc, depth, add);
-    case 2: return panel<2, Parts>(a, lda, b, ldb, c, ldc, depth, add);
-    case 1: return panel<1, Parts>(a, lda, b, ldb, c, ldc, depth, add);
+    case 5: return panel<N, 5, Parts>(a, lda, b, ldb, c, ldc, depth, add);
+    case 4: return panel<N, 4, Parts>(a, lda, b, ldb, c, ldc, depth, add);
+    case 3: return panel<N, 3, Parts>(a, lda, b, ldb, c, ldc, depth, add);
+    case 2: return panel<N, 2, Parts>(a, lda, b, ldb, c, ldc, depth, add);
+    case 1: return panel<N, 1, Parts>(a, lda, b, ldb, c, ldc, depth, add);
   }
 }
 
-// C [rows, columns] (+)= A [rows, depth] B [depth, columns]; columns a multiple of W.
-static inline void multiply(int64_t rows, int64_t columns, const float* a, int64_t lda,
-                            const float* b, int64_t ldb, float* c, int64_t ldc, int64_t depth,
-                            bool add) {
+// C [rows, columns] (+)= A [rows, depth] B [depth, columns]; columns a multiple of W. Depth and A's
+// stride are counted in numbers.
+template <class N>
+static inline void multiply(int64_t rows, int64_t columns, const typename N::Number* a,
+                            int64_t lda, const typename N::Number* b, int64_t ldb, float* c,
+                            int64_t ldc, int64_t depth, bool add) {
   int64_t left = columns / W, at = 0;
   while (left > 0) {
     // Five registers are three and two, not four and one: a narrow panel wastes B's loads.
     int64_t parts = left <= PARTS ? left : left < 2 * PARTS ? (left + 1) / 2 : PARTS;
     switch (parts) {
-      case 4: panel_rows<4>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
-      case 3: panel_rows<3>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
-      case 2: panel_rows<2>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
-      case 1: panel_rows<1>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
+      case 4: panel_rows<N, 4>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
+      case 3: panel_rows<N, 3>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
+      case 2: panel_rows<N, 2>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
+      case 1: panel_rows<N, 1>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;
     }
     at += parts * W;
     left -= parts;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One SIMD register of fp32, written with the compilers' vector extensions so that the same source
 // serves AVX-512, AVX2, NEON and plain SSE2. Everything is computed in fp32; bf16 and fp16 are
-// only how rows are stored.
+// only how rows are stored, but for the products of a prompt's bf16 rows (panel.h).
 #pragma once
 
 #include <cstdint>
@@ -148,6 +148,25 @@ static inline vi add_products(vi sums, vi bytes, int32_t four) {
   return sums;
 #endif
 }
+
+#if defined(__AVX512BF16__)
+#define HAS_BF16_PRODUCTS 1
+// sums + products of each lane's two bf16 numbers with the two of `pair`.
+static inline vf add_bf16_products(vf sums, uint32_t pair, vu pairs) {
+  return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)pair),
+                              (__m512bh)pairs);
+}
+// Two registers as bf16, to nearest, ties to even: pairs of a lane's two numbers.
+static inline vu pairs_of(vf low, vf high) {
+  const vu first = (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
+  return first | (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high)) << 16;
+}
+// One register as W bf16 numbers in a row.
+static inline void store_bf16(uint16_t* to, vf x) {
+  const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+  std::memcpy(to, &half, sizeof(half));
+}
+#endif
 
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
