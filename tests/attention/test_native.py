@@ -151,7 +151,7 @@ def test_units_of_half_precision(dtype: torch.dtype, head_size: int) -> None:
 
 STRIDES = {
     "plain": Shape(num_kv_heads=1, group=3, head_size=64, rotary_dim=64),
-    "no whole registers": Shape(head_size=20, rotary_dim=12, is_neox=False, block_size=7),
+    "no whole registers": Shape(head_size=21, rotary_dim=12, is_neox=False, block_size=7),
     "soft cap and sinks": Shape(head_size=80, rotary_dim=80, softcap=3.0, sinks=True),
     "alibi": Shape(group=4, head_size=128, alibi=True),
 }
