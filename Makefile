@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 PY := .venv/bin/python
+# In the order of their names: left to itself, xdist runs files of few tests last, and those are the
+# engines' long ones, which the other process would wait for.
+QUICK := -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
 # The Python of `make test-next`, and what of the tests its quick part runs: one engine, and no
 # commands, which take long to start.
 NEXT := .venv-next/bin/python
@@ -35,18 +38,18 @@ results: setup ## write docs/RESULTS.md and the README's block from benchmarks/r
 	@$(PY) -m benchmarks.reporting.readme
 
 test: setup ## the tests, less the slow ones
-	@$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
+	@$(PY) -m pytest $(QUICK)
 
 test-slow: setup ## the slow tests
 	@$(PY) -m pytest -m slow
 
 test-next: setup ## the tests beside the vLLM of requirements/next.txt, less the slow ones
 	@$(PY) tools/next_vllm.py
-	@$(NEXT) -m pytest -m "not slow" -n 2 --dist loadfile
+	@$(NEXT) -m pytest $(QUICK)
 
 test-next-quick: setup ## the part of them that depends most on vLLM, in two minutes
 	@$(PY) tools/next_vllm.py
-	@$(NEXT) -m pytest -m "not slow" -n 2 --dist loadfile $(NEXT_QUICK)
+	@$(NEXT) -m pytest $(QUICK) $(NEXT_QUICK)
 
 soak: setup ## mixed load on a live server for SOAK_MINUTES (30): no leak, no slow-down
 	@$(PY) -m tests.soak --minutes $(SOAK_MINUTES)

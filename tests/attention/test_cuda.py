@@ -214,11 +214,12 @@ MIXED = [
     *("dgc", "dgc-heads-overflow", "dgc-attention"),
     *("dgc-by-importance-overflow", "dgc-by-attention", "dgc-cluster-heads"),
 ]
+LONG = ("dgc", "dgc-attention", "heads-overflow-1")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n == "dgc-attention")) for n in MIXED],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in MIXED],
 )
 def test_mixed_requests(name: str) -> None:
     """The PyTorch path's own test of mixed batches, on the kernels."""
@@ -227,7 +228,7 @@ def test_mixed_requests(name: str) -> None:
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
-FEW_UNITS = ["cascade-16-gqa8", "cascade-4-heads", "beehive-2-log-n", "dgc-4"]
+FEW_UNITS = ["cascade-16-gqa8", "cascade-4-heads"]
 
 
 @pytest.mark.parametrize(
