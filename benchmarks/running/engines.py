@@ -54,6 +54,7 @@ class EngineSettings:
 
     Attributes:
         max_model_len: None lets vLLM take the model's own.
+        block_size: tokens of a page, raised to the policy's unit where that is larger.
         memory_bytes: KV pool; None: what the requests of this model and policy need.
         arguments: anything else that ``vllm.LLM`` takes.
     """
@@ -68,6 +69,11 @@ class EngineSettings:
     memory_bytes: int | None = None
     seed: int = SEED
     arguments: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unit = (self.policy or {}).get("unit", 1)
+        if isinstance(unit, int):
+            object.__setattr__(self, "block_size", max(self.block_size, unit))
 
     def start(self) -> "LLM":
         """The engine, in this process. Benchmark-only policies (``controls``) work too."""

@@ -156,3 +156,12 @@ def test_a_model_is_its_weights(tmp_path: Path) -> None:
     assert len(set(found)) == 3
     assert parts.model(str(MODEL)) != parts.model("some/name") == {"name": "some/name"}
     assert parts.digest_of_tokens([1, 2]) != parts.digest_of_tokens([1, 3])
+
+
+def test_a_page_holds_whole_units() -> None:
+    """An arm of larger units than pages would be refused: its pages grow."""
+    sink = {"name": "sink", "budget": 256, "num_sinks": 64}
+    assert EngineSettings(policy={**sink, "unit": 64}).block_size == 64
+    assert EngineSettings(policy={**sink, "unit": 64}, block_size=128).block_size == 128
+    for other in (None, sink, {**sink, "unit": 16}, {**sink, "unit": "page"}):
+        assert EngineSettings(policy=other).block_size == EngineSettings().block_size == 32
