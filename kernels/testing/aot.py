@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ from ..triton.combine import merge, update
 from ..triton.insert import insert
 from ..triton.insert_stride import insert_strides
 from ..triton.prefill import attend_strides
+from ..triton.recall import RECALL, judge_units
+from ..triton.recall_choose import recall_units
+from ..triton.recall_store import ranks_before, store_units
 from ..triton.rotate import decode_dtype, gather
 from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
 from ..triton.tiles import STEP_COLUMNS
@@ -36,7 +39,7 @@ CAPABILITIES = (80, 90, 100)
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that one block may use."""
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
+_TYPES |= {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class Shape:
     pages: int = 130
     stride: int = 512
     unit: int = 1
+    recall: int = 0
+    store: int = 32768
     only: str = ""
 
     def label(self) -> str:
@@ -73,6 +78,7 @@ class Shape:
         words += ["soft cap"] if self.softcap else []
         words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
         words += [f"units of {self.unit}"] if self.unit > 1 else []
+        words += [f"recall {self.recall}"] if self.recall else []
         words += [f"{self.pages} pages"] if self.block_size * self.pages < 2000 else []
         words += [self.reduction] if self.reduction != "mean" else []
         words += [] if self.rotary or self.alibi else ["no rotation"]
@@ -271,6 +277,47 @@ class _Layer:
         )
 
 
+    def recall(self, asking: int = 1) -> None:
+        """Choose and store: of single tokens, or of strides of which so many tokens ask."""
+        shape, capacity = self.shape, self.shape.store // self.shape.unit
+        i32, rings, tokens = torch.int32, shape.batch * capacity, shape.stride
+        keys = (shape.num_heads, rings, shape.unit)
+        rows = _meta(*keys, 2 * shape.head_size, dtype=shape.dtype)
+        codes = _meta(*keys, shape.head_size, dtype=torch.int8)
+        scales, words = _meta(*keys, dtype=torch.float32), _meta(self.sets, rings, dtype=i32)
+        recall = _meta(shape.batch, RECALL.value, dtype=i32)
+        turning = self.rotation, shape.interleaved
+        token = torch.empty_like(self.rank)
+        query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
+        evidence = judge_units._init_fn(
+            *(query, codes, scales, self.steps, recall, *turning, 0.088, capacity, self.sets),
+            asking,
+        )
+        recall_units._init_fn(
+            *(evidence, rows, words, words, self.kv, self.rank, self.born, self.score, token),
+            *(self.table, self.steps, recall, _meta(1, dtype=i32), shape.recall),
+        )
+        lines = self.kv, self.rank, self.born, token, self.table, self.steps, recall
+        store = *turning, rows, codes, scales, words, words, capacity
+        if asking == 1:
+            ranks = ranks_before._init_fn(self.rank, self.table, self.steps, recall, shape.unit)
+            store_units._init_fn(None, ranks, None, None, *lines, *store)
+            return
+        key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
+        keep = _meta(shape.batch, self.sets, 160, dtype=torch.bool)
+        store_units._init_fn(keep, None, key, key, *lines, *store)
+
+
+def recall_resources(shape: Shape, capability: int) -> list[Resources]:
+    """Every kernel of recall, of single tokens and of strides; those whose code differs twice."""
+    layer, found = _Layer(shape), {}
+    for asking, label in ((1, ""), (32, ", strides")):
+        for launch in launches_of(lambda asking=asking: layer.recall(asking)):
+            row = compile_launch(launch, shape.label() + label, capability)
+            found.setdefault(replace(row, label=""), row)
+    return list(found.values())
+
+
 def resources_of(shape: Shape, capability: int) -> list[Resources]:
     """Every kernel of both paths, compiled for one capability; or those the shape is meant for."""
     layer = _Layer(shape)
@@ -320,6 +367,28 @@ UNIT_SHAPES = (
     Shape(unit=16, keep_logits=False, **_ALONE),
 )
 """Pages of units: every kernel once, and the one that their size changes in all its ways."""
+RECALL_SHAPES = (
+    Shape(unit=16, recall=8),
+    Shape(unit=16, recall=8, dtype=torch.bfloat16, per_head=True),
+    Shape(unit=16, recall=8, head_size=64),
+    Shape(unit=16, recall=8, head_size=80, interleaved=True),
+    Shape(unit=16, recall=8, head_size=256),
+    Shape(unit=16, recall=8, group=1, num_heads=32, alibi=True),
+    Shape(unit=16, recall=8, group=8, num_heads=4),
+    Shape(unit=16, recall=8, dtype=torch.float32),
+    Shape(unit=4, recall=64),
+    Shape(unit=64, block_size=64, pages=33, recall=2),
+    Shape(unit=128, block_size=128, pages=17, recall=2),
+    Shape(unit=16, recall=8, store=1 << 20),
+)
+"""Where evicted units come back: head sizes, groups, units, and long stores."""
+TABLED_RECALL = (
+    Shape(unit=16, recall=8),
+    Shape(unit=16, recall=8, per_head=True),
+    Shape(unit=16, recall=8, head_size=64),
+    Shape(unit=16, recall=8, head_size=256),
+    Shape(unit=4, recall=8),
+)
 TABLED_SHAPES = (
     Shape(),
     Shape(head_size=64),

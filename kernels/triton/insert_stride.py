@@ -7,13 +7,15 @@ loops over tokens. Tokens that do not survive never touch a page.
 
 In pages of units all of this is about units, and columns are theirs. A stride's last unit may not
 be complete; it always stays, and its keys are written turned to where it then stands: its other
-tokens come after the stride's evictions, and one ``born`` has to fit all of them.
+tokens come after the stride's evictions, and one ``born`` has to fit all of them; where units are
+recalled, also after more of these have come to stand before it.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from .recall import MORE_RECALLED, RECALL
 from .tiles import (
     CACHED,
     LENGTH,
@@ -74,6 +76,15 @@ def _number(
     tl.store(survivors + mine * tokens_stride, new_before)
 
 
+@triton.jit
+def _more(recall, row):
+    """Units that will have been recalled in addition when the stride is done."""
+    more = 0
+    if recall is not None:
+        more = tl.load(recall + row * RECALL + MORE_RECALLED)
+    return more
+
+
 @triton.jit(do_not_specialize=["columns_stride", "tokens_stride"])
 def _place(
     ranks,
@@ -85,6 +96,7 @@ def _place(
     token,
     table,
     steps,
+    recall,
     targets,
     word_stride,
     table_stride,
@@ -107,6 +119,7 @@ def _place(
     first_born = cached
     if UNIT > 1:
         filling = tl.load(steps + row * STEP + LENGTH) // UNIT  # the new unit that isn't complete
+        more = _more(recall, row)
         cached = cached // UNIT
         old_slots = old_slots // UNIT
         new_slots = new_slots // UNIT
@@ -136,7 +149,7 @@ def _place(
         tl.store(score + word, value, mask=stays | taken)
         written_at = first_born + who * UNIT
         if UNIT > 1:
-            written_at = tl.where(who == filling, new_rank * UNIT, written_at)
+            written_at = tl.where(who == filling, (new_rank + more) * UNIT, written_at)
         tl.store(born + word, written_at, mask=taken)
         if token is not None:
             tl.store(token + word, stream + who * UNIT, mask=taken)
@@ -154,6 +167,7 @@ def _write(
     kv,
     table,
     steps,
+    recall,
     rotation,
     key_stride,
     value_stride,
@@ -192,7 +206,7 @@ def _write(
         if (tl.program_id(2) + 1) * TILE > begun:
             last = kept & (index >= begun)
             column = mine * columns_stride + (cached + index) // UNIT
-            stands = tl.load(ranks + column, mask=last, other=0) * UNIT
+            stands = (tl.load(ranks + column, mask=last, other=0) + _more(recall, row)) * UNIT
             distance = tl.where(last, cached + begun - stands, 0)
             turn_rows(keys, slots, rotation, distance, last, HEAD, HALF, INTERLEAVED)
             store_rows(slots + HEAD, load_rows(values, last, 0, HEAD), last, 0, HEAD)
@@ -218,6 +232,7 @@ def insert_strides(
     max_length: int,
     rotation: torch.Tensor | None = None,
     interleaved: bool = False,
+    recall: torch.Tensor | None = None,
 ) -> None:
     """Insert ``R`` strides.
 
@@ -230,6 +245,7 @@ def insert_strides(
         steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides.
         max_length: the longest stride.
         rotation, interleaved: as for ``rotate.gather``, where pages are of units.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``, where evicted units come back.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
@@ -255,7 +271,7 @@ def insert_strides(
         num_warps=4,
     )
     _place[(num_rows, num_sets)](
-        *(ranks, survivors, scores, rank, born, score, token, table, steps, targets),
+        *(ranks, survivors, scores, rank, born, score, token, table, steps, recall, targets),
         *(rank.stride(0), table.stride(0), num_columns, room),
         PAGE=places,
         TILE=min(1024, triton.next_power_of_2(table.shape[1] * places)),
@@ -263,7 +279,8 @@ def insert_strides(
         num_warps=4,
     )
     _write[(num_rows, num_heads, triton.cdiv(max_length, WRITTEN))](
-        *(key, value, keep, None if turned is None else ranks, targets, kv, table, steps, turned),
+        *(key, value, keep, None if turned is None else ranks, targets, kv, table, steps, recall),
+        *(turned,),
         *(key.stride(0), value.stride(0), kv.stride(0), table.stride(0), num_columns, room),
         NUM_SETS=num_sets,
         HEAD=head_size,

@@ -26,7 +26,8 @@ shapes = eval(sys.argv[1], vars(aot))
 rows = []
 for shape in shapes:
     for capability in map(int, sys.argv[2:]):
-        rows += map(asdict, aot.resources_of(shape, capability))
+        resources = aot.recall_resources if shape.recall else aot.resources_of
+        rows += map(asdict, resources(shape, capability))
 print(json.dumps(rows))
 """
 KERNELS = {
@@ -35,6 +36,9 @@ KERNELS = {
 }  # fmt: skip
 
 
+RECALL = {
+    "ask", "judge", "weigh", "choose", "bring", "remember", "list_gone", "store_units",
+}  # fmt: skip
 IN_UNITS = KERNELS - {"attend"} | {"attend_units"}
 
 
@@ -68,6 +72,15 @@ def test_units() -> None:
     check(compiled("[Shape(unit=16)]", 90), IN_UNITS)
 
 
+def test_recall() -> None:
+    check(compiled("RECALL_SHAPES[:1]", 80, 90, 100), RECALL)
+
+
+@pytest.mark.slow
+def test_recall_in_every_configuration() -> None:
+    check(compiled("RECALL_SHAPES", 80, 90, 100), RECALL)
+
+
 @pytest.mark.slow
 def test_every_configuration_on_every_gpu() -> None:
     check(compiled("DEFAULT_SHAPES", 80, 90, 100))
@@ -80,7 +93,7 @@ def test_the_table_in_the_docs() -> None:
     """The table that is shown covers every kernel and stays within the same bounds."""
     table = (ROOT / "docs" / "kernel_resources.md").read_text()
     rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| [a-z_]+ \| \d", line)]
-    assert {row[0].removeprefix("| ") for row in rows} == KERNELS | IN_UNITS
+    assert {row[0].removeprefix("| ") for row in rows} == KERNELS | IN_UNITS | RECALL
     for row in rows:
         for cell in row[3:]:
             registers, _, spilled = map(int, cell.rstrip(" |").split(" / "))

@@ -21,10 +21,18 @@ from vllm_cascade.attention.inputs import NOBODY, Stride, strides_of
 from vllm_cascade.attention.step import Step, StrideRows, by_schedule, split
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.transfer import sent
-from vllm_cascade.kernels.columns import CACHED, LENGTH, START, STEP_COLUMNS, STREAM
+from vllm_cascade.kernels.columns import (
+    CACHED,
+    LENGTH,
+    RECALL_COLUMNS,
+    START,
+    STEP_COLUMNS,
+    STREAM,
+)
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.execute import Plan
+from vllm_cascade.recall.rings import Rings
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class DecodeRows:
         scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
             none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
+        recall: int32 ``[B, RECALL_COLUMNS]``; None where no evicted units come back.
     """
 
     index: torch.Tensor | None
@@ -49,6 +58,7 @@ class DecodeRows:
     no_scores: torch.Tensor
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
+    recall: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class PrefillRows:
         decays: fp32 ``[prefill_stride]``: ``weight * decay ** i``.
         strides: what the host knows of each.
         plans: how each is inserted, on the device; None where all tokens stay.
+        recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
     """
 
     steps: torch.Tensor
@@ -70,6 +81,7 @@ class PrefillRows:
     decays: torch.Tensor
     strides: list[Stride]
     plans: list[Plan | None]
+    recall: torch.Tensor | None = None
 
     @property
     def max_length(self) -> int:
@@ -113,7 +125,13 @@ class TritonMetadata(AttentionMetadata):
 
 
 class CUDABuilder(StepBuilder[TritonMetadata]):
-    """Plans a step for the Triton kernels and publishes its cache positions."""
+    """Plans a step for the Triton kernels and publishes its cache positions.
+
+    Attributes:
+        stores: where evicted units wait; the worker sets it where a policy recalls them.
+    """
+
+    stores: Rings | None = None
 
     def make_tables(self, limits: SchedulerConfig) -> None:
         most, device = len(self.positions.buffer), self.device
@@ -124,6 +142,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self.scale = torch.ones(most, device=device)
         self.scored = torch.full((most,), NOBODY, dtype=torch.int32, device=device)
         self.given = torch.zeros(most, device=device)
+        self.recall = torch.zeros(most, RECALL_COLUMNS, dtype=torch.int32, device=device)
         self._decays: dict[int, torch.Tensor] = {}
         self._plans: dict[Plan, Plan] = {}
 
@@ -156,7 +175,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             step = self.plan(common)
             if step.logit_scale is not None:
                 scale = self._sent(step.logit_scale)
-            waves = [self._wave(rows, step, scale, table) for rows in step.waves]
+            names = self.requests.names(common)
+            planned = [self._with_recall(rows, names) for rows in step.waves]
+            waves = [self._wave(rows, step, scale, table) for rows in planned]
         return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale)
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
@@ -182,6 +203,10 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         stream = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64) - 1
         self._count(schedules, stream)
         judged = self._judge(common, schedules, stream)
+        if self.stores is not None:
+            names, one = self.requests.names(common), np.ones_like(stream)
+            rows = self.stores.plan(names, schedules, stream, one)
+            self.recall[:num_rows].copy_(self._sent(rows), non_blocking=True)
         return DecodeRows(
             index=None,
             steps=self.steps[:num_rows],
@@ -190,6 +215,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             no_scores=self.no_scores[:num_rows],
             scored=self.scored[:num_rows] if judged else None,
             given=self.given[:num_rows] if judged else None,
+            recall=None if self.stores is None else self.recall[:num_rows],
         )
 
     def _count(self, schedules: list[Schedule], stream: np.ndarray) -> None:
@@ -223,12 +249,25 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             schedule, t = schedules[row], int(stream[row])
             if schedule.scoring.source == "text":
                 (given[row],) = self.requests.token_scores(common, row, t, t + 1, schedule.lag)
-                scored[row] = (schedule.count_at(t) - schedule.lag) // schedule.unit
+                cached = int(schedule.positions(stream[row]))
+                scored[row] = (cached - schedule.lag) // schedule.unit
         self.given[: len(given)].copy_(self._sent(given), non_blocking=True)
         self.scored[: len(scored)].copy_(self._sent(scored), non_blocking=True)
         return True
 
     # --- a step planned on the host ---------------------------------------------------------------
+
+    def _with_recall(self, rows: StrideRows, names: list[str | None]) -> StrideRows:
+        """A wave with what its strides do with evicted units; waves are planned in their order."""
+        if self.stores is None:
+            return rows
+        whose = [names[row] if row < len(names) else None for row in rows.request.tolist()]
+        steps = rows.steps
+        plan = self.stores.plan(whose, rows.schedules, steps[:, STREAM], steps[:, LENGTH])
+        return replace(rows, recall=list(plan))
+
+    def _recall(self, rows: StrideRows) -> torch.Tensor | None:
+        return self._sent(np.stack(rows.recall)) if rows.recall else None
 
     def _wave(
         self, rows: StrideRows, step: Step, scale: torch.Tensor | None, table: torch.Tensor
@@ -276,6 +315,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             no_scores=self.no_scores[: len(rows)],
             scored=scored,
             given=given,
+            recall=self._recall(rows),
         )
 
     def _strides(self, rows: StrideRows, step: Step, table: torch.Tensor) -> PrefillRows:
@@ -290,6 +330,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             decays=self._decays_of(schedule),
             strides=strides,
             plans=[self._plan(stride) for stride in strides],
+            recall=self._recall(rows),
         )
 
     def _decays_of(self, schedule: Schedule) -> torch.Tensor:
@@ -301,7 +342,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     def _plan(self, stride: Stride) -> Plan | None:
         """A stride's plan on the device; plans repeat with the schedule's period."""
-        if stride.cached + stride.num_tokens == stride.schedule.count_at(stride.end):
+        own = stride.cached - stride.recalled * stride.schedule.unit
+        if own + stride.num_tokens == stride.schedule.count_at(stride.end):
             return None
         plan = stride.schedule.plan(stride.stream, stride.num_tokens)
         assert plan is not None, "something is deleted"

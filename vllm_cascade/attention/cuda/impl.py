@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, PrefillRows, TritonMetadata
+from vllm_cascade.attention.cuda.recall import LayerRings
 from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
@@ -29,12 +30,14 @@ from vllm_cascade.kernels.triton.prefill import attend_strides
 from vllm_cascade.kernels.triton.rotate import decode_dtype, gather, rotation_table
 from vllm_cascade.kernels.triton.xformers_prefill import attend_with_xformers, use_xformers
 from vllm_cascade.policies.schedule import compared
+from vllm_cascade.recall.rings import Rings
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
 
     _decode_rotation: torch.Tensor | None = None
+    recall: LayerRings | None = None
 
     def prepare(
         self,
@@ -46,13 +49,19 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         super().prepare(spec, kv_cache, rotary, num_ranks)
         assert self._pages is not None
         if rotary is not None:
-            turning = rotary.inv_freq, spec.max_distance, kv_cache.device
-            self._decode_rotation = rotation_table(*turning, decode_dtype(self._pages.kv.dtype))
+            dtype, forward = decode_dtype(self._pages.kv.dtype), spec.policy.recalled
+            turning = rotary.inv_freq, spec.max_distance, kv_cache.device, dtype, forward
+            self._decode_rotation = rotation_table(*turning)
+
+    def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
+        """Let evicted units come back; ``index``: of the layer in the stores."""
+        self.recall = LayerRings(self._layer, self._pages, stores, index, most_queries)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
     ) -> torch.Tensor:
-        return rotation_table(rotary.inv_freq, spec.max_distance, device)
+        forward = spec.policy.recalled
+        return rotation_table(rotary.inv_freq, spec.max_distance, device, forward=forward)
 
     def run(
         self, name: str, metadata: TritonMetadata, new: NewTokens, kv_cache: torch.Tensor
@@ -75,6 +84,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         policy, where = metadata.spec.policy, {"table": decode.table, "steps": decode.steps}
         rows = slice(0, len(decode.steps)) if decode.index is None else decode.index
+        recall = {**where, "recall": decode.recall}
+        if self.recall is not None:
+            self.recall.choose(new.query, **recall, single=True)
         query, key, value = new.at(rows)
         place = new.output[rows] if decode.index is None else torch.empty_like(query)
         num_slots = decode.table.shape[1] * pages.block_size
@@ -110,6 +122,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         elif decode.given is not None:
             words = _words(pages, "rank", "score")
             assign(given=decode.given, ranks=decode.scored, **words, **where, unit=pages.unit)
+        ranks = None if self.recall is None else self.recall.ranks(**recall)
         insert(
             key=key,
             value=value,
@@ -120,6 +133,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
         )
+        if self.recall is not None:
+            self.recall.store(**recall, ranks=ranks)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -146,6 +161,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
         scoring, unit = rows.strides[0].schedule.scoring, pages.unit
+        recall = {**where, "recall": rows.recall}
+        if self.recall is not None:
+            self.recall.choose(new.query, **recall, single=False)
         keys, values, old_scores, old_tokens = gather(
             **_words(pages), **where, **self._turning, max_cached=rows.max_cached
         )
@@ -172,13 +190,16 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             )
         else:
             scores = _given_scores(rows, old_scores, unit)
+        keep = _keep(rows, scores, old_tokens, unit)
+        if self.recall is not None:
+            self.recall.store(**recall, keep=keep, key=new.key, value=new.value)
         insert_strides(
             key=new.key,
             value=new.value,
-            keep=_keep(rows, scores, old_tokens, unit),
+            keep=keep,
             scores=scores,
             **_words(pages),
-            **where,
+            **recall,
             max_length=rows.max_length,
             **self._turning,
         )
@@ -264,7 +285,7 @@ def _keep(
 ) -> torch.Tensor:
     """bool like ``scores``: which units every stride that deletes something leaves.
 
-    A last one that is not complete stays.
+    A last one that is not complete stays, and so do those that were recalled.
     """
     keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
     for row, (stride, plan) in enumerate(zip(rows.strides, rows.plans, strict=True)):
@@ -277,5 +298,9 @@ def _keep(
             new = torch.arange(stride.stream, ends, unit, device=scores.device)
             tokens = [old_tokens[row, :, : stride.cached // unit], new.expand(len(values), -1)]
             age = stride.end - torch.cat(tokens, dim=1)
-        keep[row, :, :total] = schedule.survivors(compared(schedule.scoring, values, age), plan)
+        sinks, recalled = schedule.policy.num_sinks // unit, stride.recalled
+        own = torch.ones(total, dtype=torch.bool, device=scores.device)
+        own[sinks : sinks + recalled] = False
+        judged = compared(schedule.scoring, values, age)[:, own]
+        keep[row, :, :total][:, own] = schedule.survivors(judged, plan)
     return keep
