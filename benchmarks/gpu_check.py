@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,14 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
         check(f"insert {name}", lambda c=case: checks.check_insert_units(c, device))
         strides = checks.check_insert_stride_units
         check(f"insert strides {name}", lambda c=case, f=strides: f(c, device))
+    recall = load("testing.recall_checks")
+    for name, case in unit_cases(interpret).items():
+        last = replace(case, lengths=tuple(n and max(n - 1, 0) for n in case.lengths))
+        check(f"judge {name}", lambda c=case: recall.check_judge(c, device))
+        check(f"judge strides {name}", lambda c=case: recall.check_judge(c, device, 40, 20))
+        check(f"recall {name}", lambda c=case: recall.check_recall(c, device))
+        check(f"store {name}", lambda c=last: recall.check_store_tokens(c, device))
+        check(f"store strides {name}", lambda c=case: recall.check_store_strides(c, device))
     check("schedule", lambda: checks.check_schedule(device))
     check("schedule, units", lambda: checks.check_schedule(device, unit=16))
     check("rotation table", lambda: checks.check_rotation_table(device))

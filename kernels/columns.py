@@ -68,3 +68,6 @@ MORE_RECALLED = 8
 RECALL_COLUMNS = 9
 
 TAKES_ALL, JUDGED = 1, 2
+
+MOST_UNIT = 128
+"""Tokens of a unit that the kernels of recall have room for."""

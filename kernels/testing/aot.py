@@ -276,7 +276,6 @@ class _Layer:
             *(self.rotation, shape.interleaved),
         )
 
-
     def recall(self, asking: int = 1) -> None:
         """Choose and store: of single tokens, or of strides of which so many tokens ask."""
         shape, capacity = self.shape, self.shape.store // self.shape.unit

@@ -13,7 +13,7 @@ from .. import columns
 from ..triton.recall import asking_reference, evidence_reference, judge_units
 from ..triton.recall_choose import chosen_reference, recall_units
 from ..triton.recall_store import ranks_before, store_units
-from ..triton.rotate import rotate_reference
+from ..triton.rotate import rotate_reference, rotation_table
 from .random_pool import (
     Cache,
     Case,
@@ -25,7 +25,6 @@ from .random_pool import (
     real_rows,
     same,
     stride_steps,
-    table_of,
 )
 
 JUNK = 0x7FC07FC0
@@ -59,6 +58,11 @@ class Rings:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.rows, self.codes, self.scales, self.born, self.token
 
+    def on(self, device: torch.device | str) -> list[torch.Tensor]:
+        """``tensors`` as an engine has them: rows in the host's memory."""
+        rows = self.rows.pin_memory() if torch.device(device).type == "cuda" else self.rows
+        return [rows, *(tensor.to(device) for tensor in self.tensors[1:])]
+
 
 def _columns(case: Case, **values: list[int]) -> torch.Tensor:
     """Rows of recall; those of rows that only pad are absurd, but nothing is to be done."""
@@ -69,6 +73,11 @@ def _columns(case: Case, **values: list[int]) -> torch.Tensor:
         for name, numbers in values.items():
             recall[row, getattr(columns, name)] = numbers[row]
     return recall
+
+
+def _turning(case: Case, device: torch.device | str) -> torch.Tensor | None:
+    """Rotations by positions, which are larger than distances."""
+    return None if case.inv_freq is None else rotation_table(case.inv_freq, 2000, device)
 
 
 def _numbers(case: Case, low: int, high: int) -> list[int]:
@@ -83,7 +92,7 @@ def check_judge(
 
     Rings are wrapped, some full, some of one unit.
     """
-    cache, steps = make_cache(case)
+    _, steps = make_cache(case)
     rings, size = Rings(case, capacity), case.head_size
     num_tokens = stride_steps(case, steps)
     if most_asking == 1:
@@ -108,7 +117,7 @@ def check_judge(
         places = [rings.place(row, begin[row] + u) for u in range(stored[row])]
         rings.codes[:, places], rings.scales[:, places] = codes.to(torch.int8), scales
     query = new_tokens(case, num_tokens)[0]
-    scale, rotation = size**-0.5, table_of(case, device)
+    scale, rotation = size**-0.5, _turning(case, device)
     tensors = on(device, query, rings.codes, rings.scales, steps, recall)
     found = judge_units(
         *tensors, rotation, case.interleaved, scale, capacity, case.num_sets, most_asking
@@ -175,7 +184,7 @@ def check_recall(
         for head_set in range(case.num_sets):
             _, _, tokens = chronological(cache, row, steps[row].tolist())
             shown = tokens[head_set, sinks : sinks + before[row]].tolist()
-            others = [t for t in range(10**6, 10**6 + 400) if t not in shown]
+            others = [t for t in range(10**6, 10**6 + 2 * capacity) if t not in shown]
             others += [t for t in range(400) if t not in tokens[head_set].tolist()]
             mine = shown + rng.sample(others, number[row] - len(shown))
             rng.shuffle(mine)
@@ -186,9 +195,10 @@ def check_recall(
                 0, 200, (number[row],), generator=generator
             ).int()
     ours, exchanged = cache.to(device), torch.zeros(1, dtype=torch.int32, device=device)
-    tensors = on(device, evidence, rings.rows, rings.born, rings.token)
+    rows, _, _, *words = rings.on(device)
     chosen = recall_units(
-        *tensors,
+        *on(device, evidence),
+        *(rows, *words),
         *(ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table),
         *on(device, steps, recall),
         exchanged,
@@ -280,11 +290,11 @@ def check_store_tokens(case: Case, device: torch.device | str, capacity: int = 3
             for rank, place in enumerate(kept):
                 cache.put(row, head_set, place * case.unit, rank=rank)
     ours, theirs = cache.to(device), Rings(case, capacity)
-    tensors = on(device, *theirs.tensors)
+    tensors = theirs.on(device)
     store_units(
         *(None, ranks, None, None, ours.kv, ours.rank, ours.born, ours.token, ours.table),
         *on(device, steps, recall),
-        *(table_of(case, device), case.interleaved, *tensors, capacity),
+        *(_turning(case, device), case.interleaved, *tensors, capacity),
     )
     same("pool", ours.pool, cache.pool)
     for (row, head_set), places in gone.items():
@@ -293,9 +303,7 @@ def check_store_tokens(case: Case, device: torch.device | str, capacity: int = 3
     return _same_rings(rings, tensors)
 
 
-def _note(
-    cache: Cache, rings: Rings, row: int, head_set: int, number: int, place: int
-) -> None:
+def _note(cache: Cache, rings: Rings, row: int, head_set: int, number: int, place: int) -> None:
     """A unit of the pages into the reference's ring."""
     unit, page = cache.case.unit, cache.case.block_size
     at, heads = rings.place(row, number), rings.heads(head_set)
@@ -327,14 +335,14 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
         case, RING=[row * capacity for row in range(len(end))], END=end, STORED=stored
     )
     ours, theirs = cache.to(device), Rings(case, capacity)
-    tensors = on(device, *theirs.tensors)
+    tensors = theirs.on(device)
     store_units(
         *on(device, keep),
         None,
         *on(device, key, value),
         *(ours.kv, ours.rank, ours.born, ours.token, ours.table),
         *on(device, steps, recall),
-        *(table_of(case, device), case.interleaved, *tensors, capacity),
+        *(_turning(case, device), case.interleaved, *tensors, capacity),
     )
     same("pool", ours.pool, cache.pool)
     for (row, head_set), units in gone.items():

@@ -49,8 +49,6 @@ LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite."""
 ROUNDS = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it to a small fp32 number rounds that to the nearest even integer."""
-MOST_UNIT = 128
-"""Tokens of a unit that a tile of keys has room for."""
 QUERY_ROWS = 16
 """Queries of one head that a program takes down at a time."""
 SPAN_KEYS, TILE_KEYS = 512, 64
@@ -68,7 +66,7 @@ def check_recall(recall: torch.Tensor, steps: torch.Tensor) -> None:
 def tile_of_units(unit: int) -> tuple[int, int]:
     """Units of a turn of the judge's loop, and the keys that each has room for there."""
     room = triton.next_power_of_2(unit)
-    assert room <= MOST_UNIT, f"units of {unit} tokens"
+    assert unit <= columns.MOST_UNIT, f"units of {unit} tokens"
     return max(TILE_KEYS // room, 1), room
 
 
@@ -139,7 +137,7 @@ def _ask(
     INTERLEAVED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Queries before rotation, in 15 bits: evenly spread tokens of a stride, the last among them."""
+    """Queries before rotation, in 15 bits: of tokens that are evenly spread over a stride."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if tl.load(recall + row * RECALL + HOW) != JUDGED:
@@ -413,12 +411,14 @@ def _(query, codes, scales, steps, recall, rotation, interleaved, scale, capacit
 
 def asking_reference(length: int, most: int) -> list[int]:
     """Tokens of a stride that ask: all, or evenly spread, the last one among them."""
-    return list(range(length)) if length <= most else [(i + 1) * length // most - 1 for i in range(most)]
+    return (
+        list(range(length))
+        if length <= most
+        else [(i + 1) * length // most - 1 for i in range(most)]
+    )
 
 
-def evidence_reference(
-    queries: torch.Tensor, keys: torch.Tensor, num_sets: int
-) -> torch.Tensor:
+def evidence_reference(queries: torch.Tensor, keys: torch.Tensor, num_sets: int) -> torch.Tensor:
     """fp64 ``[S, n]``: one request's evidence, literally.
 
     Args:

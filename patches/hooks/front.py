@@ -142,6 +142,7 @@ CONFIGURATION = (
             {"0.32": "CacheDType", "0.33": "CacheDType | str"},
             REFUSALS,
         ),
+        enable_prefix_caching=read("recall on CUDA has no snapshots", "bool", REFUSALS),
         mamba_cache_mode=read("one state a request", "MambaCacheMode", CONFIGURE),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
         use_replayssm=read(UNSUPPORTED, "bool", REFUSALS),

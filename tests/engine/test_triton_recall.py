@@ -190,7 +190,8 @@ def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
         )
         for text, (extra, _, a, b) in zip(texts, asked, strict=True)
     ]
-    prompts = [{"prompt_token_ids": text[:a]} for text, (*_, a, _) in zip(texts, asked, strict=True)]
+    lengths = [a for *_, a, _ in asked]
+    prompts = [{"prompt_token_ids": text[:a]} for text, a in zip(texts, lengths, strict=True)]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for text, (_, settings, a, _), output in zip(texts, asked, outputs, strict=True):
         truth = run_oracle({**base, **settings}, text, model, prompt_len=a)

@@ -21,7 +21,9 @@ CASES: dict[str, Case] = {
     # units of 2 to a page, powers of two and not; pages of one unit and of several
     "2": Case(**SMALL, unit=2, lengths=(5, 8, None, 9, 13), strides=(7, 2), holes=3),
     "3": Case(**FEW, unit=3, block_size=48, group=3, lengths=(2, 33), strides=(7, 3), holes=4),
-    "4-heads": Case(**SMALL, unit=4, per_head=True, lengths=(7, 23, 11, 31), strides=(21,), holes=2),
+    "4-heads": Case(
+        **SMALL, unit=4, per_head=True, lengths=(7, 23, 11, 31), strides=(21,), holes=2
+    ),
     "16": Case(**SMALL, unit=16, group=4, lengths=(47, None, 79, 95), strides=(37, 16), holes=3),
     "16-of-32": Case(
         **SMALL, unit=16, block_size=32, per_head=True, lengths=(63, 15), strides=(40,), holes=5,

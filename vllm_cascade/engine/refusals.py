@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_cascade.cache.architectures import may_be_unrotated, needs_no_positions
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
 from vllm_cascade.engine.devices import this_device
+from vllm_cascade.kernels.columns import MOST_UNIT
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -39,6 +40,10 @@ class Refusal:
     name: str
     applies: Callable[[VllmConfig, Policy], bool]
     message: str
+
+
+def _recalls_on_cuda(policy: Policy) -> bool:
+    return policy.recall > 0 and current_platform.is_cuda()
 
 
 def _rope_types(config: VllmConfig) -> set[str]:
@@ -144,10 +149,25 @@ REFUSALS: tuple[Refusal, ...] = (
         "model's own type",
     ),
     Refusal(
-        "recall on CUDA",
-        lambda config, policy: policy.recall > 0 and not current_platform.is_cpu(),
-        "recall keeps evicted units in the memory of CPU workers and is not built for GPUs yet; "
-        "set --kv-recall 0",
+        "recall over ranks on CUDA",
+        lambda config, policy: (
+            _recalls_on_cuda(policy) and config.parallel_config.tensor_parallel_size > 1
+        ),
+        "recall is not tested with --tensor-parallel-size above 1 on CUDA yet; set --kv-recall 0",
+    ),
+    Refusal(
+        "recall beside snapshots on CUDA",
+        lambda config, policy: (
+            _recalls_on_cuda(policy) and config.cache_config.enable_prefix_caching
+        ),
+        "on CUDA evicted units are stored for running requests only, and a request that starts "
+        "from a snapshot would miss them; add --no-enable-prefix-caching, or set --kv-recall 0",
+    ),
+    Refusal(
+        "recall of long units on CUDA",
+        lambda _, policy: _recalls_on_cuda(policy) and policy.unit > MOST_UNIT,
+        f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
+        "--kv-recall 0",
     ),
     Refusal(
         "recall beside windows",

@@ -66,9 +66,7 @@ class LayerRings:
             *(table, steps, recall, self._exchanged, shape.most_recalled),
         )
 
-    def ranks(
-        self, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor
-    ) -> torch.Tensor:
+    def ranks(self, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor) -> torch.Tensor:
         """What ``store`` has to know of lines into which single tokens are about to be inserted."""
         return ranks_before(self._pages.rank, table, steps, recall, self._pages.unit)
 
