@@ -6,7 +6,7 @@ import torch
 from .. import columns
 from ..triton.insert import insert, survivors_reference
 from ..triton.insert_stride import insert_strides
-from ..triton.rotate import rotate_reference
+from ..triton.rotate import rotate_reference, rotation_table
 from .insertion_checks import NUM_RULES, compared, lists_of_rules
 from .random_pool import (
     TOLERANCE,
@@ -115,8 +115,13 @@ def _slot_of(cache: Cache, row: int, head_set: int, step: list[int], order: list
     return order[-1] * unit + n % unit
 
 
-def check_insert_stride_units(case: Case, device: torch.device | str) -> float:
-    """``insert_strides`` with random keep-masks of units, the last maybe not complete."""
+def check_insert_stride_units(
+    case: Case, device: torch.device | str, recalls: bool = False
+) -> float:
+    """``insert_strides`` with random keep-masks of units, the last maybe not complete.
+
+    ``recalls``: more recalled units will stand before that one, so it may have to move forward.
+    """
     cache, steps = make_cache(case)
     unit, num_tokens = case.unit, stride_steps(case, steps)
     _, key, value = new_tokens(case, num_tokens)
@@ -132,11 +137,19 @@ def check_insert_stride_units(case: Case, device: torch.device | str) -> float:
         keep[row, :, whole:] = True  # what is not complete stays; beyond it must be ignored
         steps[row, columns.NEW_SLOTS] = max(cache.slots[row], (survivors + last) * unit)
     scores = torch.rand(keep.shape, generator=generator)
+    more = torch.randint(0, 4 if recalls else 1, (len(keep),), generator=generator)
+    recall = torch.full((len(keep), columns.RECALL_COLUMNS), 77, dtype=torch.int32)
+    recall[:, columns.MORE_RECALLED] = more
+    turning = table_of(case, device)
+    if case.inv_freq is not None and recalls:
+        farthest = case.max_distance + 1
+        turning = rotation_table(case.inv_freq, farthest, device, forward=3 * unit)
     ours = cache.to(device)
     dsteps, dk, dv, dkeep, dscores = on(device, steps, key, value, keep, scores)
     insert_strides(
         *(dk, dv, dkeep, dscores, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, max(case.strides), table_of(case, device), case.interleaved),
+        *(ours.table, dsteps, max(case.strides), turning, case.interleaved),
+        *on(device, recall if recalls else None),
     )
     after = ours.to("cpu")
     for row in real_rows(case):
@@ -144,7 +157,8 @@ def check_insert_stride_units(case: Case, device: torch.device | str) -> float:
         own = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
         new = torch.cat([key[own], value[own]], dim=2)
         for head_set in range(case.num_sets):
-            _stride(cache, after, row, head_set, step, keep[row, head_set], new, scores)
+            kept = keep[row, head_set]
+            _stride(cache, after, row, head_set, step, kept, new, scores, int(more[row]))
     same("pool", after.pool, cache.pool)
     return 0.0
 
@@ -158,6 +172,7 @@ def _stride(
     keep: torch.Tensor,
     new: torch.Tensor,
     scores: torch.Tensor,
+    more: int,
 ) -> None:
     """Do to the reference pool what a stride's insertion must do; places are read from ours."""
     unit, n, length = cache.case.unit, step[columns.CACHED], step[columns.LENGTH]
@@ -178,7 +193,7 @@ def _stride(
             first = r * unit - n
             part, born = new[first : first + unit], r * unit
             if len(part) < unit:
-                born = rank * unit
+                born = (rank + more) * unit
                 part = _turned(cache, after, row, head_set, place, part, r * unit - born)
             token = step[columns.STREAM] + first
             cache.put(row, head_set, place * unit, born=born, token=token)

@@ -7,8 +7,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_cascade.attention.cuda.warm_up import warm_up
-from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -20,9 +20,10 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        specs = [s for s in self.get_kv_cache_spec().values() if isinstance(s, KVPolicySpec)]
-        # Before vLLM measures how much memory is left for pages.
-        self._make_stores(specs, next(self.model_runner.get_model().parameters()).device)
+        policy = policy_of(self.vllm_config)
+        if policy is not None and policy.recall:  # before vLLM measures what is left for pages
+            specs = list(self.get_kv_cache_spec().values())
+            self._make_stores(specs, next(self.model_runner.get_model().parameters()).device)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()

@@ -122,11 +122,9 @@ class KVPolicyWorker:
         runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
 
     def _make_stores(self, specs: Sequence[KVPolicySpec], device: torch.device) -> None:
-        """Where evicted units of layers wait, if the policy recalls them."""
+        """Where evicted units of layers wait; for a policy that recalls them."""
         spec = specs[0]
         policy = spec.policy
-        if not policy.recall:
-            return
         shape = UnitShape(
             num_layers=len(specs),
             num_kv_heads=spec.num_kv_heads,
@@ -143,10 +141,12 @@ class KVPolicyWorker:
     def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
         """Connect builder and layers with where evicted units wait."""
         names, spec = builder.layer_names, builder.kv_cache_spec
+        if not spec.policy.recall:
+            return
         if self._stores is None:
             self._make_stores([spec] * len(names), builder.device)
         builder.stores = self._stores
-        for index, name in enumerate(names if self._stores is not None else ()):
+        for index, name in enumerate(names):
             layers[name].impl.recall_from(self._stores, index, spec.policy.recall_queries)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

@@ -8,13 +8,13 @@ with a ring is a row of numbers that follow from token counts (``kernels/columns
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import psutil
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from vllm_cascade.attention.step import by_schedule
 from vllm_cascade.kernels.columns import (
     BEFORE,
     BEGIN,
@@ -36,40 +36,6 @@ from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.stores import begun
 
 
-@dataclass
-class Ring:
-    """One request's.
-
-    Attributes:
-        number: among all rings.
-        end: units that were ever evicted.
-        shown: units that are recalled in the pages now.
-        chose_for_many: whether several tokens chose these, of which any may have had its way.
-    """
-
-    number: int
-    end: int = 0
-    shown: int = 0
-    chose_for_many: bool = False
-
-    def step(self, schedule: Schedule, stream: int, length: int, most_units: int) -> list[int]:
-        """The row of recall of a stride; the ring is then as after it."""
-        policy = schedule.policy
-        ends = np.asarray([stream, stream + length])
-        (gone, gone_after), (now, soon) = schedule.evicted(ends).tolist(), schedule.recalled(ends)
-        assert self.end == gone, (self.end, gone)
-        begin, before = max(gone - most_units, 0), self.shown
-        due = length > 1 or self.chose_for_many or stream % policy.recall_every == 0
-        self.end, self.shown, self.chose_for_many = gone_after, int(now), length > 1
-        row = [0] * RECALL_COLUMNS
-        if now > 0 and (due or now != before):
-            row[HOW] = TAKES_ALL if now == gone - begin else JUDGED
-        row[RING], row[BEGIN], row[END] = self.number * most_units, begin, gone
-        row[BEFORE], row[NOW], row[MORE_RECALLED] = before, int(now), int(soon - now)
-        row[STORED], row[SINKS] = gone_after - gone, policy.num_sinks // schedule.unit
-        return row
-
-
 class Rings:
     """A worker's.
 
@@ -77,7 +43,10 @@ class Rings:
         shape: of units; a ring has room for ``shape.most_units``.
         rows, codes, scales, born, token: ``[layers, ...]`` of what ``kernels/triton/recall*.py``
             call a layer's store.
-        rings: of running requests, by name.
+        rings: numbers of the running requests' rings, by name.
+        end: int64 ``[num_requests]``, units that a ring's request ever evicted.
+        shown: int64, units that are recalled in its pages now.
+        chose_for_many: bool, whether several tokens chose these, of which any may have had its way.
     """
 
     def __init__(self, shape: UnitShape, num_requests: int, device: torch.device) -> None:
@@ -92,7 +61,9 @@ class Rings:
         words = (shape.num_layers, shape.num_sets, places)
         self.born = torch.empty(words, dtype=torch.int32, device=device)
         self.token = torch.empty(words, dtype=torch.int32, device=device)
-        self.rings: dict[str, Ring] = {}
+        self.rings: dict[str, int] = {}
+        self.end, self.shown = np.zeros((2, num_requests), dtype=np.int64)
+        self.chose_for_many = np.zeros(num_requests, dtype=bool)
         self._free = list(range(num_requests))[::-1]
         on_device, on_host = ring_bytes(shape)
         logger.info(
@@ -110,7 +81,7 @@ class Rings:
 
     @property
     def num_units(self) -> int:
-        return sum(min(ring.end, self.shape.most_units) for ring in self.rings.values())
+        return int(self.end[list(self.rings.values())].clip(max=self.shape.most_units).sum())
 
     def note(self, output: SchedulerOutput) -> None:
         """Follow the scheduler; called before every step.
@@ -118,12 +89,13 @@ class Rings:
         A ring's memory can be another's at once: what still reads it comes earlier on the device.
         """
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
-            ring = self.rings.pop(name, None)
-            if ring is not None:
-                self._free.append(ring.number)
+            number = self.rings.pop(name, None)
+            if number is not None:
+                self._free.append(number)
         for name, _, num_computed in begun(output):
             assert num_computed == 0 and name not in self.rings, "rings have no snapshots"
-            self.rings[name] = Ring(self._free.pop())
+            number = self.rings[name] = self._free.pop()
+            self.end[number] = self.shown[number] = self.chose_for_many[number] = 0
 
     def plan(
         self,
@@ -132,13 +104,45 @@ class Rings:
         stream: np.ndarray,
         length: np.ndarray,
     ) -> np.ndarray:
-        """int32 ``[R, RECALL_COLUMNS]`` of strides of different requests; 0 of nobody's."""
+        """What strides of different requests do; the rings are then as after them.
+
+        Args:
+            names: of the requests; None, or one without a ring: nobody's.
+            stream, length: int64 ``[R]``, the strides' first tokens, and how many they are.
+
+        Returns:
+            int32 ``[R, RECALL_COLUMNS]``, 0 where there is nothing to do.
+        """
         rows = np.zeros((len(stream), RECALL_COLUMNS), dtype=np.int32)
-        numbers = zip(names, schedules, stream.tolist(), length.tolist(), strict=False)
-        for row, (name, schedule, begin, tokens) in enumerate(numbers):
-            ring = None if name is None else self.rings.get(name)
-            if ring is not None and schedule.policy.recall and begin >= 0:
-                rows[row] = ring.step(schedule, begin, tokens, self.shape.most_units)
+        number = [-1 if name is None else self.rings.get(name, -1) for name in names[: len(rows)]]
+        ring = np.full(len(rows), -1)
+        ring[: len(number)] = number
+        for schedule, where in by_schedule(schedules):
+            which = np.arange(len(rows))[where]
+            which = which[(ring[which] >= 0) & (stream[which] >= 0)]
+            if schedule.policy.recall and len(which):
+                rows[which] = self._rows(schedule, ring[which], stream[which], length[which])
+        return rows
+
+    def _rows(
+        self, schedule: Schedule, ring: np.ndarray, stream: np.ndarray, length: np.ndarray
+    ) -> np.ndarray:
+        """``plan`` for rings under one schedule."""
+        policy, room = schedule.policy, self.shape.most_units
+        gone, gone_after = schedule.evicted(stream), schedule.evicted(stream + length)
+        now, before = schedule.recalled(stream), self.shown[ring]
+        assert (self.end[ring] == gone).all(), (self.end[ring], gone)
+        begin, many = np.maximum(gone - room, 0), length > 1
+        due = many | self.chose_for_many[ring] | (stream % policy.recall_every == 0)
+        chooses = (now > 0) & (due | (now != before))
+        self.end[ring], self.shown[ring], self.chose_for_many[ring] = gone_after, now, many
+        rows = np.zeros((len(ring), RECALL_COLUMNS), dtype=np.int32)
+        rows[:, HOW] = np.where(now == gone - begin, TAKES_ALL, JUDGED) * chooses
+        rows[:, RING], rows[:, BEGIN], rows[:, END] = ring * room, begin, gone
+        rows[:, BEFORE], rows[:, NOW] = before, now
+        rows[:, MORE_RECALLED] = schedule.recalled(stream + length) - now
+        rows[:, STORED] = gone_after - gone
+        rows[:, SINKS] = policy.num_sinks // schedule.unit
         return rows
 
 

@@ -262,8 +262,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         if self.stores is None:
             return rows
         whose = [names[row] if row < len(names) else None for row in rows.request.tolist()]
-        steps = rows.steps
-        plan = self.stores.plan(whose, rows.schedules, steps[:, STREAM], steps[:, LENGTH])
+        stream, length = rows.steps[:, [STREAM, LENGTH]].astype(np.int64).T
+        plan = self.stores.plan(whose, rows.schedules, stream, length)
         return replace(rows, recall=list(plan))
 
     def _recall(self, rows: StrideRows) -> torch.Tensor | None:

@@ -298,9 +298,13 @@ def _keep(
             new = torch.arange(stride.stream, ends, unit, device=scores.device)
             tokens = [old_tokens[row, :, : stride.cached // unit], new.expand(len(values), -1)]
             age = stride.end - torch.cat(tokens, dim=1)
-        sinks, recalled = schedule.policy.num_sinks // unit, stride.recalled
-        own = torch.ones(total, dtype=torch.bool, device=scores.device)
-        own[sinks : sinks + recalled] = False
-        judged = compared(schedule.scoring, values, age)[:, own]
-        keep[row, :, :total][:, own] = schedule.survivors(judged, plan)
+        judged = compared(schedule.scoring, values, age)
+        sinks, behind = 0, stride.recalled
+        if stride.recalled:
+            sinks = schedule.policy.num_sinks // unit
+            behind = sinks + stride.recalled
+            judged = torch.cat([judged[:, :sinks], judged[:, behind:]], dim=1)
+        stays = schedule.survivors(judged, plan)
+        keep[row, :, :sinks] = stays[:, :sinks]
+        keep[row, :, behind:total] = stays[:, sinks:]
     return keep
