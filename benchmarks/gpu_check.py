@@ -92,12 +92,6 @@ def fingerprint() -> Row:
             result["driver"] = done.stdout.splitlines()[0].strip()
         except (OSError, subprocess.CalledProcessError, IndexError):
             result["driver"] = None
-    try:
-        import xformers
-
-        result["xformers"] = xformers.__version__
-    except ImportError:
-        result["xformers"] = None
     return result
 
 
@@ -174,6 +168,12 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
         row["seconds"] = round(time.monotonic() - begin, 2)
         rows.append(row)
 
+    def insert_strides(name: str, case: Any) -> None:
+        check(f"chunks {name}", lambda: checks.check_chunks(case, device))
+        check(f"insert strides {name}", lambda: checks.check_insert_strides(case, device))
+        case = replace(case, scored=False)
+        check(f"given scores {name}", lambda: checks.check_insert_strides(case, device))
+
     for name, case in cases(interpret).items():
         check(f"decode {name}", lambda c=case: checks.check_decode(c, device))
         check(f"prefill {name}", lambda c=case: checks.check_prefill(c, device))
@@ -184,13 +184,12 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
                 lambda c=case, v=variant: checks.check_insert(c, device, v),
             )
         check(f"assign {name}", lambda c=case: checks.check_assign(c, device))
-        check(f"insert strides {name}", lambda c=case: checks.check_insert_strides(c, device))
+        insert_strides(name, case)
     for name, case in unit_cases(interpret).items():
         check(f"decode {name}", lambda c=case: checks.check_decode(c, device))
         check(f"prefill {name}", lambda c=case: checks.check_prefill(c, device))
         check(f"insert {name}", lambda c=case: checks.check_insert_units(c, device))
-        strides = checks.check_insert_stride_units
-        check(f"insert strides {name}", lambda c=case, f=strides: f(c, device))
+        insert_strides(name, case)
     recall = load("testing.recall_checks")
     for name, case in unit_cases(interpret).items():
         last = replace(case, lengths=tuple(n and max(n - 1, 0) for n in case.lengths))

@@ -19,7 +19,7 @@ from benchmarks.gpu.kernels_alone import load
 attend_ops, combine_ops = load("triton.attend"), load("triton.combine")
 prefill_ops, mass_ops = load("triton.prefill"), load("triton.column_sums")
 rotate_ops, configs = load("triton.rotate"), load("triton.configs")
-stride_ops, xformers_ops = load("triton.insert_stride"), load("triton.xformers_prefill")
+stride_ops, columns = load("triton.insert_stride"), load("triton.stride_columns")
 
 tile_ops = load("triton.tiles")
 
@@ -213,7 +213,7 @@ def _attend_row(
 def _dense_attention(
     bench: Bench, ours: float, query: torch.Tensor, batch: int, heads: int, cached: int
 ) -> Row:
-    """The same amount of keys, gathered ahead: torch's SDPA and xformers' split-K."""
+    """The same amount of keys, gathered ahead: torch's SDPA."""
     shape = batch, heads, cached, query.shape[2]
     keys = torch.randn(shape, dtype=query.dtype, device=query.device)
     values = torch.randn_like(keys)
@@ -222,24 +222,6 @@ def _dense_attention(
     row: Row = {}
     row["sdpa_ms"] = bench.milliseconds(lambda: sdpa(one, keys, values, enable_gqa=True))
     row["over_sdpa"] = ours / row["sdpa_ms"]
-    if not xformers_ops.has_xformers():
-        return row
-    from xformers.ops import fmha
-
-    group = query.shape[1] // heads
-    grouped = query.view(batch, 1, heads, group, -1)
-    expanded = [
-        x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1) for x in (keys, values)
-    ]
-    try:
-        row["splitk_ms"] = bench.milliseconds(
-            lambda: fmha.memory_efficient_attention_forward(
-                grouped, *expanded, op=fmha.triton_splitk.FwOp
-            )
-        )
-        row["over_splitk"] = ours / row["splitk_ms"]
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        row["splitk_error"] = str(error).splitlines()[0]
     return row
 
 
@@ -263,13 +245,14 @@ def _prefill_row(bench: Bench, sizes: Sizes, stride: int, length: int) -> Row:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     full = bench.milliseconds(lambda: sdpa(query, key, key, is_causal=True, enable_gqa=True))
     row["full_us_per_token"] = full * 1e3 / length
-    return row | prompt.xformers_row(bench)
+    row["stride_attention_ms"] = bench.milliseconds(prompt.attend)
+    return row
 
 
 class _Prompt:
-    """Strides over a full cache: attention, column sums, scores, insertion of a window.
+    """Strides over a full cache: attention, column sums, and the insertion of a window.
 
-    Which tokens stay is a fixed window here: choosing them is the policy's, outside the kernels.
+    Which tokens stay is a fixed window here, as one group each.
     """
 
     def __init__(
@@ -287,68 +270,52 @@ class _Prompt:
             10000.0 ** -(torch.arange(0, size, 2) / size), budget + stride, device
         )
         self.stride, self.budget = stride, budget
-        unused = [0] * (tile_ops.STEP_COLUMNS - 6)
-        steps = [[10 * budget, budget, budget, budget, 0, stride, *unused]]
-        self.layer.steps = torch.tensor(steps, dtype=torch.int32, device=device)
+        step = [0] * tile_ops.STEP_COLUMNS
+        step[:6] = [10 * budget, budget, budget, budget, 0, stride]
+        step[columns.PLAN : columns.STAY + 1] = [0, 1, budget + stride, budget]
+        step[columns.FADE] = tile_ops.float_bits(0.5)
+        self.layer.steps = torch.tensor([step], dtype=torch.int32, device=device)
         self.query = torch.randn(stride, queries, size, device=device).to(dtype)
         self.key, self.value = torch.randn(2, stride, heads, size, device=device).to(dtype)
-        keep = torch.arange(budget + stride, device=device) >= stride
-        self.keep = keep.view(1, 1, -1).contiguous()
+        begins = torch.arange(budget + 1) + budget + 1
+        self.plan = torch.cat([begins, torch.arange(stride, budget + stride)]).int().to(device)
         self.decays = 0.991 ** torch.arange(stride, device=device, dtype=torch.float32)
-        self.fades = torch.full((1,), 0.5, device=device)
-        self.scale = size**-0.5
+        self.scale, self.output = size**-0.5, torch.empty_like(self.query)
+        self.lse = torch.empty(stride, queries, device=device)
+        width, programs = budget + stride, stride_ops.num_programs(1, 1)
+        int32 = {"dtype": torch.int32, "device": device}
+        self.line = torch.empty(1, 1, prefill_ops.LINE_WORDS, width, **int32)
+        self.notes = torch.empty(1, 1, programs, stride_ops.NUMBER_ROWS, width, **int32)
+        shape = 1, 1, programs, stride_ops.VALUE_ROWS, width
+        self.values = torch.empty(shape, device=device)
+        self.sums = torch.empty(1, heads, width, device=device)
 
-    def gathered(self) -> tuple[torch.Tensor, ...]:
+    @property
+    def _common(self) -> tuple[Any, ...]:
         layer = self.layer
-        return rotate_ops.gather(
-            *(layer.kv, layer.rank, layer.born, layer.score, None, layer.table, layer.steps),
-            *(layer.rotation, False, self.budget),
+        where = layer.table, layer.steps, layer.rotation, False
+        return *where, None, None, self.scale, 0.0, self.stride
+
+    def attend(self) -> None:
+        layer = self.layer
+        prefill_ops.attend_strides(
+            *(self.query, self.key, self.value, layer.kv, layer.rank, layer.born, layer.score),
+            *(None, *self._common, self.output, self.lse, self.line),
         )
 
     def one(self) -> None:
-        layer, output = self.layer, torch.empty_like(self.query)
-        keys, values, old, _ = self.gathered()
-        lse = prefill_ops.attend_strides(
-            *(self.query, self.key, self.value, keys, values, layer.steps, None, None, output),
-            *(self.scale, 0.0, self.stride),
+        layer = self.layer
+        self.attend()
+        mass_ops.column_sums(
+            *(self.query, self.key, layer.kv, layer.rank, layer.born, *self._common),
+            *(self.lse, self.decays, "mean", self.budget, self.sums),
         )
-        sums = mass_ops.column_sums(
-            *(self.query, self.key, keys, lse, self.decays, layer.steps, None, None),
-            *(self.scale, 0.0, self.stride),
-        )
-        scores = mass_ops.stride_scores(sums, old, self.fades, layer.steps, "mean")
         stride_ops.insert_strides(
-            *(self.key, self.value, self.keep, scores, layer.kv, layer.rank, layer.born),
-            *(layer.score, None, layer.table, layer.steps, self.stride),
+            *(self.key, self.value, layer.kv, layer.rank, layer.born, layer.score, None),
+            *(layer.table, layer.steps, layer.rotation, False, self.sums, None, self.line),
+            *(self.plan, "mean", self.query.shape[1], 1, self.notes, self.values),
         )
 
     def run(self, length: int) -> None:
         for _ in range(length // self.stride):
             self.one()
-
-    def xformers_row(self, bench: Bench) -> Row:
-        """One stride's attention alone, ours and xformers': what decides the default."""
-        keys, values, _, _ = self.gathered()
-        output = torch.empty_like(self.query)
-        row: Row = {}
-        row["stride_attention_ms"] = bench.milliseconds(
-            lambda: prefill_ops.attend_strides(
-                *(self.query, self.key, self.value, keys, values, self.layer.steps, None, None),
-                *(output, self.scale, 0.0, self.stride),
-            )
-        )
-        if not xformers_ops.has_xformers():
-            return row
-
-        def theirs() -> tuple[torch.Tensor, torch.Tensor]:
-            return xformers_ops.attend_with_xformers(
-                self.query, self.key, self.value, keys[0], values[0], self.scale
-            )
-
-        try:
-            difference = (theirs()[0] - output).abs().max().item()
-            assert difference < 2e-2, f"xformers differs by {difference}"
-            row["xformers_ms"] = bench.milliseconds(theirs)
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            row["xformers_error"] = str(error).splitlines()[0]
-        return row

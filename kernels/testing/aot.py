@@ -23,15 +23,16 @@ from triton.runtime.jit import JITFunction
 
 from ..triton.assign import assign
 from ..triton.attend import attend
-from ..triton.column_sums import column_sums, num_sums, stride_scores
+from ..triton.chunk import attend_chunks
+from ..triton.column_sums import column_sums, num_sums
 from ..triton.combine import merge, update
 from ..triton.insert import insert
-from ..triton.insert_stride import insert_strides
-from ..triton.prefill import attend_strides
+from ..triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, insert_strides, keep_of_strides
+from ..triton.prefill import LINE_WORDS, attend_strides
 from ..triton.recall import RECALL, judge_units
 from ..triton.recall_choose import recall_units
 from ..triton.recall_store import ranks_before, store_units
-from ..triton.rotate import decode_dtype, gather
+from ..triton.rotate import decode_dtype
 from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
 from ..triton.tiles import STEP_COLUMNS
 
@@ -188,7 +189,7 @@ def run_tool(name: str, option: str, cubin: bytes) -> str:
         os.unlink(file.name)
 
 
-def _meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
@@ -247,33 +248,38 @@ class _Layer:
         )
 
     def prefill(self) -> None:
-        """Gather, attend, column sums, scores and insert, of one stride."""
-        shape, f32 = self.shape, torch.float32
+        """Attend, column sums and insert of one stride, and all strides of a chunk at once."""
+        shape, f32, i32 = self.shape, torch.float32, torch.int32
         steps, table, tokens = self.steps[:1], self.table[:1], shape.stride
         query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
         key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
         scale = _meta(tokens, dtype=f32) if shape.logit_scale else None
-        keys, values, old, _ = gather._init_fn(
-            *self.words, table, steps, self.rotation, shape.interleaved, 2048
+        common = (shape.interleaved, self.slopes, scale, 0.088, shape.softcap, tokens)
+        output, lse = torch.empty_like(query), _meta(tokens, self.queries, dtype=f32)
+        width = (2048 + tokens) // shape.unit
+        line = _meta(1, self.sets, LINE_WORDS, width, dtype=i32)
+        pages, where = self.words[:3], (table, steps, self.decode_rotation)
+        attend_strides(query, key, key, *self.words, *where, *common, output, lse, line)
+        positions, finished = _meta(tokens, dtype=torch.int64), _meta(1, 2 * shape.num_heads)
+        attend_chunks(
+            *(query, key, key, *self.words, table, steps, steps, positions, finished),
+            *(self.decode_rotation, self.rotation, *common, output),
         )
-        common = (self.slopes, scale)
-        output = torch.empty_like(query)
-        lse = attend_strides._init_fn(
-            *(query, key, key, keys, values, steps, *common, output, 0.088, shape.softcap, tokens)
-        )
-        if not shape.keep_logits:
-            return
-        sums = column_sums._init_fn(
-            *(query, key, keys, lse, _meta(tokens, dtype=f32), steps, *common),
-            *(0.088, shape.softcap, tokens, shape.unit),
-        )
-        _, parts = num_sums(query, keys.shape[2], tokens, shape.unit)
-        fades = _meta(1, dtype=f32)
-        scores = stride_scores._init_fn(sums, old, fades, steps, shape.reduction, shape.unit, parts)
-        keep = _meta(*scores.shape, dtype=torch.bool)
-        insert_strides._init_fn(
-            *(key, key, keep, scores, *self.words, table, steps, tokens),
-            *(self.rotation, shape.interleaved),
+        sums, parts = None, 1
+        if shape.keep_logits:
+            heads, parts = num_sums(query, shape.num_heads, shape.unit, shape.reduction)
+            sums = _meta(1, heads, width * parts, dtype=f32)
+            column_sums(
+                *(query, key, *pages, *where, *common, lse, _meta(tokens, dtype=f32)),
+                *(shape.reduction, 2048, sums),
+            )
+        given = None if shape.keep_logits else _meta(tokens, dtype=f32)
+        notes = _meta(1, self.sets, 8, NUMBER_ROWS, width, dtype=i32)
+        values = _meta(1, self.sets, 8, VALUE_ROWS, width, dtype=f32)
+        insert_strides(
+            *(key, key, *self.words, table, steps, self.rotation, shape.interleaved, sums, given),
+            *(line, _meta(9000, dtype=i32), shape.reduction, self.queries // self.sets, parts),
+            *(notes, values),
         )
 
     def recall(self, asking: int = 1) -> None:
@@ -303,8 +309,23 @@ class _Layer:
             store_units._init_fn(None, ranks, None, None, *lines, *store)
             return
         key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
-        keep = _meta(shape.batch, self.sets, 160, dtype=torch.bool)
+        width = (2048 + tokens) // shape.unit
+        line = _meta(shape.batch, self.sets, LINE_WORDS, width, dtype=i32)
+        notes = _meta(shape.batch, self.sets, 8, NUMBER_ROWS, width, dtype=i32)
+        values = _meta(shape.batch, self.sets, 8, VALUE_ROWS, width, dtype=torch.float32)
+        heads, parts = num_sums(query, shape.num_heads, shape.unit, shape.reduction)
+        sums = _meta(shape.batch, heads, width * parts, dtype=torch.float32)
+        plans = _meta(9000, dtype=i32)
+        keep = keep_of_strides(
+            *(token, self.steps, recall, shape.unit, sums, None, line, plans, shape.reduction),
+            *(self.queries // self.sets, parts, notes, values),
+        )
         store_units._init_fn(keep, None, key, key, *lines, *store)
+        insert_strides(
+            *(key, key, self.kv, self.rank, self.born, self.score, token, self.table, self.steps),
+            *(*turning, sums, None, line, plans, shape.reduction, self.queries // self.sets),
+            *(parts, notes, values, recall),
+        )
 
 
 def recall_resources(shape: Shape, capability: int) -> list[Resources]:

@@ -12,13 +12,18 @@ import torch
 
 from .. import columns
 from ..triton.attend import attend
-from ..triton.column_sums import column_sums, column_sums_reference, num_sums, stride_scores
-from ..triton.combine import in_units, merge, reduce_reference, update, update_reference
+from ..triton.combine import (
+    head_masses,
+    in_units,
+    merge,
+    update,
+    update_from,
+    update_reference,
+)
 from ..triton.configs import attend_splits
-from ..triton.prefill import attend_strides, attend_strides_reference
+from ..triton.prefill import attend_strides_reference
 from ..triton.rotate import (
     decode_dtype,
-    gather,
     gather_reference,
     rotate_reference,
     rotation_table,
@@ -31,7 +36,8 @@ from ..triton.schedule import (
     schedule_reference,
 )
 from ..triton.tiles import float_bits
-from .insertion_checks import NUM_RULES, check_assign, check_insert, check_insert_strides
+from .chunk_checks import check_chunks
+from .insertion_checks import NUM_RULES, check_assign, check_insert
 from .random_pool import (
     TOLERANCE,
     Cache,
@@ -43,18 +49,19 @@ from .random_pool import (
     on,
     real_rows,
     same,
-    stride_steps,
     table_of,
 )
-from .unit_checks import check_insert_stride_units, check_insert_units
+from .stride_checks import check_insert_strides, check_prefill
+from .unit_checks import check_insert_units
 
 __all__ = [
     "NUM_RULES",
     "check_assign",
+    "check_chunks",
     "check_insert",
-    "check_insert_stride_units",
     "check_insert_strides",
     "check_insert_units",
+    "check_prefill",
 ]
 
 
@@ -109,6 +116,8 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction),
         case.unit,
     )
+    if case.reduction != "median" and not case.per_head and case.num_heads * case.group % 2 == 0:
+        _check_ranks(ours, new_score, cache.to(device), (logits, own, lse), dsteps)
     tolerance = TOLERANCE[case.dtype]
     errors = {"output": 0.0, "lse": 0.0, "score": 0.0}
     for row in real_rows(case):
@@ -136,65 +145,33 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     return errors
 
 
-def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
-    """``gather``, ``attend_strides``, ``column_sums`` and ``stride_scores``."""
-    cache, steps = make_cache(case)
-    num_tokens = stride_steps(case, steps)
-    query, key, value = new_tokens(case, num_tokens)
-    factors = torch.rand(num_tokens) + 0.5 if case.logit_scale else torch.ones(num_tokens)
-    scale, decay, weight = case.head_size**-0.5, 0.97, 0.03
-    ours = cache.to(device)
-    longest = max(case.strides)
-    decays = (weight * decay ** torch.arange(longest, dtype=torch.float64)).float()
-    fades = (decay ** steps[:, columns.LENGTH].double()).float()
-    dsteps, dq, dk, dv, slopes, dfactors, ddecays, dfades = on(
-        *(device, steps, query, key, value, case.slopes),
-        *(factors if case.logit_scale else None, decays, fades),
-    )
-    max_cached = max(n or 0 for n in case.lengths)
-    keys, values, scores, tokens = gather(
-        *(ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table, dsteps),
-        *(table_of(case, device), case.interleaved, max_cached),
-    )
-    output = torch.full_like(dq, torch.nan)
-    common = (slopes, dfactors)
-    lse = attend_strides(
-        *(dq, dk, dv, keys, values, dsteps, *common, output, scale, case.softcap, longest)
-    )
-    sums = column_sums(
-        *(dq, dk, keys, lse, ddecays, dsteps, *common, scale, case.softcap, longest, case.unit)
-    )
-    _, parts = num_sums(dq, max_cached, longest, case.unit)
-    new_scores = stride_scores(*(sums, scores, dfades, dsteps, case.reduction, case.unit, parts))
-    same("prefill attention writes no page", ours.pool, cache.pool)
-    tolerance = TOLERANCE[case.dtype]
-    errors = {"keys": 0.0, "output": 0.0, "lse": 0.0, "sums": 0.0, "scores": 0.0}
-    written = torch.zeros(num_tokens, dtype=torch.bool)
+def _check_ranks(
+    ours: Cache,
+    new_score: torch.Tensor,
+    again: Cache,
+    made: tuple[torch.Tensor, ...],
+    steps: torch.Tensor,
+) -> None:
+    """Two tensor-parallel ranks with half of the heads each come to the scores of one with all.
+
+    Args:
+        ours, again: pages after ``update``, and before it.
+        made: logits, the new tokens' own, and log-sum-exps.
+    """
+    case, num = ours.case, made[0].shape[1] // 2
+    where = again.rank, again.table, steps, case.reduction, case.unit
+    ranks = [
+        head_masses(*(x[:, half].contiguous() for x in made), *where)
+        for half in (slice(0, num), slice(num, None))
+    ]
+    both = torch.stack(ranks)
+    masses = both.mean(0) if case.reduction == "mean" else both.amax(0)
+    new = update_from(masses, again.rank, again.score, *where[1:3], case.unit)
     for row in real_rows(case):
-        step = steps[row].tolist()
-        n, length = step[columns.CACHED], step[columns.LENGTH]
-        rows = slice(step[columns.START], step[columns.START] + length)
-        written[rows] = True
-        old, (expected, norm, probs) = _expected(
-            cache, row, step, (query[rows], key[rows], value[rows]), factors[rows]
-        )
-        mass = column_sums_reference(probs, decay, weight)
-        final = reduce_reference(in_units(mass, case.unit), case.num_sets, case.reduction)
-        units, mass = n // case.unit, in_units(mass, case.unit // parts)
-        final[:, :units] += decay**length * old[2]
-        same("values", values[row, :, :n].double(), old[1])
-        same("old scores", scores[row, :, :units].double(), old[2])
-        same("tokens", tokens[row, :, :units], chronological(cache, row, step)[2])
-        for name, actual, wanted in (
-            ("keys", keys[row, :, :n], old[0]),
-            ("output", output[rows], expected),
-            ("lse", lse[rows], norm),
-            ("sums", sums[row, :, : mass.shape[1]], mass),
-            ("scores", new_scores[row, :, : final.shape[1]], final),
-        ):
-            errors[name] = max(errors[name], close(name, actual, wanted, tolerance))
-    assert output[~written.to(output.device)].isnan().all(), "wrote rows of other requests"
-    return errors
+        places = chronological(again, row, steps[row].tolist())[0]
+        scores = [cache.to("cpu").words("score", row).gather(1, places) for cache in (again, ours)]
+        close("scores of two ranks", scores[0], scores[1].double(), 1e-5)
+        close("new scores of two ranks", new[row], new_score[row].cpu().double(), 1e-5)
 
 
 def opens(case: Case, step: list[int]) -> bool:

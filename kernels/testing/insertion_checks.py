@@ -6,7 +6,6 @@ import torch
 from .. import columns
 from ..triton.assign import assign, assign_reference
 from ..triton.insert import insert, survivors_reference
-from ..triton.insert_stride import insert_strides
 from .random_pool import (
     Cache,
     Case,
@@ -16,7 +15,6 @@ from .random_pool import (
     on,
     real_rows,
     same,
-    stride_steps,
 )
 
 
@@ -163,40 +161,3 @@ def _apply(
             token, kv = step[columns.STREAM] + r - n, torch.cat([key[r - n], value[r - n]], dim=1)
             cache.put(row, head_set, slot, born=r, token=token, kv=kv)
         cache.put(row, head_set, slot, rank=index, score=float(scores[r]))
-
-
-def check_insert_strides(case: Case, device: torch.device | str) -> float:
-    """``insert_strides`` with random keep-masks: ranks, words, keys and values of survivors."""
-    cache, steps = make_cache(case)
-    num_tokens = stride_steps(case, steps)
-    _, key, value = new_tokens(case, num_tokens)
-    generator = torch.Generator().manual_seed(case.seed + 3)
-    width = max(n or 0 for n in case.lengths) + max(case.strides)
-    keep = torch.zeros(len(case.lengths), case.num_sets, width, dtype=torch.bool)
-    for row in real_rows(case):
-        total = int(steps[row, columns.CACHED] + steps[row, columns.LENGTH])
-        survivors = int(torch.randint(1, total + 1, (1,), generator=generator))
-        if row % 3 == 0:
-            survivors = total  # nothing leaves
-        for head_set in range(case.num_sets):
-            keep[row, head_set, torch.randperm(total, generator=generator)[:survivors]] = True
-        keep[row, :, total:] = True  # beyond the stride: must be ignored
-        steps[row, columns.NEW_SLOTS] = max(cache.slots[row], survivors)
-    scores = torch.rand(keep.shape, generator=generator)
-    ours = cache.to(device)
-    dsteps, dk, dv, dkeep, dscores = on(device, steps, key, value, keep, scores)
-    insert_strides(
-        *(dk, dv, dkeep, dscores, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, max(case.strides)),
-    )
-    after = ours.to("cpu")
-    for row in real_rows(case):
-        step = steps[row].tolist()
-        own = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
-        total = step[columns.CACHED] + step[columns.LENGTH]
-        for head_set in range(case.num_sets):
-            kept = keep[row, head_set, :total].nonzero()[:, 0].tolist()
-            new = key[own], value[own], scores[row, head_set]
-            _apply(cache, after, row, head_set, step, kept, new)
-    same("pool", after.pool, cache.pool)
-    return 0.0

@@ -23,7 +23,8 @@ POISON = 0xFF
 class Case:
     """A layer's shape, a batch's cache lengths (None: a row that only pads), and options.
 
-    ``holes``: empty units of slots among each request's; 0: a few, at random.
+    ``holes``: empty units of slots among each request's; 0: a few, at random. ``scored``: whether
+    attention makes the scores of strides, or the host.
     """
 
     lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
@@ -47,6 +48,7 @@ class Case:
     max_distance: int = 300
     seed: int = 0
     unit: int = 1
+    scored: bool = True
 
     @property
     def num_sets(self) -> int:

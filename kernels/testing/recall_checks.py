@@ -337,7 +337,7 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
     ours, theirs = cache.to(device), Rings(case, capacity)
     tensors = theirs.on(device)
     store_units(
-        *on(device, keep),
+        *on(device, torch.where(keep, 0, -1).int()),
         None,
         *on(device, key, value),
         *(ours.kv, ours.rank, ours.born, ours.token, ours.table),

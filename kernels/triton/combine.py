@@ -104,10 +104,50 @@ def _(partial, partial_lse, steps, output):
 
 
 @triton.jit
+def _own_mass(own, norm, head, real, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
+    """``[1]``: the new token's probability, reduced over heads."""
+    mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
+    return reduce_heads(mine[:, None], HEADS, REDUCTION)
+
+
+@triton.jit
+def _mass_of_slots(
+    logits,
+    own,
+    norm,
+    head,
+    real,
+    place,
+    slot,
+    step,
+    logits_stride,
+    HEADS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """``[n]``: probabilities of slots with ranks ``place`` (or units), reduced over heads."""
+    there = real[:, None] & (place >= 0)[None, :]
+    source = logits + head[:, None] * logits_stride + (slot * PARTS)[None, :]
+    probs = tl.zeros(there.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        raw = tl.load(source + part, mask=there, other=float("-inf"))
+        probs += tl.exp(raw - norm[:, None])
+    if UNIT > 1:  # a token that joins a unit adds its own probability to the unit's
+        offset = tl.load(step + STREAM) % UNIT
+        filling = tl.load(step + CACHED) // UNIT
+        joined = place == tl.where(offset > 0, filling, NEVER)
+        mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
+        probs += tl.where(joined[None, :], mine[:, None], 0.0)
+    return reduce_heads(probs, HEADS, REDUCTION)
+
+
+@triton.jit
 def _update(
     logits,
     own,
     lse,
+    masses,
     rank,
     score,
     table,
@@ -123,53 +163,54 @@ def _update(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
     PARTS: tl.constexpr,
+    LEAVES: tl.constexpr,
 ):
+    """Scores from logits; or ``LEAVES``: their masses only; or scores from masses (no logits)."""
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
     tile = tl.program_id(2)
-    if tl.load(steps + row * STEP + STREAM) < 0:
+    step = steps + row * STEP
+    if tl.load(step + STREAM) < 0:
         return
-    slots = tl.load(steps + row * STEP + OLD_SLOTS)
-    if UNIT > 1:
-        slots = slots // UNIT
-    decay = tl.load(steps + row * STEP + DECAY).to(tl.float32, bitcast=True)
-    weight = tl.load(steps + row * STEP + WEIGHT).to(tl.float32, bitcast=True)
+    slots = tl.load(step + OLD_SLOTS) // UNIT
+    decay = tl.load(step + DECAY).to(tl.float32, bitcast=True)
+    weight = tl.load(step + WEIGHT).to(tl.float32, bitcast=True)
     member = tl.arange(0, triton.next_power_of_2(HEADS))
     real = member < HEADS
     head = row * NUM_QUERIES + head_set * HEADS + member
-    norm = tl.load(lse + head, mask=real, other=0.0)
+    one = tl.arange(0, 1)
+    norm = None
+    if logits is not None:
+        norm = tl.load(lse + head, mask=real, other=0.0)
+    if masses is not None:
+        masses += row * (logits_stride // PARTS + 1)
     if tile == 0:
-        mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
-        mine = reduce_heads(mine[:, None], HEADS, REDUCTION) * weight
-        place = new_score + row * tl.num_programs(1) + head_set + tl.arange(0, 1)
-        tl.store(place, mine)
+        if logits is not None:
+            mine = _own_mass(own, norm, head, real, HEADS, REDUCTION)
+        else:
+            mine = tl.load(masses + logits_stride // PARTS + one)
+        if LEAVES:
+            tl.store(masses + logits_stride // PARTS + one, mine)
+        else:
+            tl.store(new_score + row * tl.num_programs(1) + head_set + one, mine * weight)
     if tile * TILE < slots:
-        table += row * table_stride
         slot, inside, _, word = slot_tile(
-            table, tile * TILE, slots, head_set, word_stride, PAGE, TILE
+            table + row * table_stride, tile * TILE, slots, head_set, word_stride, PAGE, TILE
         )
         place = tl.load(rank + word, mask=inside, other=-1)
         valid = place >= 0
-        there = real[:, None] & valid[None, :]
-        if UNIT == 1:
-            source = logits + head[:, None] * logits_stride + slot[None, :]
-            raw = tl.load(source, mask=there, other=float("-inf"))
-            probs = tl.exp(raw - norm[:, None])
+        if logits is not None:
+            mass = _mass_of_slots(
+                *(logits, own, norm, head, real, place, slot, step, logits_stride),
+                *(HEADS, REDUCTION, UNIT, PARTS),
+            )
         else:
-            source = logits + head[:, None] * logits_stride + (slot * PARTS)[None, :]
-            probs = tl.zeros(there.shape, tl.float32)
-            for part in tl.static_range(PARTS):
-                raw = tl.load(source + part, mask=there, other=float("-inf"))
-                probs += tl.exp(raw - norm[:, None])
-            # A token that joins a unit adds its own probability to the unit's.
-            offset = tl.load(steps + row * STEP + STREAM) % UNIT
-            filling = tl.load(steps + row * STEP + CACHED) // UNIT
-            joined = place == tl.where(offset > 0, filling, NEVER)
-            mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
-            probs += tl.where(joined[None, :], mine[:, None], 0.0)
-        mass = reduce_heads(probs, HEADS, REDUCTION)
-        old = tl.load(score + word, mask=valid, other=0.0)
-        tl.store(score + word, decay * old + weight * mass, mask=valid)
+            mass = tl.load(masses + slot, mask=valid, other=0.0)
+        if LEAVES:
+            tl.store(masses + slot, tl.where(valid, mass, 0.0), mask=inside)
+        else:
+            old = tl.load(score + word, mask=valid, other=0.0)
+            tl.store(score + word, decay * old + weight * mass, mask=valid)
 
 
 @torch.library.custom_op("kv_cascade::update", mutates_args=("score",))
@@ -202,20 +243,99 @@ def update(
         fp32 ``[B, S]``: the new tokens' scores, which are those of the units that they open, if
         they do; not written in rows that are padding.
     """
+    new_score = lse.new_empty(lse.shape[0], rank.shape[1])
+    _launch(logits, own, lse, None, rank, score, table, steps, new_score, reduction, unit)
+    return new_score
+
+
+@update.register_fake
+def _(logits, own, lse, rank, score, table, steps, reduction, unit=1):
+    return lse.new_empty(lse.shape[0], rank.shape[1])
+
+
+@torch.library.custom_op("kv_cascade::head_masses", mutates_args=())
+def head_masses(
+    logits: torch.Tensor,
+    own: torch.Tensor,
+    lse: torch.Tensor,
+    rank: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    reduction: str,
+    unit: int = 1,
+) -> torch.Tensor:
+    """What ``update`` would make scores of, of one tensor-parallel rank's heads and one head set.
+
+    Args:
+        logits, own, lse, rank, table, steps, unit: as for ``update``.
+        reduction: ``mean`` or ``max``: ranks' results are put together by the same.
+
+    Returns:
+        fp32 ``[B, N + 1]`` probabilities by slot, or by unit of slots, and the new token's at the
+        end; anything in rows that are padding and in slots that are not in use.
+    """
+    assert reduction in ("mean", "max") and rank.shape[1] == 1, (reduction, rank.shape)
+    masses = lse.new_empty(lse.shape[0], table.shape[1] * rank.shape[2] + 1)
+    _launch(logits, own, lse, masses, rank, None, table, steps, None, reduction, unit)
+    return masses
+
+
+@head_masses.register_fake
+def _(logits, own, lse, rank, table, steps, reduction, unit=1):
+    return lse.new_empty(lse.shape[0], table.shape[1] * rank.shape[2] + 1)
+
+
+@torch.library.custom_op("kv_cascade::update_from", mutates_args=("score",))
+def update_from(
+    masses: torch.Tensor,
+    rank: torch.Tensor,
+    score: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    unit: int = 1,
+) -> torch.Tensor:
+    """``update`` with what ``head_masses`` gave, put together over all ranks."""
+    new_score = masses.new_empty(masses.shape[0], 1)
+    _launch(None, None, None, masses, rank, score, table, steps, new_score, "mean", unit)
+    return new_score
+
+
+@update_from.register_fake
+def _(masses, rank, score, table, steps, unit=1):
+    return masses.new_empty(masses.shape[0], 1)
+
+
+def _launch(
+    logits: torch.Tensor | None,
+    own: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    masses: torch.Tensor | None,
+    rank: torch.Tensor,
+    score: torch.Tensor | None,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    new_score: torch.Tensor | None,
+    reduction: str,
+    unit: int,
+) -> None:
     check_steps(steps, table)
     assert reduction in ("mean", "max", "median"), reduction
-    assert logits.is_contiguous() and own.is_contiguous() and lse.is_contiguous()
-    num_rows, num_queries, num_logits = logits.shape
-    num_sets, page = rank.shape[1:]
+    num_rows, (num_sets, page) = len(steps), rank.shape[1:]
     num_places = table.shape[1] * page
-    assert num_queries % num_sets == 0 and num_logits % num_places == 0, logits.shape
-    new_score = lse.new_empty(num_rows, num_sets)
+    num_queries, num_logits = num_sets, num_places
+    if logits is not None:
+        assert own is not None and lse is not None
+        assert logits.is_contiguous() and own.is_contiguous() and lse.is_contiguous()
+        num_rows, num_queries, num_logits = logits.shape
+        assert num_queries % num_sets == 0 and num_logits % num_places == 0, logits.shape
+    if masses is not None:
+        assert masses.is_contiguous() and masses.shape[1] == num_places + 1, masses.shape
     if num_rows == 0:
-        return new_score
+        return
     heads = num_queries // num_sets
     tile = 64 if heads > 8 else 128
     _update[(num_rows, num_sets, triton.cdiv(num_places, tile))](
-        *(logits, own, lse, rank, score, table, steps, new_score),
+        *(logits, own, lse, masses, rank, score, table, steps, new_score),
         *(rank.stride(0), table.stride(0), num_logits),
         NUM_QUERIES=num_queries,
         HEADS=heads,
@@ -224,14 +344,9 @@ def update(
         TILE=tile,
         UNIT=unit,
         PARTS=num_logits // num_places,
+        LEAVES=score is None,
         num_warps=4,
     )
-    return new_score
-
-
-@update.register_fake
-def _(logits, own, lse, rank, score, table, steps, reduction, unit=1):
-    return lse.new_empty(lse.shape[0], rank.shape[1])
 
 
 def reduce_reference(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Tensor:

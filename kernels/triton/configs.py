@@ -32,9 +32,6 @@ MAX_SPLITS = 32
 HEADS_PER_SM = 4
 """KV heads of requests that each multiprocessor should have at least, a warp each in decode; up to
 twice as many by rounding, which it can hold at a time."""
-XFORMERS_SHAPES: dict[tuple[int, str, int], int] = {}
-"""(compute capability, dtype, head size) to the shortest stride for which xformers' attention was
-measured to be faster than ours; empty until measured, so ours is the default everywhere."""
 
 
 def capability(device: torch.device) -> int:
@@ -121,9 +118,3 @@ def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Con
     """Column sums: the same tiles, keys resident and queries streamed."""
     tuned = _tuned("mass", device, dtype, head_size)
     return tuned or prefill_config(device, dtype, head_size)
-
-
-def prefers_xformers(device: torch.device, dtype: torch.dtype, head_size: int, stride: int) -> bool:
-    """Whether measurement found xformers' partial attentions faster for this shape."""
-    key = (capability(device), str(dtype).removeprefix("torch."), head_size)
-    return key in XFORMERS_SHAPES and stride >= XFORMERS_SHAPES[key]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of strides of a prompt: each over its request's rotated cache and, causally, itself.
+"""Attention of strides of a prompt: each over its request's pages and, causally, itself.
 
-``attend_strides`` is flash attention over the dense chronological copy of the cache (``rotate``)
-and the stride's own keys, with log-sum-exps, from which ``column_sums`` makes the scores.
+``attend_strides`` is flash attention over the pages, in the order of slots, since a softmax has no
+order; a key that was written at another position than its rank is rotated by the difference as it
+is read. Log-sum-exps go out, from which ``column_sums`` makes the scores, and what the pages say
+of every cached unit, by rank: whoever writes the pages afterwards must not read them any more.
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691); strided prefill of Cascading KV Cache
 (https://arxiv.org/abs/2406.17808).
 """
@@ -13,15 +15,24 @@ import triton.language as tl
 
 from .configs import Config, prefill_config
 from .tiles import (
+    OLD_SLOTS,
+    STEP,
+    check_pages,
     check_steps,
     dot_keys,
     load_rows,
+    load_turned,
     online_softmax,
     padded,
+    page_tile,
     soft_cap,
     store_rows,
     stride_of,
 )
+
+LINE_WORDS = 3
+LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
+"""What is known of a cached unit by its rank: its place, its score's bits, its first token."""
 
 
 @triton.jit
@@ -45,28 +56,42 @@ def query_scale(scale, logit_scale, token, real):
     return factor
 
 
-@triton.jit(do_not_specialize=["old_stride"])
+@triton.jit(do_not_specialize=["line_stride"])
 def _attend_strides(
     query,
     key,
     value,
-    old_keys,
-    old_values,
+    kv,
+    rank,
+    born,
+    score,
+    token,
+    table,
     steps,
+    rotation,
     slopes,
     logit_scale,
     output,
     lse,
+    line,
     scale,
     cap,
     query_stride,
     key_stride,
     value_stride,
     output_stride,
-    old_stride,
+    page_stride,
+    word_stride,
+    table_stride,
+    line_stride,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -79,26 +104,41 @@ def _attend_strides(
         return
     index = first_query + tl.arange(0, QUERIES)
     real = index < length
-    token = start + index
+    token_at = start + index
     position = cached + index
-    factor = query_scale(scale, logit_scale, token, real)
+    factor = query_scale(scale, logit_scale, token_at, real)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head)
-    rows = query + token * query_stride + query_head * HEAD
+    rows = query + token_at * query_stride + query_head * HEAD
     queries = load_rows(rows, real, 0, HEAD)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, padded(HEAD)], tl.float32)
 
-    base = (row * NUM_HEADS + head).to(tl.int64) * old_stride * HEAD
-    for begin in range(0, cached, TILE):
-        rank = begin + tl.arange(0, TILE)
-        seen = rank < cached
-        keys = load_rows(old_keys + base + rank * HEAD, seen, 0, HEAD)
-        logits = stride_logits(queries, keys, position, rank, seen, factor, cap, slope)
-        values = load_rows(old_values + base + rank * HEAD, seen, 0, HEAD)
+    slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    table += row.to(tl.int64) * table_stride
+    # One program of each set leaves what its pages say.
+    tells = (tl.program_id(0) == 0) & (query_head % GROUP == 0) & (head < NUM_SETS)
+    line += (row * NUM_SETS + head % NUM_SETS).to(tl.int64) * LINE * line_stride
+    for first in range(0, slots, TILE):
+        slot, unit, word, rows, distance = page_tile(
+            *(kv, rank, born, table, first, slots, head, page_stride, word_stride),
+            *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
+        )
+        seen = unit >= 0
+        keys = load_turned(rows, seen, rotation, distance, HEAD, HALF, INTERLEAVED)
+        at = unit * UNIT + slot % UNIT
+        logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
+        values = load_rows(rows + HEAD, seen, 0, HEAD)
         top, total, acc = online_softmax(top, total, acc, logits, values)
+        told = tells & seen & (slot % UNIT == 0)
+        tl.store(line + LINE_SLOT * line_stride + unit, slot // UNIT, mask=told)
+        bits = tl.load(score + word, mask=told, other=0.0).to(tl.int32, bitcast=True)
+        tl.store(line + LINE_SCORE * line_stride + unit, bits, mask=told)
+        if token is not None:
+            first_token = tl.load(token + word, mask=told, other=0)
+            tl.store(line + LINE_TOKEN * line_stride + unit, first_token, mask=told)
     for begin in range(0, tl.minimum(first_query + QUERIES, length), TILE):
         place = begin + tl.arange(0, TILE)
         seen = place < length
@@ -110,19 +150,32 @@ def _attend_strides(
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    store_rows(output + token * output_stride + query_head * HEAD, acc, real, 0, HEAD)
+    store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
     norm = top + tl.log(tl.where(total > 0.0, total, 1.0))
-    tl.store(lse + token * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
+    tl.store(lse + token_at * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
 
 
-def stride_constants(config: Config, query: torch.Tensor, num_heads: int) -> dict[str, int]:
-    """What both kernels over strides are compiled for; ``query`` is ``[num_tokens, H * G, D]``."""
+def stride_constants(
+    config: Config,
+    query: torch.Tensor,
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    rotation: torch.Tensor | None,
+    interleaved: bool,
+) -> dict[str, int]:
+    """What the kernels over strides are compiled for; ``query`` is ``[num_tokens, H * G, D]``."""
     num_queries, head_size = query.shape[1:]
+    num_heads, page = kv.shape[1:3]
     assert num_queries % num_heads == 0, (num_queries, num_heads)
     return {
         "NUM_HEADS": num_heads,
         "GROUP": num_queries // num_heads,
+        "NUM_SETS": rank.shape[1],
         "HEAD": head_size,
+        "HALF": 0 if rotation is None else rotation.shape[2],
+        "INTERLEAVED": interleaved,
+        "PAGE": page,
+        "UNIT": page // rank.shape[2],
         "QUERIES": config.queries,
         "TILE": config.tile,
         "num_warps": config.warps,
@@ -130,67 +183,68 @@ def stride_constants(config: Config, query: torch.Tensor, num_heads: int) -> dic
     }
 
 
-@torch.library.custom_op("kv_cascade::attend_strides", mutates_args=("output",))
+def check_new(query: torch.Tensor, key: torch.Tensor, kv: torch.Tensor) -> None:
+    """New tokens as kernels over strides read them."""
+    for tensor in (query, key):
+        assert tensor.stride()[1:] == (kv.shape[3] // 2, 1), tensor.stride()
+    assert query.dtype == key.dtype == kv.dtype, (query.dtype, key.dtype, kv.dtype)
+
+
 def attend_strides(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    old_keys: torch.Tensor,
-    old_values: torch.Tensor,
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    score: torch.Tensor,
+    token: torch.Tensor | None,
+    table: torch.Tensor,
     steps: torch.Tensor,
+    rotation: torch.Tensor | None,
+    interleaved: bool,
     slopes: torch.Tensor | None,
     logit_scale: torch.Tensor | None,
-    output: torch.Tensor,
     scale: float,
     softcap: float,
     max_length: int,
-) -> torch.Tensor:
-    """Attention of ``R`` strides.
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    line: torch.Tensor,
+) -> None:
+    """Attention of ``R`` strides, none of which begins inside a unit.
 
     Args:
         query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
         key, value: ``[num_tokens, H, D]``, keys rotated likewise.
-        old_keys, old_values: ``[R, H, max_cached, D]``, from ``rotate.gather``.
+        kv, rank, born, score, token: ``Pages`` views.
+        table: int32 ``[>= R, P]`` block numbers.
         steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides.
+        rotation: ``[max_distance + 1, 2, rotary_dim / 2]`` of ``rotate``; None: keys stay.
+        interleaved: rotary pairs are (2i, 2i + 1).
         slopes: fp32 ``[H * G]`` of ALiBi, or None.
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
-        output: like ``query``; the strides' rows are written.
         max_length: the longest stride.
-
-    Returns:
-        fp32 ``[num_tokens, H * G]`` log-sum-exps, written for the strides' tokens.
+        output: like ``query``; the strides' rows are written.
+        lse: fp32 ``[num_tokens, H * G]`` log-sum-exps, written for the strides' tokens.
+        line: int32 ``[R, S, LINE_WORDS, W]``, written as far as units are cached.
     """
-    num_tokens, num_queries, head_size = query.shape
-    num_rows, num_heads, max_cached = old_keys.shape[:3]
-    check_steps(steps, steps)
-    assert steps.shape[0] == num_rows and num_queries % num_heads == 0
-    assert old_keys.is_contiguous() and old_values.is_contiguous()
-    for tensor in (query, key, value, output):
-        assert tensor.stride()[1:] == (head_size, 1), tensor.stride()
-    assert query.dtype == key.dtype == value.dtype == old_keys.dtype
-    lse = torch.empty(num_tokens, num_queries, dtype=torch.float32, device=query.device)
+    words = (rank, born, score) if token is None else (rank, born, score, token)
+    check_pages(kv, *words)
+    check_steps(steps, table)
+    check_new(query, key, kv)
+    num_rows = steps.shape[0]
+    assert line.is_contiguous() and line.shape[:3] == (num_rows, rank.shape[1], LINE_WORDS)
     if num_rows == 0 or max_length == 0:
-        return lse
-    config = prefill_config(query.device, query.dtype, head_size)
-    _attend_strides[(triton.cdiv(max_length, config.queries), num_queries, num_rows)](
-        *(query, key, value, old_keys, old_values, steps, slopes, logit_scale, output, lse),
-        *(
-            scale,
-            softcap or None,
-            query.stride(0),
-            key.stride(0),
-            value.stride(0),
-            output.stride(0),
-        ),
-        max_cached,
-        **stride_constants(config, query, num_heads),
+        return
+    config = prefill_config(query.device, query.dtype, query.shape[2])
+    _attend_strides[(triton.cdiv(max_length, config.queries), query.shape[1], num_rows)](
+        *(query, key, value, kv, rank, born, score, token, table, steps, rotation),
+        *(slopes, logit_scale, output, lse, line, scale, softcap or None),
+        *(query.stride(0), key.stride(0), value.stride(0), output.stride(0)),
+        *(kv.stride(0), rank.stride(0), table.stride(0), line.shape[3]),
+        **stride_constants(config, query, kv, rank, rotation, interleaved),
     )
-    return lse
-
-
-@attend_strides.register_fake
-def _(query, *others):
-    return query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
 def attend_strides_reference(

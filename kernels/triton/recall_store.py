@@ -116,7 +116,7 @@ def _list_gone(
         unit = first + tl.arange(0, TILE)
         inside = unit < units
         if keep is not None:
-            kept = tl.load(keep + mine * keep_stride + unit, mask=inside, other=1) != 0
+            kept = tl.load(keep + mine * keep_stride + unit, mask=inside, other=0) >= 0
         else:
             kept = tl.load(numbers + unit, mask=inside, other=1) != 0
         gone = inside & (kept == 0)
@@ -320,7 +320,7 @@ def store_units(
     after single tokens were, with ``ranks``: what they evict still lies in slots that are free.
 
     Args:
-        keep: bool ``[R, S, C]``, which units stay, as for ``insert_strides``.
+        keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 of units that leave.
         ranks: int32 ``[R, S, N]`` of ``ranks_before``.
         key, value: ``[num_tokens, H, D]`` of the whole step, keys rotated at cache positions.
         kv, rank, born, token: ``Pages`` views.
@@ -343,12 +343,14 @@ def store_units(
         return
     num_places, rings, head_size = table.shape[1] * page, rows.shape[1], kv.shape[3] // 2
     columns = num_places if keep is None else keep.shape[2]
+    keep_stride = 0 if keep is None else keep.stride(1)
+    assert keep is None or keep.stride() == (num_sets * keep_stride, keep_stride, 1)
     numbers = rank.new_empty(num_rows, num_sets, columns)
     sources = torch.empty_like(numbers)
     strides = rank.stride(0), table.stride(0)
     _list_gone[(num_rows, num_sets)](
         *(keep, ranks, rank, table, steps, recall, numbers, sources),
-        *(*strides, num_places, columns, columns),
+        *(*strides, num_places, keep_stride, columns),
         PAGE=page,
         TILE=min(LINE, triton.next_power_of_2(num_places)),
         UNIT=unit,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .. import columns
+from . import stride_columns
 
 STREAM = tl.constexpr(columns.STREAM)
 CACHED = tl.constexpr(columns.CACHED)
@@ -26,6 +27,16 @@ PER_AGE = tl.constexpr(columns.PER_AGE)
 NEWEST_STAYS = tl.constexpr(columns.NEWEST_STAYS)
 DECAY = tl.constexpr(columns.DECAY)
 WEIGHT = tl.constexpr(columns.WEIGHT)
+PLAN = tl.constexpr(stride_columns.PLAN)
+GROUPED = tl.constexpr(stride_columns.GROUPED)
+PLANNED = tl.constexpr(stride_columns.PLANNED)
+STAY = tl.constexpr(stride_columns.STAY)
+LAG = tl.constexpr(stride_columns.LAG)
+FADE = tl.constexpr(stride_columns.FADE)
+CHUNK = tl.constexpr(stride_columns.CHUNK)
+SINKS = tl.constexpr(stride_columns.SINKS)
+LEFT = tl.constexpr(stride_columns.LEFT)
+STRIDES = tl.constexpr(stride_columns.STRIDES)
 STEP_COLUMNS = columns.STEP_COLUMNS
 STEP, RULE = tl.constexpr(STEP_COLUMNS), tl.constexpr(columns.RULE_COLUMNS)
 
@@ -243,16 +254,23 @@ def reduce_heads(mass, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
 
 
 @triton.jit
+def ordered(score):
+    """An int64 within 32 bits that is in the order of an fp32.
+
+    Its bits order like the number once negative ones are mirrored; ``+ 0.0`` makes -0 equal to 0.
+    """
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
 def victim_key(score, rank, newest_stays):
     """An int64 whose minimum is the lowest score; of equal ones the earliest, or the latest.
 
-    An fp32's bits order like the number once negative ones are mirrored; ``+ 0.0`` makes -0 equal
-    to 0. The rank in the low half breaks ties, so one reduction finds the victim.
+    The rank in the low half breaks ties, so one reduction finds the victim.
     """
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     tie = tl.where(newest_stays != 0, rank, NEVER - rank)
-    return (ordered.to(tl.int64) << 32) | tie.to(tl.int64)
+    return (ordered(score) << 32) | tie.to(tl.int64)
 
 
 @triton.jit
@@ -284,6 +302,74 @@ def turn_rows(
         tl.store(out[:, None] + second[None, :], y.to(out.dtype.element_ty), mask=write)
     if 2 * HALF < HEAD:
         store_rows(out, load_rows(source, inside, 2 * HALF, HEAD), inside, 2 * HALF, HEAD)
+
+
+@triton.jit
+def load_turned(
+    rows,
+    inside,
+    rotation,
+    distance,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rows of keys ``[n, padded(HEAD)]`` as they are read: each rotated back by its ``distance``.
+
+    A channel and the other one of its pair are loaded side by side, so that the rows stay one tile
+    for one product with the queries.
+    """
+    keys = load_rows(rows, inside, 0, HEAD)
+    if HALF > 0:
+        channel = tl.arange(0, padded(HEAD))
+        if INTERLEAVED:
+            pair = channel // 2
+            is_first = channel % 2 == 0
+            other = tl.where(is_first, channel + 1, channel - 1)
+        else:
+            is_first = channel < HALF
+            pair = tl.where(is_first, channel, channel - HALF)
+            other = tl.where(is_first, channel + HALF, channel - HALF)
+        turns = inside[:, None] & (channel < 2 * HALF)[None, :]
+        others = tl.load(rows[:, None] + other[None, :], mask=turns, other=0.0).to(tl.float32)
+        base = rotation + distance[:, None] * (2 * HALF) + pair[None, :]
+        cos = tl.load(base, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(base + HALF, mask=turns, other=0.0).to(tl.float32)
+        others *= tl.where(is_first, -1.0, 1.0)[None, :]
+        keys = (keys.to(tl.float32) * cos + others * sin).to(keys.dtype)
+    return keys
+
+
+@triton.jit
+def page_tile(
+    kv,
+    rank,
+    born,
+    table,
+    first,
+    slots,
+    head,
+    page_stride,
+    word_stride,
+    NUM_SETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A tile of a request's slots as a head has them.
+
+    Slots, their units' ranks (-1: empty) and words, rows of keys, each followed by its value, and
+    by how much these are off their ranks.
+    """
+    slot, inside, block, word = slot_tile(
+        table, first, slots, head % NUM_SETS, word_stride, PAGE, TILE, UNIT
+    )
+    unit = tl.load(rank + word, mask=inside, other=-1)
+    held = unit >= 0
+    distance = tl.load(born + word, mask=held, other=0) - tl.where(held, unit, 0) * UNIT
+    rows = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
+    return slot, unit, word, rows, distance
 
 
 @triton.jit

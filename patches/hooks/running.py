@@ -236,15 +236,18 @@ ATTENTION = (
     *rows(
         "vllm.distributed",
         get_pp_group=called(OTHER_STAGES, "()", STAGES),
+        get_tp_group=called("ranks keep the same tokens", "()", LAYER),
         tensor_model_parallel_all_gather=called(
             "ranks keep the same tokens", "(input_, dim=)", CUDA_IMPL, LAYER
         ),
+        tensor_model_parallel_all_reduce=called("ranks keep the same tokens", "(input_)", LAYER),
     ),
     *rows(
         "vllm.distributed.parallel_state.GroupCoordinator",
         cpu_group=read(OTHER_STAGES, "ProcessGroup", STAGES),
+        device_group=read("ranks keep the same tokens", "ProcessGroup", LAYER),
         is_first_rank=read("the first stage expects nothing", "", STAGES),
-        world_size=read(OTHER_STAGES, "int", STAGES),
+        world_size=read(OTHER_STAGES, "int", LAYER, STAGES),
     ),
     *rows(
         "vllm.model_executor.layers.attention.Attention",

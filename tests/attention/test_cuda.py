@@ -239,6 +239,45 @@ def test_mixed_requests_in_units(name: str) -> None:
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 
+class AtOnce(CUDABuilder):
+    """All strides of a chunk in one launch, as where nobody traces."""
+
+    def make_tables(self, limits: Any) -> None:
+        super().make_tables(limits)
+        self.whole_chunks = True
+
+
+AT_ONCE = {
+    **{name: CASES[name] for name in ("sink", "window", "sink-overflow", "lazy", "lazy-1")},
+    **{f"{name}-units": UNIT_CASES[name] for name in ("sink-2", "window-4", "lazy-4")},
+    "heads": (Shape(group=4), {**CASES["sink"][1], "head_policy": "per_kv_head"}),
+    "interleaved": (Shape(is_neox=False, head_size=24, rotary_dim=12), CASES["lazy"][1]),
+    "soft-cap": (Shape(softcap=2.0), CASES["sink"][1]),
+    "units-of-16": (
+        Shape(block_size=32),
+        {"name": "sink", "budget": 64, "num_sinks": 16, "unit": 16, "prefill_stride": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_strides_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every stride of a chunk in one launch gives what one after another gives."""
+    monkeypatch.setattr(test_paged, "CPUBuilder", AtOnce)
+    shape, settings = AT_ONCE[name]
+    more = settings["budget"] if settings.get("unit", 1) > 1 else 0
+    prompts, totals = [1, 5, 23, 32, 60 + more], [40, 5, 30, 32, 70 + more]
+    layer = test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
+    assert not layer.builder.finished.any(), "the next launch counts from 0"
+
+
+def test_some_requests_at_once_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is compared in two of the batch's policies; in the others strides wait."""
+    monkeypatch.setattr(test_paged, "CPUBuilder", AtOnce)
+    prompts, totals = [1, 23, 52, 48, 60, 67], [70, 60, 60, 90, 66, 70]
+    test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=OWN)
+
+
 def test_requests_with_policies_of_their_own() -> None:
     """All of a batch's policies at once: budgets, victim rules, averages and ties of their own."""
     prompts, totals = [1, 23, 32, 48, 60, 7], [70, 60, 40, 90, 66, 30]

@@ -22,6 +22,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.engine import gpu_worker
+from vllm_cascade.policies.per_request import PerRequest
 
 STRIDE = 256
 POLICIES: dict[str, dict[str, Any]] = {
@@ -58,9 +59,6 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
     def note(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         values = dict(zip(self.arg_names, args, strict=False)) | kwargs
         seen.add(variant_of(self, values))
-        for name in {"scores", "tokens"} & set(values):  # the host goes on with them
-            if values[name] is not None:
-                values[name].zero_()
 
     monkeypatch.setattr(InterpretedFunction, "run", note)
     monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
@@ -105,11 +103,17 @@ def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]
     warm_up(layer.builder, layer.impl, layer.pool, served.table.shape[1])
     assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"
     warm = set(variants)
-    assert {"_attend_strides", "_write", "_schedule"} <= {variant[0] for variant in warm}
+    prefill = "_attend_chunks" if name == "sink" else "_insert_strides"
+    assert {prefill, "_schedule"} <= {variant[0] for variant in warm}
     rng = np.random.default_rng(0)
     lengths = [2, 15, 16, 17, STRIDE, STRIDE + 1, 2 * STRIDE, 5000, *rng.integers(1, 5000, 24)]
     for length in map(int, lengths):
         served.prompt(length, beside=bool(length % 2))
+    own = PerRequest(layer.spec.schedule)
+    for asked in ({"kv_policy": "sink"}, {"kv_budget": 256}):
+        layer.builder.requests.schedules = lambda _, asked=asked: [own.schedule(asked)] * 2
+        for length in (17, STRIDE + 1, 3000):
+            served.prompt(length, beside=True)
     fresh = variants - warm
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
 

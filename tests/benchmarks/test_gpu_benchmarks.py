@@ -54,12 +54,12 @@ def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: object) -> None:
         raise AssertionError("output: error 1e+00 > 3e-05")
 
-    wrong = ("decode", "prefill", "insert", "assign", "insert_strides")
+    wrong = ("decode", "prefill", "insert", "assign", "insert_strides", "chunks")
     for name in (f"check_{kernel}" for kernel in wrong):
         monkeypatch.setattr(checks, name, broken)
     rows = gpu_check.correctness("cpu", interpret=True)
     failed = [row for row in rows if row["error"]]
-    assert len(failed) == len(rows) - 5, "two others, and three of units"
+    assert len(failed) == len(rows) - 4, "three others, and one of units"
     assert failed[0]["error"] == "AssertionError: output: error 1e+00 > 3e-05"
 
 

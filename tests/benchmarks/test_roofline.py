@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.gpu import terms
 from benchmarks.gpu.roofline import (
     LLAMA_8B,
     LLAMA_70B,
@@ -101,13 +102,13 @@ def test_every_line_has_its_terms_and_its_assumptions() -> None:
     counts = SimpleNamespace(other_bytes=20.0, kv_bytes=512.0, share=lambda _: 0.9)
     assert ours("", 256, 1e-3, counts, card).kernel_share == 0.9
     rows = list(estimates(card, {4: counts, 8: counts}, Assumptions()))
-    assert len(rows) == 2 * 3 * 4
+    assert len(rows) == 2 * 3 * 3
     assert all({"prefill", "decode", "assumed"} <= set(row) for row in rows)
     assert table(rows).startswith("estimates, nothing measured") and json.dumps(rows)
     at_128k = {
         row["path"]: row for row in rows if row["context"] == 131072 and "8B" in row["model"]
     }
-    stock, planned = at_128k.pop(STOCK.name), at_128k["of 1024, 3 launches each"]
+    stock, planned = at_128k.pop(STOCK.name), at_128k["strides of 1024"]
     assert planned["prefill"]["ttft_s"] < stock["prefill"]["ttft_s"]
     assert planned["decode"]["requests"] > stock["decode"]["requests"]
 
@@ -121,3 +122,35 @@ def test_the_command(tmp_path: File) -> None:
     assert done.stdout.startswith("estimates, nothing measured")
     found = json.loads((tmp_path / "roofline.json").read_text())
     assert found["estimates"] and found["card"]["name"] == "H100 SXM" and len(found["rows"]) == 24
+
+
+def test_terms_beside_what_was_measured(tmp_path: File, capsys: pytest.CaptureFixture) -> None:
+    """Each is in the same unit as the model's, worked out by hand."""
+    path = {"budget": 8, "kernel_share": 0.9, "stride": 4}
+    prefill = {"attention_s": 6.0, "host_s": 3.0, "strides": 12}
+    decoded = {"tokens_per_s": 50.0}
+    row = {"model": "Llama 8B", "context": 7, "assumed": path, "prefill": prefill, "of_64": decoded}
+    stock = {**row, "assumed": {**path, "budget": 0}, "of_64": {"tokens_per_s": 20.0}}
+    assumed = {"bandwidth_share": 0.8}
+    model = {"card": {"bandwidth": 2e12}, "assumed": assumed, "rows": [stock, row]}
+    check = {
+        "attend": [{"batch": 64, "gbps": 1000.0}, {"batch": 1, "gbps": 1.0}],
+        "prefill": [{"ms": 2000.0, "tokens": 16, "stride": 4}],
+    }
+    one = {"what": "speed", "model": "8B", "context": 7, "output_tokens_per_s": 25.0}
+    engine = {"rows": [one | {"policy": "stock"}, one | {"policy": "cascade"}, {"what": "other"}]}
+    files = {"roofline": model, "gpu_check": check, "gpu_engine": engine}
+    for name, found in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    assert terms.main([str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "terms.json").read_text())
+    assert [(row["model"], row["card"]) for row in rows] == [
+        *((0.8, 0.5), (0.5, 0.5)),  # bytes a second of 2e12; two seconds for four strides
+        *((20.0, 25.0), (50.0, 25.0)),
+    ]
+    assert "card/model" in capsys.readouterr().out
+
+
+def test_terms_need_the_model(tmp_path: File) -> None:
+    with pytest.raises(SystemExit):
+        terms.main([str(tmp_path)])

@@ -14,6 +14,10 @@ from tests.engine.test_against_oracle import CASCADE, compare
     [
         {**CASCADE, "prefill_stride": 64, "head_reduction": "median"},
         {**CASCADE, "prefill_stride": 64, "head_policy": "per_kv_head"},
+        {**CASCADE, "prefill_stride": 64},
+        pytest.param(
+            {**CASCADE, "prefill_stride": 64, "head_reduction": "max"}, marks=pytest.mark.slow
+        ),
         pytest.param({**CASCADE, "prefill_stride": 64, "unit": 16}, marks=pytest.mark.slow),
         pytest.param(
             {**CASCADE, "prefill_stride": 64, "unit": 16, "recall": 3}, marks=pytest.mark.slow
@@ -32,7 +36,9 @@ from tests.engine.test_against_oracle import CASCADE, compare
     ids=[
         "homogeneous: scores are gathered",
         "per KV head: ranks decide alone",
-        "units: their mass is gathered",
+        "the mean over each rank's heads is exchanged",
+        "the maximum, too",
+        "units: their mass is exchanged",
         "recall: what is asked for is gathered",
         "recall per KV head",
     ],

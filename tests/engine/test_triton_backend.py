@@ -12,17 +12,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm import SamplingParams
 
 from tests.conftest import MODEL
 from tests.engine.pool import EnginePool
-from tests.engine.test_against_oracle import compare, oracle_model
+from tests.engine.test_against_oracle import compare, oracle_model, prompt_logprobs
 from tests.oracle.model import stream
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.workspace import _of_devices, workspace_of
 
 TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
@@ -98,6 +100,46 @@ def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
 def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> None:
     policy = {**CASCADE, "prefill_stride": 8, "head_policy": "per_kv_head"}
     compare(engine(engine_pool, policy, models[model]), policy, TOKENS, models[model])
+    engine_pool.close()
+
+
+def test_the_worst_batch_finds_its_memory(engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    """The profiling run has taken all of it; pages for no more requests than come at once."""
+    engine_pool.close()
+    _of_devices.clear()
+    policy = {**CASCADE, "prefill_stride": 16}
+    prompts = [TOKENS[i : i + 45 + i] for i in range(8)]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    settings = {"max_num_seqs": 8, "num_gpu_blocks_override": 1 + 8 * 4}
+    llm = engine(engine_pool, policy, models["llama"], enforce_eager=False, **settings)
+    workspace = workspace_of(torch.device("cpu"))
+    taken = workspace.num_bytes
+    assert taken > 0 and workspace.grown == 1, "when the model was profiled"
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    together = [out.outputs[0].token_ids for out in llm.generate(inputs, params, use_tqdm=False)]
+    assert (workspace.num_bytes, workspace.grown) == (taken, 1), "nothing is allocated later"
+    alone = [llm.generate([one], params, use_tqdm=False)[0].outputs[0].token_ids for one in inputs]
+    assert together == alone
+    engine_pool.close()
+
+
+def test_prompts_at_once(engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    """A chunk of several strides in one launch a layer, without a trace, equals the oracle."""
+    policy = {"name": "sink", "budget": 20, "num_sinks": 2, "prefill_stride": 8}
+    engine_pool.close()
+    llm = engine_pool.get(
+        policy, models["llama"], max_model_len=1024, max_num_batched_tokens=64, block_size=16
+    )
+    output = llm.generate(
+        [{"prompt_token_ids": TOKENS}],
+        SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0),
+        use_tqdm=False,
+    )[0]
+    truth = stream(
+        oracle_model(models["llama"]), TOKENS, prompt_len=len(TOKENS), **oracle_settings(policy)
+    )
+    found = prompt_logprobs(output)
+    assert np.abs(np.asarray(found) - np.asarray(truth.logprobs)[: len(found)]).max() < 2e-4
     engine_pool.close()
 
 

@@ -31,13 +31,14 @@ for shape in shapes:
 print(json.dumps(rows))
 """
 KERNELS = {
-    "schedule", "attend", "merge", "update", "assign", "insert", "gather", "attend_strides",
-    "column_sums", "stride_scores", "number", "place", "write",
+    "schedule", "attend", "merge", "update", "assign", "insert", "attend_strides",
+    "attend_chunks", "column_sums", "insert_strides",
 }  # fmt: skip
 
 
 RECALL = {
     "ask", "judge", "weigh", "choose", "bring", "remember", "list_gone", "store_units",
+    "keep_of_strides", "insert_strides",
 }  # fmt: skip
 IN_UNITS = KERNELS - {"attend"} | {"attend_units"}
 

@@ -98,7 +98,19 @@ def test_assign(name: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", INSERTION)
 def test_insert_strides(name: str, seed: int) -> None:
-    checks.check_insert_strides(replace(INSERTION[name], seed=seed), "cpu")
+    for scored in (True, False):
+        case = replace(INSERTION[name], seed=seed, scored=scored)
+        checks.check_insert_strides(case, "cpu")
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_chunks(name: str) -> None:
+    checks.check_chunks(ATTENTION[name], "cpu")
+
+
+def test_chunks_longer_than_their_tiles() -> None:
+    case = Case(**SMALL, lengths=(70, 0, 64), strides=(100, 65, 129))
+    checks.check_chunks(case, "cpu")
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -153,10 +165,17 @@ def test_prefill_in_units(name: str) -> None:
     checks.check_prefill(at_units(UNITS[name]), "cpu")
 
 
+@pytest.mark.parametrize("scored", [True, False])
 @pytest.mark.parametrize("name", UNITS)
-def test_insert_strides_in_units(name: str) -> None:
+def test_insert_strides_in_units(name: str, scored: bool) -> None:
     for seed in range(3):
-        checks.check_insert_stride_units(at_units(replace(UNITS[name], seed=seed)), "cpu")
+        case = at_units(replace(UNITS[name], seed=seed, scored=scored))
+        checks.check_insert_strides(case, "cpu")
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_chunks_in_units(name: str) -> None:
+    checks.check_chunks(at_units(UNITS[name]), "cpu")
 
 
 @pytest.mark.parametrize("name", UNITS)

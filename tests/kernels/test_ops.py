@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels as torch operators: schemas and fake implementations agree with the real ones."""
+"""Decode's kernels as torch operators: schemas and fake implementations agree with real ones."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,28 +14,21 @@ from vllm_cascade.kernels.testing.recall_checks import Rings
 from vllm_cascade.kernels.triton import (
     assign,
     attend,
-    column_sums,
     combine,
     insert,
-    insert_stride,
-    prefill,
     recall,
     recall_choose,
     recall_store,
     rotate,
 )
 
-CASE = Case(head_size=16, lengths=(9, 17), strides=(5,))
+CASE = Case(head_size=16, lengths=(9, 17))
 
 
 def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Every operator with arguments it can run on."""
     lengths = CASE.lengths if unit == 1 else (0, unit)
-    longest = max(lengths)
     cache, steps = make_cache(replace(CASE, unit=unit, lengths=lengths))
-    strides = steps.clone()
-    strides[:, 4], strides[:, 5] = torch.tensor([0, 5]), 5
-    strides[:, 3] += 32  # room for what they insert
     query = torch.randn(10, 4, 16)
     key = torch.randn(10, 2, 16)
     pages = cache.kv, cache.rank, cache.born, cache.score, cache.token
@@ -43,10 +36,6 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     rotation = rotate.rotation_table(CASE.inv_freq, 301, "cpu")
     decode = (query[:2], key[:2], key[:2], *pages[:3], table, steps, rotation, None, None, 0.25)
     parts, parts_lse, logits, own = attend.attend(*decode, 0.0, False, 2, True)
-    old = torch.randn(2, 2, longest, 16)
-    num_columns, per_unit = column_sums.num_sums(query, longest, 5, unit)
-    sums, num_old = torch.rand(2, 4, num_columns * per_unit), longest // unit
-    keep, scores = torch.ones(2, 1, num_columns, dtype=torch.bool), torch.rand(2, 1, num_columns)
     lse = torch.rand(10, 4)
     rules = torch.zeros(1, 4, dtype=torch.int32)
     rings = Rings(replace(CASE, unit=unit, lengths=lengths), 6)
@@ -55,8 +44,10 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     both = torch.zeros(2, columns.RECALL_COLUMNS, dtype=torch.int32)
     both[1, columns.HOW], both[1, columns.RING], both[1, columns.END] = columns.JUDGED, 6, 6
     both[1, columns.NOW] = both[1, columns.STORED] = 1
-    stays = torch.ones(2, 1, num_columns, dtype=torch.bool)
-    stays[:, :, 0] = False
+    strides = steps.clone()
+    strides[:, columns.START], strides[:, columns.LENGTH] = torch.tensor([0, 5]), 5
+    stays = torch.zeros(2, 1, max(lengths) // unit + 5, dtype=torch.int32)
+    stays[:, :, 0] = -1
     evidence, turned = torch.rand(2, 1, 6), (rotation, False)
     lines = cache.kv, cache.rank, cache.born, cache.token, table
     return {
@@ -83,6 +74,17 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
             combine.update,
             (logits, own, lse[:2], cache.rank, cache.score, table, steps, "max", unit),
         ),
+        "head_masses": (
+            combine.head_masses,
+            (logits, own, lse[:2], cache.rank, table, steps, "max", unit),
+        ),
+        "update_from": (
+            combine.update_from,
+            (
+                torch.rand(2, table.shape[1] * cache.rank.shape[2] + 1),
+                *(cache.rank, cache.score, table, steps, unit),
+            ),
+        ),
         "assign": (
             assign.assign,
             (
@@ -93,23 +95,6 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "insert": (
             insert.insert,
             (key[:2], key[:2], torch.rand(2, 1), *pages, table, steps, rules, True),
-        ),
-        "gather": (rotate.gather, (*pages, table, strides, rotation, False, longest)),
-        "attend_strides": (
-            prefill.attend_strides,
-            (query, key, key, old, old, strides, None, None, torch.empty_like(query), 0.25, 0.0, 5),
-        ),
-        "column_sums": (
-            column_sums.column_sums,
-            (query, key, old, lse, torch.rand(8), strides, None, None, 0.25, 0.0, 5, unit),
-        ),
-        "stride_scores": (
-            column_sums.stride_scores,
-            (sums, torch.rand(2, 1, num_old), torch.rand(2), strides, "mean", unit, per_unit),
-        ),
-        "insert_strides": (
-            insert_stride.insert_strides,
-            (key, key, keep, scores, *pages, table, strides, 5, rotation, False),
         ),
     }
 

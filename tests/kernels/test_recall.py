@@ -11,7 +11,7 @@ import torch
 
 from vllm_cascade.kernels.testing import recall_checks as checks
 from vllm_cascade.kernels.testing.random_pool import Case
-from vllm_cascade.kernels.testing.unit_checks import check_insert_stride_units
+from vllm_cascade.kernels.testing.stride_checks import check_insert_strides
 from vllm_cascade.kernels.triton.recall import span_of, tile_of_units
 from vllm_cascade.kernels.triton.recall_choose import chosen_reference
 
@@ -114,8 +114,9 @@ def test_what_strides_evict(name: str, seed: int) -> None:
     checks.check_store_strides(at_units(replace(CASES[name], seed=seed)), "cpu")
 
 
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", CASES)
-def test_a_unit_that_is_not_complete_stands_behind_what_will_be_recalled(name: str) -> None:
-    for seed in range(3):
-        case = at_units(replace(CASES[name], seed=seed))
-        check_insert_stride_units(case, "cpu", recalls=True)
+def test_strides_behind_recalled_units(name: str, seed: int) -> None:
+    """Plans know nothing of these, and who leaves is known before; more will stand before the unit
+    that is not complete."""
+    check_insert_strides(at_units(replace(CASES[name], seed=seed)), "cpu", recalls=True)

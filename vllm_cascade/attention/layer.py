@@ -33,6 +33,8 @@ class LayerConfig:
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
         gather_heads: gives the ``[..., num_kv_heads, group, n]`` of all tensor-parallel ranks,
             concatenated over KV heads; None where a rank decides on its own.
+        over_ranks: gives the ``mean`` or ``max`` over ranks of what each has reduced to one number
+            a head set; None where a rank decides on its own.
         window: tokens that a query sees, its own included; None: all that are kept.
         sinks: fp32 ``[num_kv_heads, group]``, learned logits of nothing: one more term of each
             head's softmax, whose probability no token gets. None: no such term.
@@ -49,17 +51,22 @@ class LayerConfig:
     uses_attention: bool
     reduction: str
     gather_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
+    over_ranks: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     window: int | None = None
     sinks: torch.Tensor | None = None
 
     def reduce_heads(self, mass: torch.Tensor) -> torch.Tensor:
         """Attention mass of query heads to one number a head set, over all ranks if need be.
 
-        Every rank reduces the same gathered tensor, so all come to the same decisions.
+        Ranks exchange what they have reduced; a median needs all heads. Every rank gets the same
+        bits, so all come to the same decisions.
         """
-        if self.gather_heads is not None:
-            mass = self.gather_heads(mass)
-        return reduce_heads(mass, self.num_sets, self.reduction)
+        if self.gather_heads is None:
+            return reduce_heads(mass, self.num_sets, self.reduction)
+        if self.reduction == "median":
+            return reduce_heads(self.gather_heads(mass), self.num_sets, self.reduction)
+        assert self.over_ranks is not None
+        return self.over_ranks(reduce_heads(mass, self.num_sets, self.reduction), self.reduction)
 
     def soft_cap(self, logits: torch.Tensor) -> torch.Tensor:
         if self.softcap == 0:
@@ -114,6 +121,18 @@ def gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
     from vllm.distributed import tensor_model_parallel_all_gather
 
     return tensor_model_parallel_all_gather(mass.contiguous(), dim=-3)
+
+
+def over_ranks(mass: torch.Tensor, reduction: str) -> torch.Tensor:
+    """The ``mean`` or ``max`` over all tensor-parallel ranks of a tensor that each of them has."""
+    from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
+
+    group, mass = get_tp_group(), mass.contiguous()
+    if reduction == "mean":
+        return tensor_model_parallel_all_reduce(mass) / group.world_size
+    most = torch.distributed.ReduceOp.MAX
+    torch.distributed.all_reduce(mass, op=most, group=group.device_group)
+    return mass
 
 
 class KVPolicyImpl(AttentionImpl[Any]):
@@ -198,6 +217,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
             uses_attention=spec.policy.uses_attention,
             reduction=spec.policy.head_reduction,
             gather_heads=gather_kv_heads if num_ranks > 1 and shared and scores else None,
+            over_ranks=over_ranks if num_ranks > 1 and shared and scores else None,
             window=spec.window,
             sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
         )
@@ -218,6 +238,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
         """
         raise NotImplementedError
 
+    def reserve(self, query: torch.Tensor) -> None:
+        """Take the memory that the worst batch needs beside pages, so that a profile counts it."""
+
     def forward(
         self,
         layer: AttentionLayer,
@@ -234,6 +257,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported")
         if attn_metadata is None:
+            self.reserve(query)
             return output.zero_()
         self.run(layer.layer_name, attn_metadata, NewTokens(query, key, value, output), kv_cache)
         return output

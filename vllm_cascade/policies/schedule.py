@@ -88,6 +88,8 @@ class Schedule:
         number: tells schedules of this process apart.
         arithmetic: equal where scores are made and compared alike, so that strides can be a batch.
         moves_tokens: tokens are also merged, or put out of order, which rules do not say.
+        keeps_newest: where all that is ever deleted is the oldest token behind so many first
+            ones, and nobody is compared: that many. None: otherwise.
         lag: how many tokens later a token gets its score from the host.
         rules, first: int32 ``[n, 4]`` and ``[rows + 1]``: row ``i`` of the schedule applies the
             rules ``first[i] .. first[i + 1] - 1``, to a line without recalled units.
@@ -115,6 +117,7 @@ class Schedule:
         self._batch = 1 if policy.batches_itself else self._units.overflow
         steps = self._base if self._batch == 1 else self._batched()
         self._recall = policy.recall
+        self.keeps_newest = self._first_tokens()
         steps = self._until_recalled(steps)
         self._steps = steps
         self.transient, self.period, self.count = steps.transient, steps.period, steps.count
@@ -136,6 +139,14 @@ class Schedule:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return compiled, (self.policy,)
+
+    def _first_tokens(self) -> int | None:
+        rules = [rule for todo in self._base.rules for rule in todo]
+        oldest = all(rule.cell == 0 and rule.evicts == rule.size for rule in rules)
+        first = {rule.lo for rule in rules}
+        if self.scoring.source != "none" or self.moves_tokens or self._recall:
+            return None
+        return first.pop() * self.unit if oldest and len(first) == 1 else None
 
     def _batched(self) -> Table:
         base, batch = self._base, self._batch

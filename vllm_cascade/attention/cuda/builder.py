@@ -8,6 +8,7 @@ the host reads nothing back. A step with a prompt in it is planned on the host a
 that moves tokens, which rules do not say and PyTorch runs on the device.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,6 +17,17 @@ from vllm.config import SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
 
 from vllm_cascade.attention.builder import StepBuilder
+from vllm_cascade.attention.cuda.strides import (
+    ChunkDraft,
+    ChunkRows,
+    Mail,
+    Plans,
+    PrefillRows,
+    mail_chunks,
+    plan_of,
+    stride_rows,
+    widest,
+)
 from vllm_cascade.attention.cuda.tables import DeviceTables
 from vllm_cascade.attention.inputs import NOBODY, Stride, strides_of
 from vllm_cascade.attention.step import Step, StrideRows, by_schedule, split
@@ -24,6 +36,7 @@ from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
     CACHED,
     LENGTH,
+    OLD_SLOTS,
     RECALL_COLUMNS,
     START,
     STEP_COLUMNS,
@@ -62,49 +75,19 @@ class DecodeRows:
 
 
 @dataclass(frozen=True)
-class PrefillRows:
-    """Longer strides of ``R`` requests whose scores are made and compared alike.
-
-    Attributes:
-        steps: int32 ``[R, STEP_COLUMNS]``.
-        table: int32 ``[R, P]``.
-        fades: fp32 ``[R]``, ``decay ** num_tokens``.
-        decays: fp32 ``[prefill_stride]``: ``weight * decay ** i``.
-        strides: what the host knows of each.
-        plans: how each is inserted, on the device; None where all tokens stay.
-        recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
-    """
-
-    steps: torch.Tensor
-    table: torch.Tensor
-    fades: torch.Tensor
-    decays: torch.Tensor
-    strides: list[Stride]
-    plans: list[Plan | None]
-    recall: torch.Tensor | None = None
-
-    @property
-    def max_length(self) -> int:
-        return max(stride.num_tokens for stride in self.strides)
-
-    @property
-    def max_cached(self) -> int:
-        """Rounded up to whole units: warm-up's rows, which only pad, may begin inside one."""
-        unit = self.strides[0].schedule.unit
-        return -(-max(stride.cached for stride in self.strides) // unit) * unit
-
-
-@dataclass(frozen=True)
 class DeviceWave:
     """One stride of each request: single tokens, longer ones, and those for PyTorch.
 
-    ``rows`` is None where the host does not know them.
+    Attributes:
+        rows: None where the host does not know them.
+        chunks: strides of requests for whom nobody is compared, in the first wave all of them.
     """
 
     rows: StrideRows | None
-    decode: DecodeRows | None
-    prefill: list[PrefillRows]
-    others: list[Stride]
+    decode: DecodeRows | None = None
+    prefill: Sequence[PrefillRows] = ()
+    others: Sequence[Stride] = ()
+    chunks: ChunkRows | None = None
 
 
 @dataclass
@@ -143,8 +126,11 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self.scored = torch.full((most,), NOBODY, dtype=torch.int32, device=device)
         self.given = torch.zeros(most, device=device)
         self.recall = torch.zeros(most, RECALL_COLUMNS, dtype=torch.int32, device=device)
+        heads = self.kv_cache_spec.num_kv_heads
+        self.finished = torch.zeros(most, 2 * heads, dtype=torch.int32, device=device)
+        self.plans = Plans(device)
+        self.whole_chunks = not self.schedule.policy.trace  # which is about every stride
         self._decays: dict[int, torch.Tensor] = {}
-        self._plans: dict[Plan, Plan] = {}
 
     @classmethod
     def get_cudagraph_support(
@@ -167,7 +153,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         common, table = common_attn_metadata, common_attn_metadata.block_table_tensor
         scale = None
         if common.max_query_len == 1 and not self.schedule.moves_tokens:
-            waves = [DeviceWave(None, self._decode(common), [], [])]
+            waves = [DeviceWave(None, self._decode(common))]
         else:
             if common.is_prefilling is None:
                 none = torch.zeros(common.num_reqs, dtype=torch.bool)
@@ -175,9 +161,11 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             step = self.plan(common)
             if step.logit_scale is not None:
                 scale = self._sent(step.logit_scale)
-            names = self.requests.names(common)
-            planned = [self._with_recall(rows, names) for rows in step.waves]
-            waves = [self._wave(rows, step, scale, table) for rows in planned]
+            if self.stores is not None:
+                names = self.requests.names(common)
+                recalling = [self._with_recall(rows, names) for rows in step.waves]
+                step = replace(step, waves=recalling)
+            waves = self._waves(step, scale, table)
         return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale)
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
@@ -259,8 +247,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     def _with_recall(self, rows: StrideRows, names: list[str | None]) -> StrideRows:
         """A wave with what its strides do with evicted units; waves are planned in their order."""
-        if self.stores is None:
-            return rows
+        assert self.stores is not None
         whose = [names[row] if row < len(names) else None for row in rows.request.tolist()]
         stream, length = rows.steps[:, [STREAM, LENGTH]].astype(np.int64).T
         plan = self.stores.plan(whose, rows.schedules, stream, length)
@@ -269,68 +256,144 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def _recall(self, rows: StrideRows) -> torch.Tensor | None:
         return self._sent(np.stack(rows.recall)) if rows.recall else None
 
-    def _wave(
-        self, rows: StrideRows, step: Step, scale: torch.Tensor | None, table: torch.Tensor
-    ) -> DeviceWave:
-        single, longer = split(rows)
-        decode = self._singles(single, step, scale, table) if len(single) else None
-        moves = np.asarray([schedule.moves_tokens for schedule in longer.schedules], dtype=bool)
-        alike: dict[int, list[int]] = {}
-        for i in np.flatnonzero(~moves).tolist():
-            alike.setdefault(longer.schedules[i].arithmetic, []).append(i)
-        groups = [longer.select(np.asarray(same)) for same in alike.values()]
-        prefill = [self._strides(group, step, table) for group in groups]
-        moving = longer.select(np.flatnonzero(moves))
-        others = strides_of(moving, step, table, self.kv_cache_spec.block_size)
-        others = [stride for stride in others if int(stride.pages[0]) != 0]  # not a warm-up's
-        return DeviceWave(rows, decode, prefill, others)
+    def _waves(
+        self, step: Step, scale: torch.Tensor | None, table: torch.Tensor
+    ) -> list[DeviceWave]:
+        """All that waves need of the device is sent in one piece, between the two loops."""
+        mail, given = Mail(), None if step.given is None else self._sent(step.given)
+        at_once, rest = self._at_once(step.waves)
+        kinds = [self._kinds(rows) for rows in rest]
+        plans = [plan for *_, longer in kinds for _, those in longer for plan in those]
+        places = iter(self.plans.places(plans))
+        drafts = []
+        for now, (single, others, longer) in zip(at_once, kinds, strict=True):
+            strides = []
+            for rows, those in longer:
+                steps = stride_rows(rows, those, [next(places) for _ in those])
+                strides.append((mail.add(steps, rows.request), rows))
+            chunks = mail_chunks(mail, now) if now else None
+            tokens = mail.add(single.steps, single.request), single
+            drafts.append((tokens, others, strides, chunks))
+        mail.send(table)
+        waves = []
+        for rows, (tokens, others, strides, chunks) in zip(step.waves, drafts, strict=True):
+            in_pytorch = strides_of(others, step, table, self.kv_cache_spec.block_size)
+            wave = DeviceWave(
+                rows,
+                decode=self._singles(*tokens, mail, given, scale) if len(tokens[1]) else None,
+                prefill=[self._strides(*draft, mail, given) for draft in strides],
+                others=[one for one in in_pytorch if int(one.pages[0]) != 0],  # not a warm-up's
+                chunks=None if chunks is None else self._chunks(chunks, mail),
+            )
+            if wave.decode or wave.prefill or wave.others or wave.chunks:
+                waves.append(wave)
+        return waves
 
-    def _mirrored(self, rows: StrideRows, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Step rows and their block tables on the device."""
-        steps = self._sent(rows.steps.copy())  # its own: padding is marked in it
-        blocks = table[self._sent(rows.request)]
-        # Warm-up brings block tables of nothing but the null block: those rows are padding.
-        steps[:, STREAM] = torch.where(blocks[:, 0] == 0, -1, steps[:, STREAM])
-        return steps, blocks
+    def _kinds(
+        self, rows: StrideRows
+    ) -> tuple[StrideRows, StrideRows, list[tuple[StrideRows, list[Plan | None]]]]:
+        """A wave's single tokens, its strides for PyTorch, and the others, those alike together."""
+        single, longer = split(rows)
+        others, alike = [], {}
+        for i, schedule in enumerate(longer.schedules):
+            plan = None
+            if not schedule.moves_tokens:
+                plan = plan_of(schedule, longer.steps[i].tolist())
+            if schedule.moves_tokens or (plan and plan.rules):
+                others.append(i)
+            else:
+                alike.setdefault(schedule.arithmetic, []).append((i, plan))
+        groups = [
+            (longer.select(np.asarray([i for i, _ in same])), [plan for _, plan in same])
+            for same in alike.values()
+        ]
+        return single, longer.select(np.asarray(others, dtype=np.int64)), groups
 
     def _singles(
-        self, rows: StrideRows, step: Step, scale: torch.Tensor | None, table: torch.Tensor
+        self,
+        at: slice,
+        rows: StrideRows,
+        mail: Mail,
+        given: torch.Tensor | None,
+        scale: torch.Tensor | None,
     ) -> DecodeRows:
-        steps, blocks = self._mirrored(rows, table)
-        place = rows.steps[:, START].astype(np.int64)
-        index = self._sent(place)
-        scored = given = None
-        if step.given is not None:
+        index = mail.steps[at, START].long()
+        scored = None
+        if given is not None:
             lag = np.asarray([schedule.lag for schedule in rows.schedules])
             text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
             rank = (rows.steps[:, CACHED] - lag) // self.schedule.unit
-            rank = np.where(text, rank, NOBODY)
-            scored = self._sent(rank.astype(np.int32))
-            given = self._sent(step.given[place])
+            scored = self._sent(np.where(text, rank, NOBODY).astype(np.int32))
         return DecodeRows(
             index=index,
-            steps=steps,
-            table=blocks,
+            steps=mail.steps[at],
+            table=mail.table[at],
             logit_scale=None if scale is None else scale[index],
             no_scores=self.no_scores[: len(rows)],
             scored=scored,
-            given=given,
+            given=None if given is None else given[index],
             recall=self._recall(rows),
         )
 
-    def _strides(self, rows: StrideRows, step: Step, table: torch.Tensor) -> PrefillRows:
-        steps, blocks = self._mirrored(rows, table)
-        strides = strides_of(rows, step, table, self.kv_cache_spec.block_size)
-        schedule = rows.schedules[0]
-        fades = schedule.scoring.decay ** rows.steps[:, LENGTH].astype(np.float64)
+    def _strides(
+        self, at: slice, rows: StrideRows, mail: Mail, given: torch.Tensor | None
+    ) -> PrefillRows:
+        schedule, steps = rows.schedules[0], rows.steps
         return PrefillRows(
-            steps=steps,
-            table=blocks,
-            fades=self._sent(fades.astype(np.float32)),
+            steps=mail.steps[at],
+            table=mail.table[at],
+            plans=self.plans.table,
+            scoring=schedule.scoring,
             decays=self._decays_of(schedule),
-            strides=strides,
-            plans=[self._plan(stride) for stride in strides],
+            given=given if schedule.scoring.source == "text" else None,
+            max_length=int(steps[:, LENGTH].max()),
+            max_slots=int(steps[:, OLD_SLOTS].max()),
+            width=widest(steps, schedule.unit),
             recall=self._recall(rows),
+        )
+
+    # --- strides in which nobody is compared ------------------------------------------------------
+
+    def _at_once(
+        self, waves: Sequence[StrideRows]
+    ) -> tuple[list[list[StrideRows]], list[StrideRows]]:
+        """What each wave attends without waiting for waves before, and what else it has.
+
+        The first wave takes all of a request's strides, unless somebody looks at every stride.
+        """
+        fits = [self._nobody_is_compared(rows) for rows in waves]
+        if not any(fit.any() for fit in fits):
+            return [[] for _ in waves], list(waves)
+        if self.whole_chunks:
+            num = 1 + max(int(rows.request.max(initial=0)) for rows in waves)
+            tokens, waits = np.zeros(num, dtype=np.int64), np.zeros(num, dtype=bool)
+            for rows, fit in zip(waves, fits, strict=True):
+                tokens[rows.request] += rows.steps[:, LENGTH]
+                waits[rows.request[~fit]] = True
+            fits = [(tokens > 1)[rows.request] & ~waits[rows.request] for rows in waves]
+        else:
+            pairs = zip(waves, fits, strict=True)
+            fits = [fit & (rows.steps[:, LENGTH] > 1) for rows, fit in pairs]
+        both = list(zip(waves, fits, strict=True))
+        chosen = [rows.select(np.flatnonzero(fit)) for rows, fit in both]
+        rest = [rows.select(np.flatnonzero(~fit)) for rows, fit in both]
+        if self.whole_chunks:
+            return [[rows for rows in chosen if len(rows)], *([] for _ in waves[1:])], rest
+        return [[rows] if len(rows) else [] for rows in chosen], rest
+
+    def _nobody_is_compared(self, rows: StrideRows) -> np.ndarray:
+        plain = np.asarray([one.keeps_newest is not None for one in rows.schedules], dtype=bool)
+        return plain & (rows.steps[:, STREAM] % self.schedule.unit == 0)
+
+    def _chunks(self, chunks: ChunkDraft, mail: Mail) -> ChunkRows:
+        steps, own, longest = chunks
+        return ChunkRows(
+            steps=mail.others[steps],
+            chunks=mail.steps[own],
+            table=mail.table[own],
+            positions=self.positions.buffer,
+            finished=self.finished,
+            max_length=longest,
         )
 
     def _decays_of(self, schedule: Schedule) -> torch.Tensor:
@@ -339,17 +402,3 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             decays = schedule.scoring.weight * schedule.scoring.decay**power
             self._decays[schedule.arithmetic] = sent(decays.float(), self.device)
         return self._decays[schedule.arithmetic]
-
-    def _plan(self, stride: Stride) -> Plan | None:
-        """A stride's plan on the device; plans repeat with the schedule's period."""
-        own = stride.cached - stride.recalled * stride.schedule.unit
-        if own + stride.num_tokens == stride.schedule.count_at(stride.end):
-            return None
-        plan = stride.schedule.plan(stride.stream, stride.num_tokens)
-        assert plan is not None, "something is deleted"
-        if plan not in self._plans:
-            if len(self._plans) >= 4096:
-                self._plans.clear()
-            groups = None if plan.groups is None else sent(plan.groups, self.device)
-            self._plans[plan] = replace(plan, groups=groups)
-        return self._plans[plan]

@@ -9,27 +9,35 @@ the CPU, and so it is tested.
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 
-from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, PrefillRows, TritonMetadata
+from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, TritonMetadata
 from vllm_cascade.attention.cuda.recall import LayerRings
+from vllm_cascade.attention.cuda.strides import (
+    ChunkRows,
+    PrefillRows,
+    stride_shapes,
+    worst_shapes,
+)
+from vllm_cascade.attention.cuda.workspace import size_of, workspace_of
 from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums, stride_scores
-from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
+from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
-from vllm_cascade.kernels.triton.insert_stride import insert_strides
+from vllm_cascade.kernels.triton.insert_stride import insert_strides, keep_of_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
-from vllm_cascade.kernels.triton.rotate import decode_dtype, gather, rotation_table
-from vllm_cascade.kernels.triton.xformers_prefill import attend_with_xformers, use_xformers
-from vllm_cascade.policies.schedule import compared
+from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.recall.rings import Rings
 
 
@@ -38,6 +46,28 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     _decode_rotation: torch.Tensor | None = None
     recall: LayerRings | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._config = get_current_vllm_config_or_none()
+
+    def reserve(self, query: torch.Tensor) -> None:
+        """The strides' workspace, for good; what decode needs at a time, for the profile only."""
+        policy = None if self._config is None else policy_of(self._config)
+        if policy is None:
+            return
+        limits, device = self._config.scheduler_config, query.device
+        worst = worst_shapes(policy, limits, query, self.num_kv_heads)
+        workspace_of(device).reserve(size_of(worst))
+        block = self._config.cache_config.block_size
+        slots = -(-policy.capacity // block) * block
+        num, heads = limits.max_num_seqs, self.num_heads
+        splits = attend_splits(device, num, self.num_kv_heads, slots)
+        parts = torch.empty(num, heads, splits, self.head_size + 1, device=device)
+        logits = torch.empty(num, heads, slots if policy.uses_attention else 0, device=device)
+        stored = policy.recall_store // policy.unit if policy.recall else 0
+        worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
+        del parts, logits, worth
 
     def prepare(
         self,
@@ -74,6 +104,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 self._decode(pages, metadata, wave.decode, new)
             for rows in wave.prefill:
                 self._prefill(pages, metadata, rows, new)
+            if wave.chunks is not None:
+                self._chunks(pages, metadata, wave.chunks, new)
             for stride in wave.others:
                 self._in_pytorch(pages, stride, new)
             if self.recorder is not None:
@@ -109,16 +141,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             new.output[rows] = place
         new_score = decode.no_scores
         if policy.uses_attention:
-            logits, own, lse = self._all_ranks(logits, own, lse)
-            new_score = update(
-                logits=logits,
-                own=own,
-                lse=lse,
-                **_words(pages, "rank", "score"),
-                **where,
-                reduction=policy.head_reduction,
-                unit=pages.unit,
-            )
+            new_score = self._update(pages, logits, own, lse, policy.head_reduction, where)
         elif decode.given is not None:
             words = _words(pages, "rank", "score")
             assign(given=decode.given, ranks=decode.scored, **words, **where, unit=pages.unit)
@@ -148,6 +171,29 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             return {"rotation": None, "interleaved": False}
         return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
 
+    def _update(
+        self,
+        pages: Pages,
+        logits: torch.Tensor,
+        own: torch.Tensor,
+        lse: torch.Tensor,
+        reduction: str,
+        where: dict[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Scores in the pages, and the new tokens'; over all tensor-parallel ranks if need be."""
+        words, unit = _words(pages, "rank", "score"), pages.unit
+        if self._layer is None or self._layer.over_ranks is None or reduction == "median":
+            logits, own, lse = self._all_ranks(logits, own, lse)
+            return update(
+                logits=logits, own=own, lse=lse, **words, **where, reduction=reduction, unit=unit
+            )
+        masses = head_masses(
+            logits=logits, own=own, lse=lse, rank=pages.rank, **where, reduction=reduction,
+            unit=unit,
+        )  # fmt: skip
+        masses = self._layer.over_ranks(masses, reduction)
+        return update_from(masses=masses, **words, **where, unit=unit)
+
     def _all_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``[rows, heads, ...]`` of all tensor-parallel ranks, where those decide together."""
         if self._layer is None or self._layer.gather_heads is None:
@@ -159,90 +205,133 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _prefill(
         self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
+        """Three launches: attend, add up what keys received, and choose and write; and recall's."""
         policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
-        scoring, unit = rows.strides[0].schedule.scoring, pages.unit
         recall = {**where, "recall": rows.recall}
         if self.recall is not None:
             self.recall.choose(new.query, **recall, single=False)
-        keys, values, old_scores, old_tokens = gather(
-            **_words(pages), **where, **self._turning, max_cached=rows.max_cached
-        )
-        lse = self._attend_strides(metadata, rows, new, keys, values)
-        if scoring.source == "attention":
-            sums = column_sums(
-                query=new.query,
-                key=new.key,
-                old_keys=keys,
-                lse=lse,
-                decays=rows.decays,
-                steps=rows.steps,
-                slopes=self.alibi_slopes,
-                logit_scale=metadata.logit_scale,
-                scale=self.scale,
-                softcap=self.softcap,
-                max_length=rows.max_length,
-                unit=unit,
-            )
-            (sums,) = self._all_ranks(sums)
-            _, parts = num_sums(new.query, rows.max_cached, rows.max_length, unit)
-            scores = stride_scores(
-                *(sums, old_scores, rows.fades, rows.steps, policy.head_reduction, unit, parts)
-            )
-        else:
-            scores = _given_scores(rows, old_scores, unit)
-        keep = _keep(rows, scores, old_tokens, unit)
-        if self.recall is not None:
-            self.recall.store(**recall, keep=keep, key=new.key, value=new.value)
-        insert_strides(
-            key=new.key,
-            value=new.value,
-            keep=keep,
-            scores=scores,
+        made = rows.buffers or self._buffers(pages, policy.head_reduction, rows, new)
+        turning = self._turning
+        common = {
+            "slopes": self.alibi_slopes,
+            "logit_scale": metadata.logit_scale,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "max_length": rows.max_length,
+            **turning | {"rotation": self._decode_rotation},
+        }
+        attend_strides(
+            *(new.query, new.key, new.value),
             **_words(pages),
-            **recall,
-            max_length=rows.max_length,
-            **self._turning,
-        )
-
-    def _attend_strides(
-        self,
-        metadata: TritonMetadata,
-        rows: PrefillRows,
-        new: NewTokens,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> torch.Tensor:
-        """Write the strides' outputs; returns log-sum-exps fp32 ``[num_tokens, num_heads]``."""
-        query = new.query
-        plain = self.alibi_slopes is None and metadata.logit_scale is None
-        plain &= self.softcap == 0 and rows.max_cached > 0 and len(rows.strides) == 1
-        longest = rows.max_length
-        if use_xformers(query.device, query.dtype, self.head_size, longest, plain):
-            part = rows.strides[0].rows
-            lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-            new.output[part], lse[part] = attend_with_xformers(
-                *new.at(part), keys[0], values[0], self.scale
-            )
-            return lse
-        return attend_strides(
-            query=query,
-            key=new.key,
-            value=new.value,
+            **where,
+            **common,
             output=new.output,
-            old_keys=keys,
-            old_values=values,
+            lse=made["lse"],
+            line=made["line"],
+        )
+        sums, parts = made.get("sums"), 1
+        query_heads = self.num_heads // pages.rank.shape[1]
+        if sums is not None:
+            _, parts = num_sums(new.query, self.num_kv_heads, pages.unit, policy.head_reduction)
+            column_sums(
+                *(new.query, new.key),
+                **_words(pages, "kv", "rank", "born"),
+                **where,
+                **common,
+                lse=made["lse"],
+                decays=rows.decays,
+                reduction=policy.head_reduction,
+                max_slots=rows.max_slots,
+                sums=sums,
+            )
+            sums, query_heads = self._of_all_ranks(sums, policy.head_reduction, query_heads)
+        choice = {
+            "sums": sums,
+            "given": rows.given,
+            "line": made["line"],
+            "plans": rows.plans,
+            "reduction": policy.head_reduction,
+            "query_heads": query_heads,
+            "parts": parts,
+            "notes": made["notes"],
+            "values": made["values"],
+            "recall": rows.recall,
+        }
+        if self.recall is not None:
+            keep = keep_of_strides(pages.token, rows.steps, unit=pages.unit, **choice)
+            self.recall.store(**recall, keep=keep, key=new.key, value=new.value)
+        insert_strides(*(new.key, new.value), **_words(pages), **where, **turning, **choice)
+
+    def _buffers(
+        self, pages: Pages, reduction: str, rows: PrefillRows, new: NewTokens
+    ) -> dict[str, torch.Tensor]:
+        """What the kernels of these strides leave each other, found by the first layer for all."""
+        shapes = stride_shapes(
+            num_rows=len(rows.steps),
+            num_sets=pages.rank.shape[1],
+            width=rows.width,
+            num_tokens=len(new.query),
+            query=new.query,
+            num_heads=self.num_kv_heads,
+            unit=pages.unit,
+            reduction=reduction if rows.scoring.source == "attention" else None,
+        )
+        rows.buffers.update(workspace_of(new.query.device).carve(shapes))
+        return rows.buffers
+
+    def _of_all_ranks(
+        self, sums: torch.Tensor, reduction: str, query_heads: int
+    ) -> tuple[torch.Tensor, int]:
+        """``column_sums`` of all tensor-parallel ranks, where those decide together.
+
+        Every rank reduces its heads before it sends them; a median needs all of them.
+
+        Returns:
+            fp32 ``[R, heads, W * parts]``, and by how many query heads to divide a mean.
+        """
+        if self._layer is None or self._layer.over_ranks is None:
+            return sums, query_heads
+        if reduction == "mean":
+            return self._layer.over_ranks(sums.sum(1, keepdim=True), reduction), query_heads
+        if reduction == "max" and sums.shape[1] == self.num_kv_heads:
+            return self._layer.over_ranks(sums.amax(1, keepdim=True), reduction), query_heads
+        (sums,) = self._all_ranks(sums)
+        return sums, sums.shape[1]
+
+    def _chunks(
+        self, pages: Pages, metadata: TritonMetadata, rows: ChunkRows, new: NewTokens
+    ) -> None:
+        """One launch, whatever the number of strides."""
+        turning = self._turning
+        attend_chunks(
+            *(new.query, new.key, new.value),
+            **_words(pages),
+            table=rows.table,
             steps=rows.steps,
+            chunks=rows.chunks,
+            positions=rows.positions,
+            finished=rows.finished,
+            rotation=self._decode_rotation,
+            new_rotation=turning["rotation"],
+            interleaved=turning["interleaved"],
             slopes=self.alibi_slopes,
             logit_scale=metadata.logit_scale,
             scale=self.scale,
             softcap=self.softcap,
-            max_length=longest,
+            max_length=rows.max_length,
+            output=new.output,
         )
 
     def _in_pytorch(self, pages: Pages, stride: Stride, new: NewTokens) -> None:
         assert self._layer is not None, "warm-up rows are left out"
+        recall, gone = self.recall if stride.recall is not None else None, None
+        if recall is not None:
+            gone = recall.choose_alone(stride, new.query)
         with torch.device(new.query.device):  # where the path makes its index tables
-            attended = attend_and_insert(self._layer, pages, stride, *new.at(stride.rows))
+            rows = new.at(stride.rows)
+            attended = attend_and_insert(self._layer, pages, stride, *rows, gone)
+            if gone is not None:
+                recall.store_evicted(stride, gone)
         new.output[stride.rows] = attended.to(new.output.dtype)
 
     def _record(self, layer: str, pages: Pages, metadata: TritonMetadata, wave: DeviceWave) -> None:
@@ -261,50 +350,3 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
     """Views of the pages by name: these, or all."""
     return {name: getattr(pages, name) for name in names or Pages.__dataclass_fields__}
-
-
-def _given_scores(rows: PrefillRows, old_scores: torch.Tensor, unit: int) -> torch.Tensor:
-    """Scores of units, fp32 ``[R, S, C]``, that attention has no part in: 0, or from the host."""
-    columns = rows.max_cached // unit + -(-rows.max_length // unit)
-    scores = old_scores.new_zeros(*old_scores.shape[:2], columns)
-    for row, stride in enumerate(rows.strides):
-        if stride.given is not None:
-            skip, cached = max(-stride.scored, 0), stride.cached // unit
-            given, first = stride.given[skip:], stride.scored + skip
-            scores[row, :, :cached] = old_scores[row, :, :cached]
-            if unit == 1:
-                scores[row, :, first : first + len(given)] = given
-                continue
-            places = torch.arange(first, first + len(given), device=scores.device) // unit
-            scores[row].index_add_(1, places, given.expand(len(scores[row]), -1))
-    return scores
-
-
-def _keep(
-    rows: PrefillRows, scores: torch.Tensor, old_tokens: torch.Tensor, unit: int
-) -> torch.Tensor:
-    """bool like ``scores``: which units every stride that deletes something leaves.
-
-    A last one that is not complete stays, and so do those that were recalled.
-    """
-    keep = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
-    for row, (stride, plan) in enumerate(zip(rows.strides, rows.plans, strict=True)):
-        if plan is None:
-            continue
-        schedule, total = stride.schedule, (stride.cached + stride.num_tokens) // unit
-        values, age = scores[row, :, :total], None
-        if schedule.scoring.per_age:
-            ends = stride.end - stride.end % unit
-            new = torch.arange(stride.stream, ends, unit, device=scores.device)
-            tokens = [old_tokens[row, :, : stride.cached // unit], new.expand(len(values), -1)]
-            age = stride.end - torch.cat(tokens, dim=1)
-        judged = compared(schedule.scoring, values, age)
-        sinks, behind = 0, stride.recalled
-        if stride.recalled:
-            sinks = schedule.policy.num_sinks // unit
-            behind = sinks + stride.recalled
-            judged = torch.cat([judged[:, :sinks], judged[:, behind:]], dim=1)
-        stays = schedule.survivors(judged, plan)
-        keep[row, :, :sinks] = stays[:, :sinks]
-        keep[row, :, behind:total] = stays[:, sinks:]
-    return keep

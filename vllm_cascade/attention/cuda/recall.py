@@ -7,11 +7,16 @@ launched for all rows alike and leave out the others.
 
 import torch
 
+from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.transfer import sent
+from vllm_cascade.kernels.columns import END, RING, STORED
 from vllm_cascade.kernels.triton.recall import judge_units
 from vllm_cascade.kernels.triton.recall_choose import recall_units
 from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.recall import evidence
+from vllm_cascade.recall.evicted import Evicted
 from vllm_cascade.recall.rings import Rings
 
 
@@ -89,3 +94,29 @@ class LayerRings:
             *(table, steps, recall, layer.rotation, not layer.is_neox),
             *(self._rows, self._codes, self._scales, *self._words, self._shape.most_units),
         )
+
+    # --- a stride that runs in PyTorch ------------------------------------------------------------
+
+    def choose_alone(self, stride: Stride, query: torch.Tensor) -> Evicted | None:
+        """``choose`` for one stride; returns room for the units that it evicts, if any."""
+        device, row = query.device, stride.recall
+        steps, recall = (sent(x, device)[None] for x in (stride.step, torch.from_numpy(row)))
+        self.choose(query, stride.pages[None].int(), steps, recall, single=False)
+        with torch.device(device):
+            num = int(row[STORED])
+            return Evicted.room(self._layer, self._pages, num) if num else None
+
+    def store_evicted(self, stride: Stride, gone: Evicted) -> None:
+        """Units that PyTorch has found to leave, into the request's ring."""
+        layer, (ring, end) = self._layer, stride.recall[[RING, END]].tolist()
+        room = self._shape.most_units
+        last = slice(max(len(gone) - room, 0), len(gone))
+        place = ring + (end + torch.arange(len(gone))[last]) % room
+        sets = torch.arange(layer.num_kv_heads) % layer.num_sets
+        position = gone.born[sets].unsqueeze(-1) + torch.arange(self._pages.unit)
+        keys = evidence.unrotated(layer, gone.rows[..., : layer.head_size], position)
+        codes, scale = evidence.encode(keys)
+        self._rows[:, place.to(self._rows.device)] = gone.rows[:, last].to(self._rows.device)
+        self._codes[:, place], self._scales[:, place] = codes[:, last], scale[:, last]
+        for stored, words in zip(self._words, (gone.born, gone.token), strict=True):
+            stored[:, place] = words[:, last]

@@ -7,6 +7,7 @@ No length makes another variant (``tests/attention/test_variants.py``).
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.requests import Requests
+from vllm_cascade.policies import POLICIES, Schedule
+from vllm_cascade.policies.per_request import NAME, PerRequest
+from vllm_cascade.policies.settings import KVPolicyError
 
 
 def warm_up(
@@ -28,17 +32,40 @@ def warm_up(
         width: of the block tables that the runner makes.
     """
     requests, counters = builder.requests, builder.counters
-    builder.requests, builder.counters = Requests(), type(counters)()
+    builder.counters = type(counters)()
     try:
-        for firsts, lengths in _steps(builder):
-            metadata = builder.build(0, _common(firsts, lengths, width, kv_cache.device))
-            num, size, dtype = sum(lengths), impl.head_size, impl.cache_dtype
-            query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
-            key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
-            layer, output = SimpleNamespace(layer_name="warm-up"), torch.empty_like(query)
-            impl.forward(layer, query, key, key, kv_cache, metadata, output)
+        for schedule in _schedules(builder.schedule):
+            builder.requests = _Alike(schedule)
+            for firsts, lengths in _steps(builder):
+                metadata = builder.build(0, _common(firsts, lengths, width, kv_cache.device))
+                num, size, dtype = sum(lengths), impl.head_size, impl.cache_dtype
+                query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
+                key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
+                layer, output = SimpleNamespace(layer_name="warm-up"), torch.empty_like(query)
+                impl.forward(layer, query, key, key, kv_cache, metadata, output)
     finally:
         builder.requests, builder.counters = requests, counters
+
+
+class _Alike(Requests):
+    """Rows that all run under one policy."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
+        return [self._schedule] * common.num_reqs
+
+
+def _schedules(engine: Schedule) -> list[Schedule]:
+    """The engine's, and one of those that requests may ask for whose strides run otherwise."""
+    found = {(engine.scoring.source, engine.keeps_newest is not None): engine}
+    own = PerRequest(engine)
+    for name in POLICIES:
+        with suppress(KVPolicyError):  # not on this engine
+            one = own.schedule({NAME: name})
+            found.setdefault((one.scoring.source, one.keeps_newest is not None), one)
+    return list(found.values())
 
 
 def _steps(builder: CUDABuilder) -> Iterator[tuple[list[int], list[int]]]:

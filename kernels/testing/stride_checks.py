@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's strides against literal lists and fp64: attention, scores, and the whole pool after.
+
+Pages are compared byte by byte, up to which free slot a survivor takes.
+"""
+
+import random
+
+import torch
+
+from .. import columns
+from ..triton import stride_columns
+from ..triton.column_sums import column_sums, column_sums_reference, num_sums, reduced
+from ..triton.combine import in_units, reduce_reference
+from ..triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, insert_strides, keep_of_strides
+from ..triton.prefill import LINE_WORDS, attend_strides, attend_strides_reference
+from ..triton.rotate import (
+    decode_dtype,
+    gather_reference,
+    rotate_reference,
+    rotation_table,
+)
+from ..triton.tiles import float_bits
+from .random_pool import (
+    TOLERANCE,
+    Cache,
+    Case,
+    chronological,
+    close,
+    make_cache,
+    new_tokens,
+    on,
+    real_rows,
+    same,
+    stride_steps,
+    table_of,
+)
+
+DECAY, WEIGHT, FADE = 0.97, 0.03, 0.5
+
+
+def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
+    """``attend_strides`` and ``column_sums``, and what the first leaves for ``insert_strides``."""
+    cache, steps = make_cache(case)
+    num_tokens, longest = stride_steps(case, steps), max(case.strides)
+    query, key, value = new_tokens(case, num_tokens)
+    factors = torch.rand(num_tokens) + 0.5 if case.logit_scale else torch.ones(num_tokens)
+    decays = (WEIGHT * DECAY ** torch.arange(longest, dtype=torch.float64)).float()
+    ours = cache.to(device)
+    dsteps, dq, dk, dv, slopes, dfactors, ddecays = on(
+        *(device, steps, query, key, value, case.slopes),
+        *(factors if case.logit_scale else None, decays),
+    )
+    heads, parts = num_sums(dq, case.num_heads, case.unit, case.reduction)
+    width = (max(n or 0 for n in case.lengths) + longest) // case.unit + 2
+    output, lse = torch.full_like(dq, torch.nan), dq.new_empty(dq.shape[:2], dtype=torch.float32)
+    line = dsteps.new_full((len(steps), case.num_sets, LINE_WORDS, width), -9)
+    sums = lse.new_empty(len(steps), heads, width * parts)
+    where = (ours.table, dsteps, table_of(case, device, decode_dtype(case.dtype)))
+    rest = (case.interleaved, slopes, dfactors, case.head_size**-0.5, case.softcap, longest)
+    pages = ours.kv, ours.rank, ours.born
+    attend_strides(*(dq, dk, dv, *pages, ours.score, ours.token, *where, *rest), output, lse, line)
+    column_sums(dq, dk, *pages, *where, *rest, lse, ddecays, case.reduction, max(cache.slots), sums)
+    same("prefill attention writes no page", ours.pool, cache.pool)
+    errors = {"output": 0.0, "lse": 0.0, "sums": 0.0}
+    written = torch.zeros(num_tokens, dtype=torch.bool)
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        start, units = step[columns.START], step[columns.CACHED] // case.unit
+        rows = slice(start, start + step[columns.LENGTH])
+        written[rows] = True
+        old = gather_reference(
+            *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
+            *(case.inv_freq, case.interleaved),
+        )
+        expected, norm, probs = attend_strides_reference(
+            *(query[rows], key[rows], value[rows], *old[:2]),
+            scale=case.head_size**-0.5,
+            slopes=case.slopes,
+            logit_scale=factors[rows],
+            softcap=case.softcap,
+        )
+        mass = in_units(column_sums_reference(probs, DECAY, WEIGHT), case.unit // parts)
+        if reduced(case.reduction, parts) == "mean":
+            mass = mass.unflatten(0, (case.num_heads, -1)).sum(1)
+        elif reduced(case.reduction, parts) == "max":
+            mass = mass.unflatten(0, (case.num_heads, -1)).amax(1)
+        slots, scores, tokens = chronological(cache, row, step)
+        told = line[row, :, :, :units].cpu()
+        same("line", told[:, 0], slots.int())
+        same("scores of the line", told[:, 1].view(torch.float32), scores)
+        same("tokens of the line", told[:, 2], tokens)
+        for name, actual, wanted in (
+            ("output", output[rows], expected),
+            ("lse", lse[rows], norm),
+            ("sums", sums[row, :, : mass.shape[1]], mass),
+        ):
+            errors[name] = max(errors[name], close(name, actual, wanted, TOLERANCE[case.dtype]))
+    assert output[~written.to(output.device)].isnan().all(), "wrote rows of other requests"
+    return errors
+
+
+# --- who survives, and where ----------------------------------------------------------------------
+
+
+def check_insert_strides(case: Case, device: torch.device | str, recalls: bool = False) -> float:
+    """``insert_strides`` with random plans: the whole pool, byte by byte.
+
+    Numbers are such that fp32 is exact, so that equal scores are equal. ``recalls``: lines begin
+    with units of which plans know nothing, and more of them will come.
+    """
+    cache, steps = make_cache(case)
+    unit, num_tokens = case.unit, stride_steps(case, steps)
+    query, key, value = new_tokens(case, num_tokens)
+    generator = torch.Generator().manual_seed(case.seed + 3)
+    heads, parts = num_sums(query, case.num_heads, unit, case.reduction)
+    lengths = steps[:, columns.CACHED] + steps[:, columns.LENGTH]
+    width = int(max(n // unit + 1 for n in lengths[real_rows(case)].tolist() or [0]))
+    shape = len(steps), heads, width * parts
+    sums = (torch.rand(shape, generator=generator) * 4).round() if case.scored else None
+    given = None if case.scored else torch.rand(num_tokens, generator=generator).round()
+    line = torch.full((len(steps), case.num_sets, LINE_WORDS, width), -9, dtype=torch.int32)
+    plans, keeps, scores = [torch.tensor([0, 0, 0])], {}, {}
+    recall = torch.zeros(len(steps), columns.RECALL_COLUMNS, dtype=torch.int32)
+    if recalls:
+        recall[:, columns.MORE_RECALLED] = torch.randint(0, 4, (len(steps),), generator=generator)
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        shown = random.Random(case.seed + row).randint(0, step[columns.CACHED] // unit)
+        recall[row, columns.NOW] = shown = shown if recalls else 0
+        slots, old, tokens = chronological(cache, row, step)
+        told = torch.stack([slots.int(), old.view(torch.int32), tokens], dim=1)
+        line[row, :, :, : told.shape[2]] = told
+        lag = row % 3
+        scores[row] = _final_scores(case, step, old, sums, given, row, parts, lag)
+        judged = scores[row]
+        if case.per_age:
+            judged = judged / _ages(case, step, tokens)
+        own = list(step)
+        own[columns.CACHED] -= shown * unit
+        plan, kept, numbers = _random_plan(case, own, judged[:, shown:], row)
+        stay = torch.ones(case.num_sets, shown, dtype=torch.bool)
+        keeps[row] = torch.cat([stay, kept], dim=1)
+        steps[row, stride_columns.PLAN] = sum(map(len, plans))
+        steps[row, stride_columns.GROUPED : stride_columns.STAY + 1] = torch.tensor(numbers)
+        steps[row, stride_columns.LAG] = lag
+        plans.append(plan)
+        most = int(keeps[row].sum(1)[0]) * unit
+        steps[row, columns.NEW_SLOTS] = max(cache.slots[row], most)
+        width = max(width, int(steps[row, columns.NEW_SLOTS]) // unit)
+    steps[:, columns.PER_AGE] = int(case.per_age)
+    steps[:, columns.NEWEST_STAYS] = int(case.newest_stays)
+    steps[:, stride_columns.FADE] = float_bits(FADE)
+    ours = cache.to(device)
+    dsteps, dk, dv, dsums, dgiven, dline, dplans = on(
+        *(device, steps, key, value, sums, given, line, torch.cat(plans).int())
+    )
+    notes = dsteps.new_full((len(steps), case.num_sets, 3, NUMBER_ROWS, width), -7)
+    values = torch.full_like(notes[..., :VALUE_ROWS, :], 7, dtype=torch.float32).contiguous()
+    turning = table_of(case, device)
+    if case.inv_freq is not None and recalls:
+        turning = rotation_table(case.inv_freq, case.max_distance + 1, device, forward=3 * unit)
+    judges = dsums, dgiven, dline, dplans
+    rest = case.reduction, case.num_heads * case.group // case.num_sets, parts, notes, values
+    (drecall,) = on(device, recall)
+    if recalls:
+        found = keep_of_strides(ours.token, dsteps, drecall, unit, *judges, *rest).cpu()
+        for row in real_rows(case):
+            same("keep", found[row, :, : keeps[row].shape[1]] >= 0, keeps[row])
+    insert_strides(
+        *(dk, dv, ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table, dsteps),
+        *(turning, case.interleaved, *judges, *rest, drecall if recalls else None),
+    )
+    after = ours.to("cpu")
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        own = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
+        new = torch.cat([key[own], value[own]], dim=2)
+        for head_set in range(case.num_sets):
+            kept = keeps[row][head_set].nonzero()[:, 0].tolist()
+            more = int(recall[row, columns.MORE_RECALLED])
+            where = cache, after, row, head_set
+            insert_literally(*where, step, kept, new, scores[row][head_set], more=more)
+    same("pool", after.pool, cache.pool)
+    return 0.0
+
+
+def _final_scores(
+    case: Case,
+    step: list[int],
+    old: torch.Tensor,
+    sums: torch.Tensor | None,
+    given: torch.Tensor | None,
+    row: int,
+    parts: int,
+    lag: int,
+) -> torch.Tensor:
+    """fp32 ``[S, units]`` of cached and new units after the stride."""
+    unit, cached, length = case.unit, step[columns.CACHED], step[columns.LENGTH]
+    units = -(-(cached + length) // unit)
+    scores = torch.zeros(case.num_sets, units)
+    scores[:, : old.shape[1]] = old
+    if sums is None:
+        assert given is not None
+        for i, value in enumerate(given[step[columns.START] :][:length].tolist()):
+            column = (cached - lag + i) // unit
+            if column >= 0:
+                scores[:, column] = value + (scores[:, column] if unit > 1 else 0)
+        return scores
+    begun = torch.arange(units * parts) * (unit // parts) < cached + length
+    mass = torch.where(begun, sums[row, :, : units * parts], 0.0)
+    mass = mass.unflatten(1, (units, parts)).sum(2)
+    query_heads = case.num_heads * case.group // case.num_sets
+    if case.reduction == "mean":
+        reduced_mass = mass.unflatten(0, (case.num_sets, -1)).sum(1) / query_heads
+    else:
+        reduced_mass = reduce_reference(mass, case.num_sets, case.reduction)
+    return reduced_mass + FADE * scores
+
+
+def _ages(case: Case, step: list[int], tokens: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[S, units]``: queries that saw each unit's first token."""
+    stream, length = step[columns.STREAM], step[columns.LENGTH]
+    new = torch.arange(stream, stream + length, case.unit).expand(len(tokens), -1)
+    return (stream + length - torch.cat([tokens, new], dim=1)).clamp_min(1).float()
+
+
+def _random_plan(
+    case: Case, step: list[int], judged: torch.Tensor, row: int
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
+    """A plan's numbers, the units that it leaves as bool ``[S, units]``, and the row's columns."""
+    rng = random.Random(case.seed * 100 + row)
+    whole = (step[columns.CACHED] + step[columns.LENGTH]) // case.unit
+    keep = torch.ones(judged.shape, dtype=torch.bool)
+    if row % 4 == 3 or whole == 0:
+        return torch.tensor([0, 0, 0]), keep, (0, 0, 0)  # nothing is planned, all stays
+    planned = whole - (rng.randrange(whole) if row % 2 else 0)
+
+    def order(head_set: int, r: int) -> tuple[float, int]:
+        return float(judged[head_set, r]), r if case.newest_stays else -r
+
+    if row % 4 == 1:
+        lo = rng.randrange(planned)
+        hi = rng.randrange(lo, planned) + 1
+        excess = rng.randrange(hi - lo + 1)
+        for head_set in range(case.num_sets):
+            lowest = sorted(range(lo, hi), key=lambda r, s=head_set: order(s, r))
+            keep[head_set, lowest[:excess]] = False
+        return torch.tensor([lo, hi, excess]), keep, (0, planned, planned - excess)
+    groups: list[list[int]] = [[]]
+    for r in range(planned):  # contenders are in order; some leave at once
+        if groups[-1] and rng.random() < 0.6:
+            groups.append([])
+        if rng.random() < 0.9 or not groups[-1]:
+            groups[-1].append(r)
+    keep[:, :planned] = False
+    for head_set in range(case.num_sets):
+        for group in groups:
+            keep[head_set, max(group, key=lambda r, s=head_set: order(s, r))] = True
+    ends = torch.tensor([0, *map(len, groups)]).cumsum(0) + len(groups) + 1
+    members = torch.tensor([r for group in groups for r in group])
+    return torch.cat([ends, members]), keep, (1, planned, len(groups))
+
+
+def insert_literally(
+    cache: Cache,
+    after: Cache,
+    row: int,
+    head_set: int,
+    step: list[int],
+    kept: list[int],
+    new: torch.Tensor,
+    scores: torch.Tensor,
+    born_at: list[int] | None = None,
+    more: int = 0,
+) -> None:
+    """Do to the reference pool what a stride's insertion must do; places are read from ours.
+
+    Args:
+        kept: which of the cached and new units stay, in order.
+        new: keys and values ``[T, H, 2 * D]``.
+        scores: of all units.
+        born_at: where the keys of each of ``kept`` were rotated to; None: to their places behind
+            all that was cached.
+        more: units that will be recalled in addition, before the one that is not complete.
+    """
+    unit, n = cache.case.unit, step[columns.CACHED]
+    order = chronological(cache, row, step)[0][head_set].tolist()
+    num_places = step[columns.NEW_SLOTS] // unit
+    final = after.words("rank", row)[head_set, :num_places].tolist()
+    used = {order[r] for r in kept if r < n // unit}
+    for place in range(num_places):
+        cache.put(row, head_set, place * unit, rank=-1)
+    for rank, r in enumerate(kept):
+        if r < n // unit:
+            place = order[r]
+        else:
+            place = final.index(rank)
+            assert place not in used and final.count(rank) == 1, "a survivor needs one free place"
+            used.add(place)
+            first = r * unit - n
+            part = new[first : first + unit]
+            born = r * unit if born_at is None else born_at[rank]
+            if len(part) < unit:
+                away, born = born - (rank + more) * unit, (rank + more) * unit
+                part = _turned(cache, after, row, head_set, place, part, away)
+            token = step[columns.STREAM] + first
+            cache.put(row, head_set, place * unit, born=born, token=token)
+            for i, kv in enumerate(part):
+                cache.put(row, head_set, place * unit + i, kv=kv)
+        cache.put(row, head_set, place * unit, rank=rank, score=float(scores[r]))
+
+
+def _turned(
+    cache: Cache,
+    after: Cache,
+    row: int,
+    head_set: int,
+    place: int,
+    part: torch.Tensor,
+    distance: int,
+) -> torch.Tensor:
+    """Rows ``[t, H, 2 * D]`` of a unit that is not complete, where its rank says it stands.
+
+    They are ours, once they were found close to an fp64 rotation.
+    """
+    case, size = cache.case, cache.case.head_size
+    if case.inv_freq is None or distance == 0:
+        return part
+    slots = place * case.unit + torch.arange(len(part))
+    block, offset = cache.table[row].long()[slots // case.block_size], slots % case.block_size
+    ours = after.kv[block, :, offset]  # [t, H, 2D]
+    heads = slice(head_set, head_set + 1) if case.per_head else slice(None)
+    away = torch.full(part.shape[:2], distance)
+    turned = rotate_reference(part[..., :size], away, case.inv_freq, case.interleaved)
+    close("turned keys", ours[:, heads, :size], turned[:, heads], TOLERANCE[case.dtype])
+    return torch.cat([ours[..., :size], part[..., size:]], dim=2)

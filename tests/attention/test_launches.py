@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step launches, and what it takes the host: the CUDA path, counted in the interpreter.
+
+A prompt of 4,096 tokens in one chunk, and a decode step of 256 requests. Kernels run where what
+they leave decides what comes next; times are taken with kernels that are not run.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+
+from benchmarks.gpu.host_time import decode_step, prompt
+from tests.attention import test_paged
+from tests.attention.steps import step_of
+from tests.attention.test_cuda import AtOnce, common
+from tests.attention.test_paged import PagedLayer, Shape
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.workspace import workspace_of
+
+TOKENS, STRIDE = 4096, 256
+SHAPE = Shape(num_kv_heads=1, group=2, head_size=16, rotary_dim=16)
+STRIDES_WAIT: dict[str, dict[str, Any]] = {
+    "cascade": {"name": "cascade", "budget": 64, "num_subcaches": 2},
+    "h2o": {"name": "h2o", "budget": 64, "normalise": True},
+    "beehive": {"name": "beehive", "budget": 64},
+    "units": {"name": "cascade", "budget": 64, "num_subcaches": 2, "unit": 16, "num_sinks": 16},
+}
+NOBODY_WAITS: dict[str, dict[str, Any]] = {
+    "window": {"name": "window", "budget": 64},
+    "sink": {"name": "sink", "budget": 64},
+    "lazy": {"name": "lazy", "budget": 64},
+    "units": {"name": "sink", "budget": 64, "unit": 16, "num_sinks": 16},
+}
+FREE = ("aten.slice", "aten.select", "aten.view", "aten.as_strided", "aten.detach", "aten.alias",
+        "aten.empty", "aten.new_empty", "kv_cascade.")  # fmt: skip
+"""What PyTorch does without the device; operators of our own launch kernels, which are counted."""
+WAITING = ("aten._local_scalar_dense", "aten.nonzero", "aten.is_nonzero", "aten.equal",
+           "aten._to_copy", "aten.unique", "aten.masked_select")  # fmt: skip
+"""What would wait for a device, or copy to one and wait."""
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch does: launches, allocations, and what waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.waiting: list[str] = []
+        self.allocations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        self.allocations += name.startswith(("aten.empty", "aten.new_empty"))
+        if name.startswith(WAITING):
+            self.waiting.append(name)
+        if not name.startswith(FREE):
+            self.launches[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(patch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], Operations]]:
+    """Kernel launches by name, and what PyTorch does between them, not inside of them."""
+    kernels: Counter[str] = Counter()
+    run = InterpretedFunction.run
+
+    def note(self: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
+        kernels[self.fn.__name__.removeprefix("_")] += 1
+        with torch.utils._python_dispatch._disable_current_modes():
+            run(self, *args, **kwargs)
+
+    operations = Operations()
+    with patch.context() as inner, operations:
+        inner.setattr(InterpretedFunction, "run", note)
+        yield kernels, operations
+
+
+def served(settings: dict[str, Any], patch: pytest.MonkeyPatch, requests: int = 1) -> PagedLayer:
+    patch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    patch.setattr(test_paged, "CPUBuilder", AtOnce)
+    layer = PagedLayer(SHAPE, {**settings, "prefill_stride": STRIDE}, 1 + 30 * requests)
+    assert isinstance(layer.builder, CUDABuilder)
+    return layer
+
+
+def forward(layer: PagedLayer, metadata: Any, tokens: int) -> None:
+    query = torch.randn(tokens, SHAPE.num_kv_heads * SHAPE.group, SHAPE.head_size)
+    key, value = torch.randn(2, tokens, SHAPE.num_kv_heads, SHAPE.head_size)
+    output, name = torch.empty_like(query), SimpleNamespace(layer_name="layer")
+    layer.impl.forward(name, query, key, value, layer.pool, metadata, output)
+    assert output.isfinite().all()
+
+
+def chunk(
+    settings: dict[str, Any], patch: pytest.MonkeyPatch
+) -> tuple[Counter[str], Operations, Operations]:
+    """Launches of one layer, what PyTorch does in it, and what it does to plan the step."""
+    layer = served(settings, patch)
+    table = torch.arange(1, 31, dtype=torch.int32).view(1, -1)
+    step = step_of([0], [TOKENS], [True], table)
+    forward(layer, layer.builder.build(0, step), TOKENS)
+    grown = workspace_of(torch.device("cpu")).grown
+    with counted(patch) as (_, planning):
+        metadata = layer.builder.build(0, step_of([0], [TOKENS], [True], table))
+    query = torch.randn(TOKENS, SHAPE.num_kv_heads * SHAPE.group, SHAPE.head_size)
+    key, value = torch.randn(2, TOKENS, SHAPE.num_kv_heads, SHAPE.head_size)
+    output, name = torch.empty_like(query), SimpleNamespace(layer_name="layer")
+    with counted(patch) as (kernels, operations):
+        layer.impl.forward(name, query, key, value, layer.pool, metadata, output)
+    assert workspace_of(torch.device("cpu")).grown == grown, "memory after the first prompt"
+    return kernels, operations, planning
+
+
+@pytest.mark.parametrize("name", STRIDES_WAIT)
+def test_a_stride_is_three_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, operations, planning = chunk(STRIDES_WAIT[name], monkeypatch)
+    strides = TOKENS // STRIDE
+    assert kernels == dict.fromkeys(("attend_strides", "column_sums", "insert_strides"), strides)
+    assert not operations.launches and not operations.allocations and not operations.waiting
+    assert not planning.waiting
+    assert sum(planning.launches.values()) <= 8, "for a whole step and all layers"
+
+
+@pytest.mark.parametrize("name", NOBODY_WAITS)
+def test_a_chunk_is_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, operations, planning = chunk(NOBODY_WAITS[name], monkeypatch)
+    assert kernels == {"attend_chunks": 1}
+    assert not operations.launches and not operations.allocations and not operations.waiting
+    assert not planning.waiting and sum(planning.launches.values()) <= 8
+
+
+def test_scores_by_the_host_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, operations, _ = chunk({"name": "dgc", "budget": 64}, monkeypatch)
+    assert kernels == dict.fromkeys(("attend_strides", "insert_strides"), TOKENS // STRIDE)
+    assert not operations.launches and not operations.allocations and not operations.waiting
+
+
+def test_a_decode_step_of_256(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned by one launch, none of PyTorch's; and four launches a layer."""
+    layer = served(STRIDES_WAIT["cascade"], monkeypatch, requests=1)
+    rows = 256
+    table = torch.zeros(rows, 8, dtype=torch.int32)
+    table[:2] = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
+    lengths = [1] * rows
+    layer.builder.build(0, common(lengths, table))
+    with counted(monkeypatch) as (kernels, planning):
+        metadata = layer.builder.build(0, common(lengths, table))
+    assert kernels == {"schedule": 1} and not planning.waiting
+    made = {name for name in planning.launches if name.startswith("aten")}
+    assert made <= {"aten.cumsum.default"}, made
+    query = torch.randn(rows, SHAPE.num_kv_heads * SHAPE.group, SHAPE.head_size)
+    key, value = torch.randn(2, rows, SHAPE.num_kv_heads, SHAPE.head_size)
+    output, name = torch.empty_like(query), SimpleNamespace(layer_name="layer")
+    with counted(monkeypatch) as (kernels, operations):
+        layer.impl.forward(name, query, key, value, layer.pool, metadata, output)
+    assert kernels == dict.fromkeys(("attend", "merge", "update", "insert"), 1)
+    assert not operations.launches and not operations.waiting
+
+
+def test_host_time() -> None:
+    """Bounds that a busy machine keeps; ``benchmarks.gpu.host_time`` prints the times."""
+    settings = {"name": "cascade", "budget": 2048}
+    assert decode_step(settings, trials=30) < 1500
+    found = prompt(settings, trials=10)
+    assert found["launches"] == 3 * 16 and found["stride_us"] < 400
+    found = prompt({"name": "sink", "budget": 2048}, trials=10)
+    assert found["launches"] == 1 and found["stride_us"] < 40
