@@ -230,8 +230,8 @@ def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPat
     table[:-1] = torch.arange(1, 1 + 2 * pages).view(2, -1).int()
     stores.logs.update({int(table[row, 0]): Log(stores.shape) for row in range(2)})
     turn = oracle_for(CASCADE, shape, layer).rotate
-    for step in range(120):
-        lengths = [step + 1, max(step - 10, 0), 0]
+    for step in range(70):
+        lengths = [step + 1, max(step - 6, 0), 0]
         seq_lens.copy_(torch.tensor(lengths))
         builder.build(0, common(lengths, table).replace(seq_lens=seq_lens))
         positions = builder.positions.buffer[:rows].tolist()
@@ -255,7 +255,7 @@ def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPat
             slots = layer.spec.schedule.peak_at(lengths[row])
             where = table[row].long(), slots, lengths[row]
             assert kept_tokens(layer.pages, *where) == kept_tokens(plain.pages, *where), step
-    assert layer.impl.recall.exchanged == plain.impl.recall.exchanged > 40
+    assert layer.impl.recall.exchanged == plain.impl.recall.exchanged > 4
 
 
 def test_nothing_is_compiled_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
