@@ -76,7 +76,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
         160,
     ),
 }  # fmt: skip
-FAST = ("cascade-4", "sink-16")
+FAST = ("cascade-4",)
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +158,7 @@ def test_other_cases(name: str, engine_pool: EnginePool, model: Path) -> None:
     run_case(name, engine_pool, model)
 
 
+@pytest.mark.slow
 def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
     """Side by side, with fewer recalled units, another policy, none at all: as the oracle says.
 
