@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--engines",
         type=int,
         default=min(2, os.cpu_count() or 1),
-        help="engines that read the novel at a time; each uses one core",
+        help="engines that read the novel, and servers that chat, at a time; each uses one core",
     )
     parser.add_argument(
         "--out",
@@ -199,18 +200,29 @@ def servers(args: argparse.Namespace, model: Model, positions: int) -> dict[str,
     shared += ["--distributed-executor-backend", "uni"]  # one process less, and faster up
     if load_tokenizer(str(model.path)).chat_template is None:
         shared += ["--chat-template", PLAIN_CHAT]
+    cores = sorted(os.sched_getaffinity(0))
+    of = [cores[i % args.engines % len(cores)] for i in range(2)]
     return {
-        label: Server(str(model.path), [*flags, *shared]) for label, flags in commands(args).items()
+        label: Server(str(model.path), [*flags, *shared], cores=[core])
+        for core, (label, flags) in zip(of, commands(args).items(), strict=True)
     }
 
 
 def talk(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Any]:
-    """The chat with both servers, turn by turn, as what is kept of it."""
+    """The chat with both servers, as what is kept of it."""
     flags = {label: " ".join(words) for label, words in commands(args).items()}
     command = {label: f"vllm serve {model.name} {words}".strip() for label, words in flags.items()}
-    kept = {"model": model.name, "positions": positions, "block_size": BLOCK_SIZE, "arms": {}}
+    kept = {
+        "model": model.name,
+        "positions": positions,
+        "block_size": BLOCK_SIZE,
+        "engines": args.engines,
+        "arms": {},
+    }
     console().print(
-        demo_report.CHAT.format(stock=command[STOCK], ours=command[CASCADE], block=BLOCK_SIZE),
+        demo_report.CHAT.format(
+            stock=command[STOCK], ours=command[CASCADE], block=BLOCK_SIZE, engines=args.engines
+        ),
         highlight=False,
     )
     settings = {
@@ -229,34 +241,41 @@ def talk(args: argparse.Namespace, model: Model, positions: int) -> dict[str, An
             server.wait()
         tokenizer = load_tokenizer(str(model.path))
         parts = passages(args.book.read_text(encoding="utf-8"), tokenizer, args.passage)
-        converse(up, kept["arms"], parts, args.chat_tokens)
+        converse(up, kept["arms"], parts, args.chat_tokens, args.engines)
     return kept
 
 
 def converse(
-    up: dict[str, Server], kept: dict[str, Any], parts: Iterator[str], chat_tokens: int
+    up: dict[str, Server],
+    kept: dict[str, Any],
+    parts: Iterator[str],
+    chat_tokens: int,
+    together: int,
 ) -> None:
-    """Ask every server about part after part, in turn, until ours has ``chat_tokens``.
+    """Ask about part after part, ``together`` servers at a time, until ours has ``chat_tokens``.
 
     Stock vLLM drops out when it refuses; a refusal of ours is an error.
     """
     chats = {label: Conversation(server, ANSWER_TOKENS) for label, server in up.items()}
     print(demo_report.live_head(kept), flush=True)
-    for number, passage in enumerate(parts, 1):
-        question = QUESTION.format(number=number, passage=passage)
-        for label, chat in chats.items():
-            arm = kept[label]
-            if arm["refused"]:
-                continue
-            try:
-                arm["turns"].append(demo_report.turn_numbers(chat.ask(question)))
-            except Refused as refused:
-                if label != STOCK:
-                    raise
-                arm["refused"] = demo_report.refusal_numbers(refused)
-        print(demo_report.live_row(kept, number - 1), flush=True)
-        if kept[CASCADE]["turns"][-1]["context"] >= chat_tokens:
-            return
+    with ThreadPoolExecutor(together) as pool:
+        for number, passage in enumerate(parts, 1):
+            question = QUESTION.format(number=number, passage=passage)
+            asked = {
+                label: pool.submit(chat.ask, question)
+                for label, chat in chats.items()
+                if not kept[label]["refused"]
+            }
+            for label, answer in asked.items():
+                try:
+                    kept[label]["turns"].append(demo_report.turn_numbers(answer.result()))
+                except Refused as refused:
+                    if label != STOCK:
+                        raise
+                    kept[label]["refused"] = demo_report.refusal_numbers(refused)
+            print(demo_report.live_row(kept, number - 1), flush=True)
+            if kept[CASCADE]["turns"][-1]["context"] >= chat_tokens:
+                return
     raise SystemExit("the book is too short for such a long chat: lower --chat-tokens")
 
 

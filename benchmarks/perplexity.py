@@ -66,8 +66,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--arms",
         type=arms_of,
         help="a JSON file of arms, each a label and settings, instead of --policies: "
-        '{"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; '
+        '{"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; "capacity" and '
+        '"kv_cache_dtype" are an arm\'s own instead of --capacity and --kv-cache-dtype; '
         "`benchmarks/inputs/studies` has some",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ..."
     )
     parser.add_argument("--no-full", action="store_true", help="leave stock attention out")
     parser.add_argument("--base", default="sink", help="policy that differences are to")
@@ -141,7 +145,7 @@ def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]
         arms = {label: {**shared, **settings} for label, settings in args.arms.items()}
         arms = {args.base: {**shared, "name": args.base}} | arms
         return {
-            label: scoring.equal_policy(capacity=args.capacity, **settings)
+            label: scoring.equal_policy(**{"capacity": args.capacity, **_of_policy(settings)})
             for label, settings in arms.items()
         }
     names = args.policies or [name for name in POLICIES if name not in controls.CONTROLS] + [
@@ -153,6 +157,33 @@ def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]
             name, args.capacity, **shared, **args.policy_config.get(name, {})
         )
         for name in names
+    }
+
+
+def _of_policy(arm: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in arm.items() if key != "kv_cache_dtype"}
+
+
+def cache_dtype(args: argparse.Namespace, label: str) -> str:
+    """What an arm's keys and values are stored in."""
+    arm = (args.arms or {}).get(label, {})
+    return arm.get("kv_cache_dtype", args.kv_cache_dtype)
+
+
+def sizes(args: argparse.Namespace, plan: Sequence[Job]) -> dict[str, dict[str, Any]]:
+    """What a request of every arm holds at most, where arms store keys and values differently."""
+    from benchmarks.running import pools
+
+    arms = [job for job in plan if job.engine.policy]
+    if all(cache_dtype(args, job.label) == "auto" for job in arms):
+        return {}
+    return {
+        job.label: {
+            "kv_cache_dtype": cache_dtype(args, job.label),
+            "pages": pools.pages_of_request(job.engine),
+            "bytes": pools.pages_of_request(job.engine) * pools.page_bytes(job.engine),
+        }
+        for job in arms
     }
 
 
@@ -168,10 +199,12 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
         max_num_batched_tokens=max(args.chunk, args.stride),
         arguments={"use_tqdm_on_load": False},
     )
-    plan = [
-        Job(name, replace(engine, policy=settings), tuple(streams), group=args.streams)
-        for name, settings in policies(args, args.stride).items()
-    ]
+    plan = []
+    for name, settings in policies(args, args.stride).items():
+        own = replace(engine, policy=settings)
+        if (stored := cache_dtype(args, name)) != "auto":
+            own = replace(own, arguments={**engine.arguments, "kv_cache_dtype": stored})
+        plan.append(Job(name, own, tuple(streams), group=args.streams))
     held = min(native, longest + 2)
     heads = tuple(stream.cut(native - 2) for stream in streams)
     if not args.no_full:
@@ -218,7 +251,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = [quality_report.overall(scored, arms, args.base, args.capacity, failed)]
     if args.base in scored:
         tables.append(quality_report.positions(scored, args.base))
+    if held := sizes(args, plan):
+        tables.append(quality_report.sizes(held))
     data = {**quality_report.numbers(scored, arms), **results.failures(failed)}
+    for label, size in held.items():
+        data[label]["request"] = size
     if args.spike_tokens:
         close = scoring.run_all(spike_jobs(args, streams), args.engines, kept_in)
         if args.base in close.done:

@@ -62,7 +62,7 @@ END = 5
 STORED = 6
 """Units that the stride evicts, which get the numbers from END on."""
 SINKS = 7
-"""Units before the recalled ones."""
+"""Units before the recalled ones, with half of NOW also those before where keys are judged."""
 MORE_RECALLED = 8
 """So many units more are recalled when the stride's own evictions are done."""
 RECALL_COLUMNS = 9

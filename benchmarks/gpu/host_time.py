@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_cascade.attention.cuda.builder import CUDABuilder
@@ -76,21 +75,10 @@ class Served:
         self.table = torch.ones(rows, pages, dtype=torch.int32)
 
     def build(self, firsts: list[int], lengths: list[int]) -> Any:
-        offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-        ends = torch.tensor(firsts, dtype=torch.int32) + torch.tensor(lengths, dtype=torch.int32)
-        common = CommonAttentionMetadata(
-            query_start_loc=offsets,
-            query_start_loc_cpu=offsets,
-            seq_lens=ends,
-            seq_lens_cpu_upper_bound=ends,
-            num_reqs=len(lengths),
-            num_actual_tokens=sum(lengths),
-            max_query_len=max(lengths),
-            max_seq_len=int(ends.max()),
-            block_table_tensor=self.table[: len(lengths)],
-            slot_mapping=torch.zeros(0),
-            is_prefilling=torch.tensor([length > 1 for length in lengths]),
-        )
+        from tests.attention.steps import step_of
+
+        prompts = [length > 1 for length in lengths]
+        common = step_of(firsts, lengths, prompts, self.table[: len(lengths)])
         return lambda: self.builder.build(0, common)
 
     def layer(self, metadata: Any, tokens: int) -> Callable[[], Any]:

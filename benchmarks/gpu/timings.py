@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernels_alone import load
+from benchmarks.gpu.xformers_attention import attend_with_xformers, has_xformers
 
 attend_ops, combine_ops = load("triton.attend"), load("triton.combine")
 prefill_ops, mass_ops = load("triton.prefill"), load("triton.column_sums")
 rotate_ops, configs = load("triton.rotate"), load("triton.configs")
 stride_ops, columns = load("triton.insert_stride"), load("triton.stride_columns")
+keep_ops = load("triton.keep")
 
 tile_ops = load("triton.tiles")
 
@@ -213,7 +215,7 @@ def _attend_row(
 def _dense_attention(
     bench: Bench, ours: float, query: torch.Tensor, batch: int, heads: int, cached: int
 ) -> Row:
-    """The same amount of keys, gathered ahead: torch's SDPA."""
+    """The same amount of keys, gathered ahead: torch's SDPA and xformers' split-K."""
     shape = batch, heads, cached, query.shape[2]
     keys = torch.randn(shape, dtype=query.dtype, device=query.device)
     values = torch.randn_like(keys)
@@ -222,6 +224,24 @@ def _dense_attention(
     row: Row = {}
     row["sdpa_ms"] = bench.milliseconds(lambda: sdpa(one, keys, values, enable_gqa=True))
     row["over_sdpa"] = ours / row["sdpa_ms"]
+    if not has_xformers():
+        return row
+    from xformers.ops import fmha
+
+    group = query.shape[1] // heads
+    grouped = query.view(batch, 1, heads, group, -1)
+    expanded = [
+        x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1) for x in (keys, values)
+    ]
+    try:
+        row["splitk_ms"] = bench.milliseconds(
+            lambda: fmha.memory_efficient_attention_forward(
+                grouped, *expanded, op=fmha.triton_splitk.FwOp
+            )
+        )
+        row["over_splitk"] = ours / row["splitk_ms"]
+    except (ValueError, NotImplementedError, RuntimeError) as error:
+        row["splitk_error"] = str(error).splitlines()[0]
     return row
 
 
@@ -246,7 +266,7 @@ def _prefill_row(bench: Bench, sizes: Sizes, stride: int, length: int) -> Row:
     full = bench.milliseconds(lambda: sdpa(query, key, key, is_causal=True, enable_gqa=True))
     row["full_us_per_token"] = full * 1e3 / length
     row["stride_attention_ms"] = bench.milliseconds(prompt.attend)
-    return row
+    return row | prompt.xformers_row(bench)
 
 
 class _Prompt:
@@ -285,8 +305,8 @@ class _Prompt:
         width, programs = budget + stride, stride_ops.num_programs(1, 1)
         int32 = {"dtype": torch.int32, "device": device}
         self.line = torch.empty(1, 1, prefill_ops.LINE_WORDS, width, **int32)
-        self.notes = torch.empty(1, 1, programs, stride_ops.NUMBER_ROWS, width, **int32)
-        shape = 1, 1, programs, stride_ops.VALUE_ROWS, width
+        self.notes = torch.empty(1, 1, programs, keep_ops.NUMBER_ROWS, width, **int32)
+        shape = 1, 1, programs, keep_ops.VALUE_ROWS, width
         self.values = torch.empty(shape, device=device)
         self.sums = torch.empty(1, heads, width, device=device)
 
@@ -319,3 +339,17 @@ class _Prompt:
     def run(self, length: int) -> None:
         for _ in range(length // self.stride):
             self.one()
+
+    def xformers_row(self, bench: Bench) -> Row:
+        """One stride's attention by xformers, over as many keys, gathered ahead."""
+        if not has_xformers():
+            return {}
+        shape = self.key.shape[1], self.budget, self.key.shape[2]
+        old = torch.randn(2, *shape, dtype=self.key.dtype, device=self.key.device)
+        try:
+            theirs = bench.milliseconds(
+                lambda: attend_with_xformers(self.query, self.key, self.value, *old, self.scale)
+            )
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            return {"xformers_error": str(error).splitlines()[0]}
+        return {"xformers_ms": theirs}

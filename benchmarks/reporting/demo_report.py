@@ -28,7 +28,7 @@ forget the others. One engine each, {engines} at a time:
 """
 
 CHAT = """\
-2. A chat. Two servers, run as a user runs them, each asked in turn:
+2. A chat. Two servers, run as a user runs them, {engines} asked at a time:
 
    {stock}
    {ours}
@@ -187,7 +187,7 @@ def chat_table(chat: Mapping[str, Any]) -> Table:
         tuple(columns),
         tuple(rows),
         f"A page takes {page[STOCK]} in stock vLLM and {page[CASCADE]} under cascade, all layers "
-        f"together. {stopped(chat)}",
+        f"together. Servers asked at a time, on a core each: {chat['engines']}. {stopped(chat)}",
     )
 
 

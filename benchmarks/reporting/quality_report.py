@@ -145,6 +145,17 @@ def spikes(scored: Mapping[str, Scored], settings: Mapping[str, Any], base: str)
     return Table("NLL at evictions, nats a token", columns, tuple(rows), note)
 
 
+def sizes(held: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What a request holds, by arm: ``kv_cache_dtype``, ``pages``, ``bytes``."""
+    rows = [
+        (label, size["kv_cache_dtype"], f"{size['pages']:,}", f"{size['bytes'] / 1024:,.0f}")
+        for label, size in held.items()
+    ]
+    columns = ("policy", "--kv-cache-dtype", "pages", "KiB")
+    note = "At most, over all layers, with all that a page holds beside keys and values."
+    return Table("What a request holds", columns, tuple(rows), note)
+
+
 def numbers(scored: Mapping[str, Scored], arms: Mapping[str, Any]) -> dict[str, Any]:
     """Everything else, for the JSON: settings, counters, mean NLL by position."""
     bins = stats.position_bins(max(_longest(run) for run in scored.values()))

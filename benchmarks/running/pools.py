@@ -37,17 +37,20 @@ def pages_of_request(settings: EngineSettings) -> int:
 def page_bytes(settings: EngineSettings) -> int:
     """Bytes of one page over all layers, a policy's numbers of each slot included."""
     from vllm.config import ParallelConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
     from vllm_cascade.cache.manager import KVPolicySpec
     from vllm_cascade.policies import resolve
 
     model, parallel = _model(settings), ParallelConfig()
+    cache_dtype = settings.arguments.get("kv_cache_dtype", "auto")
     spec: Any = FullAttentionSpec(
         block_size=settings.block_size,
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_size=model.get_head_size(),
-        dtype=model.dtype,
+        dtype=kv_cache_dtype_str_to_dtype(cache_dtype, model),
+        kv_quant_mode=get_kv_quant_mode(cache_dtype),
     )
     if settings.policy:
         spec = KVPolicySpec.from_full(spec, resolve(settings.policy))

@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -74,17 +74,24 @@ def environment() -> dict[str, str]:
 class Server:
     """A ``vllm serve`` process, up when the ``with`` block begins, gone when it ends.
 
+    Args:
+        cores: that it may use; None: all of ours. vLLM binds threads to the first of those that it
+            finds, so servers that run at the same time need cores of their own.
+
     Attributes:
         model: what clients call it.
         num_pages: pages of its KV pool, less vLLM's null block.
     """
 
-    def __init__(self, model: str, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, arguments: Sequence[str], cores: Collection[int] | None = None
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.model = model
         self.num_pages = 0
+        self._cores = set(os.sched_getaffinity(0) if cores is None else cores)
         self._command = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(self.port)]
         self._command += arguments
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the server
@@ -104,9 +111,14 @@ class Server:
             cwd=ROOT,
             text=True,
             start_new_session=True,  # so that its engine process ends with it
-            preexec_fn=_end_with_parent,
+            preexec_fn=self._settle,
         )
         self._leash = Leash(self._process.pid)
+
+    def _settle(self) -> None:
+        """In the child, before it begins."""
+        _end_with_parent()
+        os.sched_setaffinity(0, self._cores)
 
     def wait(self) -> None:
         """Until it answers.

@@ -2,8 +2,8 @@
 // A stride of one request: attention of its tokens, as products of plain fp32 matrices.
 #pragma once
 
-#include "layer.h"
 #include "panel.h"
+#include "stored.h"
 
 struct Stride {
   const int32_t *step, *pages;
@@ -17,9 +17,11 @@ struct Stride {
   // Units among the cached ones that were recalled; rules are about ranks behind them. So many more
   // will be, when this stride's evictions are done.
   int64_t recalled, recalls_more;
-  // Room for units that leave: [H, num_evicted, unit, 2 D] and, twice, [S, num_evicted]; or null.
+  // Room for units that leave: [H, num_evicted, unit, 2 D], their scales [H, num_evicted, unit, 2]
+  // and, twice, [S, num_evicted]; or null.
   int64_t num_evicted;
-  void* evicted_rows;
+  char* evicted_rows;
+  float* evicted_scale;
   int32_t *evicted_born, *evicted_token;
 };
 
@@ -66,9 +68,13 @@ struct Work {
   T* output(int64_t t, int64_t head) const {
     return (T*)rows.output + (start + t) * rows.output_stride + head * layer.head_size;
   }
-  T* slot_row(int64_t slot, int64_t head) {
-    return layer.template row<T>(stride.pages[slot / layer.block_size], head,
-                                 slot % layer.block_size);
+  char* slot_row(int64_t slot, int64_t head) const {
+    return layer.row(stride.pages[slot / layer.block_size], head, slot % layer.block_size);
+  }
+  // Its key's scale; null where rows have none of their own.
+  float* slot_scale(int64_t slot, int64_t head) const {
+    if (!layer.row_scale) return nullptr;
+    return layer.scale_of(stride.pages[slot / layer.block_size], head, slot % layer.block_size);
   }
 };
 
@@ -96,9 +102,15 @@ void unpack_cached(Work<T>& work, const Packed& packed, int64_t head, int64_t j,
   const Stride& stride = work.stride;
   const int64_t size = layer.head_size, set = layer.set_of(head);
   const int64_t slot = packed.slot[set * work.cached + j];
-  const T* row = work.slot_row(slot, head);
-  widen_row(key, row, size);
-  widen_row(value, row + size, size);
+  const char* row = work.slot_row(slot, head);
+  if (layer.plain()) {
+    widen_row(key, (const T*)row, size);
+    widen_row(value, (const T*)row + size, size);
+  } else {
+    std::fill(key + size / W * W, key + packed.width, 0.0f);
+    std::fill(value + size / W * W, value + packed.width, 0.0f);
+    decode(layer, row, work.slot_scale(slot, head), key, value);
+  }
   if (!stride.moved || !layer.rotation) return;
   const int64_t page = stride.pages[slot / layer.block_size], within = slot % layer.unit;
   const int64_t born = layer.born[layer.word(page, set) + slot % layer.block_size / layer.unit];

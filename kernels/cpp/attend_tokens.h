@@ -19,30 +19,25 @@ struct Tokens {
 
 namespace {
 
-// What attention leaves for the score update of one request: exponentials relative to a maximum
-// of each tile, and what turns them into probabilities. Of units only sums are needed: a tile has
-// `parts` of them, each of a unit or, where units are larger than tiles, of a part of one.
+// What attention leaves for the score update of one request: exponentials relative to a number that
+// W slots share, and what turns them into probabilities.
 struct Mass {
   float* exps;       // [H * G, padded]
-  float* sums;       // [H * G, tiles, parts], of units of several tokens
-  float* tile_max;   // [H * G, tiles], then the factors that make the exponentials probabilities
+  float* relative;   // [H * G, blocks] of W slots: a logit, then the factor of its exponentials
   float* row_max;    // [H * G]
   float* row_scale;  // [H * G], 1 / sum
   float* own;        // [H * G], the new token's own probability
-  int64_t padded, tiles, parts;
+  int64_t padded, blocks;
 };
 
 struct Shape {
-  int64_t queries, width, slots, padded, tiles, parts;
+  int64_t queries, width, slots, padded, blocks;
   bool prefetch;
-  int64_t mass_floats() const {
-    return round_up(queries * (padded + tiles * (parts + 1) + 3), 16);
-  }
+  int64_t mass_floats() const { return round_up(queries * (padded + blocks + 3), 16); }
   Mass mass(float* at) const {
-    float* sums = at + queries * padded;
-    float* maxes = sums + queries * tiles * parts;
-    float* rest = maxes + queries * tiles;
-    return {at, sums, maxes, rest, rest + queries, rest + 2 * queries, padded, tiles, parts};
+    float* relative = at + queries * padded;
+    float* rest = relative + queries * blocks;
+    return {at, relative, rest, rest + queries, rest + 2 * queries, padded, blocks};
   }
 };
 
@@ -112,6 +107,20 @@ void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, floa
   }
 }
 
+// What is left of it: outputs, and what turns exponentials into probabilities.
+template <class T>
+void end_softmax(const Request<T>& request, const Mass& mass, const Online& on) {
+  const Layer& layer = request.layer;
+  for (int64_t q = 0; q < on.num; q++) {
+    const int64_t full = on.first + q;
+    const float nothing = layer.sink(full, mass.row_max[full]);
+    const float inverse = 1.0f / (sum(load(on.sums + q * W)) + nothing);
+    mass.row_scale[full] = inverse;
+    mass.own[full] = std::exp(on.own[q] - mass.row_max[full]) * inverse;
+    narrow_row(request.output(full), on.acc + q * on.width, inverse, layer.head_size);
+  }
+}
+
 // A tile's keys: as they are stored, or at their present positions in `keys`.
 template <class T>
 struct TileKeys {
@@ -120,13 +129,7 @@ struct TileKeys {
   const T* const* next;          // rows to prefetch, or null
   const float* const* rotation;  // each row's cos and sin
   bool turn;                     // whether rows are to be turned
-  const float* turned = nullptr;  // [units of the tile, group, width]: queries, in place of keys
-  int64_t unit = TILE, first = 0;  // tokens that share one, and the online query of the first
 
-  // Queries from the online state's `q` on, for the keys from `i` on.
-  const float* queries(const Online& on, int64_t group, int64_t q, int64_t i) const {
-    return turned ? turned + (i / unit * group + q - first) * on.width : on.query + q * on.width;
-  }
   template <int Queries>
   void products(const float* query, int64_t width, int64_t i, vf* x) const {
     constexpr int STORED = Queries == 1 ? W : Queries == 2 ? W / 2 : W / 4;
@@ -150,21 +153,6 @@ struct TileKeys {
   }
 };
 
-// A tile's exponentials of one query, unit by unit.
-inline void sum_parts(const Mass& mass, int64_t query, int64_t tile, const float* exps, int64_t n) {
-  float* sums = mass.sums + (query * mass.tiles + tile) * mass.parts;
-  const int64_t size = TILE / mass.parts;
-  for (int64_t part = 0; part < mass.parts; part++) {
-    const int64_t begin = part * size, end = std::min(begin + size, n);
-    vf total{};
-    int64_t i = begin;
-    for (; i + W <= end; i += W) total += load(exps + i);
-    float rest = 0;
-    for (; i < end; i++) rest += exps[i];
-    sums[part] = sum(total) + rest;
-  }
-}
-
 // Logits of `Queries` queries over a tile, exponentials relative to the largest so far.
 template <int Queries, class T>
 void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
@@ -175,7 +163,7 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
   for (vf& most : top) most = splat(-INFINITY);
   for (int64_t i = 0; i < n; i += W) {
     vf x[Queries];
-    keys.template products<Queries>(keys.queries(on, layer.group, q, i), on.width, i, x);
+    keys.template products<Queries>(on.query + q * on.width, on.width, i, x);
     const vi held = load_as<vi>(rank + i);
 #pragma GCC unroll 4
     for (int k = 0; k < Queries; k++) {
@@ -190,7 +178,8 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
   for (int k = 0; k < Queries; k++, exps += mass.padded) {
     float* sums = on.sums + (q + k) * W;
     const float before = mass.row_max[full + k], now = std::max(before, largest(top[k]));
-    mass.row_max[full + k] = mass.tile_max[(full + k) * mass.tiles + tile] = now;
+    mass.row_max[full + k] = now;
+    std::fill_n(mass.relative + (full + k) * mass.blocks + tile * TILE / W, TILE / W, now);
     if (now > before) {
       const float shrink = std::exp(before - now);
       float* acc = on.acc + (q + k) * on.width;
@@ -204,7 +193,6 @@ void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, i
       total += e;
     }
     store(sums, total);
-    if (mass.parts) sum_parts(mass, full + k, tile, exps, n);
   }
 }
 
@@ -218,33 +206,11 @@ void attend_tile(const Layer& layer, const Mass& mass, Online& on, int64_t q, in
                     rank, n);
 }
 
-// A head's queries, turned as far as each unit of a tile has moved.
-inline void turn_tile(const Layer& layer, const Online& on, int64_t first, const int32_t* distance,
-                      int64_t unit, int64_t n, float* turned) {
-  const int64_t half = layer.half, group = layer.group, width = on.width;
-  const float* query = on.query + first * width;
-  for (int64_t i = 0; i < n; i += unit, turned += group * width) {
-    if (!layer.turns_by_registers()) {
-      std::memcpy(turned, query, group * width * sizeof(float));
-      for (int64_t g = 0; g < group; g++) rotate<-1>(layer, turned + g * width, distance[i]);
-      continue;
-    }
-    const float* rotation = layer.rotation + distance[i] * 2 * half;
-    for (int64_t c = 0; c < half; c += W) {
-      const vf cos = held(load(rotation + c)), sin = held(load(rotation + half + c));
-      for (int64_t at = c; at < group * width; at += width) {
-        const vf x = load(query + at), y = load(query + at + half);
-        store(turned + at, x * cos + y * sin);
-        store(turned + at + half, y * cos - x * sin);
-      }
-    }
-  }
-}
-
 // Attention of KV heads [begin, end) of one request: tile after tile, all heads of each, so that
-// the rotations of a tile are read from memory once.
-template <class T>
+// the rotations of a tile are read from memory once. Not `Plain`: a tile is decoded to fp32 first.
+template <bool Plain, class T>
 void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t end) {
+  using S = std::conditional_t<Plain, T, float>;
   static thread_local Scratch scratch;
   const Layer& layer = request.layer;
   if (request.is_padding()) return;
@@ -254,22 +220,20 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   const int64_t num_sets = layer.num_sets == 1 ? 1 : end - begin;
   const int64_t online = Online::floats(num, width), buffer = width / W * KEY_STRIDE;
   const bool moved = request.batch.moved && layer.rotation, ahead = request.shape.prefetch;
-  // Whole registers of keys that have moved alike: their queries turn, not they.
-  const bool turn_queries = moved && layer.unit % W == 0, turn = moved && !turn_queries;
-  const int64_t unit = std::min(layer.unit, TILE), units = TILE / unit;
-  float* memory = scratch.take(online + buffer + units * group * width + 2 * num_sets * TILE);
-  float *keys = memory + online, *turned = keys + buffer;
-  int32_t* rank = (int32_t*)(turned + units * group * width);
+  const int64_t words = 2 * num_sets * TILE, decoded = Plain ? 0 : TILE * 2 * size;
+  float* memory = scratch.take(online + buffer + words + decoded);
+  float* keys = memory + online;
+  int32_t* rank = (int32_t*)(keys + buffer);
   int32_t* distance = rank + num_sets * TILE;
   // Keys that are needed twice are better read and turned once.
-  const bool by_row = group <= 4 && (turn ? layer.turns_by_registers() : size % (2 * W) == 0);
+  const bool by_row = group <= 4 && (moved ? layer.turns_by_registers() : size % (2 * W) == 0);
   Online on(memory, begin * group, num, width);
   begin_softmax(request, mass, on, keys);
 
-  const T *rows[2][TILE], *value[TILE];
+  const S *rows[2][TILE], *value[TILE];
   const float* rotation[TILE];
-  const T **row = rows[0], **next = rows[1];
-  tile_rows(layer, request.pages(), begin, 0, std::min(TILE, slots), row);
+  const S **row = rows[0], **next = rows[1];
+  if (Plain) tile_rows(layer, request.pages(), begin, 0, std::min(TILE, slots), row);
   for (int64_t tile = 0; tile * TILE < slots; tile++) {
     const int64_t s0 = tile * TILE, n = std::min(TILE, slots - s0), after = slots - s0 - n;
     for (int64_t s = 0; s < num_sets; s++)
@@ -279,17 +243,17 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
       const int64_t s = layer.num_sets == 1 ? 0 : head - begin;
       const bool last = head + 1 == end;
       const int64_t n_next = last ? std::min(TILE, after) : n;
-      tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next, next);
-      const T* const* to_come = ahead && n_next == TILE ? next : nullptr;
-      TileKeys<T> tile_of{by_row ? nullptr : keys, row, to_come, rotation, turn};
-      if (turn_queries) {
-        tile_of.turned = turned, tile_of.unit = unit, tile_of.first = (head - begin) * group;
-        turn_tile(layer, on, tile_of.first, distance + s * TILE, unit, n, turned);
-      }
-      if (by_row)
-        tile_rotation(layer, turn ? distance + s * TILE : nullptr, n, row, rotation);
+      if constexpr (Plain)
+        tile_rows(layer, request.pages(), last ? begin : head + 1, last ? s0 + n : s0, n_next,
+                  next);
       else
-        tile_keys(layer, row, to_come, turn ? distance + s * TILE : nullptr, n, width, keys);
+        decoded_rows(layer, request.pages(), head, s0, n, (float*)(rank + words), row);
+      const S* const* to_come = Plain && ahead && n_next == TILE ? next : nullptr;
+      TileKeys<S> tile_of{by_row ? nullptr : keys, row, to_come, rotation, moved};
+      if (by_row)
+        tile_rotation(layer, moved ? distance + s * TILE : nullptr, n, row, rotation);
+      else
+        tile_keys(layer, row, to_come, moved ? distance + s * TILE : nullptr, n, width, keys);
       for (int64_t i = 0; i < n; i++) value[i] = row[i] + size;
       for (int64_t g = 0; g < group;) {
         const int64_t q = (head - begin) * group + g, left = group - g;
@@ -301,17 +265,10 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
           case 1: attend_tile<1>(layer, mass, on, q, tile, tile_of, value, ranks, n, cached); g += 1; break;
         }
       }
-      std::swap(row, next);
+      if (Plain) std::swap(row, next);
     }
   }
-  for (int64_t q = 0; q < num; q++) {
-    const int64_t full = on.first + q;
-    const float nothing = layer.sink(full, mass.row_max[full]);
-    const float inverse = 1.0f / (sum(load(on.sums + q * W)) + nothing);
-    mass.row_scale[full] = inverse;
-    mass.own[full] = std::exp(on.own[q] - mass.row_max[full]) * inverse;
-    narrow_row(request.output(full), on.acc + q * width, inverse, size);
-  }
+  end_softmax(request, mass, on);
 }
 
 }  // namespace

@@ -100,16 +100,15 @@ void write_unit(Work<T>& work, int64_t set, int64_t unit, int64_t place, int64_t
   const int64_t head_end = layer.num_sets == 1 ? layer.num_heads : set + 1;
   for (int64_t head = head_begin; head < head_end; head++)
     for (int64_t t = begin; t < end; t++) {
-      T* row = work.slot_row(place * work.unit + t - begin, head);
+      const int64_t slot = place * work.unit + t - begin;
+      float* turned = nullptr;
       if (distance && layer.rotation) {
-        float* key = scratch.take(round_up(size, W));
-        widen_row(key, work.key(t, head), size);
-        rotate(layer, key, distance);
-        narrow_row(row, key, 1.0f, size);
-      } else {
-        std::memcpy(row, work.key(t, head), size * sizeof(T));
+        turned = scratch.take(round_up(size, W));
+        widen_row(turned, work.key(t, head), size);
+        rotate(layer, turned, distance);
       }
-      std::memcpy(row + size, work.value(t, head), size * sizeof(T));
+      write_row(layer, work.key(t, head), work.value(t, head), turned, work.slot_row(slot, head),
+                work.slot_scale(slot, head), layer.block_size);
     }
 }
 
@@ -120,7 +119,7 @@ void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t
   const Layer& layer = work.layer;
   const Stride& stride = work.stride;
   const int64_t old = work.old_units, places = work.old_slots / work.unit, unit = work.unit;
-  const int64_t size = layer.head_size, head_begin = layer.num_sets == 1 ? 0 : set;
+  const int64_t row_bytes = layer.row_bytes(), head_begin = layer.num_sets == 1 ? 0 : set;
   const int64_t head_end = layer.num_sets == 1 ? layer.num_heads : set + 1;
   std::vector<int32_t> place_of(old);
   for (int64_t place = 0; place < places; place++)
@@ -136,14 +135,18 @@ void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t
     *born = i < old ? layer.born[word] : (int32_t)(work.cached + u * unit);
     *token = i < old ? layer.token[word] : (int32_t)(work.stream + u * unit);
     for (int64_t head = head_begin; head < head_end; head++) {
-      T* to = (T*)stride.evicted_rows + (head * stride.num_evicted + n) * unit * 2 * size;
-      for (int64_t t = 0; t < unit; t++, to += 2 * size) {
-        if (i < old) {
-          std::memcpy(to, work.slot_row(place * unit + t, head), 2 * size * sizeof(T));
+      const int64_t first = (head * stride.num_evicted + n) * unit;
+      char* to = stride.evicted_rows + first * row_bytes;
+      float* scale = layer.row_scale ? stride.evicted_scale + first * 2 : nullptr;
+      for (int64_t t = 0; t < unit; t++, to += row_bytes, scale += scale ? 2 : 0) {
+        if (i >= old) {
+          const int64_t at = u * unit + t;
+          write_row(layer, work.key(at, head), work.value(at, head), nullptr, to, scale, 1);
           continue;
         }
-        std::memcpy(to, work.key(u * unit + t, head), size * sizeof(T));
-        std::memcpy(to + size, work.value(u * unit + t, head), size * sizeof(T));
+        std::memcpy(to, work.slot_row(place * unit + t, head), row_bytes);
+        const float* held = work.slot_scale(place * unit + t, head);
+        if (held) scale[0] = held[0], scale[1] = held[layer.block_size];
       }
     }
     n++;

@@ -2,16 +2,18 @@
 // One new token for each of many requests: scores after its query, what its rules delete, its slot.
 #pragma once
 
+#include <numeric>
+
 #include "attend_tokens.h"
 #include "rules.h"
 
 namespace {
 
-// What turns a tile's exponentials into probabilities, in the place of the tiles' maxima.
-inline void tile_factors(const Mass& mass, int64_t query, int64_t slots) {
-  float* factor = mass.tile_max + query * mass.tiles;
-  for (int64_t tile = 0; tile * TILE < slots; tile += W)
-    store(factor + tile, vexp(load(factor + tile) - mass.row_max[query]) * mass.row_scale[query]);
+// What turns exponentials into probabilities, in the place of what they are relative to.
+inline void make_factors(const Mass& mass, int64_t query, int64_t slots) {
+  float* factor = mass.relative + query * mass.blocks;
+  for (int64_t block = 0; block * W < slots; block += W)
+    store(factor + block, vexp(load(factor + block) - mass.row_max[query]) * mass.row_scale[query]);
 }
 
 // scores = decay * scores + weight * probability, reduced over the heads of a set. The new token's
@@ -22,12 +24,12 @@ inline void update_scores(const Layer& layer, const Step& step, const Mass& mass
   const int64_t first = set * heads;
   const float decay = step.decay(), weight = step.weight();
   vf column[256];
-  for (int64_t q = first; q < first + heads; q++) tile_factors(mass, q, slots);
+  for (int64_t q = first; q < first + heads; q++) make_factors(mass, q, slots);
   for (int64_t i = 0; i < slots; i += W) {
     const float* exps = mass.exps + first * mass.padded + i;
-    const float* factor = mass.tile_max + first * mass.tiles + i / TILE;
+    const float* factor = mass.relative + first * mass.blocks + i / W;
     for (int64_t q = 0; q < heads; q++)
-      column[q] = load(exps + q * mass.padded) * factor[q * mass.tiles];
+      column[q] = load(exps + q * mass.padded) * factor[q * mass.blocks];
     vf reduced = reduce_heads(layer.reduction, column, heads);
     store(scores + i, load(scores + i) * decay + reduced * weight);
   }
@@ -35,32 +37,49 @@ inline void update_scores(const Layer& layer, const Step& step, const Mass& mass
   scores[entry] = reduce_heads(layer.reduction, column, heads)[0] * weight;
 }
 
-// The same for units of several tokens: W units a register.
-inline void update_units(const Layer& layer, const Step& step, const Mass& mass, int64_t set,
-                         int64_t entry, float* scores) {
-  const int64_t slots = step[OLD_SLOTS], units = slots / layer.unit;
-  const int64_t heads = layer.num_queries() / layer.num_sets, first = set * heads;
-  const int64_t each = std::max<int64_t>(layer.unit / TILE, 1);  // parts of a unit
-  const float decay = step.decay(), weight = step.weight();
-  vf column[256];
-  for (int64_t q = first; q < first + heads; q++) {
-    tile_factors(mass, q, slots);
-    float* sums = mass.sums + q * mass.tiles * mass.parts;
-    for (int64_t tile = 0; tile * TILE < slots; tile++, sums += mass.parts)
-      for (int64_t part = 0; part < mass.parts; part++)
-        sums[part] *= mass.tile_max[q * mass.tiles + tile];
+// The probability that W units from a place on have, summed over `count` queries; `rank`: of each
+// place, -1 where nothing is.
+inline vf unit_mass(const Layer& layer, const Mass& mass, int64_t query, int64_t count,
+                    int64_t cached, const int32_t* rank, int64_t from, int64_t end) {
+  const int64_t unit = layer.unit;
+  const vi inside = lanes() < (int32_t)unit;
+  vf sums[W] = {};
+  for (int64_t i = 0; i < std::min<int64_t>(W, end - from); i++) {
+    if (rank[from + i] < 0) continue;
+    const int64_t begin = (from + i) * unit;
+    const int64_t slots = begin + std::min(unit, cached - rank[from + i] * unit);
+    vf sum{};
+    for (int64_t slot = begin; slot < slots; slot += W) {
+      const float* exps = mass.exps + query * mass.padded + slot;
+      const float* factor = mass.relative + query * mass.blocks + slot / W;
+      for (int64_t q = 0; q < count; q++)
+        sum += load(exps + q * mass.padded) * factor[q * mass.blocks];
+    }
+    sums[i] = inside ? sum : vf{};
   }
+  fold_within<W>(sums);
+  return sums[0];
+}
+
+// The same for units of several tokens, W units a register. A mean's heads are summed first: adding
+// up a register's lanes costs more than all else here.
+inline void update_units(const Layer& layer, const Step& step, const Mass& mass, int64_t set,
+                         const int32_t* rank, int64_t entry, float* scores) {
+  const int64_t slots = step[OLD_SLOTS], units = slots / layer.unit, cached = step[CACHED];
+  const int64_t heads = layer.num_queries() / layer.num_sets, first = set * heads;
+  const int64_t each = layer.reduction == MEAN ? heads : 1, columns = heads / each;
+  const float decay = step.decay(), weight = step.weight() / (float)each;
+  vf column[256];
+  for (int64_t q = first; q < first + heads; q++) make_factors(mass, q, slots);
   for (int64_t u = 0; u <= std::max(entry, units - 1); u += W) {
     if (u >= units && u + W <= entry) continue;  // `entry` of a new unit is behind all others
-    for (int64_t q = 0; q < heads; q++) {
-      const float* sums = mass.sums + (first + q) * mass.tiles * mass.parts;
-      float of_unit[W] = {};
-      for (int64_t i = u; i < std::min(u + W, units); i++)
-        for (int64_t part = i * each; part < (i + 1) * each; part++) of_unit[i - u] += sums[part];
-      if (entry >= u && entry < u + W) of_unit[entry - u] += mass.own[first + q];
-      column[q] = load(of_unit);
+    const vi at_entry = lanes() == (int32_t)(entry - u);
+    for (int64_t i = 0; i < columns; i++) {
+      const float* own = mass.own + first + i * each;
+      column[i] = unit_mass(layer, mass, first + i * each, each, cached, rank, u, units);
+      column[i] += at_entry ? splat(std::accumulate(own, own + each, 0.0f)) : vf{};
     }
-    vf reduced = reduce_heads(layer.reduction, column, heads);
+    vf reduced = reduce_heads(layer.reduction, column, columns);
     store(scores + u, load(scores + u) * decay + reduced * weight);
   }
 }
@@ -77,7 +96,7 @@ void new_scores(const Request<T>& request, const Mass& mass, int64_t set, const 
     if (rank[i] == scored) scores[i] += batch.given[request.b];
   if (!step.weight()) return;
   if (request.layer.unit == 1) return update_scores(request.layer, step, mass, set, entry, scores);
-  update_units(request.layer, step, mass, set, entry, scores);
+  update_units(request.layer, step, mass, set, rank, entry, scores);
 }
 
 // Where a unit of this rank is.
@@ -89,14 +108,14 @@ inline int64_t place_of(const int32_t* rank, int64_t units, int64_t wanted) {
 
 // The new token's row, in every head of a set.
 template <class T>
-void write_row(const Request<T>& request, Layer& layer, int64_t set, int64_t slot) {
+void write_slot(const Request<T>& request, const Layer& layer, int64_t set, int64_t slot) {
   const int64_t page = request.pages()[slot / layer.block_size], offset = slot % layer.block_size;
   const int64_t begin = layer.num_sets == 1 ? 0 : set;
   const int64_t end = layer.num_sets == 1 ? layer.num_heads : set + 1;
   for (int64_t head = begin; head < end; head++) {
-    T* row = layer.template row<T>(page, head, offset);
-    std::memcpy(row, request.key(head), layer.head_size * sizeof(T));
-    std::memcpy(row + layer.head_size, request.value(head), layer.head_size * sizeof(T));
+    float* scale = layer.row_scale ? layer.scale_of(page, head, offset) : nullptr;
+    write_row<T>(layer, request.key(head), request.value(head), nullptr,
+                 layer.row(page, head, offset), scale, layer.block_size);
   }
 }
 
@@ -138,7 +157,7 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
   });
 
   const int64_t target = entry < last ? entry : rank[last] < 0 ? -1 : places.free(units);
-  if (target >= 0) write_row(request, layer, set, target * unit + offset);
+  if (target >= 0) write_slot(request, layer, set, target * unit + offset);
   if (target >= 0 && entry == last) {
     rank[target] = rank[last];
     score[target] = score[last];

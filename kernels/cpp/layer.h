@@ -4,7 +4,7 @@
 // Sizes: H KV heads, G query heads a KV head, D channels, S head sets (1 or H), N slots.
 // A page is [H, block_size, 2 D], K then V. Slots come in units whose tokens are consecutive; each
 // has words of its own, [S, page_units] a page, of their own strides. Scores, logits and sums are
-// fp32.
+// fp32. Rows of new tokens have one type, those in pages may have another: stored.h.
 #pragma once
 
 #include <omp.h>
@@ -16,7 +16,7 @@
 #include "step.h"
 #include "vec.h"
 
-enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2 };
+enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, E4M3 = 4, E5M2 = 5 };
 enum Reduction : int64_t { MEAN = 0, MAX = 1, MEDIAN = 2 };
 
 // One layer's cache and what no step changes about it.
@@ -28,27 +28,32 @@ struct Layer {
   const float* slopes;    // [H * G] of ALiBi, or null
   const float* rotation;  // [distance, 2, half]: cos and sin of a rotation back, or null
   const float* sinks;     // [H * G] learned logits of nothing, or null
+  float* row_scale;       // [H, 2, block_size] a page, keys' then values'; null: not of each row
   int64_t page_bytes;     // between two pages' K/V
   int64_t page_words;     // between two pages' words
   int64_t num_heads, group, head_size, num_sets, block_size;
   int64_t unit, page_units;  // slots of a unit, units of a page
   int64_t half;  // rotary_dim / 2
   int64_t is_neox;
-  int64_t dtype;
+  int64_t dtype, stored;  // of new rows, of those in pages
+  int64_t stored_bytes;   // of one of the latter's channels
   int64_t uses_scores;  // whether the scores in pages mean anything
   int64_t reduction;
   int64_t window;  // tokens that a query sees, its own included; 0: all that are cached
   float scale, softcap;
+  float key_scale, value_scale;  // of all stored keys and values, where rows have none of their own
 
   int64_t num_queries() const { return num_heads * group; }
   int64_t set_of(int64_t head) const { return num_sets == 1 ? 0 : head; }
-  template <class T>
-  const T* row(int64_t page, int64_t head, int64_t offset) const {
-    return (const T*)(kv + page * page_bytes) + (head * block_size + offset) * 2 * head_size;
+  // Whether rows in pages are those of the tokens as they are.
+  bool plain() const { return stored == dtype; }
+  int64_t row_bytes() const { return 2 * head_size * stored_bytes; }
+  char* row(int64_t page, int64_t head, int64_t offset) const {
+    return kv + page * page_bytes + (head * block_size + offset) * row_bytes();
   }
-  template <class T>
-  T* row(int64_t page, int64_t head, int64_t offset) {
-    return (T*)(kv + page * page_bytes) + (head * block_size + offset) * 2 * head_size;
+  // A row's scale of its key; `block_size` further stands that of its value.
+  float* scale_of(int64_t page, int64_t head, int64_t offset) const {
+    return row_scale + page * page_words + head * 2 * block_size + offset;
   }
   // Whether a whole key turns, in halves of whole registers.
   bool turns_by_registers() const {

@@ -5,8 +5,9 @@ Addresses are ``data_ptr()`` of CPU tensors that the caller keeps alive. A call 
 """
 
 import ctypes
+import struct
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int64, c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ import torch
 from vllm_cascade.kernels.cpp.build import BuildError, build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Of new tokens' rows, and of those in pages, which may also be codes."""
+CODES = {torch.int8: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 REDUCTIONS = {"mean": 0, "max": 1, "median": 2}
 MAX_QUERY_HEADS = 256
 TILE = 32
@@ -30,10 +33,11 @@ class Layer(ctypes.Structure):
     """One layer's cache and what no step changes about it."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "kv rank born score token slopes rotation sinks"),
+        *_of(c_void_p, "kv rank born score token slopes rotation sinks row_scale"),
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
-        *_of(c_int64, "unit page_units half is_neox dtype uses_scores reduction window"),
-        *_of(c_float, "scale softcap"),
+        *_of(c_int64, "unit page_units half is_neox dtype stored stored_bytes uses_scores"),
+        *_of(c_int64, "reduction window"),
+        *_of(c_float, "scale softcap key_scale value_scale"),
     ]
 
 
@@ -46,6 +50,9 @@ class Rows(ctypes.Structure):
     ]
 
 
+_ROWS = struct.Struct("4P4q")
+
+
 def row_addresses(new: Sequence[torch.Tensor]) -> Rows:
     """Query, key, value and output, ``[num_tokens, heads, head_size]`` each.
 
@@ -56,7 +63,10 @@ def row_addresses(new: Sequence[torch.Tensor]) -> Rows:
         step, head, channel = rows.stride()
         assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
         strides.append(step)
-    return Rows(*(rows.data_ptr() for rows in new), *strides)
+    made, (query, key, value, output) = Rows(), new
+    addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
+    _ROWS.pack_into(made, 0, *addresses, *strides)
+    return made
 
 
 class Tokens(ctypes.Structure):
@@ -79,7 +89,7 @@ class Stride(ctypes.Structure):
         *_of(c_int64, "scored shift"),
         *_of(c_void_p, "rules first"),
         *_of(c_int64, "transient period recalled recalls_more num_evicted"),
-        *_of(c_void_p, "evicted_rows evicted_born evicted_token"),
+        *_of(c_void_p, "evicted_rows evicted_scale evicted_born evicted_token"),
     ]
 
 
@@ -116,34 +126,35 @@ class Library:
             assert size() == ctypes.sizeof(kind), f"C++ and library.py differ in {name}"
         self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
         native.has_fp16.restype = c_int64
-        self.dtypes = {d for d in DTYPES if d != torch.float16 or native.has_fp16()}
+        wide = native.has_fp16()  # floating codes become such
+        self.dtypes = {d for d in DTYPES if d != torch.float16 or wide}
+        self.codes = {code for code in CODES if code == torch.int8 or wide}
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
-        for function in (self._tokens, self._stride):
-            function.argtypes = [c_void_p, c_void_p, c_void_p]
-            function.restype = None
         self._recall = native.recall_units
-        self._recall.argtypes = [c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
-        self._recall.restype = None
+        layer, rows = POINTER(Layer), POINTER(Rows)
+        self._tokens.argtypes = [layer, POINTER(Tokens), rows]
+        self._stride.argtypes = [layer, POINTER(Stride), rows]
+        self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, c_void_p, c_void_p]
+        for function in (self._tokens, self._stride, self._recall):
+            function.restype = None
 
     def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
         """Attend, update scores, run each row's rules, insert."""
         self.calls["tokens"] += 1
-        self._tokens(ctypes.byref(layer), ctypes.byref(batch), ctypes.byref(rows))
+        self._tokens(layer, batch, rows)
 
     def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
         """The same for a stride, with the rules of all of its tokens."""
         self.calls["strides"] += 1
-        self._stride(ctypes.byref(layer), ctypes.byref(stride), ctypes.byref(rows))
+        self._stride(layer, stride, rows)
 
     def recall_units(
         self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int
     ) -> None:
         """Which units some tokens' queries ask for most; the addresses are of what is written."""
         self.calls["recalls"] += 1
-        self._recall(
-            ctypes.byref(layer), ctypes.byref(rows), ctypes.byref(store), index, asked, chosen
-        )
+        self._recall(layer, rows, store, index, asked, chosen)
 
 
 @lru_cache(maxsize=1)

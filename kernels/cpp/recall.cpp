@@ -81,7 +81,7 @@ inline void round_query(const Judge& judge, const float* query, int32_t* words, 
   }
 }
 
-// The tokens' query heads before rotation, times the scale of logits.
+// The tokens' query heads, turned back by their positions, times the scale of logits.
 template <class T>
 void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries) {
   static thread_local Scratch scratch;

@@ -2,7 +2,7 @@
 // A tile of cached tokens of one KV head against the few queries that share it.
 #pragma once
 
-#include "layer.h"
+#include "stored.h"
 
 constexpr int64_t TILE = 32;                   // tokens
 constexpr int64_t KEY_STRIDE = (TILE + 1) * W;  // one more token, so that rows spread over L1's sets
@@ -14,9 +14,22 @@ static inline void tile_rows(const Layer& layer, const int32_t* pages, int64_t h
   const int64_t step = 2 * layer.head_size;
   int64_t page = from / layer.block_size, offset = from % layer.block_size;
   for (int64_t i = 0; i < n; page++, offset = 0) {
-    const T* at = layer.template row<T>(pages[page], head, offset);
+    const T* at = (const T*)layer.row(pages[page], head, offset);
     const int64_t end = std::min(n, i + layer.block_size - offset);
     for (; i < end; i++, at += step) row[i] = at;
+  }
+}
+
+// The same in fp32, for rows that pages have in another type than new tokens': [n, 2 D].
+static inline void decoded_rows(const Layer& layer, const int32_t* pages, int64_t head,
+                                int64_t from, int64_t n, float* to, const float** row) {
+  const int64_t size = layer.head_size;
+  for (int64_t i = 0; i < n; i++, to += 2 * size) {
+    const int64_t page = pages[(from + i) / layer.block_size];
+    const int64_t offset = (from + i) % layer.block_size;
+    const float* scale = layer.row_scale ? layer.scale_of(page, head, offset) : nullptr;
+    decode(layer, layer.row(page, head, offset), scale, to, to + size);
+    row[i] = to;
   }
 }
 
@@ -56,12 +69,16 @@ static inline void tile_rotation(const Layer& layer, const int32_t* distance, in
   for (int64_t i = n; i < round_up(n, W); i++) row[i] = row[0], rotation[i] = layer.rotation;
 }
 
-// Into L1 before they are needed: a row is K and V, so both passes profit.
+// Into L1 before they are needed.
+template <class T>
+static inline void prefetch(const T* from, int64_t n) {
+  for (int64_t byte = 0; byte < (int64_t)sizeof(T) * n; byte += 64)
+    __builtin_prefetch((const char*)from + byte);
+}
+// A row is K and V, so both passes profit.
 template <class T>
 static inline void prefetch_row(const T* row, int64_t head_size) {
-  const char* at = (const char*)row;
-  for (int64_t byte = 0; byte < (int64_t)sizeof(T) * 2 * head_size; byte += 64)
-    __builtin_prefetch(at + byte);
+  prefetch(row, 2 * head_size);
 }
 
 // One key turned in fp32, to blocks of W channels. `Parts`: half / W where known, else 0.

@@ -1,30 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 // One new token for each of many requests: attend, update scores, insert; one call a layer.
+#include "attend_units.h"
 #include "insert_tokens.h"
 
 // Bytes of a step's rows beyond which they come from memory, not from the last-level cache: there
-// prefetching pays, and reading every key once more does not (measured on Zen 5 with 32 MiB).
+// prefetching tiles pays, and reading every key once more does not (measured on Zen 5 with 32 MiB).
 extern "C" {
 int64_t from_memory = 12 << 20;
 }
 
 namespace {
 
-template <class T>
+template <bool Plain, class T>
+void attend_heads(const Request<T>& request, const Mass& mass, int64_t begin, int64_t end) {
+  const Layer& layer = request.layer;
+  const bool in_blocks = Plain && layer.unit % W == 0 && layer.head_size % W == 0;
+  in_blocks ? attend_units(request, mass, begin, end) : attend<Plain>(request, mass, begin, end);
+}
+
+template <bool Plain, class T>
 void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   static thread_local Scratch scratch;
-  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, 0, false};
+  Shape shape{layer.num_queries(), round_up(layer.head_size, W), 0, 0, 0, false};
   int64_t bytes = 0;
   for (int64_t b = 0; b < batch.count; b++) {
     const Step step{batch.steps + b * STEP_COLUMNS};
     const int64_t slots = step[STREAM] < 0 ? 0 : step[OLD_SLOTS];
     shape.slots = std::max(shape.slots, slots);
-    bytes += slots * layer.num_heads * 2 * layer.head_size * (int64_t)sizeof(T);
+    bytes += slots * layer.num_heads * layer.row_bytes();
   }
   shape.prefetch = bytes > from_memory;
   shape.padded = round_up(shape.slots, TILE);
-  shape.tiles = round_up(shape.padded / TILE, W);
-  shape.parts = layer.unit == 1 ? 0 : std::max<int64_t>(TILE / layer.unit, 1);
+  shape.blocks = round_up(shape.padded / W, W);
   const int threads = omp_get_max_threads();
   const int64_t floats = shape.mass_floats();
   if (batch.count >= threads) {  // a request is one thread's work from end to end
@@ -33,7 +40,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
     for (int64_t b = 0; b < batch.count; b++) {
       Request<T> request{layer, batch, rows, shape, b};
       Mass mass = shape.mass(memory + omp_get_thread_num() * floats);
-      attend(request, mass, 0, layer.num_heads);
+      attend_heads<Plain>(request, mass, 0, layer.num_heads);
       for (int64_t s = 0; s < layer.num_sets; s++) insert(request, mass, s);
     }
     return;
@@ -44,13 +51,18 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < batch.count; b++)
       for (int64_t head = 0; head < layer.num_heads; head++)
-        attend(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), head,
-               head + 1);
+        attend_heads<Plain>(Request<T>{layer, batch, rows, shape, b},
+                            shape.mass(memory + b * floats), head, head + 1);
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < batch.count; b++)
       for (int64_t s = 0; s < layer.num_sets; s++)
         insert(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), s);
   }
+}
+
+template <class T>
+void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
+  layer.plain() ? run<true, T>(layer, batch, rows) : run<false, T>(layer, batch, rows);
 }
 
 }  // namespace

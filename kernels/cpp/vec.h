@@ -45,6 +45,21 @@ static inline V load_as(const P* from) {
 
 static inline vf splat(float x) { return x - vf{}; }
 static inline vi splat_int(int32_t x) { return x - vi{}; }
+template <int... Lane>
+static inline vi lanes(std::integer_sequence<int, Lane...>) {
+  return vi{Lane...};
+}
+static inline vi lanes() { return lanes(std::make_integer_sequence<int, W>()); }
+// Whether any lane of a comparison's result is set.
+static inline bool any(vi mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#else
+  int32_t set = 0;
+  for (int i = 0; i < W; i++) set |= mask[i];
+  return set != 0;
+#endif
+}
 static inline vf load(const float* from) { return load_as<vf>(from); }
 static inline vf load(const bf16* from) {
 #if defined(__AVX512F__)  // GCC makes two halves and a shuffle of a convertvector here
@@ -60,7 +75,8 @@ static inline vf load(const fp16* from) {
 }
 #endif
 // Keeps a loaded register for all its uses: GCC would rather load it again for each.
-static inline vf held(vf v) {
+template <class V>
+static inline V held(V v) {
 #if defined(__AVX512F__)
   asm("" : "+v"(v));
 #elif defined(__SSE2__)
@@ -167,8 +183,8 @@ static inline vf shuffle(vf x, vf y) {
 // Lanes `Half` apart summed; the sums of `x` and of `y` alternate in groups of `Half` lanes.
 template <int Half, int... Lane>
 static inline vf fold(vf x, vf y, std::integer_sequence<int, Lane...>) {
-  return shuffle<(Lane & Half ? W + Lane - Half : Lane)...>(x, y) +
-         shuffle<(Lane & Half ? W + Lane : Lane + Half)...>(x, y);
+  return shuffle<(Lane & Half ? W + Lane : Lane)...>(x, y) +
+         shuffle<(Lane & Half ? W + Lane - Half : Lane + Half)...>(x, y);
 }
 template <int Half>
 static inline vf fold(vf x, vf y) {
@@ -209,6 +225,44 @@ static inline void transpose(vf* rows) {
       if (!(i & Half)) exchange<Half>(rows[i], rows[i + Half], std::make_integer_sequence<int, W>());
     transpose<Half / 2>(rows);
   }
+}
+
+// 2 W stored numbers as two registers: one half after the other, or, of bf16, the even ones and the
+// odd ones, which takes no more than a shift and a mask.
+template <class T>
+static inline void load_two(const T* from, vf* x) {
+  x[0] = load(from);
+  x[1] = load(from + W);
+}
+static inline void load_two(const bf16* from, vf* x) {
+  const vu both = held(load_as<vu>(from));
+  x[0] = (vf)(both << 16);
+  x[1] = (vf)(both & 0xFFFF0000u);
+}
+template <int... Lane>
+static inline void unzip(float* x, std::integer_sequence<int, Lane...>) {
+  const vf low = load(x), high = load(x + W);
+  store(x, shuffle<2 * Lane...>(low, high));
+  store(x + W, shuffle<(2 * Lane + 1)...>(low, high));
+}
+template <int... Lane>
+static inline void zip(float* x, std::integer_sequence<int, Lane...>) {
+  const vf even = load(x), odd = load(x + W);
+  store(x, shuffle<(Lane / 2 + Lane % 2 * W)...>(even, odd));
+  store(x + W, shuffle<(Lane / 2 + W / 2 + Lane % 2 * W)...>(even, odd));
+}
+// fp32 numbers in the order in which `load_two` loads them, and back.
+template <class T>
+static inline void to_loaded_order(float* x, int64_t n) {
+  if constexpr (std::is_same_v<T, bf16>)
+    for (int64_t i = 0; i + 2 * W <= n; i += 2 * W)
+      unzip(x + i, std::make_integer_sequence<int, W>());
+}
+template <class T>
+static inline void from_loaded_order(float* x, int64_t n) {
+  if constexpr (std::is_same_v<T, bf16>)
+    for (int64_t i = 0; i + 2 * W <= n; i += 2 * W)
+      zip(x + i, std::make_integer_sequence<int, W>());
 }
 
 // Each lane with the one `Half` away, in log2(W) rounds.

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from triton.compiler import CompiledKernel
 
-from .aot import Launch, Resources, Shape, _Layer, binary_of, launches_of, resources, run_tool
+from .aot import Launch, Resources, binary_of, launches_of, resources, run_tool
+from .launchers import Layer, Shape
 
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
@@ -196,7 +197,7 @@ def counts_of(launch: Launch, binary: CompiledKernel, shape: Shape, capability: 
 
 def decode_counts(shape: Shape, capability: int) -> LoopCounts:
     """The attention kernel that a shape's decode launches, compiled and counted."""
-    layer = _Layer(shape)
+    layer = Layer(shape)
     (launch,) = [one for one in launches_of(layer.decode) if one.name.startswith("attend")]
     return counts_of(launch, binary_of(launch, capability), shape, capability)
 
@@ -235,7 +236,7 @@ INTEGERS = ("IMMA", "IGMMA", "UTCIMMA", "HMMA", "HGMMA")
 
 def judge_counts(shape: Shape, capability: int, asking: int = 1) -> JudgeCounts:
     """The kernel that looks at every stored key, of single tokens or of strides."""
-    layer = _Layer(shape)
+    layer = Layer(shape)
     launches = launches_of(lambda: layer.recall(asking))
     (launch,) = [one for one in launches if one.name == "judge"]
     binary = binary_of(launch, capability)

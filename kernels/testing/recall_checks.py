@@ -90,7 +90,8 @@ def check_judge(
 ) -> float:
     """``judge_units`` of single tokens (one asks), or of strides; every third row does not choose.
 
-    Rings are wrapped, some full, some of one unit.
+    Rings are wrapped, some full, some of one unit. Sinks and recalled units differ by row, so that
+    keys stand elsewhere in each.
     """
     _, steps = make_cache(case)
     rings, size = Rings(case, capacity), case.head_size
@@ -99,8 +100,11 @@ def check_judge(
         steps[:, columns.LENGTH] = 1
     stored, begin = _numbers(case, 1, capacity), _numbers(case, 0, 3 * capacity)
     stored[0] = capacity
+    sinks, shown = [row % 3 for row in range(len(stored))], [3 + row for row in range(len(stored))]
     recall = _columns(
         case,
+        SINKS=sinks,
+        NOW=shown,
         HOW=[columns.JUDGED if row % 3 != 1 else 0 for row in range(len(case.lengths))],
         RING=[row * capacity for row in range(len(case.lengths))],
         BEGIN=begin,
@@ -126,11 +130,10 @@ def check_judge(
     for row in real_rows(case):
         if recall[row, columns.HOW] != columns.JUDGED:
             continue
-        start, length, cached = (
-            int(steps[row, column]) for column in (columns.START, columns.LENGTH, columns.CACHED)
-        )
+        start, length = (int(steps[row, column]) for column in (columns.START, columns.LENGTH))
         asking = torch.tensor(asking_reference(length, most_asking))
-        position = (cached + asking)[:, None].expand(-1, query.shape[1])
+        middle = (["sink"] * sinks[row] + ["shown"] * (shown[row] // 2)) * case.unit
+        position = torch.full((len(asking), query.shape[1]), len(middle))
         plain = rotate_reference(query[start + asking], position, case.inv_freq, case.interleaved)
         expected = evidence_reference(plain * scale, coarse[row], case.num_sets)
         mine = found[row, :, : stored[row]].cpu().double()

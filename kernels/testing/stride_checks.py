@@ -12,7 +12,8 @@ from .. import columns
 from ..triton import stride_columns
 from ..triton.column_sums import column_sums, column_sums_reference, num_sums, reduced
 from ..triton.combine import in_units, reduce_reference
-from ..triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, insert_strides, keep_of_strides
+from ..triton.insert_stride import insert_strides
+from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
 from ..triton.prefill import LINE_WORDS, attend_strides, attend_strides_reference
 from ..triton.rotate import (
     decode_dtype,

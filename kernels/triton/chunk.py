@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .configs import prefill_config
-from .prefill import check_new, query_scale, stride_constants, stride_logits
+from .prefill import MOST_REGISTERS, check_new, query_scale, stride_constants, stride_logits
 from .tiles import (
     CACHED,
     CHUNK,
@@ -233,10 +233,10 @@ def _attend_chunks(
     chunk = chunks + mine * STEP
     if tl.load(chunk + STREAM) < 0:
         return
-    _, cached, length, start = stride_of(steps, row)
+    pads, cached, length, start = stride_of(steps, row)
     table += mine * table_stride
     first_query = tl.program_id(0) * QUERIES
-    if first_query < length:
+    if (first_query < length) & (pads == 0):
         stream = tl.load(steps + row * STEP + STREAM)
         begun = tl.load(chunk + STREAM)
         sinks = tl.load(chunk + SINKS)
@@ -258,7 +258,7 @@ def _attend_chunks(
 
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):
-            slot, unit, _, rows, distance = page_tile(
+            slot, unit, _word, rows, distance = page_tile(
                 *(kv, rank, born, table, first, slots, head, page_stride, word_stride),
                 *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
             )
@@ -381,5 +381,6 @@ def attend_chunks(
         *(kv.stride(0), rank.stride(0), table.stride(0)),
         RENUMBER=RENUMBERED,
         COPY=COPIED,
+        maxnreg=MOST_REGISTERS,
         **stride_constants(config, query, kv, rank, rotation, interleaved),
     )

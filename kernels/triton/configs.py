@@ -101,8 +101,20 @@ def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots
 
 
 def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
-    """Prefill: queries by keys of one flash-attention tile."""
+    """Prefill: queries by keys of one flash-attention tile; keys are rotated in registers."""
     tuned = _tuned("prefill", device, dtype, head_size)
+    if tuned is not None:
+        return tuned
+    if dtype.itemsize == 4:
+        return Config(tile=16, queries=16, warps=8, stages=1)
+    if head_size > 128:
+        return Config(tile=16, queries=64, warps=8, stages=1)
+    return Config(tile=32, queries=64, warps=8, stages=2)
+
+
+def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
+    """Column sums: keys resident, rotated once, and queries streamed."""
+    tuned = _tuned("mass", device, dtype, head_size)
     if tuned is not None:
         return tuned
     if dtype.itemsize == 4:
@@ -112,9 +124,3 @@ def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     if head_size > 64:
         return Config(tile=64, queries=128, warps=8, stages=2)
     return Config(tile=64, queries=64, warps=4, stages=2)
-
-
-def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
-    """Column sums: the same tiles, keys resident and queries streamed."""
-    tuned = _tuned("mass", device, dtype, head_size)
-    return tuned or prefill_config(device, dtype, head_size)

@@ -30,6 +30,8 @@ from .tiles import (
     stride_of,
 )
 
+MOST_REGISTERS = 255
+"""Of a thread; left to itself, ptxas may spill to have two blocks on a multiprocessor."""
 LINE_WORDS = 3
 LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
 """What is known of a cached unit by its rank: its place, its score's bits, its first token."""
@@ -110,8 +112,8 @@ def _attend_strides(
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head)
-    rows = query + token_at * query_stride + query_head * HEAD
-    queries = load_rows(rows, real, 0, HEAD)
+    query_rows = query + token_at * query_stride + query_head * HEAD
+    queries = load_rows(query_rows, real, 0, HEAD)
     top = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, padded(HEAD)], tl.float32)
@@ -243,6 +245,7 @@ def attend_strides(
         *(slopes, logit_scale, output, lse, line, scale, softcap or None),
         *(query.stride(0), key.stride(0), value.stride(0), output.stride(0)),
         *(kv.stride(0), rank.stride(0), table.stride(0), line.shape[3]),
+        maxnreg=MOST_REGISTERS,
         **stride_constants(config, query, kv, rank, rotation, interleaved),
     )
 

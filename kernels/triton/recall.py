@@ -2,8 +2,9 @@
 """How much a request's queries ask for its stored units: the judge of recall.
 
 A store is a ring a request: unit ``n`` of those that were ever evicted lies in place ``n`` modulo
-the ring's size. Keys are judged as they were before rotation, in 8 bits with a scale each, and
-queries in 15, as a high and a low part of 8: products are of integers on tensor cores, and exact.
+the ring's size. Keys are judged as if they all stood in the middle of the recalled units, in 8 bits
+with a scale each, by queries in 15 (``recall_vectors``), a high and a low part of 8: products are
+of integers on tensor cores, and exact.
 If a query attended to the whole store, its keys would get probabilities; a unit is worth the
 largest of its keys' and their mean, as a share of all units'. Of several queries the largest share
 counts, and the mean over a head set's query heads is the evidence. Nothing a request gets depends
@@ -15,52 +16,18 @@ import triton
 import triton.language as tl
 
 from .. import columns
-from .tiles import (
-    CACHED,
-    LENGTH,
-    START,
-    STEP,
-    check_steps,
-    load_pair,
-    load_rows,
-    padded,
-    pair_channels,
-    rotate_pair,
-)
+from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING, check_recall
+from .recall_vectors import ask
+from .tiles import LENGTH, STEP, check_steps
 
-HOW = tl.constexpr(columns.HOW)
-RING = tl.constexpr(columns.RING)
-BEFORE = tl.constexpr(columns.BEFORE)
-NOW = tl.constexpr(columns.NOW)
-BEGIN = tl.constexpr(columns.BEGIN)
-END = tl.constexpr(columns.END)
-STORED = tl.constexpr(columns.STORED)
-SINKS = tl.constexpr(columns.SINKS)
-MORE_RECALLED = tl.constexpr(columns.MORE_RECALLED)
-RECALL = tl.constexpr(columns.RECALL_COLUMNS)
-JUDGED = tl.constexpr(columns.JUDGED)
-
-LEVELS = tl.constexpr(127.0)
-"""Steps of a key's largest channel."""
-QUERY_LEVELS = tl.constexpr(127.0 * 128.0)
-"""Steps of a query's."""
-TINY = tl.constexpr(1e-37)
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite."""
-ROUNDS = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding it to a small fp32 number rounds that to the nearest even integer."""
 QUERY_ROWS = 16
 """Queries of one head that a program takes down at a time."""
 SPAN_KEYS, TILE_KEYS = 512, 64
 """Keys that a program judges, and those of a turn of its loop."""
 WEIGHED, PARTS = 64, 64
 """Units that a program weighs, and spans whose sums it joins at a time."""
-
-
-def check_recall(recall: torch.Tensor, steps: torch.Tensor) -> None:
-    """Rows of recall belong to step rows."""
-    assert recall.dtype == torch.int32 and recall.is_contiguous(), recall.dtype
-    assert recall.shape[1] == RECALL.value and len(recall) >= len(steps), recall.shape
 
 
 def tile_of_units(unit: int) -> tuple[int, int]:
@@ -74,98 +41,6 @@ def span_of(unit: int) -> int:
     """Units that one program judges."""
     units, room = tile_of_units(unit)
     return max(SPAN_KEYS // (units * room), 1) * units
-
-
-@triton.jit
-def to_nearest(x):
-    """fp32 numbers below 2**22 as the nearest integers, even ones where two are."""
-    return (x + ROUNDS) - ROUNDS
-
-
-@triton.jit
-def _most(x):
-    """The largest magnitude of each row."""
-    return tl.max(tl.abs(x), axis=1)
-
-
-@triton.jit
-def plain_rows(
-    source,
-    rotation,
-    position,
-    inside,
-    HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Rows as they were before rotation to ``position``, fp32: pairs, and channels behind them."""
-    x = tl.zeros([source.shape[0], 16], tl.float32)
-    y = x
-    rest = x
-    if HALF > 0:
-        x, y = load_pair(source, inside, HALF, INTERLEAVED)
-        x, y = rotate_pair(x, y, rotation, position, inside, HALF)
-    if 2 * HALF < HEAD:
-        rest = load_rows(source, inside, 2 * HALF, HEAD).to(tl.float32)
-    most = tl.maximum(tl.maximum(_most(x), _most(y)), _most(rest))
-    return x, y, rest, most
-
-
-@triton.jit
-def _store_parts(out, x, channel, inside, HEAD: tl.constexpr):
-    """Integers as a high and a low part of 8 bits, ``HEAD`` channels apart."""
-    steps = x.to(tl.int32)
-    high = (steps + 64) >> 7
-    at = out[:, None] + channel[None, :]
-    tl.store(at, high.to(tl.int8), mask=inside)
-    tl.store(at + HEAD, (steps - high * 128).to(tl.int8), mask=inside)
-
-
-@triton.jit
-def _ask(
-    query,
-    steps,
-    recall,
-    rotation,
-    parts,
-    sizes,
-    scale,
-    query_stride,
-    ASKING: tl.constexpr,
-    HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Queries before rotation, in 15 bits: of tokens that are evenly spread over a stride."""
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    if tl.load(recall + row * RECALL + HOW) != JUDGED:
-        return
-    length = tl.load(steps + row * STEP + LENGTH)
-    index = tl.program_id(2) * TILE + tl.arange(0, TILE)
-    inside = index < tl.minimum(length, ASKING)
-    token = tl.where(length <= ASKING, index, (index + 1) * length // ASKING - 1)
-    token = tl.where(inside, token, 0)
-    position = tl.load(steps + row * STEP + CACHED) + token
-    source = query + (tl.load(steps + row * STEP + START) + token).to(tl.int64) * query_stride
-    source += head * HEAD
-    x, y, rest, most = plain_rows(source, rotation, position, inside, HEAD, HALF, INTERLEAVED)
-    most = most * tl.abs(scale)
-    levels = (tl.div_rn(QUERY_LEVELS, tl.where(most > 0, most, 1.0)) * scale)[:, None]
-    place = (row * tl.num_programs(1) + head) * ASKING + index
-    tl.store(sizes + place, tl.div_rn(most, QUERY_LEVELS), mask=inside)
-    out = parts + place * (2 * HEAD)
-    if HALF > 0:
-        pair = tl.arange(0, padded(HALF))
-        first, second = pair_channels(pair, HALF, INTERLEAVED)
-        there = inside[:, None] & (pair < HALF)[None, :]
-        _store_parts(out, to_nearest(x * levels), first, there, HEAD)
-        _store_parts(out, to_nearest(y * levels), second, there, HEAD)
-    if 2 * HALF < HEAD:
-        channel = 2 * HALF + tl.arange(0, padded(HEAD - 2 * HALF))
-        there = inside[:, None] & (channel < HEAD)[None, :]
-        _store_parts(out, to_nearest(rest * levels), channel, there, HEAD)
 
 
 @triton.constexpr_function
@@ -363,12 +238,13 @@ def judge_units(
     sizes = scales.new_empty(asked)
     worth = scales.new_empty(*asked, capacity)
     sums = scales.new_empty(*asked, spans)
-    _ask[(num_rows, num_queries, triton.cdiv(most_asking, QUERY_ROWS))](
+    ask[(num_rows, num_queries, triton.cdiv(most_asking, QUERY_ROWS))](
         *(query, steps, recall, rotation, parts, sizes, scale, query.stride(0)),
         ASKING=most_asking,
         HEAD=head_size,
         HALF=half,
         INTERLEAVED=interleaved,
+        UNIT=unit,
         TILE=QUERY_ROWS,
         num_warps=4,
     )
@@ -422,7 +298,8 @@ def evidence_reference(queries: torch.Tensor, keys: torch.Tensor, num_sets: int)
     """fp64 ``[S, n]``: one request's evidence, literally.
 
     Args:
-        queries: ``[asking, H * G, D]`` before rotation, times the scale of logits.
+        queries: ``[asking, H * G, D]``, turned back by the position at which all keys are judged,
+            times the scale of logits.
         keys: ``[H, n, unit, D]`` before rotation, as they were rounded.
     """
     num_heads, num_units, unit, size = keys.shape

@@ -11,7 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
-from .recall import BEFORE, BEGIN, END, HOW, JUDGED, NOW, RECALL, RING, SINKS, check_recall
+from .recall_columns import (
+    BEFORE,
+    BEGIN,
+    END,
+    HOW,
+    JUDGED,
+    NOW,
+    RECALL,
+    RING,
+    SINKS,
+    check_recall,
+)
 from .tiles import NEVER, OLD_SLOTS, STEP, check_pages, check_steps, slot_tile
 
 MOST_TILE = 1024

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .recall import END, LEVELS, RECALL, RING, STORED, TINY, check_recall, plain_rows, to_nearest
+from .recall_columns import END, RECALL, RING, STORED, check_recall
+from .recall_vectors import LEVELS, TINY, plain_rows, to_nearest
 from .tiles import (
     CACHED,
     LENGTH,

@@ -8,7 +8,7 @@ All other columns are those of ``kernels/columns.py``.
 PLAN = 6
 """Where its plan begins in a table of plans ..."""
 GROUPED = 7
-"""... which is of groups (1) or a range (0): ``insert_stride.py`` ..."""
+"""... which is of groups (1) or a range (0): ``choose.py`` ..."""
 PLANNED = 8
 """... and about the first so many units of the line; the others stay behind them."""
 STAY = 9

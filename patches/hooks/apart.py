@@ -22,7 +22,9 @@ TEST_ROWS = "tests/attention/test_requests.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py"
 TEST_SNAPSHOTS = "tests/cache/test_snapshots.py"
 TEST_STATES = "tests/cache/test_states.py"
+TEST_PAGED = "tests/attention/test_paged.py"
 TEST_WINDOWS = "tests/attention/test_windows.py"
+POOLS = "benchmarks/running/pools.py"
 TOKEN_TIME = "benchmarks/token_time.py"
 UNDER_GUARD = "tests/kernels/conftest.py"
 
@@ -237,6 +239,9 @@ PARTS = (
             "a layer's cache",
             "(block_size, *, ..., num_kv_heads, head_size, dtype, ..., sliding_window, ...)",
             *(TEST_KINDS, TEST_WINDOWS),
+        ),
+        get_kv_quant_mode=called(
+            "a layer's cache", "(kv_cache_dtype)", *(POOLS, TEST_PAGED, TEST_WINDOWS)
         ),
         UniformTypeKVCacheSpecs=given("all kinds are one group", TEST_KINDS),
     ),

@@ -112,7 +112,10 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.config.ModelConfig",
-        dtype=read("pages must not be of another type", "ModelDType | torch.dtype", REFUSALS),
+        dtype=read(
+            "rows that come in, and on CUDA pages", "ModelDType | torch.dtype", REFUSALS, WORKER
+        ),
+        enable_prompt_embeds=read("such prompts have no token ids", "bool", REFUSALS),
         enforce_eager=read("a captured graph would skip recording", "bool", GPU_WORKER),
         get_sliding_window=called(UNSUPPORTED, "(self)", REFUSALS),
         get_total_num_kv_heads=called("heads over ranks", "(self)", REFUSALS),
@@ -138,11 +141,12 @@ CONFIGURATION = (
         "vllm.config.CacheConfig",
         block_size=read("tokens in a page", "int", ADMISSION, CONFIGURE, WORKER),
         cache_dtype=read(
-            "keys that are rotated cannot be quantised",
+            "what keys and values are stored in",
             {"0.32": "CacheDType", "0.33": "CacheDType | str"},
             REFUSALS,
         ),
         enable_prefix_caching=read("recall on CUDA has no snapshots", "bool", REFUSALS),
+        kv_cache_dtype_skip_layers=read(UNSUPPORTED, "list[str]", REFUSALS),
         mamba_cache_mode=read("one state a request", "MambaCacheMode", CONFIGURE),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
         use_replayssm=read(UNSUPPORTED, "bool", REFUSALS),

@@ -132,15 +132,23 @@ ATTENTION = (
             "pages we can have", "(kv_cache_spec=)", CPU_BACKEND, CUDA_BACKEND
         ),
         supported_dtypes=overridden("models we can have", "ClassVar[list[torch.dtype]]", BACKEND),
+        supported_kv_cache_dtypes=overridden(
+            "what keys and values may be stored in", "ClassVar[list['CacheDType']]", CPU_BACKEND
+        ),
         supported_kv_cache_layouts=overridden("pages we can have", "()", BACKEND),
         supports_attn_type=overridden("decoders only", "(attn_type)", BACKEND),
         supports_head_size=overridden("models the kernels can have", "(head_size)", CUDA_BACKEND),
     ),
     *rows(
         "vllm.v1.attention.backend",
-        AttentionLayer=given("the layer that calls us", LAYER),
+        AttentionLayer=given("the layer that calls us", LAYER, WORKER),
         AttentionMetadata=given("the base of ours", BUILDER, CPU_BUILDER, CUDA_BUILDER),
         MultipleOf=called("pages we can have", "(base)", CPU_BACKEND, CUDA_BACKEND),
+    ),
+    *rows(
+        "vllm.v1.attention.backend.AttentionLayer",
+        _k_scale=read("steps of quantised keys", "torch.Tensor", WORKER),
+        _v_scale=read("steps of quantised values", "torch.Tensor", WORKER),
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionType",

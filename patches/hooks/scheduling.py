@@ -208,15 +208,14 @@ SPECS = (
         block_size=read("slots of a page", "int", KINDS, MANAGER, METRICS),
         head_size=read("channels of a key", "int", BACKEND, LAYOUT),
         head_size_v=read("channels of a value", "int", BACKEND),
+        kv_quant_mode=read("whether rows have scales", "KVQuantMode", LAYOUT, MANAGER),
         max_memory_usage_bytes=overridden("bounded", "(self, vllm_config)", MANAGER),
         max_num_blocks_per_req=overridden("bounded", "(self, vllm_config, max_len)", MANAGER),
         num_kv_heads=read("heads of a page", "int", LAYOUT, MANAGER),
         page_size_bytes=read("a whole page", "int", KINDS, LAYOUT, MANAGER, METRICS, STATES),
         page_size_padded=read("a whole page", "int | None", KINDS, MANAGER, STATES),
         prefix_cacheable=overridden("live pages are never shared", "bool", MANAGER),
-        unpadded_page_size_bytes=read(
-            "keys and values alone", "int", KINDS, LAYOUT, MANAGER, METRICS
-        ),
+        unpadded_page_size_bytes=read("keys and values alone", "int", LAYOUT, MANAGER),
         uses_slot_mapping=overridden("our backend finds the slots", "bool", MANAGER),
     ),
     *rows(
@@ -250,6 +249,10 @@ SPECS = (
             "(spec, target_cls, *, drop=, **changes)",
             *(KINDS, MANAGER, STATES),
         ),
+    ),
+    *rows(
+        "vllm.v1.kv_cache_interface.KVQuantMode",
+        is_per_token_head=read("whether rows have scales", "bool", MANAGER),
     ),
     *rows(
         "vllm.v1.kv_cache_interface.KVCacheConfig",

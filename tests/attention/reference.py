@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.oracle.dgc import nearest_centres
+from tests.oracle.quantised import Quantiser, written_at
 
 
 def of_units(mass: dict[int, torch.Tensor], unit: int) -> dict[int, torch.Tensor]:
@@ -42,10 +43,12 @@ class LiteralCache:
         logit_scale: Callable[[int], float] | None = None,
         token_scores: list[float] | None = None,
         sinks: torch.Tensor | None = None,
+        quantiser: Quantiser | None = None,
     ) -> None:
         self.sims = [make_sim() for _ in range(num_sets)]
         self.decay, self.weight, self.reduction, self.scale = decay, weight, reduction, scale
         self.logit_scale, self.token_scores = logit_scale, token_scores
+        self.quantiser = quantiser
         self.members: list[dict[int, int]] = [{} for _ in range(num_sets)]
         self.probs: list[dict[int, float]] = []  # of each query, reduced over the first set's heads
         self.inv_freq, self.is_neox = inv_freq, is_neox
@@ -85,6 +88,7 @@ class LiteralCache:
         self.values.extend(value)
         output = torch.zeros(query.shape, dtype=torch.float64)
         mass = [dict[int, torch.Tensor]() for _ in range(query.shape[1])]
+        before = len(self.sims[0].tokens())
         for head in range(query.shape[1]):
             kv_head = head // group
             cached = self.sims[kv_head % len(self.sims)].arranged()
@@ -100,7 +104,19 @@ class LiteralCache:
                 for token, p in zip(tokens, probs, strict=True):
                     mass[head][token] = mass[head].get(token, torch.zeros(())) + weight * p
         self._update_and_insert(mass, first, num_tokens, group)
+        if self.quantiser is not None:
+            sim = self.sims[0]
+            filling = len(self.keys) % sim.unit
+            self._quantise(first, written_at(before, len(sim.tokens()), num_tokens, filling))
         return output
+
+    def _quantise(self, first: int, positions: torch.Tensor) -> None:
+        """The newest tokens' rows as they are read from now on: in fp32 when they are written."""
+        for token, at in enumerate(positions.tolist(), start=first):
+            written = self.quantiser.read(self.rotate(self.keys[token], at).float(), 0)
+            self.keys[token] = self.rotate(written, -at)
+            self.values[token] = self.quantiser.read(self.values[token].float(), 1)
+        self._rotated = {place: row for place, row in self._rotated.items() if place[0] < first}
 
     def _probabilities(
         self, query: torch.Tensor, tokens: list[int], kv_head: int, head: int, position: int

@@ -174,6 +174,8 @@ class Call:
             half=shape.head_size // 2 if shape.rotary else 0,
             is_neox=shape.is_neox,
             dtype=native.DTYPES[shape.dtype],
+            stored=native.DTYPES[shape.dtype],
+            stored_bytes=shape.dtype.itemsize,
             uses_scores=shape.uses_scores,
             reduction=native.REDUCTIONS[shape.reduction],
             scale=shape.scale,

@@ -216,7 +216,10 @@ MIXED = [
 ]
 
 
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "dgc-attention")) for n in MIXED],
+)
 def test_mixed_requests(name: str) -> None:
     """The PyTorch path's own test of mixed batches, on the kernels."""
     shape, settings = CASES[name]
@@ -271,6 +274,7 @@ def test_strides_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layer.builder.finished.any(), "the next launch counts from 0"
 
 
+@pytest.mark.slow
 def test_some_requests_at_once_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is compared in two of the batch's policies; in the others strides wait."""
     monkeypatch.setattr(test_paged, "CPUBuilder", AtOnce)

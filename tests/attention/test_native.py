@@ -94,6 +94,61 @@ def test_any_shape(
         run_mixed_requests("native", shape, chosen, prompts, totals, stride, tolerance=1e-4)
 
 
+IN_UNITS = [
+    {"name": "sink", "budget": 64, "num_sinks": 32},
+    {"name": "cascade", "budget": 128, "num_subcaches": 2, "num_sinks": 0},
+    {"name": "h2o", "budget": 96, "num_sinks": 32},
+    {"name": "h2o", "budget": 96, "num_sinks": 0, "normalise": True},
+]
+
+
+@given(
+    shape=shapes(),
+    policy=st.sampled_from(IN_UNITS),
+    unit=st.sampled_from([2, 8, 16, 32]),
+    head_policy=st.sampled_from(["homogeneous", "per_kv_head"]),
+    reduction=st.sampled_from(["mean", "max", "median"]),
+    prompts=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    decoded=st.integers(1, 40),
+    spread=st.sampled_from([1.0, 3.0, 8.0]),
+)
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_any_shape_in_units(
+    shape: Shape,
+    policy: dict[str, Any],
+    unit: int,
+    head_policy: str,
+    reduction: str,
+    prompts: list[int],
+    decoded: int,
+    spread: float,
+) -> None:
+    """Units that fill registers and others; logits so far apart that references have to follow.
+
+    In fp32 small probabilities of those are 0 and tie, so that only sinks keep what fp64 keeps.
+    """
+    if policy["name"] != "sink":
+        spread = min(spread, 3.0)
+    shape = replace(shape, spread=spread, block_size=max(shape.block_size // 32, 1) * 32)
+    chosen = {**policy, "head_policy": head_policy, "head_reduction": reduction, "unit": unit}
+    totals = [prompt + decoded for prompt in prompts]
+    chosen["prefill_stride"] = 32
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(paths.SWITCH, "native")
+        run_mixed_requests("native", shape, chosen, prompts, totals, unit, tolerance=2e-4)
+
+
+@pytest.mark.parametrize("head_size", [16, 64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_units_of_half_precision(dtype: torch.dtype, head_size: int) -> None:
+    """Their channels may be read in an order of its own, which outputs must not have."""
+    if dtype not in load().dtypes:
+        pytest.skip("this compiler has no fp16")
+    shape = Shape(group=3, head_size=head_size, rotary_dim=head_size, dtype=dtype)
+    chosen = {"name": "sink", "budget": 64, "unit": 16, "prefill_stride": 16}
+    run_mixed_requests("native", shape, chosen, [70, 33], [110, 60], 0, tolerance=6e-2)
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_threads_do_not_change_anything(num_threads: int) -> None:
     """More requests than threads, and fewer: the work is split in two ways."""
@@ -129,7 +184,7 @@ def test_what_the_library_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     gathering = replace(config, gather_heads=lambda mass: mass)
     assert "tensor-parallel" in native.refusal(gathering, pages, heads, schedule, load())
     assert "more than 256" in native.refusal(config, pages, 512, schedule, load())
-    no_fp32 = SimpleNamespace(dtypes=set())
+    no_fp32 = SimpleNamespace(dtypes=set(), codes=set())
     assert "torch.float32" in native.refusal(config, pages, heads, schedule, no_fp32)
     moving = compiled(resolve({"name": "dgc", "budget": 9, "importance": "cluster"}))
     assert "dgc" in native.refusal(config, pages, heads, moving, load())

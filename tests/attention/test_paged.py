@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from tests.attention.reference import LiteralCache
 from tests.attention.steps import step_of
+from tests.oracle.quantised import Quantiser
 from tests.oracle.settings import logit_scale, make_sim, score_rule
 from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
@@ -22,6 +24,7 @@ from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cache.layout import page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies import resolve
 from vllm_cascade.policies.per_request import PerRequest
@@ -42,6 +45,14 @@ class Shape:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     sinks: bool = False
+    spread: float = 1.0  # how large queries, and so differences of logits, are
+    cache_dtype: str = "auto"
+    scales: tuple[float, float] = (1.0, 1.0)  # the layer's, where rows have none of their own
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """As vLLM has it for a layer's pages."""
+        return STR_DTYPE_TO_TORCH_DTYPE.get(self.cache_dtype, self.dtype)
 
     @property
     def sink_logits(self) -> torch.Tensor | None:
@@ -67,17 +78,18 @@ class PagedLayer:
             block_size=shape.block_size,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
-            dtype=shape.dtype,
+            dtype=shape.stored_dtype,
+            kv_quant_mode=get_kv_quant_mode(shape.cache_dtype),
         )
         self.spec = KVPolicySpec.from_full(full, self.policy)
         # Uninitialised memory may hold anything: NaN keys and values, absurd ranks.
         self.pool = torch.full((num_pages, self.spec.page_size_bytes), 0xFF, dtype=torch.uint8)
         self.pool[0] = 0x11  # the null block: any write to it shows
         view = torch.as_strided(
-            self.pool.view(shape.dtype),
+            self.pool.view(shape.stored_dtype),
             (num_pages, shape.num_kv_heads, shape.block_size, 2 * shape.head_size),
             (
-                self.spec.page_size_bytes // shape.dtype.itemsize,
+                self.spec.page_size_bytes // shape.stored_dtype.itemsize,
                 shape.block_size * 2 * shape.head_size,
                 2 * shape.head_size,
                 1,
@@ -93,7 +105,7 @@ class PagedLayer:
             shape.num_kv_heads,
             slopes,
             None,
-            "auto",
+            shape.cache_dtype,
             shape.softcap,
             sinks=shape.sink_logits,
         )
@@ -102,8 +114,8 @@ class PagedLayer:
             exponent = torch.arange(0, shape.rotary_dim, 2) / shape.rotary_dim
             self.inv_freq = 1.0 / 100.0**exponent
         rotary = None if shape.alibi else Rotary(self.inv_freq, shape.is_neox)
-        self.impl.prepare(self.spec, view, rotary)
-        self.pages = page_views(view, self.spec)
+        self.impl.prepare(self.spec, view, rotary, 1, shape.dtype, shape.scales)
+        self.pages = page_views(view, self.spec, Quantised.of(shape.cache_dtype, shape.scales))
         scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
         config = SimpleNamespace(scheduler_config=scheduler)
         self.builder = CPUBuilder(self.spec, ["layer"], config, torch.device("cpu"))
@@ -152,6 +164,7 @@ def oracle_for(
         logit_scale=logit_scale(settings),
         token_scores=token_scores,
         sinks=shape.sink_logits,
+        quantiser=Quantiser.of(shape.cache_dtype, shape.scales),
     )
 
 
@@ -438,7 +451,8 @@ def run_mixed_requests(
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     unit = settings.get("unit", 1)
-    slots = settings["budget"] + max(4, unit) + settings.get("overflow", 1) + unit - 1
+    sinks = max(4, unit, settings.get("num_sinks", 0))
+    slots = settings["budget"] + sinks + settings.get("overflow", 1) + unit - 1
     pages_each = -(-slots // shape.block_size)
     layer = PagedLayer(shape, settings, 1 + pages_each * len(prompts))
     if path is not None:
@@ -456,7 +470,7 @@ def run_mixed_requests(
     ]
     tables = torch.randperm(pages_each * len(prompts)).view(len(prompts), -1).int() + 1
     num_q = shape.num_kv_heads * shape.group
-    query = [torch.randn(total, num_q, shape.head_size) for total in totals]
+    query = [torch.randn(total, num_q, shape.head_size) * shape.spread for total in totals]
     key = [torch.randn(total, shape.num_kv_heads, shape.head_size) * 2 for total in totals]
     value = [torch.randn(total, shape.num_kv_heads, shape.head_size) for total in totals]
     done = [0] * len(prompts)

@@ -78,6 +78,7 @@ def test_rows_are_what_logs_do(name: str) -> None:
         assert row[columns.END] == stored_before
         assert row[columns.END] - row[columns.BEGIN] == candidates <= shape.most_units
         assert row[columns.STORED] == len(theirs.stored) and row[columns.SINKS] == theirs.sinks
+        assert row[columns.SINKS] + row[columns.NOW] // 2 == theirs.middle
         begin += length
         soon = int(schedule.recalled(np.asarray(begin)))
         assert row[columns.MORE_RECALLED] == soon - theirs.now

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec, get_kv_quant_mode
 
 from tests.attention.steps import step_of
 from tests.attention.test_paged import Shape
+from tests.oracle.quantised import Quantiser
 from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.attention.cpu.native import NativePath
@@ -24,6 +25,7 @@ from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary, rotate
+from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.policies import resolve
 from vllm_cascade.policies.per_request import PerRequest
 
@@ -51,6 +53,12 @@ CASES: dict[str, tuple[Shape, int, dict[str, Any]]] = {
         120,
         {"name": "cascade", "budget": 64, "prefill_stride": 50},
     ),
+    "int8": (Shape(cache_dtype="int8_per_token_head"), 9, {**SINK, "prefill_stride": 8}),
+    "fp8": (
+        Shape(cache_dtype="fp8", scales=(0.25, 0.75), head_size=64, rotary_dim=64, sinks=True),
+        45,
+        {**SINK, "prefill_stride": 8},
+    ),
 }
 
 
@@ -61,7 +69,8 @@ def specs_of(
     same = {
         "num_kv_heads": shape.num_kv_heads,
         "head_size": shape.head_size,
-        "dtype": shape.dtype,
+        "dtype": shape.stored_dtype,
+        "kv_quant_mode": get_kv_quant_mode(shape.cache_dtype),
     }
     policy = resolve({**settings, "trace": True})
     full = KVPolicySpec.from_full(FullAttentionSpec(block_size=shape.block_size, **same), policy)
@@ -82,9 +91,9 @@ class WindowLayer:
         self.pool[0] = 0x11
         rows = shape.num_kv_heads, spec.page_slots, 2 * shape.head_size
         strides = rows[1] * rows[2], rows[2], 1
-        item = shape.dtype.itemsize
+        item = shape.stored_dtype.itemsize
         view = torch.as_strided(
-            self.pool.view(shape.dtype),
+            self.pool.view(shape.stored_dtype),
             (self.num_pages, *rows),
             (spec.page_size_bytes // item, *strides),
         )
@@ -97,14 +106,14 @@ class WindowLayer:
             shape.num_kv_heads,
             self.slopes,
             window,
-            "auto",
+            shape.cache_dtype,
             shape.softcap,
             sinks=shape.sink_logits,
         )
         exponent = torch.arange(0, shape.rotary_dim, 2) / shape.rotary_dim
         self.rotary = None if shape.alibi else Rotary(1.0 / 100.0**exponent, shape.is_neox)
-        self.impl.prepare(spec, view, self.rotary)
-        self.pages = page_views(view, spec)
+        self.impl.prepare(spec, view, self.rotary, 1, shape.dtype, shape.scales)
+        self.pages = page_views(view, spec, Quantised.of(shape.cache_dtype, shape.scales))
         scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
         config = SimpleNamespace(scheduler_config=scheduler)
         self.builder = CPUBuilder(spec, ["window"], config, torch.device("cpu"))
@@ -118,6 +127,17 @@ class WindowLayer:
         angle = positions.double()[:, None] * self.rotary.inv_freq.double()
         table = torch.stack([angle.cos(), angle.sin()], dim=1)[:, None]
         return rotate(rows.double(), table, self.rotary.is_neox)
+
+    def stored(
+        self, rows: dict[str, torch.Tensor], begin: int, positions: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What tokens from ``begin`` on, written at positions, are read as; keys unrotated."""
+        quantiser = Quantiser.of(self.shape.cache_dtype, self.shape.scales)
+        key, value = (rows[name][begin : begin + len(positions)] for name in ("key", "value"))
+        if quantiser is None:
+            return {"key": key, "value": value}
+        key = quantiser.read(self.turned(key, positions).float(), 0)
+        return {"key": self.turned(key, -positions).float(), "value": quantiser.read(value, 1)}
 
     def expected(self, rows: dict[str, torch.Tensor], t: int) -> torch.Tensor:
         """fp64 output ``[heads, D]`` of a stream's token ``t``."""
@@ -161,6 +181,7 @@ class WindowLayer:
             new[name] = self.turned(new[name], positions)
         given = [new[name].to(self.shape.dtype) for name in ("query", "key", "value")]
         output = torch.full_like(given[0], torch.nan)
+        self.positions = positions
         layer = SimpleNamespace(layer_name="window")
         return self.impl.forward(layer, *given, self.pool, metadata, output)
 
@@ -189,6 +210,7 @@ def test_a_window_is_a_window(name: str, path: str) -> None:
     ]
     most = layer.spec.most_pages
     table = torch.arange(1, 1 + 3 * most, dtype=torch.int32).view(3, most).flip(1).contiguous()
+    held = [{what: rows.clone() for what, rows in stream.items()} for stream in streams]
     seen = [0, 0, 0]
     stride = settings["prefill_stride"]
     while any(done < total for done, total in zip(seen, totals, strict=True)):
@@ -200,11 +222,16 @@ def test_a_window_is_a_window(name: str, path: str) -> None:
         ]
         rows, firsts = [streams[i] for i in active], [seen[i] for i in active]
         output = layer.step(rows, firsts, lengths, prefilling, table[active])
-        wanted = [
-            layer.expected(streams[i], t)
-            for i, n in zip(active, lengths, strict=True)
-            for t in range(seen[i], seen[i] + n)
-        ]
+        wanted, positions = [], layer.positions.split(lengths)
+        for i, n, at in zip(active, lengths, positions, strict=True):
+            own = layer.stored(streams[i], seen[i], at)
+            for t in range(seen[i], seen[i] + n):
+                begin = t // stride * stride if t < prompts[i] else t
+                for what in own:  # read as stored but for the stride's own
+                    held[i][what][seen[i] : begin] = own[what][: begin - seen[i]]
+                wanted.append(layer.expected(held[i], t))
+            for what in own:
+                held[i][what][seen[i] : seen[i] + n] = own[what]
         torch.testing.assert_close(output.double(), torch.stack(wanted), atol=3e-5, rtol=1e-4)
         for i, n in zip(active, lengths, strict=True):
             seen[i] += n

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import perplexity
+from benchmarks.inputs.texts import Stream
 from benchmarks.perplexity import parse_args, policies
 from benchmarks.running import controls
 from benchmarks.running.controls import (
@@ -14,6 +16,7 @@ from benchmarks.running.controls import (
     Random,
 )
 from benchmarks.running.scoring import cached, equal_policy, eviction_batches
+from tests.conftest import ROOT
 from vllm_cascade import KVPolicyError
 from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
 from vllm_cascade.policies.simulate import simulate
@@ -136,3 +139,23 @@ def test_arms_are_the_registry_and_the_control() -> None:
     assert set(arms) == (set(POLICIES) - set(controls.CONTROLS)) | {"random"}
     chosen = policies(parse_args(["--policies", "cascade", "--base", "window"]), 64)
     assert list(chosen) == ["cascade", "window"]
+
+
+def test_arms_with_a_capacity_and_a_cache_type_of_their_own() -> None:
+    study = str(ROOT / "benchmarks/inputs/studies/quantised.json")
+    options = ["--no-full", "--reference-stride", "0", "--dtype", "float32"]
+    args = parse_args(["--arms", study, "--base", "16 bits", *options])
+    text = Stream("text", list(range(2000)), np.ones(1999, dtype=bool))
+    made = {job.label: job.engine for job in perplexity.jobs(args, [text])}
+    plain, twice = made["16 bits"], made["fp8, per token and head, twice the budget"]
+    assert "kv_cache_dtype" not in plain.arguments | plain.policy
+    assert twice.arguments["kv_cache_dtype"] == "fp8_per_token_head"
+    assert (plain.policy["budget"], twice.policy["budget"]) == (512, 1024)
+    held = perplexity.sizes(args, perplexity.jobs(args, [text]))
+    assert list(held) == list(made)
+    assert held["16 bits"]["pages"] * 2 - 1 == held["16 bits, twice the budget"]["pages"] == 33
+    assert held["fp8, per tensor"]["bytes"] < held["16 bits"]["bytes"] / 3, "of 32 bits, here"
+    assert perplexity.sizes(parse_args(["--tokens", "9"]), perplexity.jobs(args, [text])[:1]) == {}
+    every = parse_args(["--policies", "sink", "--kv-cache-dtype", "fp8", *options])
+    (job, *_) = perplexity.jobs(every, [text])
+    assert job.engine.arguments["kv_cache_dtype"] == "fp8"

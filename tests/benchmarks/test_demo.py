@@ -101,6 +101,15 @@ def test_both_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
     needed = POSITIONS * 2 * 6 * 2 * 64 * 2
     assert pools[0] == pools[1] and needed < pools[0] < 1.5 * needed
     assert "--chat-template" in stock, "the small model has none"
+    cores = sorted(os.sched_getaffinity(0))
+    one, two = (
+        [
+            server._cores
+            for server in demo.servers(settled("--engines", n), SMALL, POSITIONS).values()
+        ]
+        for n in ("1", "2")
+    )
+    assert one == [{cores[0]}] * 2 and two == [{cores[0]}, {cores[1 % len(cores)]}]
     words = demo.commands(settled("--stride", "64"))[CASCADE]
     assert json.loads(words[words.index("--kv-policy-config") + 1]) == {"prefill_stride": 64}
 
@@ -177,6 +186,7 @@ def chat() -> dict[str, Any]:
         "model": "a-model",
         "positions": POSITIONS,
         "block_size": 32,
+        "engines": 2,
         "arms": {
             STOCK: {
                 "command": "vllm serve a-model",
@@ -360,7 +370,7 @@ def converse(monkeypatch: pytest.MonkeyPatch, stock: int, ours: int, parts: int)
     monkeypatch.setattr(demo, "Conversation", FakeChat)
     kept = {label: {"turns": [], "refused": None} for label in (STOCK, CASCADE)}
     passages_: Iterator[str] = iter(["a passage"] * parts)
-    demo.converse({STOCK: stock, CASCADE: ours}, kept, passages_, 600)
+    demo.converse({STOCK: stock, CASCADE: ours}, kept, passages_, 600, together=2)
     return kept
 
 
@@ -385,6 +395,7 @@ def test_ours_must_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- real runs ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_novel_through_real_engines() -> None:
     """Stock vLLM refuses the whole text in its own words; ours reads it in constant pages."""
     args = settled(*TINY[2:], "--stride", "64")

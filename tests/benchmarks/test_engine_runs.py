@@ -14,6 +14,7 @@ from benchmarks.reporting import results
 from benchmarks.running.scoring import REFERENCE, Job
 
 
+@pytest.mark.slow
 def test_perplexity_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,7 @@ def test_the_command(tmp_path: File) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("estimates, nothing measured")
     found = json.loads((tmp_path / "roofline.json").read_text())
-    assert found["estimates"] and found["card"]["name"] == "H100 SXM" and len(found["rows"]) == 24
+    assert found["estimates"] and found["card"]["name"] == "H100 SXM" and len(found["rows"]) == 18
 
 
 def test_terms_beside_what_was_measured(tmp_path: File, capsys: pytest.CaptureFixture) -> None:

@@ -155,6 +155,10 @@ def test_pool_sizes_by_hand() -> None:
     assert pools.page_bytes(SETTINGS) == 32 * (keys_and_values * 4 + 6 * 12)
     per_head = replace(SETTINGS, policy={**SETTINGS.policy, "head_policy": "per_kv_head"})
     assert pools.page_bytes(per_head) == 32 * (keys_and_values * 4 + 6 * 2 * 12)
+    in_8_bits = replace(SETTINGS, arguments={"kv_cache_dtype": "fp8"})
+    assert pools.page_bytes(in_8_bits) == 32 * (keys_and_values + 6 * 12)
+    of_rows = replace(SETTINGS, arguments={"kv_cache_dtype": "int8_per_token_head"})
+    assert pools.page_bytes(of_rows) == 32 * (keys_and_values + 6 * 2 * 8 + 6 * 12)
     spare = 1 + pools.MARGIN_PAGES
     assert pools.pool_bytes(full) == (19 + spare) * pools.page_bytes(full), "602 tokens: 19 pages"
     many = replace(full, max_num_seqs=100_000)

@@ -65,7 +65,11 @@ def pages(asks: list[Ask]) -> list[int]:
     return [-(-schedule.peak_at(len(prompt) + max_tokens) // BLOCK) for prompt, max_tokens in asks]
 
 
-@pytest.fixture(scope="module", params=[VLLM, ASYNC_VLLM], ids=["sync", "async"])
+@pytest.fixture(
+    scope="module",
+    params=[VLLM, pytest.param(ASYNC_VLLM, marks=pytest.mark.slow)],
+    ids=["sync", "async"],
+)
 def server(
     request: pytest.FixtureRequest,
     asks: list[Ask],

@@ -59,7 +59,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "--kv-transfer-config",
     ),
-    "quantised KV cache": ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
+    "quantised KV cache": (
+        {"kv_cache_dtype": "int4_per_token_head"},
+        "--kv-cache-dtype .*fp8, .*fp8_per_token_head, int8_per_token_head",
+    ),
+    "layers that are not quantised": (
+        {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+        "--kv-cache-dtype-skip-layers",
+    ),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
     "prefill threshold": ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold"),
@@ -184,6 +191,10 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(enable_dbo=True)),
         "--enable-dbo",
     ),
+    "quantised means": (
+        SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
+        "set --kv-cache-dtype to auto",
+    ),
     "random windows": (
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
         "drawn at random",
@@ -230,6 +241,10 @@ FAKED: dict[str, tuple[Any, str]] = {
     "prefix LM": (
         SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)),
         "attend in both directions",
+    ),
+    "scores by text of embeddings": (
+        SimpleNamespace(model_config=SimpleNamespace(enable_prompt_embeds=True)),
+        "--enable-prompt-embeds",
     ),
     "pooling": (
         SimpleNamespace(model_config=SimpleNamespace(runner_type="pooling")),
@@ -311,9 +326,11 @@ def test_refused_configuration(name: str) -> None:
     (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
     own = {
         "clusters over ranks": {"name": "dgc", "importance": "cluster"},
+        "quantised means": {"name": "dgc", "importance": "cluster"},
         "recall beside windows": {"name": "sink", "recall": 8},
         "recall over stages": {"name": "sink", "recall": 8},
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
+        "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
         "recall beside recurrent layers": {"name": "sink", "recall": 8},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
@@ -423,6 +440,12 @@ def test_clusters_of_each_head_are_accepted_over_ranks() -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
     raw = {"name": "dgc", "importance": "cluster", "head_policy": "per_kv_head"}
     assert not refusal.applies(config, resolve(raw))
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2", "int8_per_token_head"])
+def test_other_policies_are_accepted_with_quantised_rows(cache_dtype: str) -> None:
+    config = create(MODEL, kv_cache_dtype=cache_dtype)
+    assert config.cache_config.cache_dtype == cache_dtype
 
 
 def test_refused_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def run(policy: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "policy",
     [
-        {"name": "cascade"},
+        pytest.param({"name": "cascade"}, marks=pytest.mark.slow),
         pytest.param({"name": "dgc"}, marks=pytest.mark.slow),
         pytest.param({"name": "beehive"}, marks=pytest.mark.slow),
         pytest.param({"name": "h2o", "overflow": 8}, marks=pytest.mark.slow),

@@ -38,7 +38,11 @@ def generate(arguments: str, plugins: str | None = None) -> str:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"kv_policy": "full"}, {"additional_config": {"kv_policy": "full"}}],
+    [
+        {},
+        pytest.param({"kv_policy": "full"}, marks=pytest.mark.slow),
+        pytest.param({"additional_config": {"kv_policy": "full"}}, marks=pytest.mark.slow),
+    ],
     ids=["no policy", "kv_policy=full", "additional_config"],
 )
 def test_byte_identical_to_vllm_without_the_plugin(arguments: dict) -> None:

@@ -86,7 +86,9 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any)
     )
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "dgc-8")) for n in POLICIES]
+)
 def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> None:
     """Every policy family: one-rule steps, batches, strides; what is kept and how it scores."""
     llm = engine(engine_pool, POLICIES[name], models["llama"])

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .dgc import nearest_centres
 from .policies import Sim
+from .quantised import Quantiser, write_rows, written_at
 from .recall import RecallSettings, RecallSim
 
 HEAD_POLICIES = ("homogeneous", "per_kv_head")
@@ -141,6 +142,10 @@ class OracleModel(ABC):
         """Apply rotary positions to x [..., len(positions), D]."""
         return x
 
+    def rotate_back(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Take `rotate` back."""
+        return x
+
     def bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor | None:
         """Additive bias [H, queries, keys], if the model has one."""
         return None
@@ -199,6 +204,12 @@ class LlamaOracle(OracleModel):
         half = len(self.inv_freq)
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+    def rotate_back(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = (table[positions] / self.rotary_scale**2 for table in (self.cos, self.sin))
+        half = len(self.inv_freq)
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((a * cos + b * sin, b * cos - a * sin, rest), dim=-1)
 
 
 class BloomOracle(OracleModel):
@@ -406,6 +417,7 @@ def stream(
     kept_at: Collection[int] | None = None,
     recall: RecallSettings | None = None,
     chosen: dict[int, list[list[list[int]]]] | None = None,
+    quantiser: Quantiser | None = None,
 ) -> OracleResult:
     """Run `tokens` through the model with one token-retention simulation per layer and head set.
 
@@ -421,6 +433,7 @@ def stream(
     are shown in place of scores by attention. Tokens that a simulation merges into others are
     averaged into them. With `recall` the queries of a stride bring evicted units back; `chosen`
     is what another implementation kept (as `kept`), whose choice stands where rounding decides.
+    With a `quantiser` a stride's rows are quantised when it is over, rotated to where they stand.
     """
     if gamma is not None:
         if decay is not None or weight is not None:
@@ -471,9 +484,14 @@ def stream(
                 num_sinks = len(sims[layer][s].sinks)
                 if store.chooses(start, end):
                     of_set = slice(None) if num_sets == 1 else slice(s, s + 1)
-                    asked = q[store.asking(length)].unflatten(1, (model.num_kv_heads, -1))
+                    asking = store.asking(length)
+                    away = store.distances(len(lines[s]), asking, num_sinks)
+                    asked = model.rotate(q[asking].transpose(0, 1), away).transpose(0, 1)
+                    asked = asked.unflatten(1, (model.num_kv_heads, -1))[:, of_set].flatten(1, 2)
+                    stay = torch.zeros(total, dtype=torch.long)
+                    there = model.rotate(keys[layer][of_set], stay)
                     hint = None if chosen is None else store.hint(chosen[end][layer][s], num_sinks)
-                    store.choose(asked[:, of_set].flatten(1, 2), keys[layer][of_set], hint)
+                    store.choose(asked, there, hint)
                 lines[s] = store.line(lines[s], num_sinks)
             seen = torch.tensor([line + own for line in lines])
             rows = seen.expand(model.num_kv_heads, -1)
@@ -505,6 +523,11 @@ def stream(
                 in_set = slice(None) if num_sets == 1 else slice(s, s + 1)
                 merge(sim, members[layer][s], keys[layer][in_set], values[layer][in_set])
                 score[s, sim.sinks] = 0.0  # sinks are never scored
+            if quantiser is not None:
+                sim, store = sims[layer][0], stores[layer][0]
+                after = len(sim.tokens()) + (0 if store is None else store.tokens_to_show)
+                at = written_at(len(lines[0]), after, length, end % sim.unit)
+                write_rows(model, quantiser, keys[layer], values[layer], own, at)
 
         logits = model.unembed(x)
         following = token_ids[start + 1 : end + 1]

@@ -2,7 +2,7 @@
 """Recall: evicted units wait in a store, and the queries of a stride bring some of them back.
 
 One store for each layer and head set. Everything is a list of unit numbers; a unit's keys are
-looked up by token, never rotated.
+looked up by token, and judged as if each stood in the middle of the shown units.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ class RecallSim:
         grown = min(self.settings.units, len(self.evicted)) != len(self.shown)
         return bool(self.evicted) and (due or grown)
 
+    @property
+    def tokens_to_show(self) -> int:
+        """Tokens of the units that will be back at the next stride."""
+        return self.settings.unit * min(self.settings.units, len(self.evicted))
+
     def asking(self, num_tokens: int) -> list[int]:
         """The stride's tokens whose queries are asked: all, or evenly spread to the last one."""
         most = self.settings.queries
@@ -76,13 +81,22 @@ class RecallSim:
             return list(range(num_tokens))
         return [(i + 1) * num_tokens // most - 1 for i in range(most)]
 
+    def distances(self, cached: int, asking: list[int], num_sinks: int) -> Tensor:
+        """How far before each of these tokens the middle of the shown units will stand.
+
+        `cached` are the policy's tokens, to which the shown ones come.
+        """
+        number = min(self.settings.units, len(self.evicted))
+        before = num_sinks + number // 2 * self.settings.unit
+        return torch.tensor([cached + number * self.settings.unit + i - before for i in asking])
+
     def choose(self, queries: Tensor, keys: Tensor, hint: list[int] | None = None) -> None:
         """Bring units back.
 
-        `queries` are [asking, query heads, D] and `keys` [KV heads, tokens, D] of the whole stream,
-        of this set's heads, neither of them rotated. `hint` is what another implementation chose:
-        it is taken if all of its units are worth as much as the least of ours, within `NEAR`. A key
-        that falls between two steps of its 8 bits may go either way.
+        `queries` are [asking, query heads, D], rotated by their `distances`, and `keys` [KV heads,
+        tokens, D] of the whole stream, at position 0, of this set's heads. `hint` is what another
+        implementation chose: it is taken if all of its units are worth as much as the least of
+        ours, within `NEAR`. A key that falls between two steps of its 8 bits may go either way.
         """
         number, stored = min(self.settings.units, len(self.evicted)), self.stored
         if number == len(stored):

@@ -461,3 +461,32 @@ def test_impossible_sizes(raw: dict[str, Any], message: str) -> None:
 def test_settings_are_checked_again_when_a_policy_travels() -> None:
     with pytest.raises(ValidationError):
         POLICIES["beehive"].model_validate({"budget": 10, "stride": 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        ({"name": "window", "budget": 8}, 0),
+        ({"name": "sink", "budget": 8, "num_sinks": 3}, 3),
+        ({"name": "sink", "budget": 8, "num_sinks": 3, "overflow": 4}, 3),
+        ({"name": "lazy", "budget": 8, "num_sinks": 2}, 2),
+        ({"name": "sink", "budget": 32, "num_sinks": 4, "unit": 4, "prefill_stride": 8}, 4),
+        ({"name": "sink", "budget": 64, "num_sinks": 16, "unit": 16, "recall": 1}, None),
+        ({"name": "cascade", "budget": 8, "num_subcaches": 2}, None),
+        ({"name": "h2o", "budget": 8, "window": 8}, None),  # always the oldest, but it is scored
+        ({"name": "dgc", "budget": 8}, None),
+        ({"name": "beehive", "budget": 20}, None),
+    ],
+)
+def test_who_keeps_the_newest(settings: dict[str, Any], first: int | None) -> None:
+    """After any number of tokens the first ones are left, and behind them the newest."""
+    schedule = compiled(resolve(settings))
+    assert schedule.keeps_newest == first
+    if first is None or schedule.unit > 1:
+        return
+    sim = make_sim(settings)
+    for t in range(60):
+        sim.insert(t, lambda _: 0.0)
+        kept = sim.tokens()
+        newest = len(kept) - min(first, t + 1)
+        assert kept == [*range(min(first, t + 1)), *range(t + 1 - newest, t + 1)]

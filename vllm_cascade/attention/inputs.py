@@ -2,8 +2,8 @@
 """Strides as an implementation in PyTorch or C++ takes them: a plan's rows, with their pages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ class Singles:
         given: fp32 ``[B]``, these scores; None where the host gives none.
         recall: what each does with its evicted units, or None; empty where nobody does.
         shift: int32 ``[B]`` (``StrideRows``); None: 0.
+        kept: what an implementation makes of them in the first layer, for all others.
     """
 
     steps: torch.Tensor
@@ -47,6 +48,7 @@ class Singles:
     given: torch.Tensor | None = None
     recall: "Sequence[RecallStride | None]" = ()
     shift: torch.Tensor | None = None
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def column(self, column: int) -> torch.Tensor:
         """int64 ``[B, 1, 1]``: one number a request, to go with its head sets and slots."""

@@ -13,6 +13,7 @@ from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.cache.positions import alibi_slopes as _slopes
+from vllm_cascade.cache.quantised import CODES, Quantised
 from vllm_cascade.policies.settings import KVPolicyError
 
 
@@ -38,6 +39,7 @@ class LayerConfig:
         window: tokens that a query sees, its own included; None: all that are kept.
         sinks: fp32 ``[num_kv_heads, group]``, learned logits of nothing: one more term of each
             head's softmax, whose probability no token gets. None: no such term.
+        dtype: of new tokens' rows; None: that of the rows in pages.
     """
 
     num_kv_heads: int
@@ -54,6 +56,7 @@ class LayerConfig:
     over_ranks: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     window: int | None = None
     sinks: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
 
     def reduce_heads(self, mass: torch.Tensor) -> torch.Tensor:
         """Attention mass of query heads to one number a head set, over all ranks if need be.
@@ -85,7 +88,7 @@ class NewTokens(NamedTuple):
     """A step's rows of one layer, rotated at cache positions.
 
     ``query`` and ``output``, which is written, are ``[num_tokens, num_heads, head_size]``, ``key``
-    and ``value`` ``[num_tokens, num_kv_heads, head_size]``, all in the cache's dtype.
+    and ``value`` ``[num_tokens, num_kv_heads, head_size]``, all in the model's dtype.
     """
 
     query: torch.Tensor
@@ -139,11 +142,13 @@ class KVPolicyImpl(AttentionImpl[Any]):
     """One layer on any device; a device says how it rotates and how it runs a step's waves.
 
     Attributes:
-        knows_windows, knows_sinks: whether the device's code has sliding windows, learned sinks.
+        knows_windows, knows_sinks, knows_codes: whether the device's code has sliding windows,
+            learned sinks, quantised rows.
     """
 
     knows_windows: ClassVar[bool] = False
     knows_sinks: ClassVar[bool] = False
+    knows_codes: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -171,6 +176,11 @@ class KVPolicyImpl(AttentionImpl[Any]):
                     f"kv_policy: the model uses {feature}, which no policy supports on this "
                     "device; use --kv-policy full"
                 )
+        if kv_cache_dtype in CODES and not self.knows_codes:
+            raise KVPolicyError(
+                f"kv_policy: --kv-cache-dtype {kv_cache_dtype} is not built for this device; set "
+                "it to auto"
+            )
         self.sinks = sinks  # weights are loaded later
         self.num_heads = num_heads
         self.head_size = head_size
@@ -189,11 +199,15 @@ class KVPolicyImpl(AttentionImpl[Any]):
         kv_cache: torch.Tensor,
         rotary: Rotary | None,
         num_ranks: int = 1,
+        dtype: torch.dtype | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         """Fix what no step changes; called once the page pool exists.
 
         Args:
             num_ranks: tensor-parallel ranks that the model's heads are spread over.
+            dtype: of new rows; None: the cache's, where that is not quantised.
+            scales: of all keys and all values, where they are quantised in steps of these.
         """
         slopes, device = self.alibi_slopes, kv_cache.device
         if slopes is not None:
@@ -204,7 +218,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         rotation = None
         if rotary is not None:
             rotation = self.rotation_table(rotary, spec, device)
-        self._pages = page_views(kv_cache, spec)
+        self._pages = page_views(kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales))
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,
@@ -220,6 +234,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
             over_ranks=over_ranks if num_ranks > 1 and shared and scores else None,
             window=spec.window,
             sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
+            dtype=dtype,
         )
 
     def rotation_table(

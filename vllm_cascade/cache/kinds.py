@@ -30,7 +30,7 @@ class Kind:
         policy: what they run under.
         slots: tokens of a page.
         window: tokens that a query sees, its own included; None: all that the policy keeps.
-        token_bytes: keys and values of a token, in all layers of the kind.
+        token_bytes: keys and values of a token and their scales, in all layers of the kind.
         page_bytes: a page of them, with what it holds besides keys and values.
     """
 
@@ -132,7 +132,7 @@ def kinds_of(specs: Iterable["KVPolicySpec"], policy: Policy, block_size: int) -
         kind = kinds.setdefault(spec.window, Kind(spec.policy, spec.page_slots, spec.window))
         kinds[spec.window] = replace(
             kind,
-            token_bytes=kind.token_bytes + spec.unpadded_page_size_bytes // spec.page_slots,
+            token_bytes=kind.token_bytes + spec.row_bytes // spec.page_slots,
             page_bytes=kind.page_bytes + spec.page_size_bytes,
         )
     return tuple(kinds.values())

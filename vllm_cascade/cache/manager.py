@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.cache.kinds import Kind
-from vllm_cascade.cache.layout import TRACE_WORDS, UNIT_WORDS, WORD_BYTES
+from vllm_cascade.cache.layout import ROW_SCALES, TRACE_WORDS, UNIT_WORDS, WORD_BYTES
 from vllm_cascade.cache.snapshots import SnapshotStore
 from vllm_cascade.policies import Policy, Schedule, compiled
 
@@ -46,7 +46,7 @@ class KVPolicySpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         units = self.num_sets * (self.page_slots // self.policy.unit)
-        own = self.unpadded_page_size_bytes + units * len(self.words) * WORD_BYTES
+        own = self.row_bytes + units * len(self.words) * WORD_BYTES
         object.__setattr__(self, "page_size_padded", max(own, self.least_page_bytes))
 
     @classmethod
@@ -101,6 +101,18 @@ class KVPolicySpec(AttentionSpec):
     def num_sets(self) -> int:
         """Head sets that keep tokens of their own."""
         return self.num_kv_heads if self.policy.head_policy == "per_kv_head" else 1
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a page: the scales of its rows, where every row has its own."""
+        if not self.kv_quant_mode.is_per_token_head:
+            return 0
+        return self.num_kv_heads * self.page_slots * ROW_SCALES * WORD_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a page: keys and values with their scales, which vLLM without a policy has, too."""
+        return self.unpadded_page_size_bytes + self.scale_bytes
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def saved_bytes(spec: KVPolicySpec, lengths: Sequence[int], pages: int) -> int:
     """
     if not spec.kinds:
         full = sum(cdiv(length, spec.block_size) for length in lengths)
-        return full * spec.unpadded_page_size_bytes - pages * spec.page_size_bytes
+        return full * spec.row_bytes - pages * spec.page_size_bytes
     stock = (kind.stock_bytes(n, spec.block_size) for kind in spec.kinds for n in lengths)
     return sum(stock) - pages * sum(kind.page_bytes for kind in spec.kinds)
 

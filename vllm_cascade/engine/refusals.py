@@ -7,7 +7,6 @@ is loaded. An entry leaves this list when a test shows that it works.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -17,8 +16,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.cache.architectures import may_be_unrotated, needs_no_positions
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.devices import this_device
-from vllm_cascade.kernels.columns import MOST_UNIT
+from vllm_cascade.engine.recall_refusals import RECALL_REFUSALS
+from vllm_cascade.engine.refusal import Refusal, layer_types, windowed
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -33,36 +34,14 @@ TRY_CUDA = "VLLM_CASCADE_CUDA"
 """Environment variable that lets policies run on CUDA, where nobody has run them yet."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """``message`` says what is set, why it cannot work and what to do instead."""
-
-    name: str
-    applies: Callable[[VllmConfig, Policy], bool]
-    message: str
-
-
-def _recalls_on_cuda(policy: Policy) -> bool:
-    return policy.recall > 0 and current_platform.is_cuda()
-
-
 def _rope_types(config: VllmConfig) -> set[str]:
     parameters = iter_rope_parameters(config.model_config.hf_text_config)
     return {entry.get("rope_type", "default") for entry in parameters}
 
 
-def _layer_types(model: ModelConfig) -> set[str]:
-    return set(getattr(model.hf_text_config, "layer_types", None) or ())
-
-
 def _chunked(model: ModelConfig) -> bool:
     chunks = getattr(model.hf_text_config, "attention_chunk_size", None)
-    return "chunked_attention" in _layer_types(model) or bool(chunks)
-
-
-def _windowed(model: ModelConfig) -> bool:
-    kinds = _layer_types(model)
-    return "sliding_attention" in kinds or (model.get_sliding_window() is not None and not kinds)
+    return "chunked_attention" in layer_types(model) or bool(chunks)
 
 
 def _device(config: VllmConfig, policy: Policy) -> bool:
@@ -79,6 +58,19 @@ def _worker(config: VllmConfig, policy: Policy) -> bool:
 def _other_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     return current_platform.is_cuda() and config.cache_config.cache_dtype not in ("auto", dtype)
+
+
+def _unknown_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
+    return config.cache_config.cache_dtype not in (*UNQUANTISED, *CODES)
+
+
+def _some_layers_quantised(config: VllmConfig, policy: Policy) -> bool:
+    cache = config.cache_config
+    return cache.cache_dtype in CODES and bool(cache.kv_cache_dtype_skip_layers)
+
+
+def _quantised_means(config: VllmConfig, policy: Policy) -> bool:
+    return config.cache_config.cache_dtype in CODES and policy.merge_into is not None
 
 
 def _no_movable_positions(config: VllmConfig) -> bool:
@@ -145,44 +137,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "cache type on CUDA",
         _other_cache_dtype,
-        "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys in the "
-        "model's own type",
+        "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys and values "
+        "in the model's own type",
     ),
-    Refusal(
-        "recall over ranks on CUDA",
-        lambda config, policy: (
-            _recalls_on_cuda(policy) and config.parallel_config.tensor_parallel_size > 1
-        ),
-        "recall is not tested with --tensor-parallel-size above 1 on CUDA yet; set --kv-recall 0",
-    ),
-    Refusal(
-        "recall beside snapshots on CUDA",
-        lambda config, policy: (
-            _recalls_on_cuda(policy) and config.cache_config.enable_prefix_caching
-        ),
-        "on CUDA evicted units are stored for running requests only, and a request that starts "
-        "from a snapshot would miss them; add --no-enable-prefix-caching, or set --kv-recall 0",
-    ),
-    Refusal(
-        "recall of long units on CUDA",
-        lambda _, policy: _recalls_on_cuda(policy) and policy.unit > MOST_UNIT,
-        f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
-        "--kv-recall 0",
-    ),
-    Refusal(
-        "recall beside windows",
-        lambda config, policy: policy.recall > 0 and _windowed(config.model_config),
-        "recall moves positions in a way that layers with sliding windows do not follow yet; "
-        "set --kv-recall 0 for this model",
-    ),
-    Refusal(
-        "recall over stages",
-        lambda config, policy: (
-            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
-        ),
-        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
-        "--tensor-parallel-size",
-    ),
+    *RECALL_REFUSALS,
     Refusal(
         "scores by text over stages",
         lambda config, policy: (
@@ -198,6 +156,14 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "models with recurrent layers are not tested with --pipeline-parallel-size above 1 yet; "
         "use --tensor-parallel-size",
+    ),
+    Refusal(
+        "scores by text of embeddings",
+        lambda config, policy: (
+            policy.token_scores is not None and config.model_config.enable_prompt_embeds
+        ),
+        "an importance that comes from token ids cannot be combined with --enable-prompt-embeds, "
+        'whose prompts have none; remove it, or set importance to "attention"',
     ),
     Refusal(
         "speculative decoding",
@@ -239,9 +205,21 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "quantised KV cache",
-        lambda config, _: config.cache_config.cache_dtype not in UNQUANTISED,
-        "--kv-cache-dtype must be auto with --kv-policy: keys are rotated when they are read and "
-        "quantised keys cannot be; remove one of the two",
+        _unknown_cache_dtype,
+        "--kv-cache-dtype has a type that no policy can store keys and values in; set it to auto "
+        f"or to one of {', '.join(CODES)}",
+    ),
+    Refusal(
+        "layers that are not quantised",
+        _some_layers_quantised,
+        "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: pages have as many "
+        "tokens in every layer; remove it, or set --kv-cache-dtype to auto",
+    ),
+    Refusal(
+        "quantised means",
+        _quantised_means,
+        "importance 'cluster' writes a mean anew with every token that joins it, and 8 bits would "
+        "round it every time; set --kv-cache-dtype to auto, or another importance",
     ),
     _model("MLA", "models with multi-head latent attention are", lambda m: m.use_mla),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
@@ -331,7 +309,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "windowed layers on CUDA",
-        lambda config, _: current_platform.is_cuda() and _windowed(config.model_config),
+        lambda config, _: current_platform.is_cuda() and windowed(config.model_config),
         "models whose layers have sliding windows run on the CPU only: the kernels for CUDA know "
         "one kind of layers; use --kv-policy full",
     ),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -21,7 +22,7 @@ from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.cache.kinds import bounded
-from vllm_cascade.cache.layout import whole_pages
+from vllm_cascade.cache.layout import ROW_SCALES, whole_pages
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import choose_long_tables, find_rotaries
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
@@ -32,6 +33,21 @@ from vllm_cascade.engine.stages import expect_hidden_states, of_all_stages, own_
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
+
+
+def scales_of(layer: AttentionLayer) -> tuple[float, float]:
+    """Of all keys and of all values: the checkpoint's, or 1.
+
+    Raises:
+        KVPolicyError: a checkpoint with several of them for one layer.
+    """
+    scales = layer._k_scale, layer._v_scale
+    if any(scale.numel() > 1 for scale in scales):
+        raise KVPolicyError(
+            "kv_policy: the checkpoint has a scale of keys and values for every head, which no "
+            "policy supports; set --kv-cache-dtype to fp8_per_token_head, or to the model's dtype"
+        )
+    return scales[0].item(), scales[1].item()
 
 
 class KVPolicyWorker:
@@ -98,6 +114,8 @@ class KVPolicyWorker:
                     layers[name].kv_cache,
                     rotaries[name],
                     self.parallel_config.tensor_parallel_size,
+                    self.model_config.dtype,
+                    scales_of(layers[name]),
                 )
         first.positions.install(model)
         for builder in others:
@@ -134,6 +152,7 @@ class KVPolicyWorker:
             dtype=spec.dtype,
             most_units=policy.recall_store // policy.unit,
             most_recalled=policy.recall,
+            row_scales=ROW_SCALES if spec.scale_bytes else 0,
         )
         most, backend = self.vllm_config.scheduler_config.max_num_seqs, self.device_entry.backend
         self._stores = resolve_name(backend).make_stores(shape, most, device)

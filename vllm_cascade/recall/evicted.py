@@ -16,21 +16,25 @@ class Evicted:
     """In the order in which they are stored: by rank before the stride, its own units last.
 
     Attributes:
-        rows: ``[H, n, unit, 2 D]``, keys and values as they were written.
+        rows: ``[H, n, unit, 2 D]``, keys and values as pages have them.
         born: int32 ``[sets, n]``, the position that the first key was rotated with.
         token: int32 ``[sets, n]``, the first token's index in the stream.
+        scale: fp32 ``[H, n, unit, 2]``, of the rows; None: they have none of their own.
     """
 
     rows: torch.Tensor
     born: torch.Tensor
     token: torch.Tensor
+    scale: torch.Tensor | None = None
 
     @classmethod
     def room(cls, layer: "LayerConfig", pages: "Pages", num_units: int) -> Self:
         """Memory for so many, to be written."""
         words = torch.empty(2, layer.num_sets, num_units, dtype=torch.int32)
-        shape = (layer.num_kv_heads, num_units, pages.unit, 2 * layer.head_size)
-        return cls(torch.empty(shape, dtype=pages.kv.dtype), words[0], words[1])
+        keys = (layer.num_kv_heads, num_units, pages.unit)
+        rows = torch.empty(*keys, 2 * layer.head_size, dtype=pages.kv.dtype)
+        scale = None if pages.scale is None else torch.empty(*keys, pages.scale.shape[-1])
+        return cls(rows, words[0], words[1], scale)
 
     def __len__(self) -> int:
         return self.born.shape[1]

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which evicted units queries ask for: the judge, in plain PyTorch.
 
-Keys are judged as they were before rotation, so where they stood does not matter, and in 8 bits. If
-a query attended to the whole store, its keys would get probabilities: a unit is worth the largest
-of its keys' and their mean, as a share of all units'. Of several queries the largest share counts,
-and the mean over a set's query heads is what is compared. The largest alone would often be exactly
-equal: in a first layer equal tokens have equal keys. Queries are taken in 15 bits, so that products
-are of integers where that is fast. Docs: INTERNALS.md, "Recall".
+Keys are judged as if they all stood where a recalled unit will: in the middle of the recalled
+ones. They are kept as they were before rotation, in 8 bits, and queries are turned back by that
+position. If a query attended to the whole store, its keys would get probabilities: a unit is worth
+the largest of its keys' and their mean, as a share of all units'. Of several queries the largest
+share counts, and the mean over a set's query heads is what is compared. The largest alone would
+often be exactly equal: in a first layer equal tokens have equal keys. Queries are taken in 15 bits,
+so that products are of integers where that is fast. Docs: INTERNALS.md, "Recall"; what other judges
+find: RESULTS.md.
 """
 
 import numpy as np
@@ -68,7 +70,7 @@ def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) ->
 
     Args:
         index: of the layer.
-        queries: fp32 ``[Q, H * G, D]``, before rotation, times the scale of logits.
+        queries: fp32 ``[Q, H * G, D]``, rotated as far beyond the units, times the scale of logits.
     """
     logits = []
     grouped = queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)

@@ -14,7 +14,7 @@ import torch
 from vllm_cascade.attention.inputs import Singles, Stride
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.kernels.columns import CACHED, NEW_SLOTS, OLD_SLOTS, START
+from vllm_cascade.kernels.columns import NEW_SLOTS, OLD_SLOTS, START
 from vllm_cascade.kernels.cpp.library import Rows, row_addresses
 from vllm_cascade.recall import evidence
 from vllm_cascade.recall.evicted import Evicted
@@ -43,12 +43,15 @@ class _Line:
         block = self._blocks[places // self._per_page]
         words.numpy()[block, head_set, places % self._per_page] = values
 
-    def rows(self, heads: slice, places: np.ndarray) -> list[torch.Tensor]:
-        """Views ``[heads, unit, 2 D]`` of the rows of units."""
-        views = []
+    def rows(
+        self, heads: slice, places: np.ndarray
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Views ``[heads, unit, 2 D]`` of the rows of units, and of their scales, if any."""
+        views, scale = [], self._pages.scale
         for place in places.tolist():
             page, at = int(self._blocks[place // self._per_page]), place % self._per_page
-            views.append(self._pages.kv[page, heads, at * self.unit : (at + 1) * self.unit])
+            where = page, heads, slice(at * self.unit, (at + 1) * self.unit)
+            views.append((self._pages.kv[where], None if scale is None else scale[where]))
         return views
 
 
@@ -79,8 +82,7 @@ class LayerRecall:
         if plan is None or not plan.selects:
             return
         asking = evidence.asking(stride.num_tokens, self._most_queries)
-        place, position = stride.start + asking, stride.cached + asking
-        chosen = self._choose(plan, new, row_addresses(new), place, position)
+        chosen = self._choose(plan, new, row_addresses(new), stride.start + asking)
         blocks = stride.pages.numpy()
         self._place_all(plan, chosen, partial(_Line, self._pages, blocks, stride.old_slots))
 
@@ -91,8 +93,7 @@ class LayerRecall:
         for i in selects:
             plan = singles.recall[i]
             step = singles.steps[i].tolist()
-            place, position = np.asarray([[step[START]], [step[CACHED]]])
-            chosen = self._choose(plan, new, rows, place, position)
+            chosen = self._choose(plan, new, rows, np.asarray([step[START]]))
             self._place_all(plan, chosen, partial(self._line, singles, i, step[OLD_SLOTS]))
 
     def _line(self, singles: Singles, i: int, slots: int) -> _Line:
@@ -105,16 +106,15 @@ class LayerRecall:
         new: NewTokens,
         rows: Rows,
         place: np.ndarray,
-        position: np.ndarray,
     ) -> Iterable[np.ndarray]:
         """Each head set's units, counted from the first candidate.
 
         Args:
             rows: addresses of ``new``.
-            place: of the tokens that ask, in the step.
-            position: which their queries are rotated to.
+            place: int64 ``[asking]``, of the tokens that ask, in the step.
         """
         layer, units = self._layer, plan.candidates
+        position = np.full(len(place), plan.middle * self._pages.unit)
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
         if self._judge is not None:
@@ -190,10 +190,12 @@ class LayerRecall:
     ) -> None:
         """Copy units into empty slots."""
         pages, heads = self._pages, self._heads(head_set)
-        for i, rows in enumerate(line.rows(heads, places)):
+        for i, (rows, scale) in enumerate(line.rows(heads, places)):
             number = int(numbers[i])
             chunk, at = units.chunks[number // CHUNK_UNITS], number % CHUNK_UNITS
             rows.copy_(chunk.rows[self._index, heads, at])
+            if scale is not None:
+                scale.copy_(chunk.row_scale[self._index, heads, at])
             for name in ("born", "token"):
                 word = getattr(chunk, name)[self._index, head_set, at].item()
                 line.write(getattr(pages, name), head_set, places[i : i + 1], word)
@@ -231,8 +233,10 @@ class LayerRecall:
                 gone.born[head_set] = torch.from_numpy(born[head_set][places])
                 gone.token[head_set] = torch.from_numpy(token[head_set][places])
                 heads = self._heads(head_set)
-                for n, rows in enumerate(line.rows(heads, places)):
+                for n, (rows, scale) in enumerate(line.rows(heads, places)):
                     gone.rows[heads, n] = rows
+                    if gone.scale is not None:
+                        gone.scale[heads, n] = scale
             self.store(plan.stored, gone)
 
     def store(self, part: Part, gone: Evicted) -> None:
@@ -241,10 +245,13 @@ class LayerRecall:
         unit = self._pages.unit
         sets = torch.arange(layer.num_kv_heads) if layer.num_sets > 1 else [0] * layer.num_kv_heads
         position = gone.born[sets].unsqueeze(-1) + torch.arange(unit)
-        keys = evidence.unrotated(layer, gone.rows[..., : layer.head_size], position)
+        rows = self._pages.read(gone.rows, gone.scale)
+        keys = evidence.unrotated(layer, rows[..., : layer.head_size], position)
         codes, scale = evidence.encode(keys)
         for chunk, to, place in part.pieces():
             chunk.rows[index, :, to] = gone.rows[:, place]
+            if gone.scale is not None:
+                chunk.row_scale[index, :, to] = gone.scale[:, place]
             chunk.codes[index, :, to] = evidence.by_words(codes[:, place])
             chunk.scale[index, :, to] = scale[:, place]
             chunk.born[index, :, to] = gone.born[:, place]

@@ -29,6 +29,7 @@ class UnitShape:
         unit: tokens of a unit.
         most_units: units a request stores; the first ones go when there are more.
         most_recalled: units recalled at a time.
+        row_scales: numbers that go with a row; 0: none, as where it is not quantised.
     """
 
     num_layers: int
@@ -39,13 +40,15 @@ class UnitShape:
     dtype: torch.dtype
     most_units: int
     most_recalled: int
+    row_scales: int = 0
 
     @property
     def unit_bytes(self) -> int:
         """Host memory of one unit: its rows, and what judges it."""
         keys = self.num_layers * self.num_kv_heads * self.unit
         words = self.num_layers * self.num_sets * 2
-        return keys * (2 * self.head_size * self.dtype.itemsize + self.head_size + 4) + words * 4
+        row = 2 * self.head_size * self.dtype.itemsize + 4 * self.row_scales
+        return keys * (row + self.head_size + 4) + words * 4
 
 
 class Chunk:
@@ -53,6 +56,7 @@ class Chunk:
 
     Attributes:
         rows: ``[layers, H, units, unit, 2 D]``, keys and values as they were in the pages.
+        row_scale: fp32 ``[layers, H, units, unit, row_scales]``, what went with them there.
         codes: int8 ``[layers, H, units, D / 4, unit, 4]``, keys before rotation, in steps of
             ``scale``; four channels of a key side by side, then those of the unit's next key, as
             processors multiply bytes.
@@ -65,6 +69,7 @@ class Chunk:
         assert shape.head_size % 4 == 0, "four channels are multiplied at once"
         keys = (shape.num_layers, shape.num_kv_heads, CHUNK_UNITS, shape.unit)
         self.rows = torch.empty(*keys, 2 * shape.head_size, dtype=shape.dtype)
+        self.row_scale = torch.empty(*keys, shape.row_scales)
         self.codes = torch.empty(*keys[:3], shape.head_size // 4, shape.unit, 4, dtype=torch.int8)
         self.scale = torch.empty(keys)
         words = (shape.num_layers, shape.num_sets, CHUNK_UNITS)
@@ -73,7 +78,7 @@ class Chunk:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.rows, self.codes, self.scale, self.born, self.token
+        return self.rows, self.row_scale, self.codes, self.scale, self.born, self.token
 
     @property
     def num_bytes(self) -> int:

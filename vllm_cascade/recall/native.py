@@ -25,7 +25,7 @@ class NativeJudge:
 
         Args:
             places: int64 ``[asking]``, of their tokens in the step.
-            positions: int64 ``[asking]``, which they are rotated to.
+            positions: int64 ``[asking]``, by which their queries are turned back.
 
         Returns:
             int64 ``[sets, num]``, counted from the part's first unit and ascending, and fp32

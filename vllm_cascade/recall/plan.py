@@ -37,6 +37,11 @@ class RecallStride:
     stored: Part
     sinks: int
 
+    @property
+    def middle(self) -> int:
+        """Units before the middle of the recalled ones: where candidates are judged."""
+        return self.sinks + self.now // 2
+
 
 def plan_recall(
     waves: Sequence[StrideRows], table: torch.Tensor, logs: Mapping[int, Log]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The backend that takes the place of vLLM's ``CPU_ATTN`` while a policy is on."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import MultipleOf
@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import check_host_memory
 from vllm_cascade.recall.stores import Stores
@@ -16,6 +17,8 @@ from vllm_cascade.recall.stores import Stores
 
 class CPUKVPolicyBackend(KVPolicyBackend):
     """On the CPU."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
 
     @staticmethod
     def get_name() -> str:

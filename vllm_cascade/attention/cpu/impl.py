@@ -19,7 +19,7 @@ from vllm_cascade.recall.stores import Stores
 class CPUKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens at once, each longer stride on its own."""
 
-    knows_windows = knows_sinks = True
+    knows_windows = knows_sinks = knows_codes = True
     path: Path | None = None
     recall: LayerRecall | None = None
 

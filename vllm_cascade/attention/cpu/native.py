@@ -20,8 +20,9 @@ def refusal(
     """Why a layer cannot run in the library; None where it can."""
     if layer.gather_heads is not None:
         return "tensor-parallel ranks exchange scores in the middle of a step"
-    if pages.kv.dtype not in library.dtypes:
-        return f"the compiler has no {pages.kv.dtype}"
+    for dtype in (_stored(pages), _dtype(layer, pages)):
+        if dtype not in library.dtypes | library.codes:
+            return f"the compiler has no {dtype}"
     if schedule.moves_tokens:
         return f"policy {schedule.policy.name} merges tokens, or puts them out of order"
     if cpp.TILE % pages.unit and pages.unit % cpp.TILE:
@@ -45,25 +46,34 @@ class NativePath:
         self.library = library
         self._kept = layer, pages  # whose tensors the addresses are of
         self._layer = _layer(layer, pages, num_heads, schedule)
+        self._dtype = _dtype(layer, pages)
 
     def judge(self, index: int) -> NativeJudge:
         """What says which evicted units single tokens ask for."""
         return NativeJudge(self.library, self._layer, index)
 
     def tokens(self, singles: Singles, new: NewTokens) -> None:
+        assert new.query.dtype == self._dtype, (new.query.dtype, self._dtype)
         self.library.attend_and_insert_tokens(self._layer, _tokens(singles), cpp.row_addresses(new))
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
+        assert new.query.dtype == self._dtype, (new.query.dtype, self._dtype)
         made = _stride(stride)
         if evicted is not None:
             made.num_evicted, made.evicted_rows = len(evicted), evicted.rows.data_ptr()
+            made.evicted_scale = _address(evicted.scale)
             made.evicted_born = evicted.born.data_ptr()
             made.evicted_token = evicted.token.data_ptr()
         self.library.attend_and_insert_stride(self._layer, made, cpp.row_addresses(new))
 
 
 def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> cpp.Layer:
-    rotation = layer.rotation
+    rotation, stored = layer.rotation, _stored(pages)
+    scales = 1.0, 1.0
+    if pages.quantised is not None and pages.quantised.scales is not None:
+        scales = pages.quantised.scales
+    if pages.scale is not None:
+        assert pages.scale.stride()[:2] == (pages.rank.stride(0), 2 * pages.block_size)
     for words in (pages.rank, pages.born, pages.score):
         assert words.stride() == pages.rank.stride() and words[0].is_contiguous(), words.stride()
     assert rotation is None or rotation.is_contiguous()
@@ -78,6 +88,7 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         slopes=_address(layer.slopes),
         rotation=_address(rotation),
         sinks=_address(layer.sinks),
+        row_scale=_address(pages.scale),
         page_bytes=pages.kv.stride(0) * pages.kv.element_size(),
         page_words=pages.rank.stride(0),
         num_heads=layer.num_kv_heads,
@@ -89,29 +100,38 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         page_units=pages.rank.shape[2],
         half=0 if rotation is None else rotation.shape[-1],
         is_neox=layer.is_neox,
-        dtype=cpp.DTYPES[pages.kv.dtype],
+        dtype=cpp.DTYPES[_dtype(layer, pages)],
+        stored=(cpp.DTYPES | cpp.CODES)[stored],
+        stored_bytes=stored.itemsize,
         uses_scores=schedule.scoring.source != "none",
         reduction=cpp.REDUCTIONS[layer.reduction],
         window=layer.window or 0,
         scale=layer.scale,
         softcap=layer.softcap,
+        key_scale=scales[0],
+        value_scale=scales[1],
     )
+
+
+def _stored(pages: Pages) -> torch.dtype:
+    """Of a channel in pages."""
+    return pages.kv.dtype if pages.quantised is None else pages.quantised.code
+
+
+def _dtype(layer: LayerConfig, pages: Pages) -> torch.dtype:
+    """Of new tokens' rows."""
+    return layer.dtype or pages.kv.dtype
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-_last_tokens: tuple[Any, cpp.Tokens] | None = None
-_last_stride: tuple[Any, cpp.Stride] | None = None
-
-
 def _tokens(singles: Singles) -> cpp.Tokens:
     """All layers of a step share them, so their structure is made once."""
-    global _last_tokens
-    last = _last_tokens
-    if last is not None and last[0] is singles:
-        return last[1]
+    made = singles.kept.get("native")
+    if made is not None:
+        return made
     assert singles.steps.is_contiguous() and singles.table.is_contiguous()
     assert singles.steps.dtype == singles.table.dtype == singles.rules.dtype == torch.int32
     made = cpp.Tokens(
@@ -126,8 +146,11 @@ def _tokens(singles: Singles) -> cpp.Tokens:
         shift=_address(singles.shift),
         moved=singles.moved,
     )
-    _last_tokens = singles, made
+    singles.kept["native"] = made
     return made
+
+
+_last_stride: tuple[Any, cpp.Stride] | None = None
 
 
 def _stride(stride: Stride) -> cpp.Stride:

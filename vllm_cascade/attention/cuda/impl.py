@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, TritonMetadata
+from vllm_cascade.attention.cuda.metadata import DecodeRows, DeviceWave, TritonMetadata
 from vllm_cascade.attention.cuda.recall import LayerRings
 from vllm_cascade.attention.cuda.strides import (
     ChunkRows,
@@ -23,7 +23,7 @@ from vllm_cascade.attention.cuda.workspace import size_of, workspace_of
 from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
-from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.layout import TRACE_WORDS, Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.engine.lookup import policy_of
@@ -35,7 +35,8 @@ from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
 from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
-from vllm_cascade.kernels.triton.insert_stride import insert_strides, keep_of_strides
+from vllm_cascade.kernels.triton.insert_stride import insert_strides
+from vllm_cascade.kernels.triton.keep import keep_of_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.recall.rings import Rings
@@ -74,9 +75,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         spec: KVPolicySpec,
         kv_cache: torch.Tensor,
         rotary: Rotary | None,
-        num_ranks: int = 1,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
-        super().prepare(spec, kv_cache, rotary, num_ranks)
+        super().prepare(spec, kv_cache, rotary, *args, **kwargs)
         assert self._pages is not None
         if rotary is not None:
             dtype, forward = decode_dtype(self._pages.kv.dtype), spec.policy.recalled
@@ -210,7 +212,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         recall = {**where, "recall": rows.recall}
         if self.recall is not None:
             self.recall.choose(new.query, **recall, single=False)
-        made = rows.buffers or self._buffers(pages, policy.head_reduction, rows, new)
+        made = rows.buffers.get(self.num_heads)
+        made = made or self._buffers(pages, policy.head_reduction, rows, new)
         turning = self._turning
         common = {
             "slopes": self.alibi_slopes,
@@ -276,8 +279,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             unit=pages.unit,
             reduction=reduction if rows.scoring.source == "attention" else None,
         )
-        rows.buffers.update(workspace_of(new.query.device).carve(shapes))
-        return rows.buffers
+        made = rows.buffers[self.num_heads] = workspace_of(new.query.device).carve(shapes)
+        return made
 
     def _of_all_ranks(
         self, sums: torch.Tensor, reduction: str, query_heads: int
@@ -348,5 +351,5 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
 
 def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
-    """Views of the pages by name: these, or all."""
-    return {name: getattr(pages, name) for name in names or Pages.__dataclass_fields__}
+    """Views of the pages by name: these, or rows and all numbers of units."""
+    return {name: getattr(pages, name) for name in names or ("kv", *TRACE_WORDS)}

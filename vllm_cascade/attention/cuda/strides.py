@@ -24,7 +24,8 @@ from vllm_cascade.kernels.columns import (
 )
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.column_sums import num_sums
-from vllm_cascade.kernels.triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, num_programs
+from vllm_cascade.kernels.triton.insert_stride import num_programs
+from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS
 from vllm_cascade.kernels.triton.prefill import LINE_WORDS
 from vllm_cascade.policies import Policy, Schedule
 from vllm_cascade.policies.execute import Plan
@@ -45,7 +46,8 @@ class PrefillRows:
         max_length, max_slots: the longest stride, and the most slots in use before.
         width: of the longest line, or of the most slots afterwards, in units.
         recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
-        buffers: what the kernels leave each other, made by the first layer for all.
+        buffers: what the kernels leave each other, by the layer's query heads; the first layer
+            finds it for all.
     """
 
     steps: torch.Tensor
@@ -58,7 +60,7 @@ class PrefillRows:
     max_slots: int
     width: int
     recall: torch.Tensor | None = None
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class Mail:
     def send(self, table: torch.Tensor) -> None:
         """Send all of it to where the batch's block table is."""
         parts = [*self._rows, *self._others, *self._requests]
+        if not parts:
+            return
         flat = np.concatenate([part.astype(np.int32).ravel() for part in parts])
         device = sent(torch.from_numpy(flat), table.device)
         rows = (self._num + self._num_others) * STEP_COLUMNS
@@ -158,7 +162,7 @@ class Plans:
 
 
 def _numbers(plan: Plan) -> np.ndarray:
-    """A plan as ``kernels/triton/insert_stride.py`` reads it."""
+    """A plan as ``kernels/triton/choose.py`` reads it."""
     if plan.lowest is not None:
         return np.asarray(plan.lowest, dtype=np.int32)
     assert plan.groups is not None, "rule by rule it is done in PyTorch"

@@ -39,6 +39,7 @@ def merge_deleted(
     Returns:
         ``new_kv``, changed where a token of this stride is a centre.
     """
+    assert pages.quantised is None, "means would be rounded again and again"
     deleted = (~keep[0]).nonzero().squeeze(1)
     if len(deleted) == 0:
         return new_kv

@@ -98,16 +98,21 @@ def _take_evicted(
     """Copy the units that leave, before their slots are written over."""
     unit, cached = pages.unit, order.shape[1]
     whole = len(new_kv) // unit
-    kept = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)
-    old_rows = kept.unflatten(1, (-1, unit))  # [H, N / unit, unit, 2D]
-    new_rows = new_kv[: whole * unit].transpose(0, 1).unflatten(1, (whole, unit))
+    own = new_kv[: whole * unit].transpose(0, 1).unflatten(1, (whole, unit))
+    parts = [  # [H, N / unit, unit, 2D or 2]: as pages have them
+        (to, stored[stride.blocks].transpose(0, 1).flatten(1, 2).unflatten(1, (-1, unit)), fresh)
+        for to, stored, fresh in zip(
+            (evicted.rows, evicted.scale), (pages.kv, pages.scale), pages.stored(own), strict=True
+        )
+        if to is not None
+    ]
     born, token = (_gather_words(words, stride) for words in (pages.born, pages.token))
     for head_set, (line, stays) in enumerate(zip(order, keep, strict=True)):
         gone = (~stays).nonzero()[:, 0]
         old, new = line[gone[gone < cached]], gone[gone >= cached] - cached
         heads = slice(None) if len(order) == 1 else slice(head_set, head_set + 1)
-        rows = [old_rows[heads, old], new_rows[heads, new].to(kept.dtype)]
-        evicted.rows[heads] = torch.cat(rows, dim=1)
+        for to, kept, fresh in parts:
+            to[heads] = torch.cat([kept[heads, old], fresh[heads, new]], dim=1)
         evicted.born[head_set] = torch.cat([born[head_set, old], stride.cached + new * unit])
         evicted.token[head_set] = torch.cat([token[head_set, old], stride.stream + new * unit])
 
@@ -192,7 +197,7 @@ def _kv_at_positions(
 
     ``order``: int64 ``[S, u]``, the units of slots in that order.
     """
-    kv = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    kv = pages.rows(stride.blocks).transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
     slots = _members(order, pages.unit)
     index = slots.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
     keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
@@ -307,16 +312,15 @@ def _settle(
     will have put the unit: one number says then where all of them were written.
 
     Returns:
-        ``[T, H, 2D]``, and the position of the unit's first token.
+        ``[T, H, 2D]``, fp32 where keys turn, and the position of the unit's first token.
     """
     begin = stride.num_tokens - stride.num_tokens % unit
     distance = stride.cached + begin - rank * unit
     if layer.rotation is None or distance == 0:
         return new_kv, rank * unit
-    new_kv = new_kv.clone()
+    new_kv = new_kv.to(torch.float32, copy=True)
     keys = new_kv[begin:, :, : layer.head_size]
-    turned = rotate(keys.float(), layer.rotation[distance], layer.is_neox)
-    new_kv[begin:, :, : layer.head_size] = turned.to(new_kv.dtype)
+    keys[:] = rotate(keys, layer.rotation[distance], layer.is_neox)
     return new_kv, rank * unit
 
 
@@ -336,6 +340,6 @@ def _write_kv(
     head_set = head_set.repeat_interleave(pages.unit)[there]
     block, offset = stride.blocks[slot // pages.block_size], slot % pages.block_size
     if per_head:
-        pages.kv[block, head_set, offset] = new_kv[token, head_set].to(pages.kv.dtype)
+        pages.write_rows((block, head_set, offset), new_kv[token, head_set])
     else:
-        pages.kv[block, :, offset] = new_kv[token].to(pages.kv.dtype)
+        pages.write_rows((block, slice(None), offset), new_kv[token])

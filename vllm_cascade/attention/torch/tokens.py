@@ -111,7 +111,7 @@ def _attend(
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities ``[B, H, G, N + 1]`` (the new token last) and the output."""
-    cache = pages.kv[words.pages].transpose(1, 2).flatten(2, 3)  # [B, H, N, 2D]
+    cache = pages.rows(words.pages).transpose(1, 2).flatten(2, 3)  # [B, H, N, 2D]
     size = layer.head_size
     keys, values = cache[..., :size].float(), cache[..., size:]
     token_rank = words.tokens(rank)
@@ -225,4 +225,4 @@ def _write_kv(
     head = torch.arange(num_heads).expand_as(target)
     parts = (block, head, target % pages.block_size, new_kv)
     block, head, offset, new_kv = (part[stored] for part in parts)
-    pages.kv[block, head, offset] = new_kv.to(pages.kv.dtype)
+    pages.write_rows((block, head, offset), new_kv)
