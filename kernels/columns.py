@@ -65,7 +65,8 @@ SINKS = 7
 """Units before the recalled ones, with half of NOW also those before where keys are judged."""
 MORE_RECALLED = 8
 """So many units more are recalled when the stride's own evictions are done."""
-RECALL_COLUMNS = 9
+RECALL_COLUMNS = 12
+"""Also some that say nothing: every row begins at a multiple of 16 bytes."""
 
 TAKES_ALL, JUDGED = 1, 2
 

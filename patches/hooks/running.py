@@ -13,6 +13,7 @@ CUDA_BACKEND = "vllm_cascade/attention/cuda/backend.py"
 DEVICES = "vllm_cascade/engine/devices.py"
 LAYER = "vllm_cascade/attention/layer.py"
 CUDA_BUILDER = "vllm_cascade/attention/cuda/builder.py"
+CUDA_METADATA = "vllm_cascade/attention/cuda/metadata.py"
 CUDA_IMPL = "vllm_cascade/attention/cuda/impl.py"
 FAMILIES = "patches/hooks/models.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
@@ -142,7 +143,7 @@ ATTENTION = (
     *rows(
         "vllm.v1.attention.backend",
         AttentionLayer=given("the layer that calls us", LAYER, WORKER),
-        AttentionMetadata=given("the base of ours", BUILDER, CPU_BUILDER, CUDA_BUILDER),
+        AttentionMetadata=given("the base of ours", BUILDER, CPU_BUILDER, CUDA_METADATA),
         MultipleOf=called("pages we can have", "(base)", CPU_BACKEND, CUDA_BACKEND),
     ),
     *rows(

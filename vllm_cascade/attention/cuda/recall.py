@@ -32,7 +32,7 @@ class LayerRings:
         self, layer: LayerConfig, pages: Pages, rings: Rings, index: int, most_queries: int
     ) -> None:
         self._layer, self._pages, self._most_queries = layer, pages, most_queries
-        self._shape = rings.shape
+        self._shape, self._num_requests = rings.shape, rings.num_requests
         self._rows, self._codes, self._scales = (
             tensor[index] for tensor in (rings.rows, rings.codes, rings.scales)
         )
@@ -60,13 +60,20 @@ class LayerRings:
             single: whether they are strides of one token.
         """
         layer, pages, shape = self._layer, self._pages, self._shape
-        evidence = judge_units(
-            *(query, self._codes, self._scales, steps, recall),
-            *(layer.rotation, not layer.is_neox, layer.scale, shape.most_units, shape.num_sets),
-            1 if single else self._most_queries,
-        )
+        asking = 1 if single else self._most_queries
+        turning = layer.rotation, not layer.is_neox
+        # What memory is profiled for: the queries of one stride, or one of each request.
+        num = max(self._num_requests // asking, 1)
+        found = [
+            judge_units(
+                *(query, self._codes, self._scales, steps[first : first + num]),
+                *(recall[first : first + num], *turning, layer.scale),
+                *(shape.most_units, shape.num_sets, asking),
+            )
+            for first in range(0, len(steps), num)
+        ]
         recall_units(
-            *(evidence, self._rows, *self._words),
+            *(found[0] if len(found) == 1 else torch.cat(found), self._rows, *self._words),
             *(pages.kv, pages.rank, pages.born, pages.score, pages.token),
             *(table, steps, recall, self._exchanged, shape.most_recalled),
         )
