@@ -85,6 +85,13 @@ def _numbers(case: Case, low: int, high: int) -> list[int]:
     return [rng.randint(low, high) for _ in case.lengths]
 
 
+def _some(rng: random.Random, among: int, number: int) -> list[int]:
+    """So many different numbers below another, in order."""
+    numbers = list(range(among))
+    rng.shuffle(numbers)
+    return sorted(numbers[:number])
+
+
 def check_judge(
     case: Case, device: torch.device | str, capacity: int = 40, most_asking: int = 1
 ) -> float:
@@ -189,7 +196,8 @@ def check_recall(
             shown = tokens[head_set, sinks : sinks + before[row]].tolist()
             others = [t for t in range(10**6, 10**6 + 2 * capacity) if t not in shown]
             others += [t for t in range(400) if t not in tokens[head_set].tolist()]
-            mine = shown + rng.sample(others, number[row] - len(shown))
+            rng.shuffle(others)
+            mine = shown + others[: number[row] - len(shown)]
             rng.shuffle(mine)
             rings.token[head_set, places] = torch.tensor(mine, dtype=torch.int32)
             values = torch.randint(0, 6, (number[row],), generator=generator) / 8
@@ -285,7 +293,7 @@ def check_store_tokens(case: Case, device: torch.device | str, capacity: int = 3
             line = order[head_set].tolist()
             last = line[-1] * case.unit + case.unit - 1
             cache.put(row, head_set, last, kv=new[row])  # what completed the last unit
-            which = sorted(rng.sample(range(len(line)), stored[row]))
+            which = _some(rng, len(line), stored[row])
             gone[row, head_set] = [line[r] for r in which]
             kept = [place for r, place in enumerate(line) if r not in which]
             for place in line:
@@ -331,7 +339,7 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
         whole = (cached + length) // case.unit
         stored[row] = rng.randint(0, whole) * (row % 4 != 3)
         for head_set in range(case.num_sets):
-            gone[row, head_set] = sorted(rng.sample(range(whole), stored[row]))
+            gone[row, head_set] = _some(rng, whole, stored[row])
             keep[row, head_set, :whole] = True
             keep[row, head_set, gone[row, head_set]] = False
     recall = _columns(

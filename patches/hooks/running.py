@@ -3,7 +3,7 @@
 
 from .row import called, given, overridden, read, replaced, rows
 
-AOT = "kernels/testing/aot.py"
+LAUNCHERS = "kernels/testing/launchers.py"
 BACKEND = "vllm_cascade/attention/backend.py"
 BUILDER = "vllm_cascade/attention/builder.py"
 CONFIGURE = "vllm_cascade/engine/configure.py"
@@ -354,6 +354,6 @@ KERNELS = (
     ),
     *rows(
         "torch._library.custom_ops.CustomOpDef",
-        _init_fn=called("an operator without data or dispatch", "", AOT),
+        _init_fn=called("an operator without data or dispatch", "", LAUNCHERS),
     ),
 )

@@ -20,6 +20,7 @@ from tests.attention.test_recall import new, output, shape_of
 from tests.attention.test_replay import Graph
 from tests.attention.test_variants import variant_of
 from vllm_cascade.attention.cpu.paths import SWITCH
+from vllm_cascade.attention.cuda import recall as cuda_recall
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
@@ -29,11 +30,12 @@ from vllm_cascade.attention.step import StrideRows
 from vllm_cascade.engine import gpu_worker
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.recall import judge_units
 from vllm_cascade.policies import compiled, resolve
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Log, UnitShape
 from vllm_cascade.recall.plan import plan_recall
-from vllm_cascade.recall.rings import Rings, check_memory, ring_bytes
+from vllm_cascade.recall.rings import Rings, check_memory, ring_bytes, round_up
 from vllm_cascade.recall.stores import Stores
 
 CPU = torch.device("cpu")
@@ -130,6 +132,18 @@ def test_memory() -> None:
         check_memory(shape, 4, CPU, (4 * on_device, 4 * on_host - 1))
 
 
+def test_pinned_memory_is_taken_in_powers_of_two() -> None:
+    """PyTorch rounds it up, so 3 requests of these need what 4 need, which is one."""
+    shape, cuda = shape_of(16, 64), torch.device("cuda")
+    on_device, on_host = ring_bytes(shape)
+    assert round_up(3 * on_host) == round_up(4 * on_host) == 4 * on_host == 1 << 20
+    check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host))
+    check_memory(shape, 4, cuda, (4 * on_device, 8 * on_host - 1))
+    message = r"0.0 GiB of pinned host memory.* can be had; .* at most 672, or --max-.* at most 2,"
+    with pytest.raises(KVPolicyError, match=message):
+        check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host - 1))
+
+
 def test_whose_rows() -> None:
     """Both of vLLM's runners say it; a warm-up's rows are nobody's."""
     schedule = compiled(resolve(RECALL))
@@ -207,7 +221,9 @@ def two_layers(
     return plain, layer, stores
 
 
-@pytest.mark.parametrize("head_policy", ["homogeneous", "per_kv_head"])
+@pytest.mark.parametrize(
+    "head_policy", [pytest.param("homogeneous", marks=pytest.mark.slow), "per_kv_head"]
+)
 def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of a step of padding, recorded as a graph would be, serve every later one."""
     shape, rows, pages = Shape(), 3, 5
@@ -257,6 +273,37 @@ def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPat
             where = table[row].long(), slots, lengths[row]
             assert kept_tokens(layer.pages, *where) == kept_tokens(plain.pages, *where), step
     assert layer.impl.recall.exchanged == plain.impl.recall.exchanged > 4
+
+
+def test_strides_are_judged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more queries than memory is profiled for, and every stride's go with its own row."""
+    shape, tokens = Shape(num_kv_heads=1), [72, 60, 72]
+    settings = {**RECALL, "recall_queries": 2, "prefill_stride": 24}
+    plain, layer, stores = two_layers(shape, settings, 16, monkeypatch)
+    judged: list[int] = []
+
+    def judge(query: torch.Tensor, *args: Any) -> torch.Tensor:
+        judged.append(len(args[2]))
+        return judge_units(query, *args)
+
+    monkeypatch.setattr(cuda_recall, "judge_units", judge)
+    table, names = torch.arange(1, 16).view(3, 5).int(), ["a", "b", "c"]
+    monkeypatch.setattr(layer.builder.requests, "names", lambda common: names, raising=False)
+    layer.builder.stores.note(
+        output(scheduled_new_reqs=[new(name, 1 + i) for i, name in enumerate(names)])
+    )
+    stores.logs.update({int(pages[0]): Log(stores.shape) for pages in table})
+    torch.manual_seed(4)
+    query = torch.randn(sum(tokens), shape.group, shape.head_size)
+    key, value = torch.randn(2, sum(tokens), 1, shape.head_size)
+    turn = oracle_for(CASCADE, shape, layer).rotate
+    step = tokens, [0] * 3, [True] * 3, table, query, key, value, turn
+    torch.testing.assert_close(layer.step(*step), plain.step(*step), atol=2e-5, rtol=2e-5)
+    assert set(judged) == {1, 2}, "two of three at a time"
+    for pages, num in zip(table.long(), tokens, strict=True):
+        where = pages, layer.spec.schedule.peak_at(num), num
+        assert kept_tokens(layer.pages, *where) == kept_tokens(plain.pages, *where)
+    assert layer.impl.recall.exchanged == plain.impl.recall.exchanged == 6
 
 
 def test_nothing_is_compiled_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ class Rings:
             "pinned host memory",
             num_requests,
             on_device * num_requests / 2**30,
-            on_host * num_requests / 2**30,
+            (round_up(on_host * num_requests) if pinned else on_host * num_requests) / 2**30,
         )
 
     @property
@@ -153,6 +153,11 @@ def ring_bytes(shape: UnitShape) -> tuple[int, int]:
     return keys * (shape.head_size + 4) + words, keys * 2 * shape.head_size * shape.dtype.itemsize
 
 
+def round_up(num_bytes: int) -> int:
+    """What PyTorch takes of the host for so many pinned bytes: a power of two."""
+    return 1 << (num_bytes - 1).bit_length()
+
+
 def check_memory(
     shape: UnitShape,
     num_requests: int,
@@ -170,6 +175,8 @@ def check_memory(
     if free is None:
         host = psutil.virtual_memory().available
         free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host, host)
+    if device.type == "cuda":
+        free = free[0], round_up(free[1] + 1) // 2
     for where, one, most in zip(
         ("of the device's memory", "of pinned host memory"), ring_bytes(shape), free, strict=True
     ):
@@ -179,6 +186,6 @@ def check_memory(
             raise KVPolicyError(
                 f"kv_policy: stores of recall_store {tokens} tokens for {num_requests} requests "
                 f"(--max-num-seqs) take {one * num_requests / 2**30:.1f} GiB {where}, and "
-                f"{most / 2**30:.1f} GiB are free; set recall_store to at most {fits}, or "
+                f"{most / 2**30:.1f} GiB can be had; set recall_store to at most {fits}, or "
                 f"--max-num-seqs to at most {most // one}, or --kv-recall 0"
             )
