@@ -3,6 +3,7 @@
 
 from .row import called, given, overridden, read, replaced, rows
 
+AOT = "kernels/testing/aot.py"
 LAUNCHERS = "kernels/testing/launchers.py"
 BACKEND = "vllm_cascade/attention/backend.py"
 BUILDER = "vllm_cascade/attention/builder.py"
