@@ -278,7 +278,7 @@ def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPat
 def test_strides_are_judged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more queries than memory is profiled for, and every stride's go with its own row."""
     shape, tokens = Shape(num_kv_heads=1), [72, 60, 72]
-    settings = {**RECALL, "recall_queries": 2, "prefill_stride": 24}
+    settings = {**RECALL, "recall_queries": 2, "prefill_stride": 48}
     plain, layer, stores = two_layers(shape, settings, 16, monkeypatch)
     judged: list[int] = []
 

@@ -45,6 +45,12 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+def seeds(number: int) -> pytest.MarkDecorator:
+    """The first one in every run."""
+    later = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, number)]
+    return pytest.mark.parametrize("seed", [0, *later])
+
+
 def at_units(case: Case) -> Case:
     """Strides begin where units do."""
     return replace(case, lengths=tuple(n and n // case.unit * case.unit for n in case.lengths))
@@ -55,7 +61,7 @@ def test_evidence_of_single_tokens(name: str) -> None:
     checks.check_judge(CASES[name], "cpu")
 
 
-@pytest.mark.parametrize("most_asking", [3, 20])
+@pytest.mark.parametrize("most_asking", [pytest.param(3, marks=pytest.mark.slow), 20])
 @pytest.mark.parametrize("name", CASES)
 def test_evidence_of_strides(name: str, most_asking: int) -> None:
     """Fewer tokens than may ask, and more; also more than are taken down at a time."""
@@ -77,13 +83,15 @@ def test_a_tile_holds_whole_units(unit: int) -> None:
     assert span_of(unit) % units == 0
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 @pytest.mark.parametrize("name", CASES)
 def test_what_comes_back(name: str, seed: int) -> None:
     checks.check_recall(replace(CASES[name], seed=seed), "cpu")
 
 
-@pytest.mark.parametrize(("most", "sinks"), [(1, 0), (2, 3), (20, 1)])
+@pytest.mark.parametrize(
+    ("most", "sinks"), [(1, 0), (2, 3), pytest.param(20, 1, marks=pytest.mark.slow)]
+)
 def test_how_much_comes_back(most: int, sinks: int) -> None:
     """One unit, and more than there are at first; no sinks, and several."""
     case = Case(**SMALL, unit=4, per_head=True, lengths=(19, 43, None, 80, 120), holes=21)
@@ -101,20 +109,20 @@ def test_of_equal_evidence_the_first() -> None:
     assert chosen_reference([0.5, 0.25, 0.5, 0.25, 0.25], 4) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeds(3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_single_tokens_evict(name: str, seed: int) -> None:
     checks.check_store_tokens(replace(CASES[name], seed=seed), "cpu")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeds(3)
 @pytest.mark.parametrize("name", CASES)
 def test_what_strides_evict(name: str, seed: int) -> None:
     """Units of the pages and of the stride itself, also more than a ring holds."""
     checks.check_store_strides(at_units(replace(CASES[name], seed=seed)), "cpu")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 @pytest.mark.parametrize("name", CASES)
 def test_strides_behind_recalled_units(name: str, seed: int) -> None:
     """Plans know nothing of these, and who leaves is known before; more will stand before the unit
