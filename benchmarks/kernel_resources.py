@@ -135,7 +135,11 @@ def bus(layers: int = 32, heads: int = 8, size: int = 128, unit: int = 16) -> li
     """Bytes of a request between host and device: of a choice, and of a decoded token."""
     one = layers * heads * unit * 2 * size * 2
     lines = ["| what | KiB a unit, or a choice | KiB a decoded token |", "|---|---|---|"]
-    for what, units in (("stored", 1), ("recalled, 1 of 8 exchanged", 1), ("all 8 exchanged", 8)):
+    for what, units in (
+        ("a unit stored", 1),
+        ("recalled, 1 of 8 exchanged", 1),
+        ("all 8 exchanged", 8),
+    ):
         lines.append(f"| {what} | {units * one / 1024:,.0f} | {units * one / unit / 1024:,.0f} |")
     return lines
 

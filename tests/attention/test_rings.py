@@ -227,7 +227,7 @@ def two_layers(
 def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of a step of padding, recorded as a graph would be, serve every later one."""
     shape, rows, pages = Shape(), 3, 5
-    settings = {**RECALL, "head_policy": head_policy}
+    settings = {**RECALL, "budget": 16, "head_policy": head_policy}
     plain, layer, stores = two_layers(shape, settings, 1 + 2 * pages, monkeypatch)
     heads, size = shape.num_kv_heads, shape.head_size
     table = torch.zeros(rows, pages, dtype=torch.int32)
@@ -247,7 +247,7 @@ def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPat
     table[:-1] = torch.arange(1, 1 + 2 * pages).view(2, -1).int()
     stores.logs.update({int(table[row, 0]): Log(stores.shape) for row in range(2)})
     turn = oracle_for(CASCADE, shape, layer).rotate
-    for step in range(70):
+    for step in range(42):
         lengths = [step + 1, max(step - 6, 0), 0]
         seq_lens.copy_(torch.tensor(lengths))
         builder.build(0, common(lengths, table).replace(seq_lens=seq_lens))

@@ -74,7 +74,7 @@ def test_units() -> None:
 
 
 def test_recall() -> None:
-    check(compiled("RECALL_SHAPES[:1]", 80, 90, 100), RECALL)
+    check(compiled("RECALL_SHAPES[:1]", 90), RECALL)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_the_table_in_the_docs() -> None:
     """The table that is shown covers every kernel and stays within the same bounds."""
     table = (ROOT / "docs" / "kernel_resources.md").read_text()
     rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| [a-z_]+ \| \d", line)]
-    assert {row[0].removeprefix("| ") for row in rows} == KERNELS | IN_UNITS
+    assert {row[0].removeprefix("| ") for row in rows} == KERNELS | IN_UNITS | RECALL
     for row in rows:
         for cell in row[3:]:
             registers, _, spilled = map(int, cell.rstrip(" |").split(" / "))
