@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +133,14 @@ def run_tool(name: str, option: str, cubin: bytes) -> str:
 
 
 def recall_resources(shape: Shape, capability: int) -> list[Resources]:
-    """Every kernel of recall, of single tokens and of strides; those whose code differs twice."""
+    """Every kernel of recall, of single tokens and of strides; those launched differently twice."""
     layer, found = Layer(shape), {}
     for asking, label in ((1, ""), (32, ", strides")):
         for launch in launches_of(lambda asking=asking: layer.recall(asking)):
-            row = compile_launch(launch, shape.label() + label, capability)
-            found.setdefault(replace(row, label=""), row)
-    return list(found.values())
+            given = launch.arguments.values()
+            values = [x.dtype if isinstance(x, torch.Tensor) else x for x in given]
+            found.setdefault((launch.name, *values), (launch, label))
+    return [compile_launch(one, shape.label() + more, capability) for one, more in found.values()]
 
 
 def resources_of(shape: Shape, capability: int) -> list[Resources]:

@@ -45,6 +45,9 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+OFTEN = ("3", "4-heads", "16", "interleaved")
+
+
 def seeds(number: int) -> pytest.MarkDecorator:
     """The first one in every run."""
     later = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, number)]
@@ -123,7 +126,9 @@ def test_what_strides_evict(name: str, seed: int) -> None:
 
 
 @seeds(4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_strides_behind_recalled_units(name: str, seed: int) -> None:
     """Plans know nothing of these, and who leaves is known before; more will stand before the unit
     that is not complete."""
