@@ -39,9 +39,10 @@ ABOUT_JUDGE = """
 
 For one stored key of one KV head, whenever a request chooses which evicted units come back: warp
 instructions of the inner loop, and of these some kinds, as above; *integers* are products of 8-bit
-numbers on tensor cores. *Bytes* are a key's, with its scale; nothing else grows with the store.
-*Issue* is an **estimate** of how many times an H100's memory bandwidth could be reached if only its
-issue slots limited it. One token asks, or 32 of a prompt's stride.
+numbers on tensor cores. *Bytes* are a key's, with its scale; what is written beside, 4 bytes for
+each unit, query head and token that asks, is not in them. *Issue* is an **estimate** of how many
+times an H100's memory bandwidth could be reached if only its issue slots limited it. One token
+asks, or 32 of a prompt's stride.
 
 """
 ABOUT_BUS = """

@@ -107,7 +107,8 @@ def check_judge(
         steps[:, columns.LENGTH] = 1
     stored, begin = _numbers(case, 1, capacity), _numbers(case, 0, 3 * capacity)
     stored[0] = capacity
-    sinks, shown = [row % 3 for row in range(len(stored))], [3 + row for row in range(len(stored))]
+    sinks = [(row + 1) % 3 for row in range(len(stored))]
+    shown = [3 + row for row in range(len(stored))]
     recall = _columns(
         case,
         SINKS=sinks,
@@ -324,7 +325,7 @@ def _note(cache: Cache, rings: Rings, row: int, head_set: int, number: int, plac
     rings.token[head_set, at] = cache.words("token", row)[head_set, place]
 
 
-def check_store_strides(case: Case, device: torch.device | str, capacity: int = 4) -> float:
+def check_store_strides(case: Case, device: torch.device | str, capacity: int = 3) -> float:
     """``store_units`` before strides are inserted, with random masks of what stays."""
     cache, steps = make_cache(case)
     num_tokens = stride_steps(case, steps)

@@ -356,6 +356,7 @@ def store_units(
         TILE=min(LINE, triton.next_power_of_2(num_places)),
         UNIT=unit,
         num_warps=4,
+        maxnreg=128,  # left to itself, ptxas may spill for more blocks a multiprocessor
     )
     _store_units[(num_rows, num_heads, AT_ONCE)](
         *(key, value, sources, kv, born, token, table, steps, recall, rotation),
