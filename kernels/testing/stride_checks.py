@@ -107,8 +107,8 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
 def check_insert_strides(case: Case, device: torch.device | str, recalls: bool = False) -> float:
     """``insert_strides`` with random plans: the whole pool, byte by byte.
 
-    Numbers are such that fp32 is exact, so that equal scores are equal. ``recalls``: lines begin
-    with units of which plans know nothing, and more of them will come.
+    Numbers are such that fp32 is exact, so that equal scores are equal. ``recalls``: lines have
+    units behind their sinks of which plans know nothing, and more of them will come.
     """
     cache, steps = make_cache(case)
     unit, num_tokens = case.unit, stride_steps(case, steps)
@@ -139,9 +139,11 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
             judged = judged / _ages(case, step, tokens)
         own = list(step)
         own[columns.CACHED] -= shown * unit
-        plan, kept, numbers = _random_plan(case, own, judged[:, shown:], row)
+        recall[row, columns.SINKS] = sinks = min(row % 3, own[columns.CACHED] // unit) * recalls
+        without = torch.cat([judged[:, :sinks], judged[:, sinks + shown :]], dim=1)
+        plan, kept, numbers = _random_plan(case, own, without, row, sinks)
         stay = torch.ones(case.num_sets, shown, dtype=torch.bool)
-        keeps[row] = torch.cat([stay, kept], dim=1)
+        keeps[row] = torch.cat([kept[:, :sinks], stay, kept[:, sinks:]], dim=1)
         steps[row, stride_columns.PLAN] = sum(map(len, plans))
         steps[row, stride_columns.GROUPED : stride_columns.STAY + 1] = torch.tensor(numbers)
         steps[row, stride_columns.LAG] = lag
@@ -227,21 +229,24 @@ def _ages(case: Case, step: list[int], tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _random_plan(
-    case: Case, step: list[int], judged: torch.Tensor, row: int
+    case: Case, step: list[int], judged: torch.Tensor, row: int, sinks: int
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
-    """A plan's numbers, the units that it leaves as bool ``[S, units]``, and the row's columns."""
+    """A plan's numbers, the units that it leaves as bool ``[S, units]``, and the row's columns.
+
+    The first ``sinks`` units stay.
+    """
     rng = random.Random(case.seed * 100 + row)
     whole = (step[columns.CACHED] + step[columns.LENGTH]) // case.unit
     keep = torch.ones(judged.shape, dtype=torch.bool)
-    if row % 4 == 3 or whole == 0:
+    if row % 4 == 3 or whole <= sinks:
         return torch.tensor([0, 0, 0]), keep, (0, 0, 0)  # nothing is planned, all stays
-    planned = whole - (rng.randrange(whole) if row % 2 else 0)
+    planned = whole - (rng.randrange(whole - sinks) if row % 2 else 0)
 
     def order(head_set: int, r: int) -> tuple[float, int]:
         return float(judged[head_set, r]), r if case.newest_stays else -r
 
     if row % 4 == 1:
-        lo = rng.randrange(planned)
+        lo = rng.randrange(sinks, planned)
         hi = rng.randrange(lo, planned) + 1
         excess = rng.randrange(hi - lo + 1)
         for head_set in range(case.num_sets):
@@ -250,7 +255,7 @@ def _random_plan(
         return torch.tensor([lo, hi, excess]), keep, (0, planned, planned - excess)
     groups: list[list[int]] = [[]]
     for r in range(planned):  # contenders are in order; some leave at once
-        if groups[-1] and rng.random() < 0.6:
+        if groups[-1] and (rng.random() < 0.6 or r <= sinks):
             groups.append([])
         if rng.random() < 0.9 or not groups[-1]:
             groups[-1].append(r)
