@@ -373,4 +373,5 @@ def store_units(
         UNIT=unit,
         KEYS=min(KEYS, triton.next_power_of_2(unit)),
         num_warps=4,
+        maxnreg=255,  # likewise
     )

