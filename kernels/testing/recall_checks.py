@@ -338,7 +338,7 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
     for row in real_rows(case):
         cached, length = (int(steps[row, c]) for c in (columns.CACHED, columns.LENGTH))
         whole = (cached + length) // case.unit
-        stored[row] = rng.randint(0, whole) * (row % 4 != 3)
+        stored[row] = rng.randint(0 if row else whole, whole) * (row % 4 != 3)
         for head_set in range(case.num_sets):
             gone[row, head_set] = _some(rng, whole, stored[row])
             keep[row, head_set, :whole] = True

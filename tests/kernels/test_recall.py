@@ -82,7 +82,7 @@ def test_evidence_over_several_spans() -> None:
 @pytest.mark.parametrize("unit", [1, 2, 3, 16, 24, 64, 100, 128])
 def test_a_tile_holds_whole_units(unit: int) -> None:
     units, room = tile_of_units(unit)
-    assert room >= unit and room & (room - 1) == 0 and units * room in (64, 128)
+    assert unit <= room < 2 * unit and room & (room - 1) == 0 and units * room in (64, 128)
     assert span_of(unit) % units == 0
 
 
