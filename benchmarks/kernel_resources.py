@@ -6,6 +6,7 @@
 No GPU is needed; sm_80, sm_90 and sm_100 are compiled with the ptxas that comes with Triton.
 """
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,26 @@ cycle and multiprocessor, 1.755 GHz), its L2 cache (5.5 TB/s assumed), or the by
 `tests/kernels/test_machine_code.py` holds bounds on these numbers.
 
 """
+ABOUT_JUDGE = """
+
+## The judge of recall
+
+For one stored key of one KV head, whenever a request chooses which evicted units come back: warp
+instructions of the inner loop, and of these some kinds, as above; *integers* are products of 8-bit
+numbers on tensor cores. *Bytes* are a key's, with its scale; what is written beside, 4 bytes for
+each unit, query head and token that asks, is not in them. *Issue* is an **estimate** of how many
+times an H100's memory bandwidth could be reached if only its issue slots limited it. One token
+asks, or 32 of a prompt's stride.
+
+"""
+ABOUT_BUS = """
+
+Over the bus between host and device, by the shapes of what is copied, for all layers of a model
+with 32 layers, 8 KV heads of 128 channels in 16 bits and units of 16: a request that decodes stores
+a unit every 16 tokens, and with `recall: 8` reads at most 8 at a choice, every 16 tokens by
+default; units that stay are not read again.
+
+"""
 ABOUT_RESOURCES = """
 
 ## All kernels
@@ -51,9 +72,11 @@ def resources() -> list[str]:
     """What every kernel needs, one line a kernel and shape."""
     aot = load("testing.aot")
     found: dict[tuple[str, str, int], dict[int, Any]] = {}
-    for shape in aot.TABLED_SHAPES:
+    shapes = [(shape, aot.resources_of) for shape in aot.TABLED_SHAPES]
+    shapes += [(shape, aot.recall_resources) for shape in aot.TABLED_RECALL]
+    for shape, needs in shapes:
         for capability in aot.CAPABILITIES:
-            for row in aot.resources_of(shape, capability):
+            for row in needs(shape, capability):
                 found.setdefault((row.kernel, row.label, row.warps), {})[capability] = row
     lines = [
         "| kernel | shape | warps | " + " | ".join(f"sm_{c}" for c in aot.CAPABILITIES) + " |",
@@ -90,11 +113,44 @@ def decode() -> list[str]:
     return lines
 
 
+def judge() -> list[str]:
+    """What the judge of recall executes for a stored key, one line a binary."""
+    aot, code = load("testing.aot"), load("testing.machine_code")
+    kinds = ["instructions", "integers", "MUFU", "shared loads", "global loads", "barriers"]
+    heads = [*kinds, "registers", "shared memory", "bytes", "buffers", "issue"]
+    lines = ["| for | shape | " + " | ".join(heads) + " |", "|---|---|" + "---|" * len(heads)]
+    for capability in (90, 80, 100):
+        for shape, asking in itertools.product(aot.TABLED_RECALL, (1, 32)):
+            counts = code.judge_counts(shape, capability, asking)
+            own = counts.resources
+            numbers = (counts.instructions, counts.integers, counts.mufu)
+            numbers += (counts.shared_loads, counts.global_loads, counts.barriers)
+            cells = [f"sm_{capability}", own.label, *(f"{number:.1f}" for number in numbers)]
+            cells += [str(own.registers), str(own.shared), str(counts.key_bytes)]
+            cells += [str(counts.buffers), f"{counts.issue_share():.2f}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def bus(layers: int = 32, heads: int = 8, size: int = 128, unit: int = 16) -> list[str]:
+    """Bytes of a request between host and device: of a choice, and of a decoded token."""
+    one = layers * heads * unit * 2 * size * 2
+    lines = ["| what | KiB a unit, or a choice | KiB a decoded token |", "|---|---|---|"]
+    for what, units in (
+        ("a unit stored", 1),
+        ("recalled, 1 of 8 exchanged", 1),
+        ("all 8 exchanged", 8),
+    ):
+        lines.append(f"| {what} | {units * one / 1024:,.0f} | {units * one / unit / 1024:,.0f} |")
+    return lines
+
+
 def main() -> None:
-    counted, needed = decode(), resources()
-    text = ABOUT_DECODE + "\n".join(counted) + ABOUT_RESOURCES + "\n".join(needed) + "\n"
-    OUT.write_text(text)
-    print(f"{len(counted) + len(needed) - 4} lines in {OUT}")
+    parts = decode(), judge(), bus(), resources()
+    abouts = ABOUT_DECODE, ABOUT_JUDGE, ABOUT_BUS, ABOUT_RESOURCES
+    pairs = zip(abouts, parts, strict=True)
+    OUT.write_text("".join(about + "\n".join(lines) for about, lines in pairs) + "\n")
+    print(f"{sum(map(len, parts)) - 2 * len(parts)} lines in {OUT}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of a step row and of a rule: the one place that names them, for every device.
+"""The columns of a step row, of a rule and of a row of recall: the one place that names them, for
+every device.
 
 A *step row* is what one request does in one stride, int32 ``[STEP_COLUMNS]``. ``attention/step.py``
 makes rows with numpy; C++ and PyTorch read them as they are, CUDA reads a copy, and in decode the
@@ -44,3 +45,30 @@ STEP_COLUMNS = 16
 
 RULE_COLUMNS = 4
 """lo, hi, evicts, cell, as LO .. CELL of a step row."""
+
+# What a stride does with its request's evicted units, beside its step row, on CUDA.
+HOW = 0
+"""Whether it chooses anew which units are recalled: not, ``TAKES_ALL`` there are, or ``JUDGED``."""
+RING = 1
+"""The first of the request's places in the store."""
+BEFORE = 2
+"""Units recalled in the pages as they are ..."""
+NOW = 3
+"""... and while the stride is attended."""
+BEGIN = 4
+"""Units that may be recalled, counted from the request's first evicted one: BEGIN ..."""
+END = 5
+"""... to END - 1."""
+STORED = 6
+"""Units that the stride evicts, which get the numbers from END on."""
+SINKS = 7
+"""Units before the recalled ones, with half of NOW also those before where keys are judged."""
+MORE_RECALLED = 8
+"""So many units more are recalled when the stride's own evictions are done."""
+RECALL_COLUMNS = 12
+"""Also some that say nothing: every row begins at a multiple of 16 bytes."""
+
+TAKES_ALL, JUDGED = 1, 2
+
+MOST_UNIT = 128
+"""Tokens of a unit that the kernels of recall have room for."""

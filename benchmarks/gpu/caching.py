@@ -35,7 +35,7 @@ def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int)
     average = [tile_ops.float_bits(value) for value in AVERAGE]
     table, heads = (
         torch.tensor(lines, dtype=torch.int32, device=device)
-        for lines in (rows, [[0, 0, len(rows), 0, 1, *average]])
+        for lines in (rows, [[0, 0, len(rows), 0, 1, *average, 0]])
     )
     return schedule_ops.ScheduleTables(table, heads)
 

@@ -21,6 +21,7 @@ attend_ops, combine_ops = load("triton.attend"), load("triton.combine")
 prefill_ops, mass_ops = load("triton.prefill"), load("triton.column_sums")
 rotate_ops, configs = load("triton.rotate"), load("triton.configs")
 stride_ops, columns = load("triton.insert_stride"), load("triton.stride_columns")
+keep_ops = load("triton.keep")
 
 tile_ops = load("triton.tiles")
 
@@ -304,8 +305,8 @@ class _Prompt:
         width, programs = budget + stride, stride_ops.num_programs(1, 1)
         int32 = {"dtype": torch.int32, "device": device}
         self.line = torch.empty(1, 1, prefill_ops.LINE_WORDS, width, **int32)
-        self.notes = torch.empty(1, 1, programs, stride_ops.NUMBER_ROWS, width, **int32)
-        shape = 1, 1, programs, stride_ops.VALUE_ROWS, width
+        self.notes = torch.empty(1, 1, programs, keep_ops.NUMBER_ROWS, width, **int32)
+        shape = 1, 1, programs, keep_ops.VALUE_ROWS, width
         self.values = torch.empty(shape, device=device)
         self.sums = torch.empty(1, heads, width, device=device)
 

@@ -21,64 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from ..triton.assign import assign
-from ..triton.attend import attend
-from ..triton.chunk import attend_chunks
-from ..triton.column_sums import column_sums, num_sums
-from ..triton.combine import merge, update
-from ..triton.insert import insert
-from ..triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, insert_strides
-from ..triton.prefill import LINE_WORDS, attend_strides
-from ..triton.rotate import decode_dtype
-from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
-from ..triton.tiles import STEP_COLUMNS
+from .launchers import Layer, Shape
 
 CAPABILITIES = (80, 90, 100)
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes of shared memory that one block may use."""
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A layer as it would be served: batch 64, 2,052 cached tokens, pages of 16."""
-
-    head_size: int = 128
-    num_heads: int = 8
-    group: int = 4
-    dtype: torch.dtype = torch.float16
-    per_head: bool = False
-    interleaved: bool = False
-    rotary: bool = True
-    alibi: bool = False
-    softcap: float = 0.0
-    logit_scale: bool = False
-    reduction: str = "mean"
-    keep_logits: bool = True
-    token: bool = False
-    batch: int = 64
-    splits: int = 2
-    block_size: int = 16
-    pages: int = 130
-    stride: int = 512
-    unit: int = 1
-    only: str = ""
-
-    def label(self) -> str:
-        """Differences from the default, in words."""
-        words = [f"{self.num_heads * self.group}/{self.num_heads} x {self.head_size}"]
-        words.append(str(self.dtype).removeprefix("torch."))
-        flags = ("per_head", "interleaved", "alibi", "logit_scale", "token")
-        words += [name for name in flags if getattr(self, name)]
-        words += ["soft cap"] if self.softcap else []
-        words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
-        words += [f"units of {self.unit}"] if self.unit > 1 else []
-        words += [f"{self.pages} pages"] if self.block_size * self.pages < 2000 else []
-        words += [self.reduction] if self.reduction != "mean" else []
-        words += [] if self.rotary or self.alibi else ["no rotation"]
-        words += [] if self.keep_logits else ["no scores"]
-        return ", ".join(words)
+_TYPES |= {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
 
 
 @dataclass(frozen=True)
@@ -183,103 +132,20 @@ def run_tool(name: str, option: str, cubin: bytes) -> str:
         os.unlink(file.name)
 
 
-def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-class _Layer:
-    """Meta tensors of a shape, and a call of every launcher."""
-
-    def __init__(self, shape: Shape) -> None:
-        self.shape = shape
-        heads, page, size = shape.num_heads, shape.block_size, shape.head_size
-        sets = heads if shape.per_head else 1
-        blocks = shape.batch * shape.pages + 1
-        f32, i32 = torch.float32, torch.int32
-        self.kv = _meta(blocks, heads, page, 2 * size, dtype=shape.dtype)
-        units = page // shape.unit
-        self.rank = _meta(blocks, sets, units, dtype=i32)
-        self.born = torch.empty_like(self.rank)
-        self.score = _meta(blocks, sets, units, dtype=f32)
-        token = torch.empty_like(self.rank) if shape.token else None
-        self.words = self.kv, self.rank, self.born, self.score, token
-        self.table = _meta(shape.batch, shape.pages, dtype=i32)
-        self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
-        half = size // 2 if shape.rotary and not shape.alibi else 0
-        self.rotation = _meta(4096, 2, half, dtype=f32) if half else None
-        self.decode_rotation = self.rotation
-        if self.rotation is not None:
-            self.decode_rotation = self.rotation.to(decode_dtype(shape.dtype))
-        queries = heads * shape.group
-        self.slopes = _meta(queries, dtype=f32) if shape.alibi else None
-        self.query = _meta(shape.batch, queries, size, dtype=shape.dtype)
-        self.key = _meta(shape.batch, heads, size, dtype=shape.dtype)
-        self.sets, self.queries = sets, queries
-
-    def decode(self) -> None:
-        """Schedule, attend, merge, update, assign and insert."""
-        shape, f32, i32 = self.shape, torch.float32, torch.int32
-        rows, heads = _meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32)
-        lengths = _meta(shape.batch, dtype=i32)
-        positions = _meta(shape.batch, dtype=torch.int64)
-        tables = ScheduleTables(rows, heads, shape.unit)
-        schedule(lengths, self.table, tables, lengths, self.steps, positions)
-        scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
-        parts, parts_lse, logits, own = attend._init_fn(
-            *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
-            *(self.steps, self.decode_rotation, self.slopes, scale, 0.088, shape.softcap),
-            *(shape.interleaved, shape.splits, shape.keep_logits),
-        )
-        lse = merge._init_fn(parts, parts_lse, self.steps, torch.empty_like(self.query))
-        if shape.keep_logits:
-            rows = logits, own, lse, self.rank, self.score, self.table, self.steps
-            update._init_fn(*rows, shape.reduction, shape.unit)
-        given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
-        assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps, shape.unit)
-        insert._init_fn(
-            *(self.key, self.key, _meta(shape.batch, self.sets, dtype=f32), *self.words),
-            *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits),
-        )
-
-    def prefill(self) -> None:
-        """Attend, column sums and insert of one stride, and all strides of a chunk at once."""
-        shape, f32, i32 = self.shape, torch.float32, torch.int32
-        steps, table, tokens = self.steps[:1], self.table[:1], shape.stride
-        query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
-        key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
-        scale = _meta(tokens, dtype=f32) if shape.logit_scale else None
-        common = (shape.interleaved, self.slopes, scale, 0.088, shape.softcap, tokens)
-        output, lse = torch.empty_like(query), _meta(tokens, self.queries, dtype=f32)
-        width = (2048 + tokens) // shape.unit
-        line = _meta(1, self.sets, LINE_WORDS, width, dtype=i32)
-        pages, where = self.words[:3], (table, steps, self.decode_rotation)
-        attend_strides(query, key, key, *self.words, *where, *common, output, lse, line)
-        positions, finished = _meta(tokens, dtype=torch.int64), _meta(1, 2 * shape.num_heads)
-        attend_chunks(
-            *(query, key, key, *self.words, table, steps, steps, positions, finished),
-            *(self.decode_rotation, self.rotation, *common, output),
-        )
-        sums, parts = None, 1
-        if shape.keep_logits:
-            heads, parts = num_sums(query, shape.num_heads, shape.unit, shape.reduction)
-            sums = _meta(1, heads, width * parts, dtype=f32)
-            column_sums(
-                *(query, key, *pages, *where, *common, lse, _meta(tokens, dtype=f32)),
-                *(shape.reduction, 2048, sums),
-            )
-        given = None if shape.keep_logits else _meta(tokens, dtype=f32)
-        notes = _meta(1, self.sets, 8, NUMBER_ROWS, width, dtype=i32)
-        values = _meta(1, self.sets, 8, VALUE_ROWS, width, dtype=f32)
-        insert_strides(
-            *(key, key, *self.words, table, steps, self.rotation, shape.interleaved, sums, given),
-            *(line, _meta(9000, dtype=i32), shape.reduction, self.queries // self.sets, parts),
-            *(notes, values),
-        )
+def recall_resources(shape: Shape, capability: int) -> list[Resources]:
+    """Every kernel of recall, of single tokens and of strides; those launched differently twice."""
+    layer, found = Layer(shape), {}
+    for asking, label in ((1, ""), (32, ", strides")):
+        for launch in launches_of(lambda asking=asking: layer.recall(asking)):
+            given = launch.arguments.values()
+            values = [x.dtype if isinstance(x, torch.Tensor) else x for x in given]
+            found.setdefault((launch.name, *values), (launch, label))
+    return [compile_launch(one, shape.label() + more, capability) for one, more in found.values()]
 
 
 def resources_of(shape: Shape, capability: int) -> list[Resources]:
     """Every kernel of both paths, compiled for one capability; or those the shape is meant for."""
-    layer = _Layer(shape)
+    layer = Layer(shape)
     launches = launches_of(lambda: (layer.decode(), layer.prefill()))
     if shape.only:
         launches = [one for one in launches if one.name == shape.only]
@@ -326,6 +192,28 @@ UNIT_SHAPES = (
     Shape(unit=16, keep_logits=False, **_ALONE),
 )
 """Pages of units: every kernel once, and the one that their size changes in all its ways."""
+RECALL_SHAPES = (
+    Shape(unit=16, recall=8),
+    Shape(unit=16, recall=8, dtype=torch.bfloat16, per_head=True),
+    Shape(unit=16, recall=8, head_size=64),
+    Shape(unit=16, recall=8, head_size=80, interleaved=True),
+    Shape(unit=16, recall=8, head_size=256),
+    Shape(unit=16, recall=8, group=1, num_heads=32, alibi=True),
+    Shape(unit=16, recall=8, group=8, num_heads=4),
+    Shape(unit=16, recall=8, dtype=torch.float32),
+    Shape(unit=4, recall=64),
+    Shape(unit=64, block_size=64, pages=33, recall=2),
+    Shape(unit=128, block_size=128, pages=17, recall=2),
+    Shape(unit=16, recall=8, store=1 << 20),
+)
+"""Where evicted units come back: head sizes, groups, units, and long stores."""
+TABLED_RECALL = (
+    Shape(unit=16, recall=8),
+    Shape(unit=16, recall=8, per_head=True),
+    Shape(unit=16, recall=8, head_size=64),
+    Shape(unit=16, recall=8, head_size=256),
+    Shape(unit=4, recall=8),
+)
 TABLED_SHAPES = (
     Shape(),
     Shape(head_size=64),

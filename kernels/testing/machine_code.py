@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decode attention executes for one cached key of one KV head, counted from its machine code.
+"""What decode attention executes for one cached key of one KV head, counted from its machine code;
+and the judge of recall for one stored key.
 
 Instructions are those of the compiled binary's inner loop, as ``nvdisasm`` prints them: one turn
 takes so many keys of so many KV heads, and every warp of the block executes all of it. A branch
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from triton.compiler import CompiledKernel
 
-from .aot import Launch, Resources, Shape, _Layer, binary_of, launches_of, resources, run_tool
+from .aot import Launch, Resources, binary_of, launches_of, resources, run_tool
+from .launchers import Layer, Shape
 
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
@@ -195,9 +197,69 @@ def counts_of(launch: Launch, binary: CompiledKernel, shape: Shape, capability: 
 
 def decode_counts(shape: Shape, capability: int) -> LoopCounts:
     """The attention kernel that a shape's decode launches, compiled and counted."""
-    layer = _Layer(shape)
+    layer = Layer(shape)
     (launch,) = [one for one in launches_of(layer.decode) if one.name.startswith("attend")]
     return counts_of(launch, binary_of(launch, capability), shape, capability)
+
+
+@dataclass(frozen=True)
+class JudgeCounts:
+    """What the judge of recall executes for one stored key of one KV head, but for ``resources``.
+
+    Attributes:
+        instructions: of a warp, and of these the kinds that follow.
+        integers: products of 8-bit numbers on tensor cores.
+        key_bytes: of a key in 8 bits and its scale.
+        buffers: tiles of keys in shared memory, or 0: they go to registers.
+        tile_bytes: of keys that one turn of the loop asks for.
+    """
+
+    resources: Resources
+    instructions: float
+    integers: float
+    mufu: float
+    shared_loads: float
+    global_loads: float
+    barriers: float
+    key_bytes: int
+    buffers: int
+    tile_bytes: int
+
+    def issue_share(self, card: Card = H100) -> float:
+        """Of the memory's bandwidth: what the issue slots allow, one warp instruction a cycle."""
+        keys = card.sms * card.schedulers * card.clock / self.instructions
+        return keys * self.key_bytes / card.bandwidth
+
+
+INTEGERS = ("IMMA", "IGMMA", "UTCIMMA", "HMMA", "HGMMA")
+
+
+def judge_counts(shape: Shape, capability: int, asking: int = 1) -> JudgeCounts:
+    """The kernel that looks at every stored key, of single tokens or of strides."""
+    layer = Layer(shape)
+    launches = launches_of(lambda: layer.recall(asking))
+    (launch,) = [one for one in launches if one.name == "judge"]
+    binary = binary_of(launch, capability)
+    label = shape.label() + (f", {asking} ask" if asking > 1 else "")
+    found = resources(binary, launch, label, capability)
+    opcodes = inner_loop(run_tool("nvdisasm", "-c", binary.asm["cubin"]))
+    keys = launch.arguments["UNITS"] * launch.arguments["UNIT"]
+
+    def each(names: Iterable[str]) -> float:
+        return sum(code.split(".")[0] in names for code in opcodes) * found.warps / keys
+
+    return JudgeCounts(
+        resources=found,
+        instructions=len(opcodes) * found.warps / keys,
+        integers=each(INTEGERS),
+        mufu=each(KINDS["mufu"]),
+        shared_loads=each(KINDS["shared_loads"]),
+        global_loads=each(KINDS["global_loads"]),
+        barriers=each(KINDS["barriers"]),
+        key_bytes=shape.head_size + 4,
+        buffers=buffers(binary.asm["ttgir"]),
+        tile_bytes=(shape.head_size + 4) * keys,
+    )
 
 
 _BF16 = {"dtype": torch.bfloat16}

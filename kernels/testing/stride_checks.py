@@ -12,9 +12,15 @@ from .. import columns
 from ..triton import stride_columns
 from ..triton.column_sums import column_sums, column_sums_reference, num_sums, reduced
 from ..triton.combine import in_units, reduce_reference
-from ..triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, insert_strides
+from ..triton.insert_stride import insert_strides
+from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
 from ..triton.prefill import LINE_WORDS, attend_strides, attend_strides_reference
-from ..triton.rotate import decode_dtype, gather_reference, rotate_reference
+from ..triton.rotate import (
+    decode_dtype,
+    gather_reference,
+    rotate_reference,
+    rotation_table,
+)
 from ..triton.tiles import float_bits
 from .random_pool import (
     TOLERANCE,
@@ -98,10 +104,11 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
 # --- who survives, and where ----------------------------------------------------------------------
 
 
-def check_insert_strides(case: Case, device: torch.device | str) -> float:
+def check_insert_strides(case: Case, device: torch.device | str, recalls: bool = False) -> float:
     """``insert_strides`` with random plans: the whole pool, byte by byte.
 
-    Numbers are such that fp32 is exact, so that equal scores are equal.
+    Numbers are such that fp32 is exact, so that equal scores are equal. ``recalls``: lines have
+    units behind their sinks of which plans know nothing, and more of them will come.
     """
     cache, steps = make_cache(case)
     unit, num_tokens = case.unit, stride_steps(case, steps)
@@ -115,8 +122,13 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
     given = None if case.scored else torch.rand(num_tokens, generator=generator).round()
     line = torch.full((len(steps), case.num_sets, LINE_WORDS, width), -9, dtype=torch.int32)
     plans, keeps, scores = [torch.tensor([0, 0, 0])], {}, {}
+    recall = torch.zeros(len(steps), columns.RECALL_COLUMNS, dtype=torch.int32)
+    if recalls:
+        recall[:, columns.MORE_RECALLED] = torch.randint(0, 4, (len(steps),), generator=generator)
     for row in real_rows(case):
         step = steps[row].tolist()
+        shown = random.Random(case.seed + row).randint(0, step[columns.CACHED] // unit)
+        recall[row, columns.NOW] = shown = shown if recalls else 0
         slots, old, tokens = chronological(cache, row, step)
         told = torch.stack([slots.int(), old.view(torch.int32), tokens], dim=1)
         line[row, :, :, : told.shape[2]] = told
@@ -125,7 +137,13 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
         judged = scores[row]
         if case.per_age:
             judged = judged / _ages(case, step, tokens)
-        plan, keeps[row], numbers = _random_plan(case, step, judged, row)
+        own = list(step)
+        own[columns.CACHED] -= shown * unit
+        recall[row, columns.SINKS] = sinks = min(row % 3, own[columns.CACHED] // unit) * recalls
+        without = torch.cat([judged[:, :sinks], judged[:, sinks + shown :]], dim=1)
+        plan, kept, numbers = _random_plan(case, own, without, row, sinks)
+        stay = torch.ones(case.num_sets, shown, dtype=torch.bool)
+        keeps[row] = torch.cat([kept[:, :sinks], stay, kept[:, sinks:]], dim=1)
         steps[row, stride_columns.PLAN] = sum(map(len, plans))
         steps[row, stride_columns.GROUPED : stride_columns.STAY + 1] = torch.tensor(numbers)
         steps[row, stride_columns.LAG] = lag
@@ -141,12 +159,20 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
         *(device, steps, key, value, sums, given, line, torch.cat(plans).int())
     )
     notes = dsteps.new_full((len(steps), case.num_sets, 3, NUMBER_ROWS, width), -7)
-    values = torch.full_like(notes[..., :VALUE_ROWS, :], 7, dtype=torch.float32)
+    values = torch.full_like(notes[..., :VALUE_ROWS, :], 7, dtype=torch.float32).contiguous()
+    turning = table_of(case, device)
+    if case.inv_freq is not None and recalls:
+        turning = rotation_table(case.inv_freq, case.max_distance + 1, device, forward=3 * unit)
+    judges = dsums, dgiven, dline, dplans
+    rest = case.reduction, case.num_heads * case.group // case.num_sets, parts, notes, values
+    (drecall,) = on(device, recall)
+    if recalls:
+        found = keep_of_strides(ours.token, dsteps, drecall, unit, *judges, *rest).cpu()
+        for row in real_rows(case):
+            same("keep", found[row, :, : keeps[row].shape[1]] >= 0, keeps[row])
     insert_strides(
         *(dk, dv, ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table, dsteps),
-        *(table_of(case, device), case.interleaved, dsums, dgiven, dline, dplans),
-        *(case.reduction, case.num_heads * case.group // case.num_sets, parts),
-        *(notes, values.contiguous()),
+        *(turning, case.interleaved, *judges, *rest, drecall if recalls else None),
     )
     after = ours.to("cpu")
     for row in real_rows(case):
@@ -155,7 +181,9 @@ def check_insert_strides(case: Case, device: torch.device | str) -> float:
         new = torch.cat([key[own], value[own]], dim=2)
         for head_set in range(case.num_sets):
             kept = keeps[row][head_set].nonzero()[:, 0].tolist()
-            insert_literally(cache, after, row, head_set, step, kept, new, scores[row][head_set])
+            more = int(recall[row, columns.MORE_RECALLED])
+            where = cache, after, row, head_set
+            insert_literally(*where, step, kept, new, scores[row][head_set], more=more)
     same("pool", after.pool, cache.pool)
     return 0.0
 
@@ -201,21 +229,24 @@ def _ages(case: Case, step: list[int], tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _random_plan(
-    case: Case, step: list[int], judged: torch.Tensor, row: int
+    case: Case, step: list[int], judged: torch.Tensor, row: int, sinks: int
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]:
-    """A plan's numbers, the units that it leaves as bool ``[S, units]``, and the row's columns."""
+    """A plan's numbers, the units that it leaves as bool ``[S, units]``, and the row's columns.
+
+    The first ``sinks`` units stay.
+    """
     rng = random.Random(case.seed * 100 + row)
     whole = (step[columns.CACHED] + step[columns.LENGTH]) // case.unit
     keep = torch.ones(judged.shape, dtype=torch.bool)
-    if row % 4 == 3 or whole == 0:
+    if row % 4 == 3 or whole <= sinks:
         return torch.tensor([0, 0, 0]), keep, (0, 0, 0)  # nothing is planned, all stays
-    planned = whole - (rng.randrange(whole) if row % 2 else 0)
+    planned = whole - (rng.randrange(whole - sinks) if row % 2 else 0)
 
     def order(head_set: int, r: int) -> tuple[float, int]:
         return float(judged[head_set, r]), r if case.newest_stays else -r
 
     if row % 4 == 1:
-        lo = rng.randrange(planned)
+        lo = max(rng.randrange(2 * sinks - planned, planned), sinks)  # often just behind the sinks
         hi = rng.randrange(lo, planned) + 1
         excess = rng.randrange(hi - lo + 1)
         for head_set in range(case.num_sets):
@@ -224,7 +255,7 @@ def _random_plan(
         return torch.tensor([lo, hi, excess]), keep, (0, planned, planned - excess)
     groups: list[list[int]] = [[]]
     for r in range(planned):  # contenders are in order; some leave at once
-        if groups[-1] and rng.random() < 0.6:
+        if groups[-1] and (rng.random() < 0.6 or r <= sinks):
             groups.append([])
         if rng.random() < 0.9 or not groups[-1]:
             groups[-1].append(r)
@@ -247,6 +278,7 @@ def insert_literally(
     new: torch.Tensor,
     scores: torch.Tensor,
     born_at: list[int] | None = None,
+    more: int = 0,
 ) -> None:
     """Do to the reference pool what a stride's insertion must do; places are read from ours.
 
@@ -256,6 +288,7 @@ def insert_literally(
         scores: of all units.
         born_at: where the keys of each of ``kept`` were rotated to; None: to their places behind
             all that was cached.
+        more: units that will be recalled in addition, before the one that is not complete.
     """
     unit, n = cache.case.unit, step[columns.CACHED]
     order = chronological(cache, row, step)[0][head_set].tolist()
@@ -275,7 +308,7 @@ def insert_literally(
             part = new[first : first + unit]
             born = r * unit if born_at is None else born_at[rank]
             if len(part) < unit:
-                away, born = born - rank * unit, rank * unit
+                away, born = born - (rank + more) * unit, (rank + more) * unit
                 part = _turned(cache, after, row, head_set, place, part, away)
             token = step[columns.STREAM] + first
             cache.put(row, head_set, place * unit, born=born, token=token)

@@ -90,34 +90,52 @@ def score_columns(
 
 
 @triton.jit
-def best_of_groups(plan, compared, ranks, who, planned, stay, newest_stays, TILE: tl.constexpr):
-    """Of each group of columns the best stays; the plan: where groups begin, then their columns."""
+def best_of_groups(
+    plan, compared, ranks, who, planned, stay, sinks, shown, newest_stays, TILE: tl.constexpr
+):
+    """Of each group of columns the best stays; the plan: where groups begin, then their columns.
+
+    ``shown`` columns behind ``sinks`` are not in the plan and stay.
+    """
     for first in range(0, planned, TILE):
         column = first + tl.arange(0, TILE)
         tl.store(ranks + column, tl.full([TILE], -1, tl.int32), mask=column < planned)
     tl.debug_barrier()
-    for first in range(0, stay, TILE):
+    for first in range(sinks, sinks + shown, TILE):
+        column = first + tl.arange(0, TILE)
+        tl.store(ranks + column, column, mask=column < sinks + shown)
+        tl.store(who + column, column, mask=column < sinks + shown)
+    for first in range(0, stay - shown, TILE):
         rank = first + tl.arange(0, TILE)
-        inside = rank < stay
+        inside = rank < stay - shown
         begin = tl.load(plan + rank, mask=inside, other=0)
         size = tl.load(plan + rank + 1, mask=inside, other=0) - begin
         top = tl.full([TILE], -0x8000000000000000, tl.int64)
         for i in range(tl.max(size, axis=0)):
             real = inside & (i < size)
             column = tl.load(plan + begin + i, mask=real, other=0)
+            column += tl.where(column >= sinks, shown, 0)
             value = tl.load(compared + column, mask=real, other=0.0)
             key = victim_key(value, column, newest_stays)
             top = tl.maximum(top, tl.where(real, key, -0x8000000000000000))
         best = victim_rank(top, newest_stays)
+        rank += tl.where(rank >= sinks, shown, 0)
         tl.store(ranks + best, rank, mask=inside)
         tl.store(who + rank, best, mask=inside)
 
 
 @triton.jit
-def without_lowest(plan, compared, ranks, who, planned, newest_stays, TILE: tl.constexpr):
-    """Of the columns ``[lo, hi)`` the ``excess`` lowest leave; the plan is these three numbers."""
+def without_lowest(
+    plan, compared, ranks, who, planned, sinks, shown, newest_stays, TILE: tl.constexpr
+):
+    """Of the columns ``[lo, hi)`` the ``excess`` lowest leave; the plan is these three numbers.
+
+    ``shown`` columns behind ``sinks`` are not counted in it, and stay.
+    """
     lo = tl.load(plan)
+    lo += tl.where(lo >= sinks, shown, 0)
     hi = tl.load(plan + 1)
+    hi += tl.where(hi > sinks, shown, 0)
     excess = tl.load(plan + 2)
     # The value of the last that leaves, bit by bit from the top; and how many are below it.
     level = tl.full([], -0x80000000, tl.int64)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a stride's surviving tokens into its request's pages: who survives, at which ranks, where.
 
-Who survives is chosen as the stride's plan says (``choose``). New ranks are prefix sums; the k-th
+Who survives is chosen as the stride's plan says (``keep``). New ranks are prefix sums; the k-th
 survivor of the stride takes the k-th free slot; tokens that do not survive never touch a page. No
 step loops over tokens.
 
@@ -11,24 +11,33 @@ what the pages said. In pages of units all of this is about units, and columns a
 stride's last unit may not be complete; it always stays, and its keys are written turned to where
 it then stands: its other tokens come after the stride's evictions, and one ``born`` has to fit all
 of them.
+
+Where evicted units come back, more of them may do so after the stride's evictions than now: they
+will stand before its unit that is not complete.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .choose import best_of_groups, score_columns, without_lowest
+from .keep import (
+    NEW_RANK,
+    NUMBERS,
+    PLACE,
+    SCORE,
+    TARGET,
+    VALUES,
+    WHO,
+    choose_ranks,
+    score_tile,
+)
 from .prefill import LINE, LINE_SLOT, LINE_WORDS
+from .recall_columns import MORE_RECALLED, RECALL, check_recall
 from .tiles import (
     CACHED,
-    GROUPED,
     LENGTH,
     NEW_SLOTS,
-    NEWEST_STAYS,
-    PLAN,
-    PLANNED,
     START,
-    STAY,
     STEP,
     STREAM,
     block_of,
@@ -41,12 +50,6 @@ from .tiles import (
     turn_rows,
 )
 
-NUMBER_ROWS, VALUE_ROWS = 4, 2
-NUMBERS, NEW_RANK, WHO, PLACE, TARGET = (tl.constexpr(n) for n in (NUMBER_ROWS, 0, 1, 2, 3))
-"""A program's notes: a column's rank afterwards, the column of a rank, the column in a slot, and
-the slot of each of the stride's survivors."""
-VALUES, COMPARED, SCORE = (tl.constexpr(n) for n in (VALUE_ROWS, 0, 1))
-"""What is compared of a column, and its score."""
 COPIED = 32
 """Rows that a program copies at a time."""
 MOST_PROGRAMS = 64
@@ -68,6 +71,7 @@ def _place(
     old,
     old_stay,
     total,
+    more,
     writes,
     head_set,
     word_stride,
@@ -111,7 +115,7 @@ def _place(
         tl.store(score + word, value, mask=there)
         written_at = who * UNIT
         if UNIT > 1:
-            written_at = tl.where(who - old == whole, now * UNIT, written_at)
+            written_at = tl.where(who - old == whole, (now + more) * UNIT, written_at)
         tl.store(born + word, written_at, mask=taken & writes)
         if token is not None:
             tl.store(token + word, stream + (who - old) * UNIT, mask=taken & writes)
@@ -133,6 +137,7 @@ def _insert_strides(
     table,
     steps,
     plans,
+    recall,
     rotation,
     notes,
     values,
@@ -175,34 +180,17 @@ def _insert_strides(
     values += (mine * tl.num_programs(2) + part) * VALUES * notes_stride
     line += mine * LINE * line_stride
     table += row * table_stride
-    compared = values + COMPARED * notes_stride
     scores = values + SCORE * notes_stride
-    mass = sums
-    if sums is not None:
-        mass += mine * SUMMED * sums_stride
-    score_columns(
-        *(mass, given, line, compared, scores, token, step, columns, old),
-        *(sums_stride, line_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT, SCORE_TILE),
-    )
-    tl.debug_barrier()
-
-    planned = tl.load(step + PLANNED)
-    stay = tl.load(step + STAY)
-    plan = plans + tl.load(step + PLAN)
-    newest_stays = tl.load(step + NEWEST_STAYS)
     ranks = notes + NEW_RANK * notes_stride
     who = notes + WHO * notes_stride
-    if tl.load(step + GROUPED) != 0:
-        best_of_groups(plan, compared, ranks, who, planned, stay, newest_stays, TILE)
-    else:
-        without_lowest(plan, compared, ranks, who, planned, newest_stays, TILE)
-    for first in range(planned, columns, TILE):  # what is not planned stays behind the others
-        column = first + tl.arange(0, TILE)
-        behind = column - planned + stay
-        tl.store(ranks + column, behind, mask=column < columns)
-        tl.store(who + behind, column, mask=column < columns)
-    tl.debug_barrier()
-    total = stay + columns - planned
+    total = choose_ranks(
+        *(sums, given, line, token, step, plans, recall, notes, values, mine, row),
+        *(sums_stride, line_stride, notes_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT),
+        *(TILE, SCORE_TILE),
+    )
+    more = tl.full([], 0, tl.int32)
+    if recall is not None:
+        more = tl.load(recall + row * RECALL + MORE_RECALLED)
     old_stay = tl.full([], 0, tl.int32)
     for first in range(0, old, TILE):
         column = first + tl.arange(0, TILE)
@@ -210,7 +198,7 @@ def _insert_strides(
         old_stay += tl.sum(left.to(tl.int32), axis=0)
     _place(
         *(line, rank, born, score, token, table, step, notes, scores, columns, old, old_stay),
-        *(total, part == 0, head_set, word_stride, line_stride, notes_stride),
+        *(total, more, part == 0, head_set, word_stride, line_stride, notes_stride),
         *(PAGE, UNIT, TILE),
     )
     tl.debug_barrier()
@@ -235,7 +223,7 @@ def _insert_strides(
             begun = length // UNIT * UNIT  # where the unit that isn't complete begins
             last = kept & (source >= begun)
             if tl.max(last.to(tl.int32), axis=0) > 0:
-                stands = (old_stay + survivor) * UNIT
+                stands = (old_stay + survivor + more) * UNIT
                 distance = tl.where(last, cached + begun - stands, 0)
                 turn_rows(keys, slots, rotation, distance, last, HEAD, HALF, INTERLEAVED)
                 store_rows(slots + HEAD, load_rows(new, last, 0, HEAD), last, 0, HEAD)
@@ -269,6 +257,7 @@ def insert_strides(
     parts: int,
     notes: torch.Tensor,
     values: torch.Tensor,
+    recall: torch.Tensor | None = None,
 ) -> None:
     """Insert ``R`` strides.
 
@@ -290,6 +279,7 @@ def insert_strides(
         notes: int32 ``[R, S, programs, NUMBER_ROWS, W]``, as wide as the longest line or the most
             slots of a request, in units; written.
         values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, likewise.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``, where evicted units come back.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
@@ -304,11 +294,22 @@ def insert_strides(
     assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
     if num_rows == 0:
         return
+    if recall is not None:
+        check_recall(recall, steps)
     turned = rotation if unit > 1 else None
     summed = 1 if sums is None else sums.shape[1] // num_sets
     _insert_strides[(num_rows, num_sets, num_parts)](
         *(key, value, sums, given, line, kv, rank, born, score, token, table, steps, plans),
-        *(turned, notes, values, key.stride(0), value.stride(0), kv.stride(0), rank.stride(0)),
+        *(
+            recall,
+            turned,
+            notes,
+            values,
+            key.stride(0),
+            value.stride(0),
+            kv.stride(0),
+            rank.stride(0),
+        ),
         *(table.stride(0), 1 if sums is None else sums.shape[2], line.shape[3], notes.shape[4]),
         NUM_SETS=num_sets,
         HEADS=num_heads // num_sets,
@@ -322,7 +323,7 @@ def insert_strides(
         PAGE=rank.shape[2],
         UNIT=unit,
         TILE=1024,
-        SCORE_TILE=max(64, 4096 // triton.next_power_of_2(summed)) if summed > 4 else 1024,
+        SCORE_TILE=score_tile(summed),
         ROWS=COPIED,
         num_warps=8,
         maxnreg=128,  # left to itself, ptxas may spill for more blocks a multiprocessor

@@ -27,10 +27,12 @@ def rotation_table(
     max_distance: int,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
+    forward: int = 0,
 ) -> torch.Tensor:
     """cos and sin of a rotation back by 0 .. ``max_distance`` positions.
 
-    Layers with the same frequencies share one table.
+    Layers with the same frequencies share one table. Rotations forward, by up to ``forward``
+    positions, lie in memory before it: distances below 0.
 
     Args:
         inv_freq: fp32 ``[rotary_dim / 2]``, radians per position.
@@ -38,12 +40,12 @@ def rotation_table(
     Returns:
         ``[max_distance + 1, 2, rotary_dim / 2]`` on ``device``.
     """
-    key = (tuple(inv_freq.tolist()), max_distance, str(device), dtype)
+    key = (tuple(inv_freq.tolist()), max_distance, str(device), dtype, forward)
     if key not in _tables:
-        distance = torch.arange(max_distance + 1, dtype=torch.float64)
+        distance = torch.arange(-forward, max_distance + 1, dtype=torch.float64)
         angle = -distance[:, None] * inv_freq.double().cpu()
         _tables[key] = torch.stack([angle.cos(), angle.sin()], dim=1).to(device, dtype)
-    return _tables[key]
+    return _tables[key][forward:]
 
 
 def rotate_reference(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from .tiles import CACHED, LENGTH, LO, NEW_SLOTS, OLD_SLOTS, PER_AGE, START, STEP, STREAM
 
-TABLE_COLUMNS, HEAD_COLUMNS = 8, 7
+TABLE_COLUMNS, HEAD_COLUMNS = 8, 8
 COUNT, SLOTS, TABLE, HEAD = (tl.constexpr(n) for n in (6, 7, TABLE_COLUMNS, HEAD_COLUMNS))
 
 
@@ -26,8 +26,9 @@ class ScheduleTables:
         table: int32 ``[rows, 8]``, one schedule's rows after another's. A row is the insertion of
             one token: the six numbers of its rules (``LO .. NUM_MORE``), and after it the tokens
             cached and the most slots ever needed.
-        heads: int32 ``[schedules, 7]``: a schedule's first row, how many of its rows occur once,
-            how many repeat after them, and ``PER_AGE .. WEIGHT``.
+        heads: int32 ``[schedules, 8]``: a schedule's first row, how many of its rows occur once,
+            how many repeat after them, ``PER_AGE .. WEIGHT``, and how many evicted units are cached
+            again at a time, which ``table`` does not count.
         unit: tokens that count as one in ``table``, for all schedules.
     """
 
@@ -79,7 +80,9 @@ def _schedule(
     cached = tl.load(before + COUNT, mask=older, other=0)
     ruled = real
     if UNIT > 1:
-        cached = tl.where(real, cached * UNIT + stream % UNIT, 0)
+        most = tl.load(head + (HEAD - 1), mask=real, other=0)
+        recalled = tl.where(older, tl.minimum(done - cached, most), 0)
+        cached = tl.where(real, (cached + recalled) * UNIT + stream % UNIT, 0)
         ruled = real & (stream % UNIT == UNIT - 1)  # a unit has its rules with its last token
     out = steps + row * STEP
     tl.store(out + STREAM, tl.where(real, stream, -1), mask=inside)
@@ -91,13 +94,15 @@ def _schedule(
         earlier = (stream - 1) // UNIT
         then = _table_row(tl.maximum(earlier - 1, 0), first, transient, period) * TABLE
         peak = tl.load(table + then + SLOTS, mask=real & (earlier > 0), other=0)
-        old_slots = tl.where(real & (stream > 0), (peak + 1) * UNIT, 0)
+        old_slots = tl.where(real & (stream > 0), (peak + recalled + 1) * UNIT, 0)
         tl.store(out + OLD_SLOTS, old_slots, mask=inside)
         peak = tl.load(before + SLOTS, mask=older, other=0)
-        tl.store(out + NEW_SLOTS, tl.where(real, (peak + 1) * UNIT, 0), mask=inside)
+        left = tl.load(now + COUNT, mask=ruled, other=0)
+        soon = tl.where(ruled, tl.minimum(done + 1 - left, most), recalled)
+        tl.store(out + NEW_SLOTS, tl.where(real, (peak + soon + 1) * UNIT, 0), mask=inside)
     for column in tl.static_range(COUNT):  # the rules
         tl.store(out + LO + column, tl.load(now + column, mask=ruled, other=0), mask=inside)
-    for column in tl.static_range(HEAD - 3):  # what scores are
+    for column in tl.static_range(HEAD - 4):  # what scores are
         value = tl.load(head + 3 + column, mask=real, other=0)
         tl.store(out + PER_AGE + column, value, mask=inside)
     tl.store(out + START, tl.where(real, row, 0), mask=inside)
@@ -153,17 +158,21 @@ def schedule_reference(
         if length == 0 or block == 0:
             result.append([-1] + [0] * (STEP.value - 1))
             continue
-        first, transient, period, *scores = heads[schedule_of[row]]
+        first, transient, period, *scores, most = heads[schedule_of[row]]
         own = rows[first : first + transient + period]
         done, offset = divmod(length - 1, unit)
         *rules, _, peak = _at(own, transient, done)
+        *_, left, _ = _at(own, transient, done)
         *_, cached, old_peak = _at(own, transient, done - 1)
         slots, old_slots = peak, old_peak
         if unit > 1:
-            slots = (old_peak + 1) * unit
+            recalled = min(done - cached, most)
+            soon = min(done + 1 - left, most) if offset == unit - 1 else recalled
+            slots = (old_peak + soon + 1) * unit
             then = _at(own, transient, (length - 2) // unit - 1)[-1]
-            old_slots = (then + 1) * unit if length > 1 else 0
+            old_slots = (then + recalled + 1) * unit if length > 1 else 0
             rules = rules if offset == unit - 1 else [0] * len(rules)
+            cached += recalled
         cached = cached * unit + offset
         result.append([length - 1, cached, old_slots, slots, row, 1, *rules, *scores])
     return result

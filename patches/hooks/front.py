@@ -19,6 +19,8 @@ GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
 LOOKUP = "vllm_cascade/engine/lookup.py"
 MANAGER = "vllm_cascade/cache/manager.py"
 METRICS = "vllm_cascade/engine/metrics.py"
+RECALL_REFUSALS = "vllm_cascade/engine/recall_refusals.py"
+REFUSAL = "vllm_cascade/engine/refusal.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
 ROWS = "vllm_cascade/attention/requests.py"
 SCHEDULER = "vllm_cascade/engine/scheduler.py"
@@ -99,10 +101,20 @@ CONFIGURATION = (
         "vllm.config.VllmConfig",
         additional_config=read("a policy's settings", "dict | SupportsHash", CONFIGURE, LOOKUP),
         attention_config=read("names our backend", "AttentionConfig", CONFIGURE),
-        cache_config=read("the pool", "CacheConfig", ADMISSION, CONFIGURE, REFUSALS, WORKER),
+        cache_config=read(
+            "the pool", "CacheConfig", *(ADMISSION, CONFIGURE, RECALL_REFUSALS, REFUSALS, WORKER)
+        ),
         kv_transfer_config=read(UNSUPPORTED, "KVTransferConfig | None", REFUSALS),
-        model_config=read("the model", "ModelConfig", ADMISSION, CONFIGURE, MANAGER, REFUSALS),
-        parallel_config=read("names our worker", "ParallelConfig", ADMISSION, CONFIGURE, REFUSALS),
+        model_config=read(
+            "the model",
+            "ModelConfig",
+            *(ADMISSION, CONFIGURE, MANAGER, RECALL_REFUSALS, REFUSALS),
+        ),
+        parallel_config=read(
+            "names our worker",
+            "ParallelConfig",
+            *(ADMISSION, CONFIGURE, RECALL_REFUSALS, REFUSALS),
+        ),
         scheduler_config=read("names our scheduler", "SchedulerConfig", BUILDER, CONFIGURE),
         speculative_config=read(UNSUPPORTED, "SpeculativeConfig | None", REFUSALS),
     ),
@@ -117,11 +129,11 @@ CONFIGURATION = (
         ),
         enable_prompt_embeds=read("such prompts have no token ids", "bool", REFUSALS),
         enforce_eager=read("a captured graph would skip recording", "bool", GPU_WORKER),
-        get_sliding_window=called(UNSUPPORTED, "(self)", REFUSALS),
+        get_sliding_window=called(UNSUPPORTED, "(self)", REFUSAL),
         get_total_num_kv_heads=called("heads over ranks", "(self)", REFUSALS),
         get_vocab_size=called("larger than its tokenizer's", "(self)", LOOKUP),
         hf_text_config=read(
-            "positions and layers of a model", "PreTrainedConfig", REFUSALS, WORKER
+            "positions and layers of a model", "PreTrainedConfig", REFUSAL, REFUSALS, WORKER
         ),
         is_attention_free=read(UNSUPPORTED, "bool", REFUSALS),
         is_encoder_decoder=read(UNSUPPORTED, "bool", REFUSALS),
@@ -145,6 +157,7 @@ CONFIGURATION = (
             {"0.32": "CacheDType", "0.33": "CacheDType | str"},
             REFUSALS,
         ),
+        enable_prefix_caching=read("recall on CUDA has no snapshots", "bool", RECALL_REFUSALS),
         kv_cache_dtype_skip_layers=read(UNSUPPORTED, "list[str]", REFUSALS),
         mamba_cache_mode=read("one state a request", "MambaCacheMode", CONFIGURE),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
@@ -158,10 +171,12 @@ CONFIGURATION = (
         decode_context_parallel_size=read(UNSUPPORTED, "int", REFUSALS),
         enable_dbo=read(UNSUPPORTED, "bool", REFUSALS),
         local_engines_only=read("engines that share a front-end", "bool", ADMISSION),
-        pipeline_parallel_size=read(UNSUPPORTED, "int", REFUSALS),
+        pipeline_parallel_size=read(UNSUPPORTED, "int", RECALL_REFUSALS, REFUSALS),
         prefill_context_parallel_size=read(UNSUPPORTED, "int", REFUSALS),
         tensor_parallel_size=read(
-            "ranks that keep the same tokens", "int", REFUSALS, SCHEDULER, WORKER
+            "ranks that keep the same tokens",
+            "int",
+            *(RECALL_REFUSALS, REFUSALS, SCHEDULER, WORKER),
         ),
         worker_cls=read("names our worker", "str", CONFIGURE, REFUSALS),
     ),
@@ -190,13 +205,13 @@ CONFIGURATION = (
     *rows(
         "vllm.platforms",
         current_platform=called(
-            "the device", "Platform", *(ADMISSION, CONFIGURE, DEVICES, REFUSALS)
+            "the device", "Platform", *(ADMISSION, CONFIGURE, DEVICES, RECALL_REFUSALS, REFUSALS)
         ),
     ),
     *rows(
         "vllm.platforms.interface.Platform",
         is_cpu=called("the device", "(self)", CONFIGURE, REFUSALS),
-        is_cuda=called("the device", "(self)", ADMISSION, REFUSALS),
+        is_cuda=called("the device", "(self)", ADMISSION, RECALL_REFUSALS, REFUSALS),
     ),
     *rows(
         "vllm.tokenizers",

@@ -4,6 +4,7 @@
 from .row import called, given, overridden, read, replaced, rows
 
 AOT = "kernels/testing/aot.py"
+LAUNCHERS = "kernels/testing/launchers.py"
 BACKEND = "vllm_cascade/attention/backend.py"
 BUILDER = "vllm_cascade/attention/builder.py"
 CONFIGURE = "vllm_cascade/engine/configure.py"
@@ -13,6 +14,7 @@ CUDA_BACKEND = "vllm_cascade/attention/cuda/backend.py"
 DEVICES = "vllm_cascade/engine/devices.py"
 LAYER = "vllm_cascade/attention/layer.py"
 CUDA_BUILDER = "vllm_cascade/attention/cuda/builder.py"
+CUDA_METADATA = "vllm_cascade/attention/cuda/metadata.py"
 CUDA_IMPL = "vllm_cascade/attention/cuda/impl.py"
 FAMILIES = "patches/hooks/models.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
@@ -142,7 +144,7 @@ ATTENTION = (
     *rows(
         "vllm.v1.attention.backend",
         AttentionLayer=given("the layer that calls us", LAYER, WORKER),
-        AttentionMetadata=given("the base of ours", BUILDER, CPU_BUILDER, CUDA_BUILDER),
+        AttentionMetadata=given("the base of ours", BUILDER, CPU_BUILDER, CUDA_METADATA),
         MultipleOf=called("pages we can have", "(base)", CPU_BACKEND, CUDA_BACKEND),
     ),
     *rows(
@@ -353,6 +355,6 @@ KERNELS = (
     ),
     *rows(
         "torch._library.custom_ops.CustomOpDef",
-        _init_fn=called("an operator without data or dispatch", "", AOT),
+        _init_fn=called("an operator without data or dispatch", "", LAUNCHERS),
     ),
 )

@@ -286,7 +286,7 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         "--kv-cache-dtype",
     ),
 }
-ENVIRONMENT = {"device", "Model Runner V2 on the CPU", "recall on CUDA"}
+ENVIRONMENT = {"device", "Model Runner V2 on the CPU"}
 
 
 def create(model: Path, **kwargs: Any) -> Any:
@@ -300,7 +300,8 @@ def create(model: Path, **kwargs: Any) -> Any:
 
 
 def test_the_list_is_complete() -> None:
-    tested = set(SETTINGS) | set(MODELS) | set(FAKED) | set(ON_CUDA) | ENVIRONMENT
+    on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA)
+    tested = set(SETTINGS) | set(MODELS) | set(FAKED) | on_cuda | ENVIRONMENT
     assert tested == {refusal.name for refusal in refusals.REFUSALS}
 
 
@@ -348,13 +349,45 @@ def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert message in refusal.message
 
 
-def test_recall_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == "recall on CUDA"]
-    recall, plain = resolve({"name": "sink", "recall": 8}), resolve({"name": "sink"})
-    assert not refusal.applies(None, recall)
-    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
-    assert refusal.applies(None, recall) and not refusal.applies(None, plain)
-    assert "--kv-recall 0" in refusal.message
+RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {
+    # configuration, settings beside recall, message
+    "recall over ranks on CUDA": (
+        SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2)),
+        {},
+        "--tensor-parallel-size above 1 on CUDA",
+    ),
+    "recall beside snapshots on CUDA": (
+        SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True)),
+        {},
+        "--no-enable-prefix-caching",
+    ),
+    "recall of long units on CUDA": (None, {"unit": 256, "budget": 2048}, "128 tokens at most"),
+}
+
+
+@pytest.mark.parametrize("name", RECALL_ON_CUDA)
+def test_recall_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, settings, message = RECALL_ON_CUDA[name]
+    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
+    plain = {"name": "sink", "num_sinks": 0, "prefill_stride": 512, **settings}
+    recall = resolve({**plain, "recall": 8})
+    assert not refusal.applies(config, recall)
+    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    assert refusal.applies(config, recall) and not refusal.applies(config, resolve(plain))
+    assert message in refusal.message
+
+
+def test_recall_on_cuda_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, no snapshots, units of 16."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=False),
+    )
+    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    policy = resolve({"name": "sink", "recall": 8})
+    for refusal in refusals.REFUSALS:
+        if refusal.name in RECALL_ON_CUDA:
+            assert not refusal.applies(config, policy), refusal.name
 
 
 @pytest.mark.parametrize("sizes", [{"block_size": 32}, {}])

@@ -26,7 +26,8 @@ shapes = eval(sys.argv[1], vars(aot))
 rows = []
 for shape in shapes:
     for capability in map(int, sys.argv[2:]):
-        rows += map(asdict, aot.resources_of(shape, capability))
+        resources = aot.recall_resources if shape.recall else aot.resources_of
+        rows += map(asdict, resources(shape, capability))
 print(json.dumps(rows))
 """
 KERNELS = {
@@ -35,6 +36,10 @@ KERNELS = {
 }  # fmt: skip
 
 
+RECALL = {
+    "ask", "judge", "weigh", "choose", "bring", "remember", "list_gone", "store_units",
+    "keep_of_strides", "insert_strides",
+}  # fmt: skip
 IN_UNITS = KERNELS - {"attend"} | {"attend_units"}
 
 
@@ -69,6 +74,16 @@ def test_units() -> None:
 
 
 @pytest.mark.slow
+def test_recall() -> None:
+    check(compiled("RECALL_SHAPES[:1]", 80, 90, 100), RECALL)
+
+
+@pytest.mark.slow
+def test_recall_in_every_configuration() -> None:
+    check(compiled("RECALL_SHAPES", 80, 90, 100), RECALL)
+
+
+@pytest.mark.slow
 def test_every_configuration_on_every_gpu() -> None:
     check(compiled("DEFAULT_SHAPES", 80, 90, 100))
     check(compiled("UNIT_SHAPES", 80, 90, 100), IN_UNITS)  # of most the one that differs
@@ -80,7 +95,7 @@ def test_the_table_in_the_docs() -> None:
     """The table that is shown covers every kernel and stays within the same bounds."""
     table = (ROOT / "docs" / "kernel_resources.md").read_text()
     rows = [line.split(" | ") for line in table.splitlines() if re.match(r"\| [a-z_]+ \| \d", line)]
-    assert {row[0].removeprefix("| ") for row in rows} == KERNELS | IN_UNITS
+    assert {row[0].removeprefix("| ") for row in rows} == KERNELS | IN_UNITS | RECALL
     for row in rows:
         for cell in row[3:]:
             registers, _, spilled = map(int, cell.rstrip(" |").split(" / "))

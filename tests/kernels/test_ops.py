@@ -8,12 +8,17 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.testing.checks import Case, make_cache
+from vllm_cascade.kernels.testing.recall_checks import Rings
 from vllm_cascade.kernels.triton import (
     assign,
     attend,
     combine,
     insert,
+    recall,
+    recall_choose,
+    recall_store,
     rotate,
 )
 
@@ -33,7 +38,35 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
     parts, parts_lse, logits, own = attend.attend(*decode, 0.0, False, 2, True)
     lse = torch.rand(10, 4)
     rules = torch.zeros(1, 4, dtype=torch.int32)
+    rings = Rings(replace(CASE, unit=unit, lengths=lengths), 6)
+    for tensor in rings.tensors:
+        tensor.zero_()
+    both = torch.zeros(2, columns.RECALL_COLUMNS, dtype=torch.int32)
+    both[1, columns.HOW], both[1, columns.RING], both[1, columns.END] = columns.JUDGED, 6, 6
+    both[1, columns.NOW] = both[1, columns.STORED] = 1
+    strides = steps.clone()
+    strides[:, columns.START], strides[:, columns.LENGTH] = torch.tensor([0, 5]), 5
+    stays = torch.zeros(2, 1, max(lengths) // unit + 5, dtype=torch.int32)
+    stays[:, :, 0] = -1
+    evidence, turned = torch.rand(2, 1, 6), (rotation, False)
+    lines = cache.kv, cache.rank, cache.born, cache.token, table
     return {
+        "judge_units": (
+            recall.judge_units,
+            (query, rings.codes, rings.scales, strides, both, *turned, 0.25, 6, 1, 3),
+        ),
+        "recall_units": (
+            recall_choose.recall_units,
+            (
+                *(evidence, rings.rows, rings.born, rings.token, *pages, table, steps, both),
+                *(torch.zeros(1, dtype=torch.int32), 3),
+            ),
+        ),
+        "ranks_before": (recall_store.ranks_before, (cache.rank, table, steps, both, unit)),
+        "store_units": (
+            recall_store.store_units,
+            (stays, None, key, key, *lines, strides, both, *turned, *rings.tensors, 6),
+        ),
         "attend": (attend.attend, (*decode, 0.0, False, 2, True)),
         "attend without logits": (attend.attend, (*decode, 0.0, False, 4, False)),
         "merge": (combine.merge, (parts, parts_lse, steps, torch.empty(2, 4, 16))),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention backend that vLLM sees: what all devices share (``engine/devices.py``)."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.log import UnitShape
 
 
 class KVPolicyBackend(AttentionBackend):
@@ -27,6 +28,15 @@ class KVPolicyBackend(AttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> Any:
+        """Where evicted units wait, in a worker whose policy recalls them.
+
+        Raises:
+            KVPolicyError: there is not the memory for it.
+        """
+        raise NotImplementedError
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:

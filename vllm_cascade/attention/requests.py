@@ -29,6 +29,10 @@ class Requests:
         """What the rows run under; those beyond the list have the engine's."""
         return []
 
+    def names(self, common: CommonAttentionMetadata) -> list[str | None]:
+        """The rows' requests; those beyond the list are nobody's."""
+        return []
+
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         """bool ``[B]``: whether a row's tokens are part of its prompt."""
         return common.is_prefilling.numpy()
@@ -51,6 +55,9 @@ class RunnerV1Requests(Requests):
         requests, schedule_of = self._runner.requests, self._own.schedule
         states = [requests[name].sampling_params for name in self._runner.input_batch.req_ids]
         return [schedule_of(params.extra_args if params else None) for params in states]
+
+    def names(self, common: CommonAttentionMetadata) -> list[str | None]:
+        return list(self._runner.input_batch.req_ids)
 
     def token_scores(
         self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
@@ -113,8 +120,8 @@ class RunnerV2Requests(Requests):
             self._importance.forget(set(self._requests))
         self._sampled = None
 
-    def _names(self, common: CommonAttentionMetadata) -> list[str | None]:
-        """The rows' requests; None where a warm-up has rows of nobody's."""
+    def names(self, common: CommonAttentionMetadata) -> list[str | None]:
+        """None where a warm-up has rows of nobody's."""
         if common.req_idx is None:
             return []
         return [self._name(index) for index in common.req_idx.tolist()]
@@ -124,14 +131,14 @@ class RunnerV2Requests(Requests):
         return names.get(index)
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
-        known = [self._requests.get(name) for name in self._names(common)]
+        known = [self._requests.get(name) for name in self.names(common)]
         return [self._own.engine if request is None else request.schedule for request in known]
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         prefilling = super().prefilling(common).copy()
         ends = common.seq_lens_cpu_upper_bound.numpy()
         firsts = ends[: len(prefilling)] - np.diff(common.query_start_loc_cpu.numpy())
-        for row, name in enumerate(self._names(common)):
+        for row, name in enumerate(self.names(common)):
             request = self._requests.get(name)
             if request is not None:
                 prefilling[row] = firsts[row] < request.prompt_len

@@ -67,7 +67,8 @@ class StrideRows:
         steps: int32 ``[R, STEP_COLUMNS]``.
         request: int64 ``[R]``, each one's row in the batch, and in the block table.
         schedules: one a stride.
-        recall: what each does with the request's evicted units, or None; empty where nobody does.
+        recall: what each does with the request's evicted units, as its device plans it, or None;
+            empty where nobody does.
         shift: int32 ``[R]``, how far positions are beyond ``CACHED`` and what follows: other layers
             keep so many tokens more (or fewer) than these, which have windows. None: no window.
     """

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's GPU worker with a policy, for Model Runner V1 and V2."""
 
+from typing import Any
+
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -14,6 +17,13 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
     """On CUDA, where layers are told to use vLLM's ``CUSTOM`` backend."""
 
     device_entry = DEVICES["cuda"]
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        policy = policy_of(self.vllm_config)
+        if policy is not None and policy.recall:  # before vLLM measures what is left for pages
+            specs = list(self.get_kv_cache_spec().values())
+            self._make_stores(specs, next(self.model_runner.get_model().parameters()).device)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()

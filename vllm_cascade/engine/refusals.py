@@ -7,7 +7,6 @@ is loaded. An entry leaves this list when a test shows that it works.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -19,6 +18,8 @@ from vllm_cascade.cache.architectures import may_be_unrotated, needs_no_position
 from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.devices import this_device
+from vllm_cascade.engine.recall_refusals import RECALL_REFUSALS
+from vllm_cascade.engine.refusal import Refusal, layer_types, windowed
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -33,32 +34,14 @@ TRY_CUDA = "VLLM_CASCADE_CUDA"
 """Environment variable that lets policies run on CUDA, where nobody has run them yet."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """``message`` says what is set, why it cannot work and what to do instead."""
-
-    name: str
-    applies: Callable[[VllmConfig, Policy], bool]
-    message: str
-
-
 def _rope_types(config: VllmConfig) -> set[str]:
     parameters = iter_rope_parameters(config.model_config.hf_text_config)
     return {entry.get("rope_type", "default") for entry in parameters}
 
 
-def _layer_types(model: ModelConfig) -> set[str]:
-    return set(getattr(model.hf_text_config, "layer_types", None) or ())
-
-
 def _chunked(model: ModelConfig) -> bool:
     chunks = getattr(model.hf_text_config, "attention_chunk_size", None)
-    return "chunked_attention" in _layer_types(model) or bool(chunks)
-
-
-def _windowed(model: ModelConfig) -> bool:
-    kinds = _layer_types(model)
-    return "sliding_attention" in kinds or (model.get_sliding_window() is not None and not kinds)
+    return "chunked_attention" in layer_types(model) or bool(chunks)
 
 
 def _device(config: VllmConfig, policy: Policy) -> bool:
@@ -157,26 +140,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys and values "
         "in the model's own type",
     ),
-    Refusal(
-        "recall on CUDA",
-        lambda config, policy: policy.recall > 0 and not current_platform.is_cpu(),
-        "recall keeps evicted units in the memory of CPU workers and is not built for GPUs yet; "
-        "set --kv-recall 0",
-    ),
-    Refusal(
-        "recall beside windows",
-        lambda config, policy: policy.recall > 0 and _windowed(config.model_config),
-        "recall moves positions in a way that layers with sliding windows do not follow yet; "
-        "set --kv-recall 0 for this model",
-    ),
-    Refusal(
-        "recall over stages",
-        lambda config, policy: (
-            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
-        ),
-        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
-        "--tensor-parallel-size",
-    ),
+    *RECALL_REFUSALS,
     Refusal(
         "scores by text over stages",
         lambda config, policy: (
@@ -345,7 +309,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "windowed layers on CUDA",
-        lambda config, _: current_platform.is_cuda() and _windowed(config.model_config),
+        lambda config, _: current_platform.is_cuda() and windowed(config.model_config),
         "models whose layers have sliding windows run on the CPU only: the kernels for CUDA know "
         "one kind of layers; use --kv-policy full",
     ),

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
+import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionLayer
@@ -31,8 +33,6 @@ from vllm_cascade.engine.stages import expect_hidden_states, of_all_stages, own_
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
-from vllm_cascade.recall.memory import check_host_memory
-from vllm_cascade.recall.stores import Stores
 
 
 def scales_of(layer: AttentionLayer) -> tuple[float, float]:
@@ -56,7 +56,7 @@ class KVPolicyWorker:
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
     _block_size: int
-    _stores: Stores | None = None
+    _stores: Any = None
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
@@ -139,15 +139,12 @@ class KVPolicyWorker:
         # What the runner copies where a request starts from a snapshot: also the pages' tails.
         runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
 
-    def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
-        """Where evicted units wait, if the policy recalls them."""
-        spec = builder.kv_cache_spec
+    def _make_stores(self, specs: Sequence[KVPolicySpec], device: torch.device) -> None:
+        """Where evicted units of layers wait; for a policy that recalls them."""
+        spec = specs[0]
         policy = spec.policy
-        if not policy.recall:
-            return
-        names = builder.layer_names
         shape = UnitShape(
-            num_layers=len(names),
+            num_layers=len(specs),
             num_kv_heads=spec.num_kv_heads,
             num_sets=spec.num_sets,
             unit=policy.unit,
@@ -157,10 +154,19 @@ class KVPolicyWorker:
             most_recalled=policy.recall,
             row_scales=ROW_SCALES if spec.scale_bytes else 0,
         )
-        check_host_memory(shape, self.vllm_config.scheduler_config.max_num_seqs)
-        self._stores = builder.stores = Stores(shape)
+        most, backend = self.vllm_config.scheduler_config.max_num_seqs, self.device_entry.backend
+        self._stores = resolve_name(backend).make_stores(shape, most, device)
+
+    def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
+        """Connect builder and layers with where evicted units wait."""
+        names, spec = builder.layer_names, builder.kv_cache_spec
+        if not spec.policy.recall:
+            return
+        if self._stores is None:
+            self._make_stores([spec] * len(names), builder.device)
+        builder.stores = self._stores
         for index, name in enumerate(names):
-            layers[name].impl.recall_from(index, policy.recall_queries)
+            layers[name].impl.recall_from(self._stores, index, spec.policy.recall_queries)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         self._requests.note(scheduler_output)

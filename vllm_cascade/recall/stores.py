@@ -49,7 +49,7 @@ class Stores:
         }
         self.logs.update(forks)
         adopted = set()
-        for name, page, num_computed in _begun(output):
+        for name, page, num_computed in begun(output):
             self._pages[name] = page
             adopted.add(page)
             if num_computed == 0:
@@ -60,7 +60,7 @@ class Stores:
                 self.logs.pop(page, None)
 
 
-def _begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
+def begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
     """Requests that start or resume: names, first pages, and tokens they need not compute."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.block_ids[0][0], new.num_computed_tokens

@@ -3,12 +3,16 @@
 
 from typing import Any, ClassVar
 
+import torch
 from vllm.v1.attention.backend import MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.cache.quantised import CODES
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.memory import check_host_memory
+from vllm_cascade.recall.stores import Stores
 
 
 class CPUKVPolicyBackend(KVPolicyBackend):
@@ -27,6 +31,11 @@ class CPUKVPolicyBackend(KVPolicyBackend):
     @staticmethod
     def get_builder_cls() -> type[CPUBuilder]:
         return CPUBuilder
+
+    @classmethod
+    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> Stores:
+        check_host_memory(shape, max_num_seqs)
+        return Stores(shape)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:

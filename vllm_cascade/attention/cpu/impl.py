@@ -13,6 +13,7 @@ from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.recall.layer import LayerRecall
+from vllm_cascade.recall.stores import Stores
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):
@@ -26,7 +27,7 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         super().prepare(spec, *args, **kwargs)
         self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
 
-    def recall_from(self, index: int, most_queries: int) -> None:
+    def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
         """Let evicted units come back; ``index``: of the layer in its requests' logs."""
         judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
         self.recall = LayerRecall(self._layer, self._pages, index, most_queries, judge)

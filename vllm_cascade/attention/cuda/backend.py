@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's ``CUSTOM`` backend while a policy is on."""
 
+import torch
 from vllm.v1.attention.backend import MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.rings import Rings
 
 
 class CUDAKVPolicyBackend(KVPolicyBackend):
@@ -22,6 +25,10 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
     @staticmethod
     def get_builder_cls() -> type[CUDABuilder]:
         return CUDABuilder
+
+    @classmethod
+    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> Rings:
+        return Rings(shape, max_num_seqs, device)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:

@@ -9,14 +9,15 @@ that moves tokens, which rules do not say and PyTorch runs on the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import torch
 from vllm.config import SchedulerConfig, VllmConfig
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from vllm_cascade.attention.builder import StepBuilder
+from vllm_cascade.attention.cuda.metadata import DecodeRows, DeviceWave, TritonMetadata
 from vllm_cascade.attention.cuda.strides import (
     ChunkDraft,
     ChunkRows,
@@ -29,7 +30,7 @@ from vllm_cascade.attention.cuda.strides import (
     widest,
 )
 from vllm_cascade.attention.cuda.tables import DeviceTables
-from vllm_cascade.attention.inputs import NOBODY, Stride, strides_of
+from vllm_cascade.attention.inputs import NOBODY, strides_of
 from vllm_cascade.attention.step import Step, StrideRows, by_schedule, split
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.transfer import sent
@@ -37,6 +38,7 @@ from vllm_cascade.kernels.columns import (
     CACHED,
     LENGTH,
     OLD_SLOTS,
+    RECALL_COLUMNS,
     START,
     STEP_COLUMNS,
     STREAM,
@@ -44,67 +46,17 @@ from vllm_cascade.kernels.columns import (
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.execute import Plan
-
-
-@dataclass(frozen=True)
-class DecodeRows:
-    """Single tokens of ``B`` requests, on the device.
-
-    Attributes:
-        index: int64 ``[B]``, the tokens' places in the step; None: they are its first ``B``.
-        steps: int32 ``[B, STEP_COLUMNS]``.
-        table: int32 ``[B, P]`` block numbers.
-        logit_scale: fp32 ``[B]``, or None.
-        no_scores: fp32 ``[B, num_sets]`` zeros, the new scores of a policy that computes none.
-        scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
-            none.
-        given: fp32 ``[B]``, these scores; None where the host gives none.
-    """
-
-    index: torch.Tensor | None
-    steps: torch.Tensor
-    table: torch.Tensor
-    logit_scale: torch.Tensor | None
-    no_scores: torch.Tensor
-    scored: torch.Tensor | None = None
-    given: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class DeviceWave:
-    """One stride of each request: single tokens, longer ones, and those for PyTorch.
-
-    Attributes:
-        rows: None where the host does not know them.
-        chunks: strides of requests for whom nobody is compared, in the first wave all of them.
-    """
-
-    rows: StrideRows | None
-    decode: DecodeRows | None = None
-    prefill: Sequence[PrefillRows] = ()
-    others: Sequence[Stride] = ()
-    chunks: ChunkRows | None = None
-
-
-@dataclass
-class TritonMetadata(AttentionMetadata):
-    """What every layer of this step shares.
-
-    Attributes:
-        table: int32 ``[B, P]``, the batch's block table.
-        rules: int32 ``[n, 4]``, what steps have beyond their first victim rule.
-        logit_scale: fp32 ``[num_tokens]`` over the step, or None.
-    """
-
-    spec: KVPolicySpec
-    waves: list[DeviceWave]
-    table: torch.Tensor
-    rules: torch.Tensor
-    logit_scale: torch.Tensor | None = None
+from vllm_cascade.recall.rings import Rings
 
 
 class CUDABuilder(StepBuilder[TritonMetadata]):
-    """Plans a step for the Triton kernels and publishes its cache positions."""
+    """Plans a step for the Triton kernels and publishes its cache positions.
+
+    Attributes:
+        stores: where evicted units wait; the worker sets it where a policy recalls them.
+    """
+
+    stores: Rings | None = None
 
     def make_tables(self, limits: SchedulerConfig) -> None:
         most, device = len(self.positions.buffer), self.device
@@ -115,6 +67,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self.scale = torch.ones(most, device=device)
         self.scored = torch.full((most,), NOBODY, dtype=torch.int32, device=device)
         self.given = torch.zeros(most, device=device)
+        self.recall = torch.zeros(most, RECALL_COLUMNS, dtype=torch.int32, device=device)
         heads = self.kv_cache_spec.num_kv_heads
         self.finished = torch.zeros(most, 2 * heads, dtype=torch.int32, device=device)
         self.plans = Plans(device)
@@ -150,6 +103,10 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             step = self.plan(common)
             if step.logit_scale is not None:
                 scale = self._sent(step.logit_scale)
+            if self.stores is not None:
+                names = self.requests.names(common)
+                recalling = [self._with_recall(rows, names) for rows in step.waves]
+                step = replace(step, waves=recalling)
             waves = self._waves(step, scale, table)
         return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale)
 
@@ -176,6 +133,10 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         stream = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64) - 1
         self._count(schedules, stream)
         judged = self._judge(common, schedules, stream)
+        if self.stores is not None:
+            names, one = self.requests.names(common), np.ones_like(stream)
+            rows = self.stores.plan(names, schedules, stream, one)
+            self.recall[:num_rows].copy_(self._sent(rows), non_blocking=True)
         return DecodeRows(
             index=None,
             steps=self.steps[:num_rows],
@@ -184,6 +145,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             no_scores=self.no_scores[:num_rows],
             scored=self.scored[:num_rows] if judged else None,
             given=self.given[:num_rows] if judged else None,
+            recall=None if self.stores is None else self.recall[:num_rows],
         )
 
     def _count(self, schedules: list[Schedule], stream: np.ndarray) -> None:
@@ -217,12 +179,24 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             schedule, t = schedules[row], int(stream[row])
             if schedule.scoring.source == "text":
                 (given[row],) = self.requests.token_scores(common, row, t, t + 1, schedule.lag)
-                scored[row] = (schedule.count_at(t) - schedule.lag) // schedule.unit
+                cached = int(schedule.positions(stream[row]))
+                scored[row] = (cached - schedule.lag) // schedule.unit
         self.given[: len(given)].copy_(self._sent(given), non_blocking=True)
         self.scored[: len(scored)].copy_(self._sent(scored), non_blocking=True)
         return True
 
     # --- a step planned on the host ---------------------------------------------------------------
+
+    def _with_recall(self, rows: StrideRows, names: list[str | None]) -> StrideRows:
+        """A wave with what its strides do with evicted units; waves are planned in their order."""
+        assert self.stores is not None
+        whose = [names[row] if row < len(names) else None for row in rows.request.tolist()]
+        stream, length = rows.steps[:, [STREAM, LENGTH]].astype(np.int64).T
+        plan = self.stores.plan(whose, rows.schedules, stream, length)
+        return replace(rows, recall=list(plan))
+
+    def _recall(self, rows: StrideRows) -> torch.Tensor | None:
+        return self._sent(np.stack(rows.recall)) if rows.recall else None
 
     def _waves(
         self, step: Step, scale: torch.Tensor | None, table: torch.Tensor
@@ -300,6 +274,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             no_scores=self.no_scores[: len(rows)],
             scored=scored,
             given=None if given is None else given[index],
+            recall=self._recall(rows),
         )
 
     def _strides(
@@ -316,6 +291,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             max_length=int(steps[:, LENGTH].max()),
             max_slots=int(steps[:, OLD_SLOTS].max()),
             width=widest(steps, schedule.unit),
+            recall=self._recall(rows),
         )
 
     # --- strides in which nobody is compared ------------------------------------------------------

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_cascade.attention.cuda.builder import DecodeRows, DeviceWave, TritonMetadata
+from vllm_cascade.attention.cuda.metadata import DecodeRows, DeviceWave, TritonMetadata
+from vllm_cascade.attention.cuda.recall import LayerRings
 from vllm_cascade.attention.cuda.strides import (
     ChunkRows,
     PrefillRows,
@@ -35,14 +36,17 @@ from vllm_cascade.kernels.triton.combine import head_masses, merge, update, upda
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import insert_strides
+from vllm_cascade.kernels.triton.keep import keep_of_strides
 from vllm_cascade.kernels.triton.prefill import attend_strides
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.recall.rings import Rings
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
 
     _decode_rotation: torch.Tensor | None = None
+    recall: LayerRings | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +66,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         splits = attend_splits(device, num, self.num_kv_heads, slots)
         parts = torch.empty(num, heads, splits, self.head_size + 1, device=device)
         logits = torch.empty(num, heads, slots if policy.uses_attention else 0, device=device)
-        del parts, logits
+        stored = policy.recall_store // policy.unit if policy.recall else 0
+        worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
+        del parts, logits, worth
 
     def prepare(
         self,
@@ -75,13 +81,19 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         super().prepare(spec, kv_cache, rotary, *args, **kwargs)
         assert self._pages is not None
         if rotary is not None:
-            turning = rotary.inv_freq, spec.max_distance, kv_cache.device
-            self._decode_rotation = rotation_table(*turning, decode_dtype(self._pages.kv.dtype))
+            dtype, forward = decode_dtype(self._pages.kv.dtype), spec.policy.recalled
+            turning = rotary.inv_freq, spec.max_distance, kv_cache.device, dtype, forward
+            self._decode_rotation = rotation_table(*turning)
+
+    def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
+        """Let evicted units come back; ``index``: of the layer in the stores."""
+        self.recall = LayerRings(self._layer, self._pages, stores, index, most_queries)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
     ) -> torch.Tensor:
-        return rotation_table(rotary.inv_freq, spec.max_distance, device)
+        forward = spec.policy.recalled
+        return rotation_table(rotary.inv_freq, spec.max_distance, device, forward=forward)
 
     def run(
         self, name: str, metadata: TritonMetadata, new: NewTokens, kv_cache: torch.Tensor
@@ -106,6 +118,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         policy, where = metadata.spec.policy, {"table": decode.table, "steps": decode.steps}
         rows = slice(0, len(decode.steps)) if decode.index is None else decode.index
+        recall = {**where, "recall": decode.recall}
+        if self.recall is not None:
+            self.recall.choose(new.query, **recall, single=True)
         query, key, value = new.at(rows)
         place = new.output[rows] if decode.index is None else torch.empty_like(query)
         num_slots = decode.table.shape[1] * pages.block_size
@@ -132,6 +147,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         elif decode.given is not None:
             words = _words(pages, "rank", "score")
             assign(given=decode.given, ranks=decode.scored, **words, **where, unit=pages.unit)
+        ranks = None if self.recall is None else self.recall.ranks(**recall)
         insert(
             key=key,
             value=value,
@@ -142,6 +158,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
         )
+        if self.recall is not None:
+            self.recall.store(**recall, ranks=ranks)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -189,8 +207,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _prefill(
         self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
-        """Three launches: attend, add up what keys received, and choose and write."""
+        """Three launches: attend, add up what keys received, and choose and write; and recall's."""
         policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
+        recall = {**where, "recall": rows.recall}
+        if self.recall is not None:
+            self.recall.choose(new.query, **recall, single=False)
         made = rows.buffers.get(self.num_heads)
         made = made or self._buffers(pages, policy.head_reduction, rows, new)
         turning = self._turning
@@ -227,21 +248,22 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 sums=sums,
             )
             sums, query_heads = self._of_all_ranks(sums, policy.head_reduction, query_heads)
-        insert_strides(
-            *(new.key, new.value),
-            **_words(pages),
-            **where,
-            **turning,
-            sums=sums,
-            given=rows.given,
-            line=made["line"],
-            plans=rows.plans,
-            reduction=policy.head_reduction,
-            query_heads=query_heads,
-            parts=parts,
-            notes=made["notes"],
-            values=made["values"],
-        )
+        choice = {
+            "sums": sums,
+            "given": rows.given,
+            "line": made["line"],
+            "plans": rows.plans,
+            "reduction": policy.head_reduction,
+            "query_heads": query_heads,
+            "parts": parts,
+            "notes": made["notes"],
+            "values": made["values"],
+            "recall": rows.recall,
+        }
+        if self.recall is not None:
+            keep = keep_of_strides(pages.token, rows.steps, unit=pages.unit, **choice)
+            self.recall.store(**recall, keep=keep, key=new.key, value=new.value)
+        insert_strides(*(new.key, new.value), **_words(pages), **where, **turning, **choice)
 
     def _buffers(
         self, pages: Pages, reduction: str, rows: PrefillRows, new: NewTokens
@@ -305,8 +327,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def _in_pytorch(self, pages: Pages, stride: Stride, new: NewTokens) -> None:
         assert self._layer is not None, "warm-up rows are left out"
+        recall, gone = self.recall if stride.recall is not None else None, None
+        if recall is not None:
+            gone = recall.choose_alone(stride, new.query)
         with torch.device(new.query.device):  # where the path makes its index tables
-            attended = attend_and_insert(self._layer, pages, stride, *new.at(stride.rows))
+            rows = new.at(stride.rows)
+            attended = attend_and_insert(self._layer, pages, stride, *rows, gone)
+            if gone is not None:
+                recall.store_evicted(stride, gone)
         new.output[stride.rows] = attended.to(new.output.dtype)
 
     def _record(self, layer: str, pages: Pages, metadata: TritonMetadata, wave: DeviceWave) -> None:

@@ -24,7 +24,8 @@ from vllm_cascade.kernels.columns import (
 )
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.column_sums import num_sums
-from vllm_cascade.kernels.triton.insert_stride import NUMBER_ROWS, VALUE_ROWS, num_programs
+from vllm_cascade.kernels.triton.insert_stride import num_programs
+from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS
 from vllm_cascade.kernels.triton.prefill import LINE_WORDS
 from vllm_cascade.policies import Policy, Schedule
 from vllm_cascade.policies.execute import Plan
@@ -44,6 +45,7 @@ class PrefillRows:
         given: fp32 ``[num_tokens]`` of the whole step, scores by the host, or None.
         max_length, max_slots: the longest stride, and the most slots in use before.
         width: of the longest line, or of the most slots afterwards, in units.
+        recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
         buffers: what the kernels leave each other, by the layer's query heads; the first layer
             finds it for all.
     """
@@ -57,6 +59,7 @@ class PrefillRows:
     max_length: int
     max_slots: int
     width: int
+    recall: torch.Tensor | None = None
     buffers: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -172,6 +175,8 @@ def _numbers(plan: Plan) -> np.ndarray:
 def plan_of(schedule: Schedule, step: list[int]) -> Plan | None:
     """How a stride with these numbers is inserted; None where all of it stays."""
     stream, cached, length = step[STREAM], step[CACHED], step[LENGTH]
+    if schedule.policy.recall:
+        cached -= int(schedule.recalled(np.asarray(stream))) * schedule.unit
     if cached + length == schedule.count_at(stream + length):
         return None
     plan = schedule.plan(stream, length)

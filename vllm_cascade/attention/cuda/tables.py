@@ -64,7 +64,8 @@ class DeviceTables:
             columns = np.column_stack([schedule.leading, schedule.count, schedule.peak])
             columns[:, MORE_IN_TABLE] += begin
             ways = schedule.score_columns.tolist()
-            heads.append([first_row, schedule.transient, schedule.period, *ways])
+            recall = schedule.policy.recall
+            heads.append([first_row, schedule.transient, schedule.period, *ways, recall])
             steps.append(columns)
             rules.append(schedule.further)
             first_row += len(columns)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""New ranks of a stride's columns: where its choice is made, and what is noted of it.
+
+``insert_strides`` does it to write. Where evicted units are stored, who leaves is asked beforehand
+as well (``keep_of_strides``), while pages still hold it. Units that were evicted and are back stand
+behind the sinks; plans know nothing of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .choose import best_of_groups, score_columns, without_lowest
+from .prefill import LINE
+from .recall_columns import NOW, RECALL, SINKS, check_recall
+from .tiles import (
+    CACHED,
+    GROUPED,
+    LENGTH,
+    NEWEST_STAYS,
+    PLAN,
+    PLANNED,
+    STAY,
+    STEP,
+    STREAM,
+    check_steps,
+)
+
+NUMBER_ROWS, VALUE_ROWS = 4, 2
+NUMBERS, NEW_RANK, WHO, PLACE, TARGET = (tl.constexpr(n) for n in (NUMBER_ROWS, 0, 1, 2, 3))
+"""A program's notes: a column's rank afterwards, the column of a rank, the column in a slot, and
+the slot of each of the stride's survivors."""
+VALUES, COMPARED, SCORE = (tl.constexpr(n) for n in (VALUE_ROWS, 0, 1))
+"""What is compared of a column, and its score."""
+
+
+@triton.jit
+def choose_ranks(
+    sums,
+    given,
+    line,
+    token,
+    step,
+    plans,
+    recall,
+    notes,
+    values,
+    mine,
+    row,
+    sums_stride,
+    line_stride,
+    notes_stride,
+    SUMMED: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SCORE_TILE: tl.constexpr,
+):
+    """New ranks of all columns, and who has which; returns how many there are in the end."""
+    cached = tl.load(step + CACHED)
+    old = cached // UNIT
+    columns = tl.cdiv(cached + tl.load(step + LENGTH), UNIT)
+    compared = values + COMPARED * notes_stride
+    scores = values + SCORE * notes_stride
+    mass = sums
+    if sums is not None:
+        mass += mine * SUMMED * sums_stride
+    score_columns(
+        *(mass, given, line, compared, scores, token, step, columns, old),
+        *(sums_stride, line_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT, SCORE_TILE),
+    )
+    tl.debug_barrier()
+
+    planned = tl.load(step + PLANNED)
+    stay = tl.load(step + STAY)
+    sinks = tl.full([], 0, tl.int32)
+    shown = tl.full([], 0, tl.int32)
+    if recall is not None:
+        sinks = tl.load(recall + row * RECALL + SINKS)
+        shown = tl.where(planned > 0, tl.load(recall + row * RECALL + NOW), 0)
+        planned += shown
+        stay += shown
+    plan = plans + tl.load(step + PLAN)
+    newest_stays = tl.load(step + NEWEST_STAYS)
+    ranks = notes + NEW_RANK * notes_stride
+    who = notes + WHO * notes_stride
+    if tl.load(step + GROUPED) != 0:
+        best_of_groups(plan, compared, ranks, who, planned, stay, sinks, shown, newest_stays, TILE)
+    else:
+        without_lowest(plan, compared, ranks, who, planned, sinks, shown, newest_stays, TILE)
+    for first in range(planned, columns, TILE):  # what is not planned stays behind the others
+        column = first + tl.arange(0, TILE)
+        behind = column - planned + stay
+        tl.store(ranks + column, behind, mask=column < columns)
+        tl.store(who + behind, column, mask=column < columns)
+    tl.debug_barrier()
+    return stay + columns - planned
+
+
+@triton.jit(do_not_specialize=["sums_stride", "line_stride", "notes_stride"])
+def _keep_of_strides(
+    sums,
+    given,
+    line,
+    token,
+    steps,
+    plans,
+    recall,
+    notes,
+    values,
+    sums_stride,
+    line_stride,
+    notes_stride,
+    SHARE: tl.constexpr,
+    SUMMED: tl.constexpr,
+    QUERY_HEADS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    PARTS: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    SCORE_TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    step = steps + row * STEP
+    if tl.load(step + STREAM) < 0:
+        return
+    mine = row * tl.num_programs(1) + tl.program_id(1)
+    notes += mine * SHARE * NUMBERS * notes_stride
+    values += mine * SHARE * VALUES * notes_stride
+    line += mine * LINE * line_stride
+    choose_ranks(
+        *(sums, given, line, token, step, plans, recall, notes, values, mine, row),
+        *(sums_stride, line_stride, notes_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT),
+        *(TILE, SCORE_TILE),
+    )
+
+
+def score_tile(summed: int) -> int:
+    return max(64, 4096 // triton.next_power_of_2(summed)) if summed > 4 else 1024
+
+
+def keep_of_strides(
+    token: torch.Tensor | None,
+    steps: torch.Tensor,
+    recall: torch.Tensor,
+    unit: int,
+    sums: torch.Tensor | None,
+    given: torch.Tensor | None,
+    line: torch.Tensor,
+    plans: torch.Tensor,
+    reduction: str,
+    query_heads: int,
+    parts: int,
+    notes: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Who of ``R`` strides and their lines will survive ``insert_strides``, whose arguments
+    these are.
+
+    Returns:
+        int32 ``[R, S, W]``, a part of ``notes``: columns' ranks afterwards, -1 of those that leave;
+        columns are units, those of the line and then the stride's.
+    """
+    check_steps(steps, steps)
+    check_recall(recall, steps)
+    num_rows, num_sets, num_parts = notes.shape[:3]
+    if num_rows:
+        summed = 1 if sums is None else sums.shape[1] // num_sets
+        _keep_of_strides[(num_rows, num_sets)](
+            *(sums, given, line, token, steps, plans, recall, notes, values),
+            *(1 if sums is None else sums.shape[2], line.shape[3], notes.shape[4]),
+            SHARE=num_parts,
+            SUMMED=summed,
+            QUERY_HEADS=query_heads,
+            REDUCTION=reduction,
+            PARTS=parts,
+            UNIT=unit,
+            TILE=1024,
+            SCORE_TILE=score_tile(summed),
+            num_warps=8,
+        )
+    return notes[:, :, 0, NEW_RANK.value]

@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bring the units with the most evidence into a request's pages.
+
+One program a request and head set chooses and gives out slots: the least evidence that is taken is
+found bit by bit, because the bits of numbers that are not negative order like the numbers; of equal
+ones the first are taken. Units that stay keep their slots and their rows; of the others keys and
+values are read from the host's pinned memory, straight into the pages.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .recall_columns import (
+    BEFORE,
+    BEGIN,
+    END,
+    HOW,
+    JUDGED,
+    NOW,
+    RECALL,
+    RING,
+    SINKS,
+    check_recall,
+)
+from .tiles import NEVER, OLD_SLOTS, STEP, check_pages, check_steps, slot_tile
+
+MOST_TILE = 1024
+"""Units, or places of a line, that are looked at together."""
+COPIED = 2048
+"""Numbers that a program copies at a time."""
+
+
+@triton.jit
+def _least_taken(evidence, number, now, TILE: tl.constexpr):
+    """The bits of the ``now``-th largest evidence, and how much is larger."""
+    least = tl.full([], 0, tl.int32)
+    larger = tl.full([], 0, tl.int32)
+    bit = tl.full([], 1 << 30, tl.int32)
+    for _ in range(31):
+        tried = least | bit
+        bit = bit >> 1
+        count = tl.full([], 0, tl.int32)
+        for first in range(0, number, TILE):
+            unit = first + tl.arange(0, TILE)
+            value = tl.load(evidence + unit, mask=unit < number, other=-1.0)
+            bits = (value + 0.0).to(tl.int32, bitcast=True)
+            count += tl.sum(((unit < number) & (bits >= tried)).to(tl.int32), axis=0)
+        enough = count >= now
+        least = tl.where(enough, tried, least)
+        larger = tl.where(enough, larger, count)  # the last one that was too few
+    return least, larger
+
+
+@triton.jit
+def _choose(
+    evidence,
+    stored_born,
+    stored_token,
+    rank,
+    born,
+    score,
+    token,
+    table,
+    steps,
+    recall,
+    chosen,
+    moves,
+    scratch,
+    exchanged,
+    word_stride,
+    table_stride,
+    rings,
+    CAPACITY: tl.constexpr,
+    MOST: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    LINE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Which units, in which slots: ranks, ``born`` and tokens; rows follow by ``moves``."""
+    row = tl.program_id(0).to(tl.int64)
+    head_set = tl.program_id(1)
+    mine = row * tl.num_programs(1) + head_set
+    columns = recall + row * RECALL
+    how = tl.load(columns + HOW)
+    if how == 0:
+        return
+    ring = tl.load(columns + RING)
+    before = tl.load(columns + BEFORE)
+    now = tl.load(columns + NOW)
+    oldest = tl.load(columns + BEGIN)
+    sinks = tl.load(columns + SINKS)
+    places = tl.load(steps + row * STEP + OLD_SLOTS) // UNIT
+    number = tl.load(columns + END) - oldest
+    evidence += mine * CAPACITY
+    chosen += mine * MOST
+    moves += mine * MOST
+    wanted = scratch + mine * (3 * MOST)  # their tokens, in order
+    coming = wanted + MOST  # those that are not there yet
+    picked = coming + MOST  # in the order of the store
+    stored_born += head_set.to(tl.int64) * rings + ring
+    stored_token += head_set.to(tl.int64) * rings + ring
+    table += row * table_stride
+    index = tl.arange(0, MOST)
+    listed = index < now
+    tl.store(moves + index, -1)
+    if how == JUDGED:
+        least, larger = _least_taken(evidence, number, now, TILE)
+        taken = tl.full([], 0, tl.int32)
+        equal = larger  # which of equal ones are taken, counted behind the larger ones
+        for first in range(0, number, TILE):
+            unit = first + tl.arange(0, TILE)
+            value = tl.load(evidence + unit, mask=unit < number, other=-1.0)
+            bits = (value + 0.0).to(tl.int32, bitcast=True)
+            same = ((unit < number) & (bits == least)).to(tl.int32)
+            turn = equal + tl.cumsum(same, 0) - 1
+            takes = (unit < number) & ((bits > least) | ((same != 0) & (turn < now)))
+            at = taken + tl.cumsum(takes.to(tl.int32), 0) - 1
+            tl.store(picked + at, unit, mask=takes)
+            equal += tl.sum(same, axis=0)
+            taken += tl.sum(takes.to(tl.int32), axis=0)
+    else:
+        tl.store(picked + index, index, mask=listed)
+    tl.debug_barrier()
+
+    # By their place in the stream.
+    unit = oldest + tl.load(picked + index, mask=listed, other=0)
+    begins = tl.load(stored_token + unit % CAPACITY, mask=listed, other=NEVER)
+    order = tl.zeros([MOST], tl.int32)
+    for other in range(now):
+        theirs = (oldest + tl.load(picked + other)) % CAPACITY
+        order += (tl.load(stored_token + theirs) < begins).to(tl.int32)
+    tl.store(chosen + order, unit, mask=listed)
+    tl.store(wanted + order, begins, mask=listed)
+    tl.debug_barrier()
+
+    # Units that are no longer wanted give up their slots; the others stand where they are wanted.
+    there = tl.zeros([MOST], tl.int32)
+    for first in range(0, places, LINE):
+        _, inside, _, word = slot_tile(table, first, places, head_set, word_stride, PAGE, LINE)
+        place = tl.load(rank + word, mask=inside, other=-1)
+        had = (place >= sinks) & (place < sinks + before)
+        theirs = tl.load(token + word, mask=had, other=-1)
+        left = tl.where(place >= sinks + before, place + (now - before), place)
+        left = tl.where(had, -1, left)
+        for nth in range(now):
+            same = had & (theirs == tl.load(wanted + nth))
+            left = tl.where(same, sinks + nth, left)
+            found = tl.max(same.to(tl.int32), axis=0)
+            there = tl.where(index == nth, tl.maximum(there, found), there)
+        tl.store(rank + word, left, mask=inside)
+    missing = listed & (there == 0)
+    tl.store(coming + tl.cumsum(missing.to(tl.int32), 0) - 1, index, mask=missing)
+    total = tl.sum(missing.to(tl.int32), axis=0)
+    tl.debug_barrier()
+
+    free_before = tl.full([], 0, tl.int32)
+    for first in range(0, places, LINE):
+        slot, inside, _, word = slot_tile(table, first, places, head_set, word_stride, PAGE, LINE)
+        free = inside & (tl.load(rank + word, mask=inside, other=0) < 0)
+        free_index = free_before + tl.cumsum(free.to(tl.int32), 0) - 1
+        taken = free & (free_index < total)
+        which = tl.load(coming + free_index, mask=taken, other=0)
+        source = tl.load(chosen + which, mask=taken, other=0) % CAPACITY
+        tl.store(rank + word, sinks + which, mask=taken)
+        tl.store(born + word, tl.load(stored_born + source, mask=taken, other=0), mask=taken)
+        tl.store(token + word, tl.load(wanted + which, mask=taken, other=0), mask=taken)
+        tl.store(score + word, tl.zeros([LINE], tl.float32), mask=taken)
+        tl.store(moves + which, slot, mask=taken)
+        free_before += tl.sum(free.to(tl.int32), axis=0)
+    tl.atomic_add(exchanged, total)
+
+
+@triton.jit
+def _bring(
+    rows,
+    kv,
+    table,
+    recall,
+    chosen,
+    moves,
+    page_stride,
+    table_stride,
+    rings,
+    CAPACITY: tl.constexpr,
+    MOST: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    PAGE: tl.constexpr,
+    SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Keys and values of one unit and head: ``SIZE`` numbers that lie together on both sides."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = recall + row * RECALL
+    nth = tl.program_id(2)
+    if (tl.load(columns + HOW) == 0) | (nth >= tl.load(columns + NOW)):
+        return
+    mine = (row * NUM_SETS + head % NUM_SETS) * MOST + nth
+    slot = tl.load(moves + mine)
+    if slot < 0:
+        return  # it is there
+    place = tl.load(columns + RING) + tl.load(chosen + mine) % CAPACITY
+    source = rows + (head.to(tl.int64) * rings + place) * SIZE
+    block = tl.load(table + row * table_stride + slot // PAGE).to(tl.int64)
+    target = kv + block * page_stride + (head * PAGE + slot % PAGE) * SIZE
+    for first in range(0, SIZE, TILE):
+        index = first + tl.arange(0, TILE)
+        inside = index < SIZE
+        tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
+
+
+@torch.library.custom_op(
+    "kv_cascade::recall_units",
+    mutates_args=("kv", "rank", "born", "score", "token", "exchanged"),
+)
+def recall_units(
+    evidence: torch.Tensor,
+    rows: torch.Tensor,
+    stored_born: torch.Tensor,
+    stored_token: torch.Tensor,
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    score: torch.Tensor,
+    token: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    recall: torch.Tensor,
+    exchanged: torch.Tensor,
+    most: int,
+) -> torch.Tensor:
+    """Give ``R`` requests the stored units that they want, behind their sinks.
+
+    Args:
+        evidence: fp32 ``[R, S, capacity]`` of ``judge_units``, not negative.
+        rows: ``[H, rings, unit, 2 D]``, one layer's stored keys and values as they were in pages;
+            pinned memory of the host, or the device's own.
+        stored_born, stored_token: int32 ``[S, rings]``.
+        kv, rank, born, score, token: ``Pages`` views, written.
+        table: int32 ``[>= R, P]``.
+        steps: int32 ``[R, STEP_COLUMNS]``.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is 0 stay as they are.
+        exchanged: int32 ``[1]``, what units came is added to it.
+        most: units that any request recalls at a time.
+
+    Returns:
+        int32 ``[R, S, room]``: the numbers of the units that are there now, by their place in the
+        stream; ``room`` is at least ``most``.
+    """
+    unit = check_pages(kv, rank, born, score, token)
+    check_steps(steps, table)
+    check_recall(recall, steps)
+    num_rows, num_sets, capacity = evidence.shape
+    num_heads, rings = rows.shape[:2]
+    assert evidence.is_contiguous() and rows.is_contiguous() and rows.dtype == kv.dtype
+    assert rows.shape[2:] == (unit, kv.shape[3]) and num_heads == kv.shape[1], rows.shape
+    assert stored_born.shape == stored_token.shape == (num_sets, rings), stored_born.shape
+    assert stored_born.is_contiguous() and stored_token.is_contiguous()
+    room = triton.next_power_of_2(most)
+    chosen = recall.new_empty(num_rows, num_sets, room)
+    if num_rows == 0:
+        return chosen
+    moves, scratch = torch.empty_like(chosen), recall.new_empty(num_rows, num_sets, 3, room)
+    page = rank.shape[2]
+    line = min(MOST_TILE, triton.next_power_of_2(table.shape[1] * page))
+    _choose[(num_rows, num_sets)](
+        *(evidence, stored_born, stored_token, rank, born, score, token, table, steps, recall),
+        *(chosen, moves, scratch, exchanged, rank.stride(0), table.stride(0), rings),
+        CAPACITY=capacity,
+        MOST=room,
+        PAGE=page,
+        TILE=min(MOST_TILE, triton.next_power_of_2(capacity)),
+        LINE=line,
+        UNIT=unit,
+        num_warps=4,
+    )
+    size = unit * kv.shape[3]
+    _bring[(num_rows, num_heads, most)](
+        *(rows, kv, table, recall, chosen, moves, kv.stride(0), table.stride(0), rings),
+        CAPACITY=capacity,
+        MOST=room,
+        NUM_SETS=num_sets,
+        PAGE=page,
+        SIZE=size,
+        TILE=min(COPIED, triton.next_power_of_2(size)),
+        num_warps=4,
+    )
+    return chosen
+
+
+@recall_units.register_fake
+def _(evidence, rows, *others):
+    recall, most = others[9], others[11]
+    return recall.new_empty(*evidence.shape[:2], triton.next_power_of_2(most))
+
+
+def chosen_reference(evidence: list[float], now: int) -> list[int]:
+    """Places of the largest evidence; of equal ones the first."""
+    order = sorted(range(len(evidence)), key=lambda unit: (-evidence[unit], unit))
+    return sorted(order[:now])

@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put the units that strides evict into their requests' rings.
+
+How many they are is known ahead; which they are is what ranks, or masks of what stays, say. They
+get numbers by rank before the stride, its own units last. Keys and values go to the host's pinned
+memory as they were written, which nothing waits for; the keys, turned back to where no position
+is, in 8 bits to the device's memory, where the judge reads them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .recall_columns import END, RECALL, RING, STORED, check_recall
+from .recall_vectors import LEVELS, TINY, plain_rows, to_nearest
+from .tiles import (
+    CACHED,
+    LENGTH,
+    OLD_SLOTS,
+    START,
+    STEP,
+    STREAM,
+    check_pages,
+    check_steps,
+    copy_rows,
+    padded,
+    pair_channels,
+    slot_tile,
+)
+
+LINE = 1024
+"""Places of a line, or columns, that are looked at together."""
+KEYS = 16
+"""Rows of a unit that a program stores at a time."""
+AT_ONCE = 4
+"""Units of a request and head that are stored at a time, each by a program."""
+
+
+@triton.jit
+def _remember(
+    rank,
+    table,
+    steps,
+    recall,
+    ranks,
+    word_stride,
+    table_stride,
+    places_stride,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """A request's ranks, before something is inserted that evicts."""
+    row = tl.program_id(0).to(tl.int64)
+    head_set = tl.program_id(1)
+    if tl.load(recall + row * RECALL + STORED) == 0:
+        return
+    mine = ranks + (row * tl.num_programs(1) + head_set) * places_stride
+    places = tl.load(steps + row * STEP + OLD_SLOTS) // UNIT
+    table += row * table_stride
+    for first in range(0, places, TILE):
+        place, inside, _, word = slot_tile(table, first, places, head_set, word_stride, PAGE, TILE)
+        tl.store(mine + place, tl.load(rank + word, mask=inside, other=-1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["keep_stride", "columns_stride"])
+def _list_gone(
+    keep,
+    ranks,
+    rank,
+    table,
+    steps,
+    recall,
+    numbers,
+    sources,
+    word_stride,
+    table_stride,
+    places_stride,
+    keep_stride,
+    columns_stride,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Where a stride's evicted units lie, in order: a place in the pages, or ``-2 -`` a new unit.
+
+    Either ``keep`` says which units leave, and nothing is inserted yet; or ``ranks`` are those of
+    before, and who had one and has none now is gone.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head_set = tl.program_id(1)
+    if tl.load(recall + row * RECALL + STORED) == 0:
+        return
+    mine = row * tl.num_programs(1) + head_set
+    cached = tl.load(steps + row * STEP + CACHED)
+    places = tl.load(steps + row * STEP + OLD_SLOTS) // UNIT
+    table += row * table_stride
+    numbers += mine * columns_stride
+    sources += mine * columns_stride
+    if keep is not None:
+        old = cached // UNIT
+        units = (cached + tl.load(steps + row * STEP + LENGTH)) // UNIT
+    else:
+        old = tl.cdiv(cached + 1, UNIT)  # the new token has completed the last one
+        units = old
+        ranks += mine * places_stride
+        for first in range(0, places, TILE):
+            place, inside, _, word = slot_tile(
+                table, first, places, head_set, word_stride, PAGE, TILE
+            )
+            was = tl.load(ranks + place, mask=inside, other=-1)
+            stays = tl.load(rank + word, mask=inside, other=-1) >= 0
+            tl.store(numbers + was, stays.to(tl.int32), mask=inside & (was >= 0))
+        tl.debug_barrier()
+    gone_before = tl.full([], 0, tl.int32)
+    for first in range(0, units, TILE):
+        unit = first + tl.arange(0, TILE)
+        inside = unit < units
+        if keep is not None:
+            kept = tl.load(keep + mine * keep_stride + unit, mask=inside, other=0) >= 0
+        else:
+            kept = tl.load(numbers + unit, mask=inside, other=1) != 0
+        gone = inside & (kept == 0)
+        nth = gone_before + tl.cumsum(gone.to(tl.int32), 0) - 1
+        tl.store(numbers + unit, tl.where(gone, nth, -1), mask=inside)
+        tl.store(sources + nth, -2 - (unit - old), mask=gone & (unit >= old))
+        gone_before += tl.sum(gone.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    for first in range(0, places, TILE):
+        place, inside, _, word = slot_tile(table, first, places, head_set, word_stride, PAGE, TILE)
+        if keep is not None:
+            was = tl.load(rank + word, mask=inside, other=-1)
+        else:
+            was = tl.load(ranks + place, mask=inside, other=-1)
+        nth = tl.load(numbers + was, mask=inside & (was >= 0), other=-1)
+        tl.store(sources + nth, place, mask=nth >= 0)
+
+
+@triton.jit
+def _store_codes(out, x, channel, step, inside):
+    value = to_nearest(tl.div_rn(x, tl.maximum(step, TINY)[:, None]))
+    tl.store(out[:, None] + channel[None, :], value.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def _store_keys(
+    keys,
+    values,
+    rows,
+    codes,
+    scales,
+    rotation,
+    position,
+    inside,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Some rows of a unit as they are, and their keys before rotation in 8 bits."""
+    copy_rows(keys, values, rows, inside, HEAD)
+    x, y, rest, most = plain_rows(keys, rotation, position, inside, HEAD, HALF, INTERLEAVED)
+    step = tl.div_rn(most, LEVELS)
+    tl.store(scales, step, mask=inside)
+    if HALF > 0:
+        pair = tl.arange(0, padded(HALF))
+        first, second = pair_channels(pair, HALF, INTERLEAVED)
+        there = inside[:, None] & (pair < HALF)[None, :]
+        _store_codes(codes, x, first, step, there)
+        _store_codes(codes, y, second, step, there)
+    if 2 * HALF < HEAD:
+        channel = 2 * HALF + tl.arange(0, padded(HEAD - 2 * HALF))
+        _store_codes(codes, rest, channel, step, inside[:, None] & (channel < HEAD)[None, :])
+
+
+@triton.jit(do_not_specialize=["columns_stride"])
+def _store_units(
+    key,
+    value,
+    sources,
+    kv,
+    born,
+    token,
+    table,
+    steps,
+    recall,
+    rotation,
+    rows,
+    codes,
+    scales,
+    stored_born,
+    stored_token,
+    key_stride,
+    value_stride,
+    page_stride,
+    word_stride,
+    table_stride,
+    rings,
+    columns_stride,
+    CAPACITY: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One head of some of a request's evicted units."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    stored = tl.load(recall + row * RECALL + STORED)
+    if stored == 0:
+        return
+    end = tl.load(recall + row * RECALL + END)
+    ring = tl.load(recall + row * RECALL + RING)
+    step = steps + row * STEP
+    start = tl.load(step + START).to(tl.int64)
+    head_set = head % NUM_SETS
+    sources += (row * NUM_SETS + head_set) * columns_stride
+    # What a ring has no room for is written over by units of the same stride: these alone are.
+    earliest = tl.maximum(stored - CAPACITY, 0)
+    for nth in range(earliest + tl.program_id(2), stored, tl.num_programs(2)):
+        source = tl.load(sources + nth)
+        place = head.to(tl.int64) * rings + ring + (end + nth) % CAPACITY
+        new = -2 - source
+        block = tl.full([], 0, tl.int64)
+        written = tl.load(step + CACHED) + new * UNIT
+        first_token = tl.load(step + STREAM) + new * UNIT
+        if source >= 0:
+            block = tl.load(table + row * table_stride + source // PAGE).to(tl.int64)
+            word = block * word_stride + head_set * PAGE + source % PAGE
+            written = tl.load(born + word)
+            first_token = tl.load(token + word)
+        for first in range(0, UNIT, KEYS):
+            index = first + tl.arange(0, KEYS)
+            inside = index < UNIT
+            out = place * UNIT + index
+            row_out = rows + out * (2 * HEAD)
+            code_out = codes + out * HEAD
+            if source >= 0:
+                slots = kv + block * page_stride
+                slots += ((head * PAGE + source % PAGE) * UNIT + index) * (2 * HEAD)
+                _store_keys(
+                    *(slots, slots + HEAD, row_out, code_out, scales + out, rotation),
+                    *(written + index, inside, HEAD, HALF, INTERLEAVED),
+                )
+            elif key is not None:
+                at = start + new * UNIT + index
+                _store_keys(
+                    *(key + at * key_stride + head * HEAD, value + at * value_stride + head * HEAD),
+                    *(row_out, code_out, scales + out, rotation),
+                    *(written + index, inside, HEAD, HALF, INTERLEAVED),
+                )
+        if head < NUM_SETS:
+            tl.store(stored_born + place, written)
+            tl.store(stored_token + place, first_token)
+
+
+@torch.library.custom_op("kv_cascade::ranks_before", mutates_args=())
+def ranks_before(
+    rank: torch.Tensor, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor, unit: int
+) -> torch.Tensor:
+    """int32 ``[R, S, N]``: ranks by places of a line, of requests whose token evicts something.
+
+    Args:
+        rank: a ``Pages`` view.
+        table: int32 ``[>= R, P]``.
+        steps: int32 ``[R, STEP_COLUMNS]``.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``.
+        unit: slots that share one rank.
+    """
+    check_steps(steps, table)
+    check_recall(recall, steps)
+    num_rows, (num_sets, page) = len(steps), rank.shape[1:]
+    ranks = rank.new_empty(num_rows, num_sets, table.shape[1] * page)
+    if num_rows:
+        _remember[(num_rows, num_sets)](
+            *(rank, table, steps, recall, ranks),
+            *(rank.stride(0), table.stride(0), ranks.shape[2]),
+            PAGE=page,
+            TILE=min(LINE, triton.next_power_of_2(ranks.shape[2])),
+            UNIT=unit,
+            num_warps=4,
+        )
+    return ranks
+
+
+@ranks_before.register_fake
+def _(rank, table, steps, recall, unit):
+    return rank.new_empty(len(steps), rank.shape[1], table.shape[1] * rank.shape[2])
+
+
+@torch.library.custom_op(
+    "kv_cascade::store_units",
+    mutates_args=("rows", "codes", "scales", "stored_born", "stored_token"),
+)
+def store_units(
+    keep: torch.Tensor | None,
+    ranks: torch.Tensor | None,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    token: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    recall: torch.Tensor,
+    rotation: torch.Tensor | None,
+    interleaved: bool,
+    rows: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    stored_born: torch.Tensor,
+    stored_token: torch.Tensor,
+    capacity: int,
+) -> None:
+    """Store the units that ``R`` strides evict; rows whose ``STORED`` is 0 store nothing.
+
+    Either before a stride of several tokens is inserted, with ``keep``, ``key`` and ``value``; or
+    after single tokens were, with ``ranks``: what they evict still lies in slots that are free.
+
+    Args:
+        keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 of units that leave.
+        ranks: int32 ``[R, S, N]`` of ``ranks_before``.
+        key, value: ``[num_tokens, H, D]`` of the whole step, keys rotated at cache positions.
+        kv, rank, born, token: ``Pages`` views.
+        table: int32 ``[>= R, P]``.
+        steps: int32 ``[R, STEP_COLUMNS]``.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``.
+        rotation, interleaved: as for ``rotate.gather``; of positions.
+        rows, codes, scales, stored_born, stored_token: one layer's store (``judge_units``,
+            ``recall_units``), written.
+        capacity: places of a ring.
+    """
+    unit = check_pages(kv, rank, born, token)
+    check_steps(steps, table)
+    check_recall(recall, steps)
+    num_rows, (num_sets, page), num_heads = len(steps), rank.shape[1:], kv.shape[1]
+    assert (keep is None) != (ranks is None) and (key is None) == (keep is None)
+    assert rows.is_contiguous() and codes.is_contiguous() and scales.is_contiguous()
+    assert rows.dtype == kv.dtype and codes.dtype == torch.int8 and scales.dtype == torch.float32
+    if num_rows == 0:
+        return
+    num_places, rings, head_size = table.shape[1] * page, rows.shape[1], kv.shape[3] // 2
+    columns = num_places if keep is None else keep.shape[2]
+    keep_stride = 0 if keep is None else keep.stride(1)
+    assert keep is None or keep.stride() == (num_sets * keep_stride, keep_stride, 1)
+    numbers = rank.new_empty(num_rows, num_sets, columns)
+    sources = torch.empty_like(numbers)
+    strides = rank.stride(0), table.stride(0)
+    _list_gone[(num_rows, num_sets)](
+        *(keep, ranks, rank, table, steps, recall, numbers, sources),
+        *(*strides, num_places, keep_stride, columns),
+        PAGE=page,
+        TILE=min(LINE, triton.next_power_of_2(num_places)),
+        UNIT=unit,
+        num_warps=4,
+        maxnreg=128,  # left to itself, ptxas may spill for more blocks a multiprocessor
+    )
+    _store_units[(num_rows, num_heads, AT_ONCE)](
+        *(key, value, sources, kv, born, token, table, steps, recall, rotation),
+        *(rows, codes, scales, stored_born, stored_token),
+        0 if key is None else key.stride(0),
+        0 if value is None else value.stride(0),
+        *(kv.stride(0), *strides, rings, columns),
+        CAPACITY=capacity,
+        NUM_SETS=num_sets,
+        HEAD=head_size,
+        HALF=0 if rotation is None else rotation.shape[2],
+        INTERLEAVED=interleaved,
+        PAGE=page,
+        UNIT=unit,
+        KEYS=min(KEYS, triton.next_power_of_2(unit)),
+        num_warps=4,
+        maxnreg=255,  # likewise
+    )

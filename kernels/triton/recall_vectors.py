@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall's vectors: keys and queries turned back, and queries as two numbers of 8 bits.
+
+Keys are stored as they were before rotation, and judged as if they all stood where a recalled unit
+will, in the middle of the recalled ones: queries are turned back by that position, wherever they
+stand themselves.
+"""
+
+import triton
+import triton.language as tl
+
+from .recall_columns import HOW, JUDGED, NOW, RECALL, SINKS
+from .tiles import (
+    LENGTH,
+    START,
+    STEP,
+    load_pair,
+    load_rows,
+    padded,
+    pair_channels,
+    rotate_pair,
+)
+
+LEVELS = tl.constexpr(127.0)
+"""Steps of a key's largest channel."""
+QUERY_LEVELS = tl.constexpr(127.0 * 128.0)
+"""Steps of a query's."""
+TINY = tl.constexpr(1e-37)
+ROUNDS = tl.constexpr(12582912.0)
+"""1.5 * 2**23: adding it to a small fp32 number rounds that to the nearest even integer."""
+
+
+@triton.jit
+def to_nearest(x):
+    """fp32 numbers below 2**22 as the nearest integers, even ones where two are."""
+    return (x + ROUNDS) - ROUNDS
+
+
+@triton.jit
+def _most(x):
+    """The largest magnitude of each row."""
+    return tl.max(tl.abs(x), axis=1)
+
+
+@triton.jit
+def plain_rows(
+    source,
+    rotation,
+    position,
+    inside,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Rows as they were before rotation to ``position``, fp32: pairs, and channels behind them."""
+    x = tl.zeros([source.shape[0], 16], tl.float32)
+    y = x
+    rest = x
+    if HALF > 0:
+        x, y = load_pair(source, inside, HALF, INTERLEAVED)
+        x, y = rotate_pair(x, y, rotation, position, inside, HALF)
+    if 2 * HALF < HEAD:
+        rest = load_rows(source, inside, 2 * HALF, HEAD).to(tl.float32)
+    most = tl.maximum(tl.maximum(_most(x), _most(y)), _most(rest))
+    return x, y, rest, most
+
+
+@triton.jit
+def _store_parts(out, x, channel, inside, HEAD: tl.constexpr):
+    """Integers as a high and a low part of 8 bits, ``HEAD`` channels apart."""
+    steps = x.to(tl.int32)
+    high = (steps + 64) >> 7
+    at = out[:, None] + channel[None, :]
+    tl.store(at, high.to(tl.int8), mask=inside)
+    tl.store(at + HEAD, (steps - high * 128).to(tl.int8), mask=inside)
+
+
+@triton.jit
+def ask(
+    query,
+    steps,
+    recall,
+    rotation,
+    parts,
+    sizes,
+    scale,
+    query_stride,
+    ASKING: tl.constexpr,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Queries as keys before rotation are judged by, in 15 bits: of tokens that are evenly spread
+    over a stride."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = recall + row * RECALL
+    if tl.load(columns + HOW) != JUDGED:
+        return
+    middle = tl.load(columns + SINKS) + tl.load(columns + NOW) // 2  # of the recalled units
+    length = tl.load(steps + row * STEP + LENGTH)
+    index = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside = index < tl.minimum(length, ASKING)
+    token = tl.where(length <= ASKING, index, (index + 1) * length // ASKING - 1)
+    token = tl.where(inside, token, 0)
+    position = tl.where(inside, middle * UNIT, 0)
+    source = query + (tl.load(steps + row * STEP + START) + token).to(tl.int64) * query_stride
+    source += head * HEAD
+    x, y, rest, most = plain_rows(source, rotation, position, inside, HEAD, HALF, INTERLEAVED)
+    most = most * tl.abs(scale)
+    levels = (tl.div_rn(QUERY_LEVELS, tl.where(most > 0, most, 1.0)) * scale)[:, None]
+    place = (row * tl.num_programs(1) + head) * ASKING + index
+    tl.store(sizes + place, tl.div_rn(most, QUERY_LEVELS), mask=inside)
+    out = parts + place * (2 * HEAD)
+    if HALF > 0:
+        pair = tl.arange(0, padded(HALF))
+        first, second = pair_channels(pair, HALF, INTERLEAVED)
+        there = inside[:, None] & (pair < HALF)[None, :]
+        _store_parts(out, to_nearest(x * levels), first, there, HEAD)
+        _store_parts(out, to_nearest(y * levels), second, there, HEAD)
+    if 2 * HALF < HEAD:
+        channel = 2 * HALF + tl.arange(0, padded(HEAD - 2 * HALF))
+        there = inside[:, None] & (channel < HEAD)[None, :]
+        _store_parts(out, to_nearest(rest * levels), channel, there, HEAD)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rings of evicted units on CUDA: what a step does with them, whose they are, and replays.
+
+Kernels are interpreted. Plans and choices are compared with those of the CPU's logs, which engines
+compare with the oracle (``tests/engine/test_recall.py``).
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attention import test_paged
+from tests.attention.steps import step_of
+from tests.attention.test_cuda import common
+from tests.attention.test_paged import PagedLayer, Shape, oracle_for
+from tests.attention.test_recall import new, output, shape_of
+from tests.attention.test_replay import Graph
+from tests.attention.test_variants import variant_of
+from vllm_cascade.attention.cpu.paths import SWITCH
+from vllm_cascade.attention.cuda import recall as cuda_recall
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.warm_up import warm_up
+from vllm_cascade.attention.recorder import kept_tokens
+from vllm_cascade.attention.requests import RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.attention.step import StrideRows
+from vllm_cascade.engine import gpu_worker
+from vllm_cascade.engine.worker import KVPolicyWorker
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.recall import judge_units
+from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.log import Log, UnitShape
+from vllm_cascade.recall.plan import plan_recall
+from vllm_cascade.recall.rings import Rings, check_memory, ring_bytes, round_up
+from vllm_cascade.recall.stores import Stores
+
+CPU = torch.device("cpu")
+CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
+RECALL = {**CASCADE, "recall": 2, "recall_store": 24, "recall_every": 3, "prefill_stride": 8}
+POLICIES: dict[str, dict[str, Any]] = {
+    "cascade": RECALL,
+    "sink": {"name": "sink", "budget": 16, "unit": 4, "recall": 3, "recall_store": 12},
+    "overflow": {**RECALL, "overflow": 8, "recall_every": 1},
+    "window": {"name": "window", "budget": 8, "unit": 4, "recall": 6, "recall_store": 64},
+}
+
+
+# --- what a step does -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_rows_are_what_logs_do(name: str) -> None:
+    """A prompt in strides, then single tokens, and a long stride in between."""
+    schedule = compiled(resolve({"prefill_stride": 8, **POLICIES[name]}))
+    policy = schedule.policy
+    shape = shape_of(policy.unit, policy.recall_store // policy.unit)
+    rings, log = Rings(shape, 3, CPU), Log(shape)
+    rings.note(output(scheduled_new_reqs=[new("other", 3), new("a", 1)]))
+    lengths = [8] * 6 + [5] + [1] * 60 + [3, 24] + [1] * 40
+    begin, chosen = 0, 0
+    for length in lengths:
+        steps = np.zeros((1, columns.STEP_COLUMNS), dtype=np.int32)
+        steps[0, [columns.STREAM, columns.LENGTH]] = begin, length
+        rows = StrideRows(steps, np.zeros(1, dtype=np.int64), [schedule])
+        stored_before, candidates = log.end, log.end - log.begin
+        (planned,) = plan_recall([rows], torch.ones(1, 1), {1: log})
+        (theirs,) = planned.recall
+        row = rings.plan(["a"], [schedule], np.asarray([begin]), np.asarray([length]))[0]
+        how = 0
+        if theirs.selects:
+            how = columns.TAKES_ALL if theirs.now == candidates else columns.JUDGED
+        chosen += how > 0
+        assert row[columns.HOW] == how, begin
+        assert row[columns.RING] == shape.most_units, "the second ring"
+        assert (row[columns.BEFORE], row[columns.NOW]) == (theirs.before, theirs.now)
+        assert row[columns.END] == stored_before
+        assert row[columns.END] - row[columns.BEGIN] == candidates <= shape.most_units
+        assert row[columns.STORED] == len(theirs.stored) and row[columns.SINKS] == theirs.sinks
+        assert row[columns.SINKS] + row[columns.NOW] // 2 == theirs.middle
+        begin += length
+        soon = int(schedule.recalled(np.asarray(begin)))
+        assert row[columns.MORE_RECALLED] == soon - theirs.now
+    assert chosen > 10 and rings.num_units == len(log)
+
+
+def test_rows_of_nobody_do_nothing() -> None:
+    schedule, plain = compiled(resolve(RECALL)), compiled(resolve({**RECALL, "recall": 0}))
+    rings = Rings(shape_of(4, 6), 3, CPU)
+    rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))
+    rings.end[:] = 99  # would not do for anybody
+    names, one = ["a", None, "gone", "b"], np.ones(5, dtype=np.int64)
+    stream = np.asarray([-1, 40, 40, 40, 40])  # padding, nobody's, one that is gone, no recall
+    schedules = [schedule, schedule, schedule, plain, schedule]
+    assert not rings.plan(names, schedules, stream, one).any()
+
+
+def test_rings_follow_the_scheduler() -> None:
+    rings = Rings(shape_of(4, 6), 2, CPU)
+    rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))
+    number, other = rings.rings["a"], rings.rings["b"]
+    rings.end[[number, other]] = 4, 90
+    assert rings.num_units == 4 + 6 and rings.num_bytes == 2 * sum(ring_bytes(rings.shape))
+    rings.note(output(finished_req_ids={"a"}, scheduled_new_reqs=[new("c", 1)]))
+    assert (rings.rings["c"], rings.end[number]) == (number, 0)
+    rings.note(output(preempted_req_ids={"b"}))
+    resumed = SimpleNamespace(
+        req_ids=["b"], resumed_req_ids={"b"}, new_block_ids=[([4],)], num_computed_tokens=[0]
+    )
+    rings.note(output(scheduled_cached_reqs=resumed))
+    assert rings.end[rings.rings["b"]] == 0, "it begins anew"
+    rings.note(output(finished_req_ids={"b", "c", "never seen"}))
+    assert not rings.rings and rings.num_bytes == rings.num_units == 0
+
+
+def test_memory() -> None:
+    shape = shape_of(16, 64)
+    on_device, on_host = ring_bytes(shape)
+    keys = 2 * 2 * 64 * 16
+    assert (on_device, on_host) == (keys * 12 + 2 * 64 * 8, keys * 2 * 8 * 4)
+    rings = Rings(shape, 4, CPU)
+    held = sum(t.nbytes for t in (rings.codes, rings.scales, rings.born, rings.token))
+    assert (held, rings.rows.nbytes) == (4 * on_device, 4 * on_host)
+    check_memory(shape, 4, CPU, (4 * on_device, 4 * on_host))
+    message = r"recall_store 1024 tokens for 4 requests .* GiB {} memory.* at most 1008, or --max-"
+    with pytest.raises(KVPolicyError, match=message.format("of the device's")):
+        check_memory(shape, 4, CPU, (4 * on_device - 1, 4 * on_host))
+    with pytest.raises(KVPolicyError, match=message.format("of pinned host")):
+        check_memory(shape, 4, CPU, (4 * on_device, 4 * on_host - 1))
+
+
+def test_pinned_memory_is_taken_in_powers_of_two() -> None:
+    """PyTorch rounds it up, so 3 requests of these need what 4 need, which is one."""
+    shape, cuda = shape_of(16, 64), torch.device("cuda")
+    on_device, on_host = ring_bytes(shape)
+    assert round_up(3 * on_host) == round_up(4 * on_host) == 4 * on_host == 1 << 20
+    check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host))
+    check_memory(shape, 4, cuda, (4 * on_device, 8 * on_host - 1))
+    message = r"0.0 GiB of pinned host memory.* can be had; .* at most 672, or --max-.* at most 2,"
+    with pytest.raises(KVPolicyError, match=message):
+        check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host - 1))
+
+
+def test_whose_rows() -> None:
+    """Both of vLLM's runners say it; a warm-up's rows are nobody's."""
+    schedule = compiled(resolve(RECALL))
+    batch = SimpleNamespace(req_ids=["a", "b"])
+    first = RunnerV1Requests(SimpleNamespace(input_batch=batch), schedule, None)
+    assert first.names(SimpleNamespace()) == ["a", "b"]
+    states = SimpleNamespace(index_to_req_id={3: "c", 1: "d"})
+    second = RunnerV2Requests(SimpleNamespace(req_states=states), schedule, None)
+    assert second.names(SimpleNamespace(req_idx=None)) == []
+    assert second.names(SimpleNamespace(req_idx=np.asarray([3, 1, 9]))) == ["c", "d", None]
+
+
+def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before vLLM measures how much memory is left for pages; of all layers, for all requests."""
+    order: list[str] = []
+    monkeypatch.setattr(KVPolicyWorker, "load_model", lambda self: order.append("model"))
+    policy = resolve({**RECALL, "trace": True})
+    monkeypatch.setattr(gpu_worker, "policy_of", lambda config: policy)
+    layer = PagedLayer(Shape(), RECALL, 2)
+    worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
+    worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=5))
+    worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
+    specs = {"a": layer.spec, "b": layer.spec}
+    monkeypatch.setattr(worker, "get_kv_cache_spec", lambda: order.append("specs") or specs)
+    worker.load_model()
+    assert order == ["model", "specs"] and isinstance(worker._stores, Rings)
+    assert worker._stores.codes.shape == (2, 2, 5 * 6, 4, 16)
+    builder = SimpleNamespace(kv_cache_spec=layer.spec, layer_names=["b", "a"])
+    asked: dict[str, Any] = {}
+    layers = {
+        name: SimpleNamespace(
+            impl=SimpleNamespace(recall_from=lambda *args, name=name: asked.update({name: args}))
+        )
+        for name in "ab"
+    }
+    worker._open_stores(builder, layers)
+    assert builder.stores is worker._stores
+    assert asked == {"b": (worker._stores, 0, 32), "a": (worker._stores, 1, 32)}
+
+
+# --- a layer --------------------------------------------------------------------------------------
+
+
+def rings_of(layer: PagedLayer, num_requests: int) -> Rings:
+    """Rings for a layer of the CUDA backend."""
+    spec = layer.spec
+    shape = UnitShape(
+        num_layers=2,
+        num_kv_heads=spec.num_kv_heads,
+        num_sets=spec.num_sets,
+        unit=spec.policy.unit,
+        head_size=spec.head_size,
+        dtype=spec.dtype,
+        most_units=spec.policy.recall_store // spec.policy.unit,
+        most_recalled=spec.policy.recall,
+    )
+    rings = Rings(shape, num_requests, CPU)
+    layer.builder.stores = rings
+    layer.impl.recall_from(rings, 1, spec.policy.recall_queries)
+    return rings
+
+
+def two_layers(
+    shape: Shape, settings: dict[str, Any], pages: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[PagedLayer, PagedLayer, Stores]:
+    """A layer of the CPU backend in PyTorch with its logs, and one of the CUDA backend."""
+    monkeypatch.setenv(SWITCH, "pytorch")
+    plain = PagedLayer(shape, settings, pages)
+    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    layer = PagedLayer(shape, settings, pages)
+    stores = Stores(rings_of(layer, 4).shape)
+    plain.builder.stores = stores
+    plain.impl.recall_from(stores, 1, plain.policy.recall_queries)
+    return plain, layer, stores
+
+
+@pytest.mark.parametrize(
+    "head_policy", [pytest.param("homogeneous", marks=pytest.mark.slow), "per_kv_head"]
+)
+def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of a step of padding, recorded as a graph would be, serve every later one."""
+    shape, rows, pages = Shape(), 3, 5
+    settings = {**RECALL, "budget": 16, "head_policy": head_policy}
+    plain, layer, stores = two_layers(shape, settings, 1 + 2 * pages, monkeypatch)
+    heads, size = shape.num_kv_heads, shape.head_size
+    table = torch.zeros(rows, pages, dtype=torch.int32)
+    seq_lens = torch.ones(rows, dtype=torch.int32)
+    query = torch.randn(rows, heads * shape.group, size)
+    key, value = torch.randn(2, rows, heads, size)
+    output_, before = torch.empty_like(query), layer.pool.clone()
+    builder, name = layer.builder, SimpleNamespace(layer_name="layer")
+    captured = builder.build_for_cudagraph_capture(common([1] * rows, table))
+    graph = Graph()
+    with graph.capture(monkeypatch):
+        layer.impl.forward(name, query, key, value, layer.pool, captured, output_)
+    assert torch.equal(layer.pool, before), "capture writes nothing"
+    assert len(graph) == 4 + 8  # attend, merge, update, insert; and recall's
+    monkeypatch.setattr(builder.requests, "names", lambda common: ["a", "b"], raising=False)
+    builder.stores.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))
+    table[:-1] = torch.arange(1, 1 + 2 * pages).view(2, -1).int()
+    stores.logs.update({int(table[row, 0]): Log(stores.shape) for row in range(2)})
+    turn = oracle_for(CASCADE, shape, layer).rotate
+    for step in range(42):
+        lengths = [step + 1, max(step - 6, 0), 0]
+        seq_lens.copy_(torch.tensor(lengths))
+        builder.build(0, common(lengths, table).replace(seq_lens=seq_lens))
+        positions = builder.positions.buffer[:rows].tolist()
+        fresh = torch.randn(query.shape), torch.randn(key.shape)
+        for buffer, now in zip((query, key), fresh, strict=True):
+            buffer.copy_(torch.stack([turn(x, p) for x, p in zip(now, positions, strict=True)]))
+        value.normal_()
+        output_.fill_(torch.nan)
+        graph.replay()
+        real = [row for row, length in enumerate(lengths) if length]
+        expected = torch.empty(len(real), *query.shape[1:])
+        firsts = [lengths[row] - 1 for row in real]
+        metadata = plain.builder.build(
+            0, step_of(firsts, [1] * len(real), [False] * len(real), table[real])
+        )
+        plain.impl.forward(
+            name, query[real], key[real], value[real], plain.pool, metadata, expected
+        )
+        torch.testing.assert_close(output_[real], expected, atol=2e-5, rtol=2e-5)
+        for row in real:
+            slots = layer.spec.schedule.peak_at(lengths[row])
+            where = table[row].long(), slots, lengths[row]
+            assert kept_tokens(layer.pages, *where) == kept_tokens(plain.pages, *where), step
+    assert layer.impl.recall.exchanged == plain.impl.recall.exchanged > 4
+
+
+def test_strides_are_judged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more queries than memory is profiled for, and every stride's go with its own row."""
+    shape, tokens = Shape(num_kv_heads=1), [72, 60, 72]
+    settings = {**RECALL, "recall_queries": 2, "prefill_stride": 48}
+    plain, layer, stores = two_layers(shape, settings, 16, monkeypatch)
+    judged: list[int] = []
+
+    def judge(query: torch.Tensor, *args: Any) -> torch.Tensor:
+        judged.append(len(args[2]))
+        return judge_units(query, *args)
+
+    monkeypatch.setattr(cuda_recall, "judge_units", judge)
+    table, names = torch.arange(1, 16).view(3, 5).int(), ["a", "b", "c"]
+    monkeypatch.setattr(layer.builder.requests, "names", lambda common: names, raising=False)
+    layer.builder.stores.note(
+        output(scheduled_new_reqs=[new(name, 1 + i) for i, name in enumerate(names)])
+    )
+    stores.logs.update({int(pages[0]): Log(stores.shape) for pages in table})
+    torch.manual_seed(4)
+    query = torch.randn(sum(tokens), shape.group, shape.head_size)
+    key, value = torch.randn(2, sum(tokens), 1, shape.head_size)
+    turn = oracle_for(CASCADE, shape, layer).rotate
+    step = tokens, [0] * 3, [True] * 3, table, query, key, value, turn
+    torch.testing.assert_close(layer.step(*step), plain.step(*step), atol=2e-5, rtol=2e-5)
+    assert set(judged) == {1, 2}, "two of three at a time"
+    for pages, num in zip(table.long(), tokens, strict=True):
+        where = pages, layer.spec.schedule.peak_at(num), num
+        assert kept_tokens(layer.pages, *where) == kept_tokens(plain.pages, *where)
+    assert layer.impl.recall.exchanged == plain.impl.recall.exchanged == 6
+
+
+def test_nothing_is_compiled_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are looked at, none runs: of prompts of any length, and single tokens beside."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    seen: set[Any] = set()
+
+    def note(self: InterpretedFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        seen.add(variant_of(self, values))
+        for scores in {"scores", "tokens"} & set(values):
+            if values[scores] is not None and values[scores].dtype != torch.int8:
+                values[scores].zero_()
+
+    shape = Shape(dtype=torch.float16)
+    settings = {**RECALL, "unit": 16, "budget": 256, "num_sinks": 16, "recall_store": 512}
+    _, layer, _ = two_layers(shape, {**settings, "prefill_stride": 64}, 81, monkeypatch)
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    table = torch.arange(1, 81).view(2, -1).int()
+    warm_up(layer.builder, layer.impl, layer.pool, table.shape[1])
+    warm = set(seen)
+    assert {"_judge", "_choose", "_bring", "_store_units"} <= {variant[0] for variant in warm}
+    rings = layer.builder.stores
+    for length in (2, 15, 16, 17, 63, 64, 65, 500, 1311):
+        for tokens, firsts, prompt in (
+            ([length], [0], [True]),
+            ([1, 1], [700, length], [False] * 2),
+        ):
+            rows, heads, size = sum(tokens), shape.num_kv_heads, shape.head_size
+            query, key = (
+                torch.zeros(rows, heads * shape.group, size),
+                torch.zeros(rows, heads, size),
+            )
+            args = tokens, firsts, prompt, table[: len(tokens)], query, key, key
+            rings.rings.clear()
+            layer.step(*args, rotate=lambda x, _: x)
+    fresh = seen - warm
+    assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))

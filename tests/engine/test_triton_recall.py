@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall on the Triton kernels, in the interpreter: engines against the oracle, and in company.
+
+As in ``test_triton_backend.py`` the CPU backend is given the CUDA backend's code, here also its
+rings, whose rows lie in ordinary memory.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import MODEL
+from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.test_against_oracle import run_oracle
+from tests.engine.test_batching import ForceTokens
+from tests.engine.test_recall import read
+from tests.engine.test_units import generated, kept_sets
+from tests.oracle.random_models import write_llama
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.recall.rings import Rings
+
+pytestmark = pytest.mark.slow
+
+TOKENS = np.random.default_rng(3).integers(1, 500, 700).tolist()
+EACH = {"head_policy": "per_kv_head"}
+CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
+CASES: dict[str, tuple[dict[str, Any], int, int]] = {
+    # settings, the prompt's tokens and all: prompts end inside a unit, stores overflow
+    "cascade-4": (
+        {**CASCADE, "prefill_stride": 16, "recall": 2, "recall_store": 24, "recall_every": 3},
+        101,
+        165,
+    ),
+    "sink-16": (
+        {"name": "sink", "budget": 32, "unit": 16, "prefill_stride": 32, "recall": 2, **EACH},
+        149,
+        215,
+    ),
+    # The stride in which the prompt ends evicts the first units that come back; few queries ask.
+    "sink-4-grows": (
+        {"name": "sink", "budget": 32, "num_sinks": 0, "unit": 4, "prefill_stride": 16,
+         "recall": 5, "recall_store": 36, "recall_every": 1, "recall_queries": 3},
+        38,
+        100,
+    ),
+    "cascade-heads-4": (
+        {**CASCADE, **EACH, "prefill_stride": 48, "recall": 3, "overflow": 8},
+        117,
+        170,
+    ),
+    "h2o-8": (
+        {"name": "h2o", "budget": 48, "unit": 8, "prefill_stride": 16, "recall": 2, **EACH},
+        133,
+        190,
+    ),
+    "lazy-4": (
+        {"name": "lazy", "budget": 32, "overflow": 16, "slack": 8, "max_drop": 8, "unit": 4,
+         "prefill_stride": 16, "recall": 2},
+        90,
+        160,
+    ),
+    "beehive-4": (
+        {"name": "beehive", "budget": 48, "window": 8, "threshold": 32, "stride": 3, "unit": 4,
+         "prefill_stride": 16, "recall": 2},
+        121,
+        190,
+    ),
+    "dgc-4": (
+        {"name": "dgc", "budget": 40, "unit": 4, "prefill_stride": 8, "recall": 2},
+        101,
+        160,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
+    monkeypatch.setattr(CPUKVPolicyBackend, "make_stores", CUDAKVPolicyBackend.make_stores)
+    yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
+
+
+def engine(pool: EnginePool, policy: dict[str, Any], model: Path) -> Any:
+    """An engine of its own: the pool's others use the PyTorch path."""
+    pool.close()
+    return pool.get(
+        {"recall_store": 512, **policy, "trace": True},
+        model,
+        max_model_len=1024,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        block_size=16,
+        enable_prefix_caching=False,
+        logits_processors=[ForceTokens],
+    )
+
+
+def check(llm: Any, settings: dict[str, Any], text: list[int], prompt: int, model: Path) -> None:
+    """A text, of which all but the prompt is decoded, against the oracle."""
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    logprobs = read(llm, [*text, 7], prompt)
+    kept = kept_sets(llm)
+    truth = run_oracle(
+        {"recall_store": 512, **settings}, text, model, prompt_len=prompt, chosen=kept
+    )
+    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
+    print(f"max {error.max():.2e}, closest {truth.closest_contest:.1e}, choices {truth.recalls}")
+    assert list(kept) == list(truth.kept)
+    wrong = [end for end in kept if kept[end] != truth.kept[end]]
+    assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
+    assert error.max() < 2e-4
+    by_text = settings["name"] == "dgc"  # whose sums of scores are exactly equal, or far apart
+    assert by_text or truth.closest_contest > 1e-7, "a tie that rounding decides: choose another"
+    choices, near = truth.recalls
+    assert choices > 10 and near <= 0.05 * choices
+    assert pool_usage(llm) == 0.0
+
+
+def counters(llm: Any) -> dict[str, int]:
+    (found,) = llm.collective_rpc("kv_policy_counters")
+    return found
+
+
+def stores_of(llm: Any) -> Any:
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.worker._stores
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name: str, engine_pool: EnginePool, model: Path) -> None:
+    settings, prompt, total = CASES[name]
+    llm = engine(engine_pool, settings, model)
+    assert isinstance(stores_of(llm), Rings)
+    check(llm, settings, TOKENS[:total], prompt, model)
+    assert counters(llm)["recalled_units"] > settings["recall"]
+    engine_pool.close()
+
+
+def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
+    """Side by side, with fewer recalled units, another policy, none at all: as the oracle says.
+
+    Rows come and go, more requests than rings; in the end no ring is in use.
+    """
+    base = {**CASCADE, "prefill_stride": 16, "recall": 2, "recall_store": 48}
+    llm = engine(engine_pool, base, model)
+    asked: list[tuple[dict[str, Any], dict[str, Any], int, int]] = [
+        ({}, {}, 73, 20),
+        ({"kv_recall": 1}, {"recall": 1}, 90, 9),
+        ({"kv_recall": 0}, {"recall": 0}, 60, 30),
+        (
+            {"kv_policy": "sink", "kv_budget": 20, "kv_recall": 2},
+            {"name": "sink", "budget": 20, "recall": 2},
+            85,
+            14,
+        ),
+        ({}, {}, 57, 12),
+        ({"kv_recall": 1}, {"recall": 1}, 66, 8),
+    ]
+    texts = [TOKENS[90 * i :][: a + b] for i, (*_, a, b) in enumerate(asked)]
+    params = [
+        SamplingParams(
+            max_tokens=b,
+            prompt_logprobs=0,
+            logprobs=0,
+            temperature=0.0,
+            ignore_eos=True,
+            extra_args={"forced": text[a:], **extra},
+        )
+        for text, (extra, _, a, b) in zip(texts, asked, strict=True)
+    ]
+    lengths = [a for *_, a, _ in asked]
+    prompts = [{"prompt_token_ids": text[:a]} for text, a in zip(texts, lengths, strict=True)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for text, (_, settings, a, _), output in zip(texts, asked, outputs, strict=True):
+        truth = run_oracle({**base, **settings}, text, model, prompt_len=a)
+        logprobs = prompt_logprobs(output) + generated(output)[1]
+        error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs))
+        print(f"{settings}: max {error.max():.1e}")
+        assert error.max() < 2e-4, settings
+    assert pool_usage(llm) == 0.0 and len(stores_of(llm).rings) <= 4
+    llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert counters(llm)["stored_units"] == 0
+    engine_pool.close()

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall's kernels in Triton's interpreter: evidence against fp64, the rest against literal lists.
+
+``kernels/testing/recall_checks.py`` fills rings and pages with junk and compares all of them.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vllm_cascade.kernels.testing import recall_checks as checks
+from vllm_cascade.kernels.testing.random_pool import Case
+from vllm_cascade.kernels.testing.stride_checks import check_insert_strides
+from vllm_cascade.kernels.triton.recall import span_of, tile_of_units
+from vllm_cascade.kernels.triton.recall_choose import chosen_reference
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FEW = {"head_size": 16, "num_heads": 1}
+SMALL = {"head_size": 16, "num_heads": 2}
+CASES: dict[str, Case] = {
+    # units of 2 to a page, powers of two and not; pages of one unit and of several
+    "2": Case(**SMALL, unit=2, lengths=(5, 8, None, 9, 13), strides=(7, 2), holes=3),
+    "3": Case(**FEW, unit=3, block_size=48, group=3, lengths=(2, 33), strides=(7, 3), holes=4),
+    "4-heads": Case(
+        **SMALL, unit=4, per_head=True, lengths=(7, 23, 11, 31), strides=(21,), holes=2
+    ),
+    "16": Case(**SMALL, unit=16, group=4, lengths=(47, None, 79, 95), strides=(37, 16), holes=3),
+    "16-of-32": Case(
+        **SMALL, unit=16, block_size=32, per_head=True, lengths=(63, 15), strides=(40,), holes=5,
+        dtype=BF16,
+    ),
+    "24-alibi": Case(**SMALL, unit=24, block_size=48, alibi=True, lengths=(47,), strides=(49,)),
+    "128": Case(**FEW, unit=128, block_size=128, lengths=(255,), strides=(130,), holes=2),
+    # channels: not a power of two, partly rotated, in pairs of neighbours
+    "partial": Case(num_heads=1, head_size=20, rotary_dim=8, unit=8, lengths=(15, 31), holes=1),
+    "interleaved": Case(
+        num_heads=1, head_size=24, rotary_dim=12, interleaved=True, unit=8, lengths=(39,), holes=2,
+        dtype=FP16,
+    ),
+    "as-served": Case(
+        num_heads=1, group=4, head_size=128, unit=16, lengths=(79,), strides=(35,), dtype=BF16,
+        holes=2,
+    ),
+}  # fmt: skip
+
+
+OFTEN = ("3", "4-heads", "16", "interleaved")
+
+
+def seeds(number: int) -> pytest.MarkDecorator:
+    """The first one in every run."""
+    later = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, number)]
+    return pytest.mark.parametrize("seed", [0, *later])
+
+
+def at_units(case: Case) -> Case:
+    """Strides begin where units do."""
+    return replace(case, lengths=tuple(n and n // case.unit * case.unit for n in case.lengths))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evidence_of_single_tokens(name: str) -> None:
+    checks.check_judge(CASES[name], "cpu")
+
+
+@pytest.mark.parametrize("most_asking", [pytest.param(3, marks=pytest.mark.slow), 20])
+@pytest.mark.parametrize("name", CASES)
+def test_evidence_of_strides(name: str, most_asking: int) -> None:
+    """Fewer tokens than may ask, and more; also more than are taken down at a time."""
+    checks.check_judge(at_units(CASES[name]), "cpu", capacity=19, most_asking=most_asking)
+
+
+def test_evidence_over_several_spans() -> None:
+    """Rings of more units than one program judges, and than one weighs."""
+    case = Case(**SMALL, unit=8, lengths=(3, 9, 17), strides=(4,))
+    assert 3 * span_of(8) < 230
+    checks.check_judge(case, "cpu", capacity=230)
+    checks.check_judge(at_units(case), "cpu", capacity=230, most_asking=2)
+
+
+@pytest.mark.parametrize("unit", [1, 2, 3, 16, 24, 64, 100, 128])
+def test_a_tile_holds_whole_units(unit: int) -> None:
+    units, room = tile_of_units(unit)
+    assert unit <= room < 2 * unit and room & (room - 1) == 0 and units * room in (64, 128)
+    assert span_of(unit) % units == 0
+
+
+@seeds(4)
+@pytest.mark.parametrize("name", CASES)
+def test_what_comes_back(name: str, seed: int) -> None:
+    checks.check_recall(replace(CASES[name], seed=seed), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("most", "sinks"), [(1, 0), (2, 3), pytest.param(20, 1, marks=pytest.mark.slow)]
+)
+def test_how_much_comes_back(most: int, sinks: int) -> None:
+    """One unit, and more than there are at first; no sinks, and several."""
+    case = Case(**SMALL, unit=4, per_head=True, lengths=(19, 43, None, 80, 120), holes=21)
+    for seed in range(3):
+        checks.check_recall(replace(case, seed=seed), "cpu", most=most, sinks=sinks)
+
+
+def test_a_choice_among_more_than_a_tile() -> None:
+    """More stored units than are looked at together, and a line of more places."""
+    case = Case(**{**FEW, "head_size": 8}, unit=2, lengths=(2200,), holes=9, strides=(1,))
+    checks.check_recall(case, "cpu", capacity=1100, most=7)
+
+
+def test_of_equal_evidence_the_first() -> None:
+    assert chosen_reference([0.5, 0.25, 0.5, 0.25, 0.25], 4) == [0, 1, 2, 3]
+
+
+@seeds(3)
+@pytest.mark.parametrize("name", CASES)
+def test_what_single_tokens_evict(name: str, seed: int) -> None:
+    checks.check_store_tokens(replace(CASES[name], seed=seed), "cpu")
+
+
+@seeds(3)
+@pytest.mark.parametrize("name", CASES)
+def test_what_strides_evict(name: str, seed: int) -> None:
+    """Units of the pages and of the stride itself, also more than a ring holds."""
+    checks.check_store_strides(at_units(replace(CASES[name], seed=seed)), "cpu")
+
+
+@seeds(4)
+@pytest.mark.parametrize(
+    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_strides_behind_recalled_units(name: str, seed: int) -> None:
+    """Plans know nothing of these, and who leaves is known before; more will stand before the unit
+    that is not complete."""
+    check_insert_strides(at_units(replace(CASES[name], seed=seed)), "cpu", recalls=True)

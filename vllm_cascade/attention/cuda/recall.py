@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recall in one layer on CUDA: nothing in it waits for the host, so it is part of full graphs.
+
+Which rows choose, and which store, stands in rows of numbers on the device; the kernels are
+launched for all rows alike and leave out the others.
+"""
+
+import torch
+
+from vllm_cascade.attention.inputs import Stride
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.transfer import sent
+from vllm_cascade.kernels.columns import END, RING, STORED
+from vllm_cascade.kernels.triton.recall import judge_units
+from vllm_cascade.kernels.triton.recall_choose import recall_units
+from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.recall import evidence
+from vllm_cascade.recall.evicted import Evicted
+from vllm_cascade.recall.rings import Rings
+
+
+class LayerRings:
+    """One layer's part of the rings.
+
+    Args:
+        index: of the layer in them.
+        most_queries: tokens of a stride that choose.
+    """
+
+    def __init__(
+        self, layer: LayerConfig, pages: Pages, rings: Rings, index: int, most_queries: int
+    ) -> None:
+        self._layer, self._pages, self._most_queries = layer, pages, most_queries
+        self._shape, self._num_requests = rings.shape, rings.num_requests
+        self._rows, self._codes, self._scales = (
+            tensor[index] for tensor in (rings.rows, rings.codes, rings.scales)
+        )
+        self._words = rings.born[index], rings.token[index]
+        self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
+
+    @property
+    def exchanged(self) -> int:
+        """Units that choices have brought back; waits for the device."""
+        return int(self._exchanged)
+
+    def choose(
+        self,
+        query: torch.Tensor,
+        table: torch.Tensor,
+        steps: torch.Tensor,
+        recall: torch.Tensor,
+        single: bool,
+    ) -> None:
+        """Bring back what strides ask for, before they attend.
+
+        Args:
+            query: of the whole step.
+            recall: int32 ``[R, RECALL_COLUMNS]``.
+            single: whether they are strides of one token.
+        """
+        layer, pages, shape = self._layer, self._pages, self._shape
+        asking = 1 if single else self._most_queries
+        turning = layer.rotation, not layer.is_neox
+        # What memory is profiled for: the queries of one stride, or one of each request.
+        num = max(self._num_requests // asking, 1)
+        found = [
+            judge_units(
+                *(query, self._codes, self._scales, steps[first : first + num]),
+                *(recall[first : first + num], *turning, layer.scale),
+                *(shape.most_units, shape.num_sets, asking),
+            )
+            for first in range(0, len(steps), num)
+        ]
+        recall_units(
+            *(found[0] if len(found) == 1 else torch.cat(found), self._rows, *self._words),
+            *(pages.kv, pages.rank, pages.born, pages.score, pages.token),
+            *(table, steps, recall, self._exchanged, shape.most_recalled),
+        )
+
+    def ranks(self, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor) -> torch.Tensor:
+        """What ``store`` has to know of lines into which single tokens are about to be inserted."""
+        return ranks_before(self._pages.rank, table, steps, recall, self._pages.unit)
+
+    def store(
+        self,
+        table: torch.Tensor,
+        steps: torch.Tensor,
+        recall: torch.Tensor,
+        *,
+        ranks: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+        key: torch.Tensor | None = None,
+        value: torch.Tensor | None = None,
+    ) -> None:
+        """Store what strides evict: of single tokens when they were inserted, with ``ranks``; of
+        longer ones before, with ``keep``, ``key`` and ``value``."""
+        layer, pages = self._layer, self._pages
+        store_units(
+            *(keep, ranks, key, value, pages.kv, pages.rank, pages.born, pages.token),
+            *(table, steps, recall, layer.rotation, not layer.is_neox),
+            *(self._rows, self._codes, self._scales, *self._words, self._shape.most_units),
+        )
+
+    # --- a stride that runs in PyTorch ------------------------------------------------------------
+
+    def choose_alone(self, stride: Stride, query: torch.Tensor) -> Evicted | None:
+        """``choose`` for one stride; returns room for the units that it evicts, if any."""
+        device, row = query.device, stride.recall
+        steps, recall = (sent(x, device)[None] for x in (stride.step, torch.from_numpy(row)))
+        self.choose(query, stride.pages[None].int(), steps, recall, single=False)
+        with torch.device(device):
+            num = int(row[STORED])
+            return Evicted.room(self._layer, self._pages, num) if num else None
+
+    def store_evicted(self, stride: Stride, gone: Evicted) -> None:
+        """Units that PyTorch has found to leave, into the request's ring."""
+        layer, (ring, end) = self._layer, stride.recall[[RING, END]].tolist()
+        room = self._shape.most_units
+        last = slice(max(len(gone) - room, 0), len(gone))
+        place = ring + (end + torch.arange(len(gone))[last]) % room
+        sets = torch.arange(layer.num_kv_heads) % layer.num_sets
+        position = gone.born[sets].unsqueeze(-1) + torch.arange(self._pages.unit)
+        keys = evidence.unrotated(layer, gone.rows[..., : layer.head_size], position)
+        codes, scale = evidence.encode(keys)
+        self._rows[:, place.to(self._rows.device)] = gone.rows[:, last].to(self._rows.device)
+        self._codes[:, place], self._scales[:, place] = codes[:, last], scale[:, last]
+        for stored, words in zip(self._words, (gone.born, gone.token), strict=True):
+            stored[:, place] = words[:, last]
