@@ -246,7 +246,7 @@ def _random_plan(
         return float(judged[head_set, r]), r if case.newest_stays else -r
 
     if row % 4 == 1:
-        lo = max(rng.randrange(2 * sinks - planned, planned), sinks)  # often just behind the sinks
+        lo = rng.randrange(sinks, planned) if case.seed % 2 else sinks
         hi = rng.randrange(lo, planned) + 1
         excess = rng.randrange(hi - lo + 1)
         for head_set in range(case.num_sets):
