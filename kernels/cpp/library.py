@@ -129,6 +129,8 @@ class Library:
         wide = native.has_fp16()  # floating codes become such
         self.dtypes = {d for d in DTYPES if d != torch.float16 or wide}
         self.codes = {code for code in CODES if code == torch.int8 or wide}
+        native.multiplies_bf16.restype = c_int64
+        self.multiplies_bf16 = bool(native.multiplies_bf16())  # a stride's rows, as they are
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
         self._recall = native.recall_units

@@ -48,6 +48,8 @@ void run(const Layer& layer, const Stride& stride, const Rows& rows) {
 }  // namespace
 
 extern "C" int64_t stride_size() { return sizeof(Stride); }
+// Whether bf16 rows are multiplied as they are (panel.h).
+extern "C" int64_t multiplies_bf16() { return Numbers<bf16>::DEPTHS == 2; }
 
 extern "C" void attend_and_insert_stride(const Layer* layer, const Stride* stride,
                                          const Rows* rows) {

@@ -170,13 +170,14 @@ def rotate_back(shape: Shape, key: torch.Tensor, distance: int) -> torch.Tensor:
 
 
 def attend(
-    shape: Shape, request: Request, query: torch.Tensor, new: torch.Tensor
+    shape: Shape, request: Request, query: torch.Tensor, new: torch.Tensor, rounded: bool = False
 ) -> tuple[torch.Tensor, list[list[float]]]:
     """Outputs fp64 ``[T, H * G, D]`` and what is added to the scores of each set's tokens.
 
     Args:
         query: ``[T, H * G, D]``.
         new: ``[T, H, 2 * D]``, keys and values.
+        rounded: keys are rounded to bf16 where they are now.
     """
     cached, num_tokens, size = request.cached, request.num_tokens, shape.head_size
     output = torch.zeros(query.shape, dtype=torch.float64)
@@ -190,6 +191,7 @@ def attend(
                 for rank, token in enumerate(line)
             ]  # fmt: skip
             keys, values = torch.stack([*rows, *new[:, head].double()]).split(size, dim=-1)
+            keys = keys.bfloat16().double() if rounded else keys
             for q in range(head * shape.group, (head + 1) * shape.group):
                 for t in range(num_tokens):
                     seen = cached + t + 1

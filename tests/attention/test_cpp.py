@@ -29,7 +29,9 @@ def test_columns_have_the_same_numbers() -> None:
     header = (Path(native.__file__).parent / "step.h").read_text()
     found = {name: int(number) for name, number in re.findall(r"\b([A-Z_]+) = (\d+)", header)}
     named = {name: value for name, value in vars(columns).items() if name.isupper()}
-    assert found == named
+    of_recall = list(named)[list(named).index("RULE_COLUMNS") + 1 :]  # rows that only kernels read
+    assert found == {name: named[name] for name in named if name not in of_recall}
+    assert of_recall[0] == "HOW" and of_recall[-1] == "MOST_UNIT"
 
 
 # --- drawing layers, caches and rules -------------------------------------------------------------
@@ -237,15 +239,18 @@ class Call:
         )
         load().attend_and_insert_stride(self.layer(), stride, self.token_rows())
 
-    def check(self, before: Pool, tolerance: float = 2e-5) -> None:
-        """Outputs, scores and every other byte of the pool after a call."""
+    def check(self, before: Pool, tolerance: float = 2e-5, strides: bool = False) -> None:
+        """Outputs, scores and every other byte of the pool after a call; ``strides``: of those."""
         shape, expected = self.shape, before.copy()
+        rounded = strides and shape.dtype == torch.bfloat16 and load().multiplies_bf16
+        # Two precisions that turn a key may round it to neighbouring numbers.
+        tolerance = 2e-3 if rounded else tolerance
         written = torch.zeros(len(self.output), dtype=torch.bool)
         for request, table in zip(self.requests, self.table.tolist(), strict=True):
             rows = slice(request.start, request.start + request.num_tokens)
             written[rows] = True
             new = torch.cat([self.key[rows], self.value[rows]], dim=-1)
-            output, added = literal.attend(shape, request, self.query[rows], new)
+            output, added = literal.attend(shape, request, self.query[rows], new, rounded)
             coarse = 1e-2 if shape.dtype == torch.bfloat16 else tolerance
             assert literal.close(self.output[rows], output, coarse)
             for head_set in range(shape.num_sets):
@@ -290,7 +295,7 @@ def test_strides(data: st.DataObject, shape: Shape, num_tokens: int, flat: bool)
     call = Call(shape, [request], flat)
     before = call.pool.copy()
     call.run_stride(transient, period)
-    call.check(before)
+    call.check(before, strides=True)
 
 
 @pytest.mark.parametrize("newest_stays", [True, False])
