@@ -47,6 +47,9 @@ def test_no_copy_of_a_step_waits(path: Path) -> None:
         # a model's slopes, once; rules of a schedule that is new, from the device to itself
         "slopes.to(device)",
         "self.rules[:len(further)].copy_(further)",
+        # units of policies whose strides run in PyTorch, into the host's memory
+        "place.to(self._rows.device)",
+        "gone.rows[:, last].to(self._rows.device)",
     }
     assert set(waiting(path.read_text())) <= allowed
 
