@@ -70,7 +70,7 @@ def test_fp32_past_the_models_positions(
     """8,500 tokens through 516 cached: the model has 8,192 positions."""
     policy = {"name": "cascade", "budget": 512, "num_subcaches": 4, "prefill_stride": 256}
     llm = engine(engine_pool, policy, real_model, max_model_len=16_384, max_num_batched_tokens=700)
-    compare(llm, policy, tokens[:8500], real_model)
+    compare(llm, policy, tokens[3000:11_500], real_model)  # without a tie that rounding decides
 
 
 class Told(Sim):
