@@ -167,14 +167,7 @@ def restarted(small: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def leave(server: Server, prompt: list[int], after: int) -> None:
     """A client that closes its connection after so many chunks, or while its prompt is read."""
-    stream = server.client.completions.create(
-        model=server.model,
-        prompt=prompt,
-        max_tokens=4000,
-        stream=True,
-        temperature=0,
-        extra_body={"ignore_eos": True},
-    )
+    stream = asked(server, prompt, 4000)
     while after == 0 and server.metric("vllm:kv_policy_evicted_tokens_total") == 0:
         time.sleep(0.05)
     for _, _ in zip(range(after), stream, strict=False):
@@ -200,21 +193,46 @@ def test_clients_that_leave(
 
 
 def test_sigterm_while_streaming(restarted: Server, book_tokens: list[int]) -> None:
-    stream = restarted.client.completions.create(
-        model=restarted.model,
-        prompt=book_tokens[:50],
-        max_tokens=15_000,
+    stream = asked(restarted, book_tokens[:50], 15_000)
+    next(iter(stream))
+    ends_on_sigterm(restarted, stream)
+
+
+@pytest.mark.slow
+def test_sigterm_in_a_prefill(
+    tmp_path_factory: pytest.TempPathFactory, book_tokens: list[int]
+) -> None:
+    server = Server(tmp_path_factory.mktemp("prefill") / "log", FLAGS).wait()
+    stream = asked(server, [*book_tokens, *book_tokens][:19_000], 10)
+    deadline = time.monotonic() + 60
+    while server.metric("vllm:kv_policy_evicted_tokens_total") == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert server.metric("vllm:kv_policy_evicted_tokens_total") < 18_000
+    assert server.metric("vllm:generation_tokens_total") == 0
+    ends_on_sigterm(server, stream)
+
+
+def asked(server: Server, prompt: list[int], max_tokens: int) -> Any:
+    """A stream of an answer, before its prompt is read."""
+    return server.client.completions.create(
+        model=server.model,
+        prompt=prompt,
+        max_tokens=max_tokens,
         stream=True,
         extra_body={"ignore_eos": True},
     )
-    next(iter(stream))
-    family = psutil.Process(restarted.process.pid).children(recursive=True)
-    restarted.process.send_signal(signal.SIGTERM)
+
+
+def ends_on_sigterm(server: Server, stream: Any) -> None:
+    """A server with a client ends in order, and no process of it stays."""
+    family = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
     # vLLM's front-end waits for its clients, and an engine that is gone may not have told them.
     time.sleep(3)
     stream.close()
-    assert restarted.process.wait(60) == 0
-    text = restarted.log.read_text()
+    assert server.process.wait(60) == 0
+    text = server.log.read_text()
     assert text.count("Application shutdown complete") == 1
     # vLLM's front-end may still find its engine gone and log that; nothing of ours fails.
     assert not re.search(r'File ".*(vllm_cascade|patches)/\w+\.py"', text)

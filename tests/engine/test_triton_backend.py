@@ -86,8 +86,11 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any)
     )
 
 
+LONG = ("dgc-8", "beehive-log-n-1", "cascade-overflow-1")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "dgc-8")) for n in POLICIES]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in POLICIES]
 )
 def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> None:
     """Every policy family: one-rule steps, batches, strides; what is kept and how it scores."""
@@ -105,6 +108,7 @@ def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
     engine_pool.close()
 
 
+@pytest.mark.slow
 def test_the_worst_batch_finds_its_memory(engine_pool: EnginePool, models: dict[str, Path]) -> None:
     """The profiling run has taken all of it; pages for no more requests than come at once."""
     engine_pool.close()

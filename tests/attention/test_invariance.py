@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention gives a request the same bytes alone, among others, and however it is cut into steps.
+
+In every type: what the batch changes in a bfloat16 model is then the model's own matrix products.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.attention.test_paged import CASCADE, H2O, PagedLayer, Shape, chunk
+from vllm_cascade.attention.cpu.paths import SWITCH
+from vllm_cascade.kernels.cpp.library import load
+
+STRIDE = 32
+PROMPTS = (150, 1, 64, 33, 97, 200)
+DECODED = 20
+POLICIES: dict[str, dict[str, Any]] = {
+    "sink": {"name": "sink", "budget": 90},
+    "sink-units": {"name": "sink", "budget": 96, "num_sinks": 16, "unit": 16},
+    "cascade": {**CASCADE, "budget": 64},
+    "h2o-heads": {**H2O, "budget": 60, "window": 20, "head_policy": "per_kv_head"},
+    "cascade-units": {
+        "name": "cascade",
+        "budget": 64,
+        "num_subcaches": 2,
+        "num_sinks": 16,
+        "unit": 16,
+        "head_policy": "per_kv_head",
+    },
+}
+
+
+class Requests:
+    """Queries, keys and values of some requests, which a layer may be given in any steps."""
+
+    def __init__(self, shape: Shape) -> None:
+        generator = torch.Generator().manual_seed(5)
+        heads = (shape.num_kv_heads * shape.group, shape.num_kv_heads, shape.num_kv_heads)
+        self.shape = shape
+        self.totals = [prompt + DECODED for prompt in PROMPTS]
+        self.rows = [
+            [torch.randn(total, n, shape.head_size, generator=generator) for n in heads]
+            for total in self.totals
+        ]
+
+    def read(self, settings: dict[str, Any], who: Sequence[int], wanted: int, seed: int) -> Any:
+        """Outputs ``[total, H * G, D]`` of requests that run together.
+
+        Args:
+            wanted: tokens of a prompt in a step, cut where strides begin.
+            seed: of the order of rows, and of the requests that sit a step out.
+        """
+        layer = PagedLayer(self.shape, {**settings, "prefill_stride": STRIDE}, 1 + 16 * len(who))
+        tables = torch.arange(1, 1 + 16 * len(who), dtype=torch.int32).view(len(who), -1)
+        rng = np.random.default_rng(seed)
+        done = dict.fromkeys(who, 0)
+        outputs: dict[int, list[torch.Tensor]] = {r: [] for r in who}
+        while any(done[r] < self.totals[r] for r in who):
+            left = [r for r in rng.permutation(who).tolist() if done[r] < self.totals[r]]
+            rows = [r for r in left if rng.random() < 0.8] or left
+            lengths = [chunk(done[r], PROMPTS[r], STRIDE, wanted) for r in rows]
+            parts = [(r, slice(done[r], done[r] + n)) for r, n in zip(rows, lengths, strict=True)]
+            new = [torch.cat([self.rows[r][i][part] for r, part in parts]) for i in range(3)]
+            firsts = [done[r] for r in rows]
+            prefilling = [done[r] < PROMPTS[r] for r in rows]
+            table = tables[[list(who).index(r) for r in rows]]
+            made = layer.step(lengths, firsts, prefilling, table, *new, rotate=lambda x, _: x)
+            for r, output in zip(rows, made.split(lengths), strict=True):
+                outputs[r].append(output)
+                done[r] += len(output)
+        return {r: torch.cat(given) for r, given in outputs.items()}
+
+
+@pytest.mark.parametrize("path", ["native", "pytorch"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_same_bytes(
+    dtype: torch.dtype, policy: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "native" and dtype not in load().dtypes:
+        pytest.skip("this compiler has no fp16")
+    monkeypatch.setenv(SWITCH, path)
+    shape = Shape(num_kv_heads=2, group=3, head_size=64, rotary_dim=64, dtype=dtype)
+    requests = Requests(shape)
+    settings = POLICIES[policy]
+    everyone = range(len(PROMPTS))
+    together = requests.read(settings, everyone, wanted=70, seed=1)
+    otherwise = requests.read(settings, everyone, wanted=1000, seed=2)
+    for r in everyone:
+        alone = requests.read(settings, [r], wanted=STRIDE, seed=3)[r]
+        assert alone.isfinite().all()
+        assert torch.equal(alone, together[r]), "among others"
+        assert torch.equal(alone, otherwise[r]), "in other steps"
