@@ -7,6 +7,7 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from benchmarks import peers
 from benchmarks.reporting.peers_report import Answers, Report
 from benchmarks.running import parts
 from benchmarks.running.children import ChildError
-from benchmarks.running.peers import environment, process, questions
+from benchmarks.running.engines import EngineSettings
+from benchmarks.running.peers import environment, process, questions, with_vllm
 from benchmarks.running.peers.environment import PeerUnavailable, python_of
 from benchmarks.running.peers.process import Asked, Entry, Task
 from benchmarks.running.peers.questions import (
@@ -108,6 +110,15 @@ def test_speed_reads_the_prompt_once_then_single_tokens() -> None:
     reader = Window()
     timing = Stepwise(reader).speed(text(20), 4)
     assert reader.reads == [20, 1, 1, 1] and timing.read > 0 and timing.decode > 0
+
+
+def test_a_prompt_of_vllm_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What warms up is not taken from the cache when it is timed."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(EngineSettings, "start", lambda self: asked.append(self.arguments))
+    for policy in (None, {"name": "sink", "budget": 64}):
+        with_vllm.Engine("model", policy, positions=512, compiled=True)
+    assert [arguments["enable_prefix_caching"] for arguments in asked] == [False, False]
 
 
 def test_nats_of_large_logits() -> None:

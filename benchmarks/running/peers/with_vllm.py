@@ -35,7 +35,11 @@ class Engine:
             dtype="bfloat16",
             max_model_len=positions,
             max_num_batched_tokens=1024,
-            arguments={"enforce_eager": not compiled, "use_tqdm_on_load": False},
+            arguments={
+                "enforce_eager": not compiled,
+                "use_tqdm_on_load": False,
+                "enable_prefix_caching": False,  # a prompt that warms up is read again, and timed
+            },
         ).start()
         self._most, self._count, self._scoring = Held(0, 0), 0, False
 
