@@ -14,16 +14,14 @@ import triton
 import triton.language as tl
 
 from .configs import Config, prefill_config
+from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
 from .tiles import (
     OLD_SLOTS,
     STEP,
     check_pages,
     check_steps,
-    dot_keys,
-    empty_softmax,
     load_rows,
     load_turned,
-    online_softmax,
     page_tile,
     soft_cap,
     store_rows,
@@ -38,15 +36,18 @@ LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS,
 
 
 @triton.jit
-def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope):
+def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope, window=None):
     """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
 
-    ``scale`` is one number a query; ``seen``: keys that exist; ``slope``: ALiBi's, or None.
+    ``scale`` is one number a query; ``seen``: keys that exist; ``slope``: ALiBi's, or None;
+    ``window``: tokens that a query sees, its own included, or None.
     """
     logits = soft_cap(dot_keys(queries, keys) * scale[:, None], cap)
     if slope is not None:
         logits += slope * (key_rank[None, :] - position[:, None]).to(tl.float32)
     visible = seen[None, :] & (key_rank[None, :] <= position[:, None])
+    if window is not None:
+        visible = visible & (key_rank[None, :] > position[:, None] - window)
     return tl.where(visible, logits, float("-inf"))
 
 
@@ -73,6 +74,7 @@ def _attend_strides(
     steps,
     rotation,
     slopes,
+    sinks,
     logit_scale,
     output,
     lse,
@@ -150,6 +152,7 @@ def _attend_strides(
         values = load_rows(value + source, seen, 0, HEAD)
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
+    top, total, acc = with_sink(top, total, acc, sinks, query_head)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
     norm = top + tl.log(tl.where(total > 0.0, total, 1.0))
@@ -212,6 +215,7 @@ def attend_strides(
     output: torch.Tensor,
     lse: torch.Tensor,
     line: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of ``R`` strides, none of which begins inside a unit.
 
@@ -229,6 +233,7 @@ def attend_strides(
         output: like ``query``; the strides' rows are written.
         lse: fp32 ``[num_tokens, H * G]`` log-sum-exps, written for the strides' tokens.
         line: int32 ``[R, S, LINE_WORDS, W]``, written as far as units are cached.
+        sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     check_pages(kv, *words)
@@ -241,7 +246,7 @@ def attend_strides(
     config = prefill_config(query.device, query.dtype, query.shape[2])
     _attend_strides[(triton.cdiv(max_length, config.queries), query.shape[1], num_rows)](
         *(query, key, value, kv, rank, born, score, token, table, steps, rotation),
-        *(slopes, logit_scale, output, lse, line, scale, softcap or None),
+        *(slopes, sinks, logit_scale, output, lse, line, scale, softcap or None),
         *(query.stride(0), key.stride(0), value.stride(0), output.stride(0)),
         *(kv.stride(0), rank.stride(0), table.stride(0), line.shape[3]),
         maxnreg=MOST_REGISTERS,
@@ -260,12 +265,16 @@ def attend_strides_reference(
     slopes: torch.Tensor | None = None,
     logit_scale: torch.Tensor | None = None,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One stride in fp64, as one softmax over all keys.
 
     Args:
         query: ``[T, H * G, D]``; key, value: ``[T, H, D]``; old_keys, old_values: ``[H, n, D]``.
         logit_scale: ``[T]`` or None.
+        sinks: ``[H * G]``, logits of nothing, or None.
+        window: tokens that a query sees, its own included; None: all.
 
     Returns:
         output ``[T, H * G, D]``, lse ``[T, H * G]``, probabilities ``[H * G, T, n + T]``.
@@ -284,6 +293,11 @@ def attend_strides_reference(
     if slopes is not None:
         logits = logits + slopes.double()[:, None, None] * distance
     logits = logits.masked_fill(distance > 0, -torch.inf)
-    probs = logits.softmax(-1)
+    if window is not None:
+        logits = logits.masked_fill(distance <= -window, -torch.inf)
+    if sinks is not None:
+        nothing = sinks.double()[:, None, None].expand(-1, num_tokens, 1)
+        logits = torch.cat([logits, nothing], -1)
+    probs = logits.softmax(-1)[..., : keys.shape[1]]
     output = torch.einsum("htn,hnd->thd", probs, values)
     return output, logits.logsumexp(-1).transpose(0, 1), probs

@@ -23,6 +23,7 @@ from vllm_cascade.attention.cuda.workspace import size_of, workspace_of
 from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
+from vllm_cascade.cache.kinds import window_slots
 from vllm_cascade.cache.layout import TRACE_WORDS, Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
@@ -45,6 +46,7 @@ from vllm_cascade.recall.rings import Rings
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
 
+    knows_windows = knows_sinks = True
     _decode_rotation: torch.Tensor | None = None
     recall: LayerRings | None = None
 
@@ -61,7 +63,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         worst = worst_shapes(policy, limits, query, self.num_kv_heads)
         workspace_of(device).reserve(size_of(worst))
         block = self._config.cache_config.block_size
-        slots = -(-policy.capacity // block) * block
+        pages, slots = -(-policy.capacity // block), block
+        if self.window is not None:
+            slots = max(slots, window_slots(policy, self.window, block))
+        slots *= pages
         num, heads = limits.max_num_seqs, self.num_heads
         splits = attend_splits(device, num, self.num_kv_heads, slots)
         parts = torch.empty(num, heads, splits, self.head_size + 1, device=device)
@@ -137,8 +142,15 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             **self._turning | {"rotation": self._decode_rotation},
             splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
             keep_logits=policy.uses_attention,
+            positions=metadata.positions,
         )
-        lse = merge(partial=parts, partial_lse=parts_lse, steps=decode.steps, output=place)
+        lse = merge(
+            partial=parts,
+            partial_lse=parts_lse,
+            steps=decode.steps,
+            output=place,
+            sinks=self._sink_logits,
+        )
         if decode.index is not None:
             new.output[rows] = place
         new_score = decode.no_scores
@@ -157,6 +169,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             rules=metadata.rules,
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
+            positions=metadata.positions,
         )
         if self.recall is not None:
             self.recall.store(**recall, ranks=ranks)
@@ -172,6 +185,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if self._layer is None:
             return {"rotation": None, "interleaved": False}
         return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
+
+    @property
+    def _sink_logits(self) -> torch.Tensor | None:
+        """fp32 ``[num_heads]``, learned logits of nothing, or None."""
+        if self._layer is None or self._layer.sinks is None:
+            return None
+        return self._layer.sinks.flatten()
 
     def _update(
         self,
@@ -208,6 +228,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
     ) -> None:
         """Three launches: attend, add up what keys received, and choose and write; and recall's."""
+        assert metadata.spec.window is None, "in a window nobody is compared"
         policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
         recall = {**where, "recall": rows.recall}
         if self.recall is not None:
@@ -231,6 +252,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             output=new.output,
             lse=made["lse"],
             line=made["line"],
+            sinks=self._sink_logits,
         )
         sums, parts = made.get("sums"), 1
         query_heads = self.num_heads // pages.rank.shape[1]
@@ -323,6 +345,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             softcap=self.softcap,
             max_length=rows.max_length,
             output=new.output,
+            sinks=self._sink_logits,
+            window=metadata.spec.window,
         )
 
     def _in_pytorch(self, pages: Pages, stride: Stride, new: NewTokens) -> None:
