@@ -127,14 +127,15 @@ def _attend_chunks(
             is_kept = at < kept
             seen = (unit >= 0) & (is_kept | (at >= kept + dropped))
             moved = tl.where(is_kept, 0, dropped)
-            rank_now = at - moved
-            away = distance + moved
             if window is not None:
-                seen = seen & (rank_now > hidden)
-                away -= shift
+                seen = seen & (at - moved > hidden)
             if tl.max(seen.to(tl.int32), axis=0) > 0:
+                away = distance + moved
+                if window is not None:
+                    away -= shift
                 away = tl.where(seen, away, 0)
                 keys = load_turned(rows, seen, rotation, away, HEAD, HALF, INTERLEAVED)
+                rank_now = at - moved
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window
                 )

@@ -126,7 +126,7 @@ def test_nothing_is_compiled_for_a_window_after_the_warm_up(
     monkeypatch.setattr(test_windows, "CPUKVPolicyImpl", TritonKVPolicyImpl)
     monkeypatch.setattr(test_windows, "CPUBuilder", AtOnce)
     shape = Shape(dtype=torch.float16, sinks=True)
-    settings = {"name": "cascade", "budget": 260, "prefill_stride": STRIDE}
+    settings = POLICIES["cascade"] | {"prefill_stride": STRIDE}
     layer = WindowLayer(shape, 100, settings)
     table = torch.arange(1, 1 + 2 * layer.spec.most_pages).view(2, -1).int()
     for builder in (layer.others, layer.builder):
