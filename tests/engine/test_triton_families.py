@@ -24,8 +24,9 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 
 __all__ = ["model_of", "written"]  # fixtures
-FAST = [("gemma3", "cascade")]
+FAST = ("gemma3", "cascade")
 SLOW = [
+    FAST,
     ("gpt-oss", "cascade-heads"),  # learned sinks in scores, too
     ("gpt-oss", "sink"),  # a budget below the window, and a page of 47 slots for it
     ("gpt-oss", "h2o"),
@@ -52,25 +53,31 @@ def engine(pool: EnginePool, path: Path, policy: dict[str, Any]) -> Any:
     )
 
 
-def named() -> list[Any]:
-    every = [*((case, ()) for case in FAST), *((case, pytest.mark.slow) for case in SLOW)]
-    return [pytest.param(*case, id="-".join(case), marks=marks) for case, marks in every]
-
-
-@pytest.mark.parametrize(("family", "policy"), named())
-def test_family(family: str, policy: str, engine_pool: EnginePool, model_of: Any) -> None:
-    path, settings = model_of(family), POLICIES[policy]
-    llm = engine(engine_pool, path, {**settings, "trace": True})
+def check(pool: EnginePool, path: Path, family: str, policy: str, prompt_len: int) -> Any:
+    """An engine, which says and keeps what the oracle does, of a prompt and 60 tokens more."""
+    settings = POLICIES[policy]
+    llm = engine(pool, path, {**settings, "trace": True})
     error, grown = compare(
         llm,
         family,
-        lambda tokens: apart(family)(run_family, path, family, tokens, 170, settings),
-        prompt_len=170,
+        lambda tokens: apart(family)(run_family, path, family, tokens, prompt_len, settings),
+        prompt_len=prompt_len,
         kept_at_most=max(settings["budget"] + 8, WINDOW),
     )
     assert error.max() < MAX_ERROR
     assert grown["moved_reads"] > 0 and grown["native_calls"] == 0
-    check_company(llm)
+    return llm
+
+
+def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
+    check(engine_pool, model_of(FAST[0]), *FAST, prompt_len=80)
+    engine_pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "policy"), SLOW, ids="-".join)
+def test_family(family: str, policy: str, engine_pool: EnginePool, model_of: Any) -> None:
+    check_company(check(engine_pool, model_of(family), family, policy, prompt_len=170))
     engine_pool.close()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.cuda.metadata import DecodeRows, DeviceWave, TritonMetadata
@@ -80,10 +81,16 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: KVPolicySpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVPolicySpec | UniformTypeKVCacheSpecs
     ) -> AttentionCGSupport:
-        """Full graphs for decode, unless rules do not say all that the policy does."""
-        if kv_cache_spec.schedule.moves_tokens:
+        """Full graphs for decode, unless rules do not say all that the policy does.
+
+        Where layers are of several kinds, vLLM brings the specs of all of them.
+        """
+        specs = [kv_cache_spec]
+        if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs):
+            specs = list(kv_cache_spec.kv_cache_specs.values())
+        if any(spec.schedule.moves_tokens for spec in specs):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
