@@ -226,6 +226,5 @@ TABLED_SHAPES = (
     Shape(dtype=torch.float32),
     Shape(per_head=True),
     Shape(unit=16),
-    Shape(window=1024, sinks=True, **_UNSCORED),
 )
 """What the table in the documentation shows."""

@@ -263,5 +263,5 @@ def attend_chunks(
         RENUMBER=RENUMBERED,
         COPY=COPIED,
         maxnreg=MOST_REGISTERS,
-        **stride_constants(config, query, kv, rank, rotation, interleaved),
+        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved),
     )

@@ -15,11 +15,11 @@ import triton.language as tl
 
 from .configs import Config, prefill_config
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
+from .strides import LINE_WORDS, Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
     STEP,
     check_pages,
-    check_steps,
     load_rows,
     load_turned,
     page_tile,
@@ -30,7 +30,6 @@ from .tiles import (
 
 MOST_REGISTERS = 255
 """Of a thread; left to itself, ptxas may spill to have two blocks on a multiprocessor."""
-LINE_WORDS = 3
 LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
 """What is known of a cached unit by its rank: its place, its score's bits, its first token."""
 
@@ -161,21 +160,20 @@ def _attend_strides(
 
 def stride_constants(
     config: Config,
-    query: torch.Tensor,
+    num_queries: int,
     kv: torch.Tensor,
     rank: torch.Tensor,
     rotation: torch.Tensor | None,
     interleaved: bool,
 ) -> dict[str, int]:
-    """What the kernels over strides are compiled for; ``query`` is ``[num_tokens, H * G, D]``."""
-    num_queries, head_size = query.shape[1:]
-    num_heads, page = kv.shape[1:3]
+    """What the kernels over strides are compiled for; ``num_queries`` is ``H * G``."""
+    _, num_heads, page, width = kv.shape
     assert num_queries % num_heads == 0, (num_queries, num_heads)
     return {
         "NUM_HEADS": num_heads,
         "GROUP": num_queries // num_heads,
         "NUM_SETS": rank.shape[1],
-        "HEAD": head_size,
+        "HEAD": width // 2,
         "HALF": 0 if rotation is None else rotation.shape[2],
         "INTERLEAVED": interleaved,
         "PAGE": page,
@@ -192,6 +190,51 @@ def check_new(query: torch.Tensor, key: torch.Tensor, kv: torch.Tensor) -> None:
     for tensor in (query, key):
         assert tensor.stride()[1:] == (kv.shape[3] // 2, 1), tensor.stride()
     assert query.dtype == key.dtype == kv.dtype, (query.dtype, key.dtype, kv.dtype)
+
+
+class StrideAttention:
+    """``attend_strides`` of one layer with ``num_queries`` query heads: what no step changes."""
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        score: torch.Tensor,
+        token: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+        interleaved: bool,
+        slopes: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        num_queries: int,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        check_pages(kv, *((rank, born, score) if token is None else (rank, born, score, token)))
+        self._heads, self._num_sets = heads_of(num_queries, kv), rank.shape[1]
+        config = prefill_config(kv.device, kv.dtype, kv.shape[3] // 2)
+        self._queries = config.queries
+        self._pages = kv, rank, born, score, token
+        self._turning, self._factors = rotation, (scale, softcap or None)
+        self._logits = slopes, sinks
+        self._places = kv.stride(0), rank.stride(0)
+        constants = stride_constants(config, num_queries, kv, rank, rotation, interleaved)
+        self._constants = {"maxnreg": MOST_REGISTERS, **constants}
+
+    def __call__(self, tokens: Tokens, strides: Strides) -> None:
+        """Write ``output``, ``lse`` and ``line``."""
+        assert tokens.heads == self._heads, (tokens.heads, self._heads)
+        assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
+        if strides.num_rows == 0 or strides.max_length == 0:
+            return
+        blocks = -(-strides.max_length // self._queries)
+        _attend_strides[(blocks, self._heads[0], strides.num_rows)](
+            *(tokens.query, tokens.key, tokens.value, *self._pages, strides.table, strides.steps),
+            *(self._turning, *self._logits, tokens.logit_scale, tokens.output, strides.lse),
+            *(strides.line, *self._factors, *tokens.places, *self._places),
+            *(strides.table_place, strides.line_width),
+            **self._constants,
+        )
 
 
 def attend_strides(
@@ -235,23 +278,13 @@ def attend_strides(
         line: int32 ``[R, S, LINE_WORDS, W]``, written as far as units are cached.
         sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
     """
-    words = (rank, born, score) if token is None else (rank, born, score, token)
-    check_pages(kv, *words)
-    check_steps(steps, table)
-    check_new(query, key, kv)
-    num_rows = steps.shape[0]
-    assert line.is_contiguous() and line.shape[:3] == (num_rows, rank.shape[1], LINE_WORDS)
-    if num_rows == 0 or max_length == 0:
-        return
-    config = prefill_config(query.device, query.dtype, query.shape[2])
-    _attend_strides[(triton.cdiv(max_length, config.queries), query.shape[1], num_rows)](
-        *(query, key, value, kv, rank, born, score, token, table, steps, rotation),
-        *(slopes, sinks, logit_scale, output, lse, line, scale, softcap or None),
-        *(query.stride(0), key.stride(0), value.stride(0), output.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0), line.shape[3]),
-        maxnreg=MOST_REGISTERS,
-        **stride_constants(config, query, kv, rank, rotation, interleaved),
+    layer = StrideAttention(
+        *(kv, rank, born, score, token, rotation, interleaved, slopes, scale, softcap),
+        num_queries=query.shape[1],
+        sinks=sinks,
     )
+    strides = Strides(steps, table, max_length, lse=lse, line=line)
+    layer(Tokens(query, key, value, output, logit_scale), strides)
 
 
 def attend_strides_reference(

@@ -144,9 +144,7 @@ def test_nothing_is_compiled_for_a_window_after_the_warm_up(
 
 
 @pytest.mark.parametrize("v2", [False, True])
-def test_a_gpu_worker_warms_each_kind_up(
-    v2: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After vLLM's own warm-up, with tables as wide as the runner's."""
     calls: list[Any] = []
     monkeypatch.setattr(

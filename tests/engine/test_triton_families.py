@@ -75,7 +75,7 @@ def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "policy"), SLOW, ids="-".join)
+@pytest.mark.parametrize(("family", "policy"), SLOW)
 def test_family(family: str, policy: str, engine_pool: EnginePool, model_of: Any) -> None:
     check_company(check(engine_pool, model_of(family), family, policy, prompt_len=170))
     engine_pool.close()
