@@ -158,6 +158,7 @@ DEFAULT_SHAPES = tuple(
     for dtype in (torch.float16, torch.bfloat16)
 )
 """What models use: every head size, both 16-bit types."""
+_UNSCORED = {"keep_logits": False}
 OTHER_SHAPES = (
     Shape(group=1),
     Shape(group=8, num_heads=4),
@@ -171,6 +172,10 @@ OTHER_SHAPES = (
     Shape(alibi=True),
     Shape(softcap=30.0, logit_scale=True),
     Shape(rotary=False, keep_logits=False),
+    Shape(sinks=True, group=8, head_size=64),
+    Shape(sinks=True, group=8, head_size=64, window=128, block_size=8, **_UNSCORED),
+    Shape(head_size=256, window=1024, block_size=4, pages=256, group=2, num_heads=16, **_UNSCORED),
+    Shape(window=1024, block_size=47, pages=22, **_UNSCORED),
     Shape(keep_logits=False),
     Shape(block_size=32, pages=65),
     Shape(pages=30),

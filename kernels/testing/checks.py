@@ -47,6 +47,7 @@ from .random_pool import (
     make_cache,
     new_tokens,
     on,
+    places_of,
     real_rows,
     same,
     table_of,
@@ -72,7 +73,7 @@ def _expected(
     case = cache.case
     old = gather_reference(
         *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
-        *(case.inv_freq, case.interleaved),
+        *(case.inv_freq, case.interleaved, case.shifts[row]),
     )
     return old, attend_strides_reference(
         *(*new, *old[:2]),
@@ -80,6 +81,7 @@ def _expected(
         slopes=case.slopes,
         logit_scale=factors,
         softcap=case.softcap,
+        sinks=case.sink_logits,
     )
 
 
@@ -91,12 +93,14 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     for row in real_rows(case):
         bits = [float_bits(value) for value in averages[row]]
         steps[row, columns.DECAY], steps[row, columns.WEIGHT] = bits[0], bits[1]
+    steps, positions = places_of(case, steps)
     query, key, value = new_tokens(case, num_rows)
     factors = torch.rand(num_rows) + 0.5 if case.logit_scale else torch.ones(num_rows)
     scale = case.head_size**-0.5
     ours = cache.to(device)
-    dsteps, dq, dk, dv, slopes, dfactors = on(
-        device, steps, query, key, value, case.slopes, factors if case.logit_scale else None
+    dsteps, dq, dk, dv, slopes, sinks, dpositions, dfactors = on(
+        *(device, steps, query, key, value, case.slopes, case.sink_logits, positions),
+        factors if case.logit_scale else None,
     )
     splits = case.splits
     if splits is None:
@@ -107,10 +111,10 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     parts, parts_lse, logits, own = attend(
         *(dq, dk, dv, ours.kv, ours.rank, ours.born, ours.table, dsteps),
         *(table_of(case, device, decode_dtype(case.dtype)), slopes, dfactors, scale),
-        *(case.softcap, case.interleaved, splits, True),
+        *(case.softcap, case.interleaved, splits, True, dpositions),
     )
     output = torch.full_like(dq, torch.nan)
-    lse = merge(parts, parts_lse, dsteps, output)
+    lse = merge(parts, parts_lse, dsteps, output, sinks)
     same("attend writes no page", ours.pool, before.cpu())
     new_score = update(
         *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction),
@@ -205,6 +209,9 @@ def check_schedule(device: torch.device | str, seed: int = 0, unit: int = 1) -> 
     expected = schedule_reference(lengths, blocks, rows, heads, policy_of, unit)
     same("steps", steps[:300], torch.tensor(expected, dtype=torch.int32))
     same("positions", positions[:300], torch.tensor([row[1] for row in expected]))
+    again = torch.full_like(steps, -99)
+    schedule(seq_lens, block_table, tables, of, again, None)
+    same("steps of those whose positions others say", again, steps.cpu())
     assert (steps[300:] == -99).all() and (positions[300:] == -99).all(), "wrote past the batch"
     return 0.0
 

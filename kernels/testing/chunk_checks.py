@@ -47,10 +47,10 @@ class Line:
     unit: torch.Tensor
     seen: int
 
-    def at_ranks(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    def at_ranks(self, case: Case, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys, rotated to where they stand, and values: fp64 ``[H, n, D]``."""
         size, rank = case.head_size, torch.arange(len(self.kv))[:, None]
-        away = self.born - rank
+        away = self.born - rank - shift
         keys = rotate_reference(self.kv[..., :size], away, case.inv_freq, case.interleaved)
         return keys.transpose(0, 1), self.kv[..., size:].double().transpose(0, 1)
 
@@ -88,7 +88,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
     room = num_strides * max(case.strides) + num_strides * case.unit
     cache, steps = make_cache(replace(case, strides=(room,)))
     rng, unit, place = random.Random(case.seed), case.unit, 3
-    rows, drops = [], {}
+    rows, drops, shifts = [], {}, {}
     chunks = torch.zeros_like(steps)
     chunks[:, columns.STREAM] = -1
     for row in real_rows(case):
@@ -97,6 +97,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         if cached < SINKS * unit:
             step[columns.STREAM] = cached
         chunks[row], begin, drops[row] = step, place, []
+        shifts[row] = [case.shifts[row]]
         stream = int(step[columns.STREAM])
         for number in range(num_strides):
             length = case.strides[(row + number) % len(case.strides)]
@@ -109,6 +110,9 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
             rows.append(own)
             spare = (cached + length) // unit - SINKS
             drops[row].append(rng.randrange(spare + 1) if spare > 0 else 0)
+            # Other layers drop as many tokens, or more: what is never deleted moves back, too.
+            more = rng.randrange(2 * length) if case.window else 0
+            shifts[row].append(shifts[row][-1] - more)
             cached += length - drops[row][-1] * unit
             stream, place = stream + length, place + length
         chunks[row, columns.START], chunks[row, columns.LENGTH] = begin, place - begin
@@ -122,12 +126,14 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
     query, key, value = new_tokens(case, place)
     factors = torch.rand(place) + 0.5 if case.logit_scale else torch.ones(place)
     positions = torch.full((place,), 999999)
+    strides_shifts = {row: iter(those) for row, those in shifts.items()}
     for own in strides.tolist():
         first, length = own[columns.START], own[columns.LENGTH]
-        positions[first : first + length] = own[columns.CACHED] + torch.arange(length)
-    ours, far = cache.to(device), replace(case, max_distance=case.max_distance + place + 600)
-    dq, dk, dv, dsteps, dchunks, dpositions, slopes, dfactors = on(
-        *(device, query, key, value, strides, chunks, positions, case.slopes),
+        at = own[columns.CACHED] + next(strides_shifts[own[stride_columns.CHUNK]])
+        positions[first : first + length] = at + torch.arange(length)
+    ours, far = cache.to(device), replace(case, max_distance=case.max_distance + 3 * place + 600)
+    dq, dk, dv, dsteps, dchunks, dpositions, slopes, sinks, dfactors = on(
+        *(device, query, key, value, strides, chunks, positions, case.slopes, case.sink_logits),
         factors if case.logit_scale else None,
     )
     output = torch.full_like(dq, torch.nan)
@@ -137,7 +143,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         *(dsteps, dchunks, dpositions, finished),
         *(table_of(far, device, decode_dtype(case.dtype)), table_of(far, device)),
         *(case.interleaved, slopes, dfactors, case.head_size**-0.5, case.softcap),
-        *(max(case.strides) + unit, output),
+        *(max(case.strides) + unit, output, sinks, case.window),
     )
     same("counters", finished, torch.zeros_like(finished, device="cpu"))
     after, error = ours.to("cpu"), 0.0
@@ -145,18 +151,21 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         first = chunks[row].tolist()
         line, old_units = _line(cache, row, first), first[columns.CACHED] // unit
         own = [step for step in strides.tolist() if step[stride_columns.CHUNK] == row]
-        for step, gone in zip(own, drops[row], strict=True):
+        moves = zip(own, drops[row], shifts[row][:-1], strict=True)
+        for step, gone, shift in moves:
             part = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
             expected, _, _ = attend_strides_reference(
-                *(query[part], key[part], value[part], *line.at_ranks(case)),
+                *(query[part], key[part], value[part], *line.at_ranks(case, shift)),
                 scale=case.head_size**-0.5,
                 slopes=case.slopes,
                 logit_scale=factors[part],
                 softcap=case.softcap,
+                sinks=case.sink_logits,
+                window=case.window,
             )
             error = max(error, close("output", output[part], expected, TOLERANCE[case.dtype]))
             new = torch.cat([key[part], value[part]], dim=2)
-            line.append(new, step[columns.CACHED], unit)
+            line.append(new, step[columns.CACHED] + shift, unit)
             line.delete(gone, unit)
         whole = slice(first[columns.START], first[columns.START] + first[columns.LENGTH])
         new = torch.cat([key[whole], value[whole]], dim=2)

@@ -13,6 +13,7 @@ from .random_pool import (
     make_cache,
     new_tokens,
     on,
+    places_of,
     real_rows,
     same,
 )
@@ -73,11 +74,13 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
     generator = torch.Generator().manual_seed(case.seed + 2)
     new_score = torch.rand(num_rows, case.num_sets, generator=generator)
     new_score = (new_score * 8).round() / 8 - 0.5
+    steps, positions = places_of(case, steps)
     ours = cache.to(device)
-    dsteps, dk, dv, dscore, dmore = on(device, steps, key, value, new_score, more)
+    parts = steps, key, value, new_score, more, positions
+    dsteps, dk, dv, dscore, dmore, dpositions = on(device, *parts)
     insert(
         *(dk, dv, dscore, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, dmore, True),
+        *(ours.table, dsteps, dmore, True, dpositions),
     )
     after = ours.to("cpu")
     for row in real_rows(case):
@@ -159,5 +162,6 @@ def _apply(
             assert slot not in used and final.count(index) == 1, "a survivor needs one free slot"
             used.add(slot)
             token, kv = step[columns.STREAM] + r - n, torch.cat([key[r - n], value[r - n]], dim=1)
-            cache.put(row, head_set, slot, born=r, token=token, kv=kv)
+            born = r + cache.case.shifts[row]
+            cache.put(row, head_set, slot, born=born, token=token, kv=kv)
         cache.put(row, head_set, slot, rank=index, score=float(scores[r]))

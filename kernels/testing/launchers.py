@@ -36,6 +36,8 @@ class Shape:
     alibi: bool = False
     softcap: float = 0.0
     logit_scale: bool = False
+    sinks: bool = False
+    window: int | None = None
     reduction: str = "mean"
     keep_logits: bool = True
     token: bool = False
@@ -53,9 +55,10 @@ class Shape:
         """Differences from the default, in words."""
         words = [f"{self.num_heads * self.group}/{self.num_heads} x {self.head_size}"]
         words.append(str(self.dtype).removeprefix("torch."))
-        flags = ("per_head", "interleaved", "alibi", "logit_scale", "token")
+        flags = ("per_head", "interleaved", "alibi", "logit_scale", "sinks", "token")
         words += [name for name in flags if getattr(self, name)]
         words += ["soft cap"] if self.softcap else []
+        words += [f"window of {self.window}"] if self.window else []
         words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
         words += [f"units of {self.unit}"] if self.unit > 1 else []
         words += [f"recall {self.recall}"] if self.recall else []
@@ -95,6 +98,7 @@ class Layer:
             self.decode_rotation = self.rotation.to(decode_dtype(shape.dtype))
         queries = heads * shape.group
         self.slopes = _meta(queries, dtype=f32) if shape.alibi else None
+        self.sinks = _meta(queries, dtype=f32) if shape.sinks else None
         self.query = _meta(shape.batch, queries, size, dtype=shape.dtype)
         self.key = _meta(shape.batch, heads, size, dtype=shape.dtype)
         self.sets, self.queries = sets, queries
@@ -106,14 +110,17 @@ class Layer:
         lengths = _meta(shape.batch, dtype=i32)
         positions = _meta(shape.batch, dtype=torch.int64)
         tables = ScheduleTables(rows, heads, shape.unit)
-        schedule(lengths, self.table, tables, lengths, self.steps, positions)
+        shared = positions if shape.window else None  # others say them
+        own = None if shape.window else positions
+        schedule(lengths, self.table, tables, lengths, self.steps, own)
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
             *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
             *(self.steps, self.decode_rotation, self.slopes, scale, 0.088, shape.softcap),
-            *(shape.interleaved, shape.splits, shape.keep_logits),
+            *(shape.interleaved, shape.splits, shape.keep_logits, shared),
         )
-        lse = merge._init_fn(parts, parts_lse, self.steps, torch.empty_like(self.query))
+        output = torch.empty_like(self.query)
+        lse = merge._init_fn(parts, parts_lse, self.steps, output, self.sinks)
         if shape.keep_logits:
             rows = logits, own, lse, self.rank, self.score, self.table, self.steps
             update._init_fn(*rows, shape.reduction, shape.unit)
@@ -121,7 +128,7 @@ class Layer:
         assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps, shape.unit)
         insert._init_fn(
             *(self.key, self.key, _meta(shape.batch, self.sets, dtype=f32), *self.words),
-            *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits),
+            *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits, shared),
         )
 
     def prefill(self) -> None:
@@ -136,11 +143,12 @@ class Layer:
         width = (2048 + tokens) // shape.unit
         line = _meta(1, self.sets, LINE_WORDS, width, dtype=i32)
         pages, where = self.words[:3], (table, steps, self.decode_rotation)
-        attend_strides(query, key, key, *self.words, *where, *common, output, lse, line)
+        last = output, lse, line, self.sinks
+        attend_strides(query, key, key, *self.words, *where, *common, *last)
         positions, finished = _meta(tokens, dtype=torch.int64), _meta(1, 2 * shape.num_heads)
         attend_chunks(
             *(query, key, key, *self.words, table, steps, steps, positions, finished),
-            *(self.decode_rotation, self.rotation, *common, output),
+            *(self.decode_rotation, self.rotation, *common, output, self.sinks, shape.window),
         )
         sums, parts = None, 1
         if shape.keep_logits:

@@ -24,7 +24,8 @@ class Case:
     """A layer's shape, a batch's cache lengths (None: a row that only pads), and options.
 
     ``holes``: empty units of slots among each request's; 0: a few, at random. ``scored``: whether
-    attention makes the scores of strides, or the host.
+    attention makes the scores of strides, or the host. ``window``: tokens that a query sees; other
+    layers say positions then (``shifts``).
     """
 
     lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
@@ -49,6 +50,8 @@ class Case:
     seed: int = 0
     unit: int = 1
     scored: bool = True
+    sinks: bool = False
+    window: int | None = None
 
     @property
     def num_sets(self) -> int:
@@ -78,6 +81,18 @@ class Case:
     def slopes(self) -> torch.Tensor | None:
         count = self.num_heads * self.group
         return 2.0 ** -(torch.arange(count) % 8 + 1.0) if self.alibi else None
+
+    @property
+    def sink_logits(self) -> torch.Tensor | None:
+        """Learned logits of nothing, some far above others."""
+        count = self.num_heads * self.group
+        return torch.linspace(-3.0, 6.0, count) if self.sinks else None
+
+    @property
+    def shifts(self) -> list[int]:
+        """By how much each row's positions are beyond ranks, also below them."""
+        rng = random.Random(self.seed + 7)
+        return [rng.randrange(-9, 60) if self.window else 0 for _ in self.lengths]
 
 
 @dataclass
@@ -193,7 +208,7 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
         moved = torch.randint(0, case.max_distance, (count,), generator=generator)
         cache.rank[blocks[: -(-cache.slots[row] // page)], head_set] = -1
         cache.rank[block, head_set, offset] = rank
-        cache.born[block, head_set, offset] = rank * case.unit + moved.int()
+        cache.born[block, head_set, offset] = rank * case.unit + moved.int() + case.shifts[row]
         score = (torch.rand(count, generator=generator) * 8).round() / 8 - 0.5
         cache.score[block, head_set, offset] = score  # many ties, also below 0
         tokens = torch.randperm(max(stream, 1), generator=generator)[:count].sort().values
@@ -250,6 +265,22 @@ def same(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 def real_rows(case: Case) -> list[int]:
     return [row for row, length in enumerate(case.lengths) if length is not None]
+
+
+def places_of(case: Case, steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Step rows of single tokens with their places in a step, and all positions of the step.
+
+    None without a window: they are what is cached.
+    """
+    if case.window is None:
+        return steps, None
+    place = torch.randperm(len(steps), generator=torch.Generator().manual_seed(case.seed)) + 2
+    positions = torch.full((len(steps) + 4,), 999999)
+    positions[place] = steps[:, columns.CACHED].long() + torch.tensor(case.shifts)
+    steps = steps.clone()
+    real = real_rows(case)
+    steps[real, columns.START] = place[real].int()
+    return steps, positions
 
 
 def stride_steps(case: Case, steps: torch.Tensor) -> int:

@@ -48,8 +48,8 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     factors = torch.rand(num_tokens) + 0.5 if case.logit_scale else torch.ones(num_tokens)
     decays = (WEIGHT * DECAY ** torch.arange(longest, dtype=torch.float64)).float()
     ours = cache.to(device)
-    dsteps, dq, dk, dv, slopes, dfactors, ddecays = on(
-        *(device, steps, query, key, value, case.slopes),
+    dsteps, dq, dk, dv, slopes, sinks, dfactors, ddecays = on(
+        *(device, steps, query, key, value, case.slopes, case.sink_logits),
         *(factors if case.logit_scale else None, decays),
     )
     heads, parts = num_sums(dq, case.num_heads, case.unit, case.reduction)
@@ -60,7 +60,8 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
     where = (ours.table, dsteps, table_of(case, device, decode_dtype(case.dtype)))
     rest = (case.interleaved, slopes, dfactors, case.head_size**-0.5, case.softcap, longest)
     pages = ours.kv, ours.rank, ours.born
-    attend_strides(*(dq, dk, dv, *pages, ours.score, ours.token, *where, *rest), output, lse, line)
+    words = ours.score, ours.token
+    attend_strides(*(dq, dk, dv, *pages, *words, *where, *rest), output, lse, line, sinks)
     column_sums(dq, dk, *pages, *where, *rest, lse, ddecays, case.reduction, max(cache.slots), sums)
     same("prefill attention writes no page", ours.pool, cache.pool)
     errors = {"output": 0.0, "lse": 0.0, "sums": 0.0}
@@ -80,6 +81,7 @@ def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
             slopes=case.slopes,
             logit_scale=factors[rows],
             softcap=case.softcap,
+            sinks=case.sink_logits,
         )
         mass = in_units(column_sums_reference(probs, DECAY, WEIGHT), case.unit // parts)
         if reduced(case.reduction, parts) == "mean":

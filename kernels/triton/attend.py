@@ -14,20 +14,22 @@ import torch
 import triton
 import triton.language as tl
 
+from .attend_tiles import angles_of, columns, dots, keys_of, values_of, words_of
 from .attend_units import attend_units
 from .configs import TURNED, attend_config
 from .tiles import (
     CACHED,
     OLD_SLOTS,
+    START,
     STEP,
     STREAM,
     check_pages,
     check_steps,
     chunk_of,
-    dot,
     load_pair,
     load_rows,
     padded,
+    shift_of,
     soft_cap,
     tile_blocks,
     tile_offsets,
@@ -37,72 +39,6 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite: what has seen nothing yet needs no special case."""
-
-
-@triton.jit
-def _words(
-    rank,
-    born,
-    block,
-    first,
-    slots,
-    word_stride,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-):
-    """Rank and born of a tile's slots; a rank of -1 is an empty one."""
-    word = block * word_stride + tile_offsets(first, PAGE, TILE) // UNIT
-    inside = first + tl.arange(0, TILE) < slots
-    return tl.load(rank + word, mask=inside, other=-1), tl.load(born + word, mask=inside, other=0)
-
-
-@triton.jit
-def _keys(rows, valid, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constexpr):
-    """Channels ``[FROM, TO)`` of rows ``[h, n]`` as ``[h, n, WIDTH]``; zero where not valid."""
-    channel = FROM + tl.arange(0, WIDTH)
-    inside = valid[None, :, None] & (channel < TO)[None, None, :]
-    return tl.load(rows[:, :, None] + channel[None, None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _values(rows, valid, HEAD: tl.constexpr):
-    """Rows ``[h, n]`` of values as columns, ``[h, padded(HEAD), n]``."""
-    channel = tl.arange(0, padded(HEAD))
-    inside = valid[None, None, :] & (channel < HEAD)[None, :, None]
-    return tl.load(rows[:, None, :] + channel[None, :, None], mask=inside, other=0.0)
-
-
-@triton.jit
-def _angles(rotation, distance, HALF: tl.constexpr):
-    """cos and sin, ``[1, n, padded(HALF)]``, of turns back by distances ``[n]``."""
-    index = tl.arange(0, padded(HALF))
-    inside = (index < HALF)[None, :]
-    angles = rotation + distance[:, None] * (2 * HALF) + index[None, :]
-    cos = tl.load(angles, mask=inside, other=0.0)
-    sin = tl.load(angles + HALF, mask=inside, other=0.0)
-    return cos.to(tl.float32)[None, :, :], sin.to(tl.float32)[None, :, :]
-
-
-@triton.jit
-def _dots(a, b, acc, FLAT: tl.constexpr):
-    """Products of every head's matrices; ``FLAT``: of the only one, by all warps together."""
-    if FLAT:
-        flat = dot(
-            tl.reshape(a, [a.shape[1], a.shape[2]]),
-            tl.reshape(b, [b.shape[1], b.shape[2]]),
-            tl.reshape(acc, [acc.shape[1], acc.shape[2]]),
-        )
-        result = tl.reshape(flat, [1, acc.shape[1], acc.shape[2]])
-    else:
-        result = dot(a, b, acc)
-    return result
-
-
-@triton.jit
-def _columns(rows, HEADS: tl.constexpr, LEAD: tl.constexpr):
-    """Rows ``[HEADS * LEAD, d]`` of queries as columns, ``[HEADS, d, LEAD]``."""
-    return tl.permute(tl.reshape(rows, [HEADS, LEAD, rows.shape[1]]), (0, 2, 1))
 
 
 @triton.jit
@@ -118,6 +54,7 @@ def _attend(
     rotation,
     slopes,
     logit_scale,
+    positions,
     partial,
     partial_lse,
     logits,
@@ -155,6 +92,8 @@ def _attend(
         return
     cached = tl.load(steps + row * STEP + CACHED)
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    if positions is not None:
+        shift = shift_of(positions, tl.load(steps + row * STEP + START), cached)
     member = tl.arange(0, HEADS * LEAD)
     real = member % LEAD < GROUP
     head = first_head + member // LEAD
@@ -174,20 +113,20 @@ def _attend(
         k1, k2 = load_pair(new_keys, here, HALF, INTERLEAVED)
         itself += tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
         itself += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
-        q1 = _columns(q1, HEADS, LEAD)
-        q2 = _columns(q2, HEADS, LEAD)
+        q1 = columns(q1, HEADS, LEAD)
+        q2 = columns(q2, HEADS, LEAD)
     if 2 * HALF < HEAD:
         q3 = load_rows(queries, real, 2 * HALF, HEAD)
         k3 = load_rows(new_keys, here, 2 * HALF, HEAD)
         itself += tl.sum(q3.to(tl.float32) * k3.to(tl.float32), axis=1)
-        q3 = _columns(q3, HEADS, LEAD)
+        q3 = columns(q3, HEADS, LEAD)
     itself = soft_cap(itself * scale, cap)
     if KEEP_LOGITS:
         tl.store(own + out_head, itself, mask=here)
     top = tl.reshape(tl.where(split == 0, itself * LOG2_E, LOWEST), [HEADS, LEAD])
     total = tl.zeros([HEADS, LEAD], tl.float32) + tl.where(split == 0, 1.0, 0.0)
     new_values = value + row64 * value_stride + head * HEAD
-    acc = _columns(load_rows(new_values, here, 0, HEAD).to(tl.float32), HEADS, LEAD)
+    acc = columns(load_rows(new_values, here, 0, HEAD).to(tl.float32), HEADS, LEAD)
 
     table += row64 * table_stride
     UNITS: tl.constexpr = PAGE // UNIT
@@ -200,7 +139,7 @@ def _attend(
     begin = split * per_split
     end = tl.minimum(begin + per_split, slots)
     block = tile_blocks(table, begin, end, PAGE, TILE).to(tl.int64)
-    unit_rank, unit_born = _words(rank, born, block, begin, end, word_stride, PAGE, TILE, UNIT)
+    unit_rank, unit_born = words_of(rank, born, block, begin, end, word_stride, PAGE, TILE, UNIT)
     next_block = tile_blocks(table, begin + TILE, end, PAGE, TILE)
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
         slot = first + tl.arange(0, TILE)
@@ -208,30 +147,35 @@ def _attend(
         valid = unit_rank >= 0
         if UNIT > 1:
             valid = valid & (place < cached)  # a unit's last slots may wait for their tokens
-        distance = tl.where(valid, unit_born - unit_rank * UNIT, 0)
+        distance = unit_born - unit_rank * UNIT
+        if positions is not None:
+            distance -= shift
+        distance = tl.where(valid, distance, 0)
         rows = kv + block * page_stride + tile_offsets(first, PAGE, TILE) * (2 * HEAD)
         rows = rows[None, :] + heads[:, None]
-        values = _values(rows + HEAD, valid, HEAD)
+        values = values_of(rows + HEAD, valid, HEAD)
         products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
         if HALF > 0:
-            cos, sin = _angles(rotation, distance, HALF)
+            cos, sin = angles_of(rotation, distance, HALF)
             if INTERLEAVED:
-                both = _keys(rows, valid, 0, 2 * HALF, 2 * padded(HALF))
+                both = keys_of(rows, valid, 0, 2 * HALF, 2 * padded(HALF))
                 x, y = tl.split(tl.reshape(both, [HEADS, TILE, padded(HALF), 2]))
             else:
-                x = _keys(rows, valid, 0, HALF, padded(HALF))
-                y = _keys(rows + HALF, valid, 0, HALF, padded(HALF))
+                x = keys_of(rows, valid, 0, HALF, padded(HALF))
+                y = keys_of(rows + HALF, valid, 0, HALF, padded(HALF))
             a = x.to(tl.float32)
             b = y.to(tl.float32)
-            products = _dots((a * cos - b * sin).to(x.dtype), q1, products, FLAT)
-            products = _dots((b * cos + a * sin).to(x.dtype), q2, products, FLAT)
+            products = dots((a * cos - b * sin).to(x.dtype), q1, products, FLAT)
+            products = dots((b * cos + a * sin).to(x.dtype), q2, products, FLAT)
         if 2 * HALF < HEAD:
-            rest = _keys(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
-            products = _dots(rest, q3, products, FLAT)
+            rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
+            products = dots(rest, q3, products, FLAT)
 
         block = next_block.to(tl.int64)
         second = first + TILE
-        unit_rank, unit_born = _words(rank, born, block, second, end, word_stride, PAGE, TILE, UNIT)
+        unit_rank, unit_born = words_of(
+            rank, born, block, second, end, word_stride, PAGE, TILE, UNIT
+        )
         next_block = tile_blocks(table, second + TILE, end, PAGE, TILE)
 
         if cap is None:
@@ -259,7 +203,7 @@ def _attend(
                 tl.store(target, mass, mask=kept)
         fade = tl.exp2(top - highest)
         total = total * fade + tl.sum(probs, axis=1)
-        acc = _dots(values, probs.to(values.dtype), acc * fade[:, None, :], FLAT)
+        acc = dots(values, probs.to(values.dtype), acc * fade[:, None, :], FLAT)
         top = highest
 
     # An empty split has total 0: its sum is 0, its log-sum-exp -inf.
@@ -295,6 +239,7 @@ def attend(
     interleaved: bool,
     splits: int,
     keep_logits: bool,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of one token a request, in ``splits`` parts that ``combine.merge`` joins.
 
@@ -311,6 +256,8 @@ def attend(
         logit_scale: fp32 ``[B]``, factors on the logits, or None.
         softcap: 0 is none.
         keep_logits: whether raw logits are needed afterwards.
+        positions: int64, of all tokens of the step, where queries and keys are rotated to in
+            layers with a window; None: at ``cached``. Not in units.
 
     Returns:
         fp32: partial outputs ``[B, H * G, splits, D]``, their log-sum-exps
@@ -335,6 +282,7 @@ def attend(
     outputs = partial, partial_lse, logits, own = _outputs(query, splits, masses)
     if num_rows == 0:
         return outputs
+    assert positions is None or (unit == 1 and positions.dtype == torch.int64), unit
     if unit % TURNED == 0:
         tensors = query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale
         attend_units(tensors, outputs, scale, softcap, interleaved, splits, keep_logits, unit)
@@ -343,7 +291,7 @@ def attend(
     config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, sets)
     _attend[(num_rows, num_heads // heads, splits)](
         *(query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale),
-        *(partial, partial_lse, logits, own, scale, softcap or None),
+        *(positions, partial, partial_lse, logits, own, scale, softcap or None),
         *(query.stride(0), key.stride(0), value.stride(0)),
         *(kv.stride(0), rank.stride(0), table.stride(0), masses_of(num_slots, unit)),
         NUM_HEADS=num_heads,
@@ -384,7 +332,7 @@ def _outputs(
 
 
 @attend.register_fake
-def _(query, key, value, kv, rank, born, table, *others):
-    *_, splits, keep_logits = others
+def _(query, key, value, kv, rank, born, table, *others, positions=None):
+    splits, keep_logits = others[7:9]
     num_slots, unit = table.shape[1] * kv.shape[2], kv.shape[2] // rank.shape[2]
     return _outputs(query, splits, masses_of(num_slots, unit) if keep_logits else 0)

@@ -13,12 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import mass_config
-from .prefill import check_new, stride_constants, stride_logits, stride_queries
+from .configs import Config, mass_config
+from .prefill import stride_constants, stride_logits, stride_queries
+from .strides import Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
     STEP,
-    check_steps,
+    check_pages,
     chunk_of,
     load_rows,
     load_turned,
@@ -128,6 +129,56 @@ def _column_sums(
         tl.store(sums + out, mass, mask=leaves)
 
 
+class ColumnSums:
+    """``column_sums`` of one layer with ``num_queries`` query heads: what no step changes.
+
+    Attributes:
+        parts: columns of ``sums`` for a unit.
+    """
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        rotation: torch.Tensor | None,
+        interleaved: bool,
+        slopes: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        reduction: str,
+        num_queries: int,
+    ) -> None:
+        unit = check_pages(kv, rank, born)
+        config = mass_config(kv.device, kv.dtype, kv.shape[3] // 2)
+        self._sums_heads, self.parts = _num_sums(config, num_queries, kv.shape[1], unit, reduction)
+        self._heads, self._tile = heads_of(num_queries, kv), config.tile
+        self._pages, self._places = (kv, rank, born), (kv.stride(0), rank.stride(0))
+        self._turning, self._slopes, self._factors = rotation, slopes, (scale, softcap or None)
+        self._constants = {
+            "CHUNK": unit // self.parts,
+            "REDUCED": reduced(reduction, self.parts),
+            **stride_constants(config, num_queries, kv, rank, rotation, interleaved),
+        }
+
+    def __call__(self, tokens: Tokens, strides: Strides) -> None:
+        """Write ``sums``."""
+        assert tokens.heads == self._heads, (tokens.heads, self._heads)
+        assert strides.sums_heads == self._sums_heads, (strides.sums_heads, self._sums_heads)
+        assert strides.parts == self.parts, (strides.parts, self.parts)
+        if strides.num_rows == 0 or strides.max_length == 0:
+            return
+        old_tiles = -(-strides.max_slots // self._tile)
+        tiles = old_tiles - (-strides.max_length // self._tile)
+        _column_sums[(tiles, self._heads[1], strides.num_rows)](
+            *(tokens.query, tokens.key, *self._pages, strides.table, strides.lse, strides.decays),
+            *(strides.steps, self._turning, self._slopes, tokens.logit_scale, strides.sums),
+            *(*self._factors, *tokens.places[:2], *self._places, strides.table_place),
+            *(strides.sums_width, old_tiles),
+            **self._constants,
+        )
+
+
 def column_sums(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -162,26 +213,18 @@ def column_sums(
         sums: fp32 ``[R, num_heads, W * parts]`` with both as ``num_sums`` says; the first
             columns are written, chronological, ``parts`` for a unit.
     """
-    check_steps(steps, table)
-    check_new(query, key, kv)
-    unit = kv.shape[2] // rank.shape[2]
-    heads, parts = num_sums(query, kv.shape[1], unit, reduction)
-    assert lse.is_contiguous() and decays.is_contiguous() and sums.is_contiguous()
-    assert len(decays) >= max_length, (len(decays), max_length)
-    assert sums.shape[:2] == (len(steps), heads), sums.shape
-    if len(steps) == 0 or max_length == 0:
-        return
-    config = mass_config(query.device, query.dtype, query.shape[2])
-    old_tiles = triton.cdiv(max_slots, config.tile)
-    tiles = old_tiles + triton.cdiv(max_length, config.tile)
-    _column_sums[(tiles, kv.shape[1], len(steps))](
-        *(query, key, kv, rank, born, table, lse, decays, steps, rotation, slopes, logit_scale),
-        *(sums, scale, softcap or None, query.stride(0), key.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0), sums.shape[2], old_tiles),
-        CHUNK=unit // parts,
-        REDUCED=reduced(reduction, parts),
-        **stride_constants(config, query, kv, rank, rotation, interleaved),
+    layer = ColumnSums(
+        *(kv, rank, born, rotation, interleaved, slopes, scale, softcap),
+        reduction=reduction,
+        num_queries=query.shape[1],
     )
+    strides = Strides(
+        *(steps, table, max_length, max_slots, lse),
+        decays=decays,
+        sums=sums,
+        parts=layer.parts,
+    )
+    layer(Tokens(query, key, logit_scale=logit_scale), strides)
 
 
 def reduced(reduction: str, parts: int) -> str:
@@ -197,9 +240,15 @@ def num_sums(query: torch.Tensor, num_heads: int, unit: int, reduction: str) -> 
     A unit has several columns where it is longer than a tile.
     """
     config = mass_config(query.device, query.dtype, query.shape[2])
+    return _num_sums(config, query.shape[1], num_heads, unit, reduction)
+
+
+def _num_sums(
+    config: Config, num_queries: int, num_heads: int, unit: int, reduction: str
+) -> tuple[int, int]:
     parts = unit // chunk_of(unit, config.tile)
     waits = reduced(reduction, parts) == "none"
-    return query.shape[1] if waits else num_heads, parts
+    return num_queries if waits else num_heads, parts
 
 
 def column_sums_reference(probs: torch.Tensor, decay: float, weight: float) -> torch.Tensor:

@@ -32,6 +32,7 @@ def _merge(
     partial,
     partial_lse,
     steps,
+    sinks,
     output,
     lse,
     output_stride,
@@ -53,8 +54,13 @@ def _merge(
     there = split < splits
     parts = tl.load(partial_lse + place + split, mask=there, other=float("-inf"))
     top = tl.max(parts, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks + head)
+        top = tl.maximum(top, sink)
     weight = tl.exp(parts - top)
     total = tl.sum(weight, axis=0)
+    if sinks is not None:  # one more logit, whose share nothing gets
+        total += tl.exp(sink - top)
     rows = tl.load(
         partial + (place + split)[:, None] * HEAD + channel[None, :],
         mask=there[:, None] & inside[None, :],
@@ -67,18 +73,23 @@ def _merge(
 
 @torch.library.custom_op("kv_cascade::merge", mutates_args=("output",))
 def merge(
-    partial: torch.Tensor, partial_lse: torch.Tensor, steps: torch.Tensor, output: torch.Tensor
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    steps: torch.Tensor,
+    output: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Join ``attend``'s parts.
+    """Join ``attend``'s parts, and a head's learned logit of nothing.
 
     Args:
         partial: fp32 ``[B, Hq, splits, D]``; splits are ``MAX_SPLITS`` at most.
         partial_lse: fp32 ``[B, Hq, splits]``.
         steps: int32 ``[B, STEP_COLUMNS]``.
         output: ``[B, Hq, D]``, written; zeros in rows that are padding.
+        sinks: fp32 ``[Hq]``, learned logits of nothing, or None.
 
     Returns:
-        fp32 ``[B, Hq]`` log-sum-exps over all keys; not written in rows that are padding.
+        fp32 ``[B, Hq]`` log-sum-exps over all keys and sinks; not written in rows that are padding.
     """
     num_rows, num_queries, splits, head_size = partial.shape
     assert partial.is_contiguous() and partial_lse.is_contiguous()
@@ -89,7 +100,7 @@ def merge(
     if num_rows == 0:
         return lse
     _merge[(num_rows, num_queries)](
-        *(partial, partial_lse, steps, output, lse, output.stride(0), splits),
+        *(partial, partial_lse, steps, sinks, output, lse, output.stride(0), splits),
         NUM_QUERIES=num_queries,
         HEAD=head_size,
         MOST=MAX_SPLITS,
@@ -99,7 +110,7 @@ def merge(
 
 
 @merge.register_fake
-def _(partial, partial_lse, steps, output):
+def _(partial, partial_lse, steps, output, sinks=None):
     return partial_lse.new_empty(partial.shape[:2])
 
 

@@ -30,6 +30,7 @@ from .tiles import (
     OLD_SLOTS,
     PER_AGE,
     RULE,
+    START,
     STEP,
     STREAM,
     check_pages,
@@ -155,6 +156,7 @@ def _insert(
     steps,
     rules,
     values,
+    positions,
     key_stride,
     value_stride,
     page_stride,
@@ -258,7 +260,10 @@ def _insert(
     block = tl.load(table + target // PAGE).to(tl.int64)
     word = block * word_stride + head_set * PAGE + target % PAGE
     tl.store(rank + word, own, mask=fresh)
-    tl.store(born + word, cached, mask=fresh)
+    written_at = cached
+    if positions is not None:
+        written_at = tl.load(positions + tl.load(step + START)).to(tl.int32)
+    tl.store(born + word, written_at, mask=fresh)
     tl.store(score + word, mine, mask=fresh)
     if token is not None:
         tl.store(token + word, stream, mask=fresh)
@@ -290,6 +295,7 @@ def insert(
     steps: torch.Tensor,
     rules: torch.Tensor,
     has_cells: bool,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """Insert one token a request; ``steps`` and ``rules`` say which ranks may be deleted.
 
@@ -306,6 +312,8 @@ def insert(
             compare scores per query need ``token``.
         rules: int32 ``[n, 4]``, what rows have beyond their first rule.
         has_cells: whether any rule may be one of cells.
+        positions: int64, of all tokens of the step, where keys are rotated to in layers with a
+            window; None: at ``cached``.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
@@ -325,7 +333,7 @@ def insert(
     values = score.new_empty((num_rows, num_sets, num_places) if has_cells else (1,))
     _insert[(num_rows, num_sets)](
         *(key, value, new_score, kv, rank, born, score, token, table, steps, rules, values),
-        *(key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
+        *(positions, key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
         num_places,
         NUM_SETS=num_sets,
         HEADS=heads,

@@ -29,10 +29,10 @@ from .keep import (
     VALUES,
     WHO,
     choose_ranks,
-    score_tile,
 )
-from .prefill import LINE, LINE_SLOT, LINE_WORDS
-from .recall_columns import MORE_RECALLED, RECALL, check_recall
+from .prefill import LINE, LINE_SLOT
+from .recall_columns import MORE_RECALLED, RECALL
+from .strides import Strides, Tokens, heads_of
 from .tiles import (
     CACHED,
     LENGTH,
@@ -42,7 +42,6 @@ from .tiles import (
     STREAM,
     block_of,
     check_pages,
-    check_steps,
     copy_rows,
     load_rows,
     slot_tile,
@@ -236,6 +235,60 @@ def num_programs(num_rows: int, num_sets: int) -> int:
     return max(MOST_PROGRAMS // max(num_rows * num_sets, 1), 1)
 
 
+class StrideInsertion:
+    """``insert_strides`` of one layer: what no step changes."""
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        score: torch.Tensor,
+        token: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+        interleaved: bool,
+        reduction: str,
+    ) -> None:
+        words = (rank, born, score) if token is None else (rank, born, score, token)
+        unit = check_pages(kv, *words)
+        assert reduction in ("mean", "max", "median"), reduction
+        self._heads, self._num_sets = heads_of(0, kv)[1:], rank.shape[1]
+        self._pages, self._places = (kv, rank, born, score, token), (kv.stride(0), rank.stride(0))
+        self._turning = turned = rotation if unit > 1 else None
+        self._constants = {
+            "NUM_SETS": self._num_sets,
+            "HEADS": kv.shape[1] // self._num_sets,
+            "REDUCTION": reduction,
+            "HEAD": kv.shape[3] // 2,
+            "HALF": 0 if turned is None else turned.shape[2],
+            "INTERLEAVED": interleaved,
+            "PAGE": rank.shape[2],
+            "UNIT": unit,
+            "TILE": 1024,
+            "ROWS": COPIED,
+            "num_warps": 8,
+            "maxnreg": 128,  # left to itself, ptxas may spill for more blocks a multiprocessor
+        }
+
+    def __call__(self, tokens: Tokens, strides: Strides) -> None:
+        """Write the pages, ``notes`` and ``values``."""
+        assert tokens.heads[1:] == self._heads, (tokens.heads, self._heads)
+        assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
+        if strides.num_rows == 0:
+            return
+        _insert_strides[(strides.num_rows, self._num_sets, strides.num_parts)](
+            *(tokens.key, tokens.value, strides.sums, strides.given, strides.line, *self._pages),
+            *(strides.table, strides.steps, strides.plans, strides.recall, self._turning),
+            *(strides.notes, strides.values, *tokens.places[1:3], *self._places),
+            *(strides.table_place, strides.sums_width, strides.line_width, strides.notes_width),
+            SUMMED=strides.summed,
+            QUERY_HEADS=strides.query_heads,
+            PARTS=strides.parts,
+            SCORE_TILE=strides.score_tile,
+            **self._constants,
+        )
+
+
 def insert_strides(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -281,50 +334,17 @@ def insert_strides(
         values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, likewise.
         recall: int32 ``[>= R, RECALL_COLUMNS]``, where evicted units come back.
     """
-    words = (rank, born, score) if token is None else (rank, born, score, token)
-    unit = check_pages(kv, *words)
-    check_steps(steps, table)
-    assert reduction in ("mean", "max", "median"), reduction
-    num_rows, num_sets, num_parts = notes.shape[:3]
-    num_heads, head_size = key.shape[1:]
-    assert num_rows == len(steps) and num_sets == rank.shape[1], notes.shape
-    assert notes.is_contiguous() and values.is_contiguous() and line.shape[2] == LINE_WORDS
-    assert values.shape[:3] == notes.shape[:3] and values.shape[4] == notes.shape[4]
-    assert key.stride()[1:] == (head_size, 1) and value.stride()[1:] == (head_size, 1)
-    assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
-    if num_rows == 0:
-        return
-    if recall is not None:
-        check_recall(recall, steps)
-    turned = rotation if unit > 1 else None
-    summed = 1 if sums is None else sums.shape[1] // num_sets
-    _insert_strides[(num_rows, num_sets, num_parts)](
-        *(key, value, sums, given, line, kv, rank, born, score, token, table, steps, plans),
-        *(
-            recall,
-            turned,
-            notes,
-            values,
-            key.stride(0),
-            value.stride(0),
-            kv.stride(0),
-            rank.stride(0),
-        ),
-        *(table.stride(0), 1 if sums is None else sums.shape[2], line.shape[3], notes.shape[4]),
-        NUM_SETS=num_sets,
-        HEADS=num_heads // num_sets,
-        SUMMED=summed,
-        QUERY_HEADS=query_heads,
-        REDUCTION=reduction,
-        PARTS=parts,
-        HEAD=head_size,
-        HALF=0 if turned is None else turned.shape[2],
-        INTERLEAVED=interleaved,
-        PAGE=rank.shape[2],
-        UNIT=unit,
-        TILE=1024,
-        SCORE_TILE=score_tile(summed),
-        ROWS=COPIED,
-        num_warps=8,
-        maxnreg=128,  # left to itself, ptxas may spill for more blocks a multiprocessor
+    layer = StrideInsertion(kv, rank, born, score, token, rotation, interleaved, reduction)
+    strides = Strides(
+        *(steps, table),
+        line=line,
+        sums=sums,
+        parts=parts,
+        query_heads=query_heads,
+        given=given,
+        plans=plans,
+        notes=notes,
+        values=values,
+        recall=recall,
     )
+    layer(Tokens(None, key, value), strides)

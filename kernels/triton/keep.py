@@ -12,7 +12,8 @@ import triton.language as tl
 
 from .choose import best_of_groups, score_columns, without_lowest
 from .prefill import LINE
-from .recall_columns import NOW, RECALL, SINKS, check_recall
+from .recall_columns import NOW, RECALL, SINKS
+from .strides import NUMBER_ROWS, VALUE_ROWS, Strides
 from .tiles import (
     CACHED,
     GROUPED,
@@ -23,10 +24,8 @@ from .tiles import (
     STAY,
     STEP,
     STREAM,
-    check_steps,
 )
 
-NUMBER_ROWS, VALUE_ROWS = 4, 2
 NUMBERS, NEW_RANK, WHO, PLACE, TARGET = (tl.constexpr(n) for n in (NUMBER_ROWS, 0, 1, 2, 3))
 """A program's notes: a column's rank afterwards, the column of a rank, the column in a slot, and
 the slot of each of the stride's survivors."""
@@ -137,8 +136,29 @@ def _keep_of_strides(
     )
 
 
-def score_tile(summed: int) -> int:
-    return max(64, 4096 // triton.next_power_of_2(summed)) if summed > 4 else 1024
+class StrideChoice:
+    """``keep_of_strides`` of one layer: what no step changes."""
+
+    def __init__(self, token: torch.Tensor | None, unit: int, reduction: str) -> None:
+        self._token = token
+        self._constants = {"REDUCTION": reduction, "UNIT": unit, "TILE": 1024, "num_warps": 8}
+
+    def __call__(self, strides: Strides) -> torch.Tensor:
+        """Write ``notes`` and ``values``; returns the ranks, a part of ``notes``."""
+        assert strides.notes is not None and strides.recall is not None
+        if strides.num_rows:
+            _keep_of_strides[(strides.num_rows, strides.num_sets)](
+                *(strides.sums, strides.given, strides.line, self._token, strides.steps),
+                *(strides.plans, strides.recall, strides.notes, strides.values),
+                *(strides.sums_width, strides.line_width, strides.notes_width),
+                SHARE=strides.num_parts,
+                SUMMED=strides.summed,
+                QUERY_HEADS=strides.query_heads,
+                PARTS=strides.parts,
+                SCORE_TILE=strides.score_tile,
+                **self._constants,
+            )
+        return strides.notes[:, :, 0, NEW_RANK.value]
 
 
 def keep_of_strides(
@@ -163,22 +183,16 @@ def keep_of_strides(
         int32 ``[R, S, W]``, a part of ``notes``: columns' ranks afterwards, -1 of those that leave;
         columns are units, those of the line and then the stride's.
     """
-    check_steps(steps, steps)
-    check_recall(recall, steps)
-    num_rows, num_sets, num_parts = notes.shape[:3]
-    if num_rows:
-        summed = 1 if sums is None else sums.shape[1] // num_sets
-        _keep_of_strides[(num_rows, num_sets)](
-            *(sums, given, line, token, steps, plans, recall, notes, values),
-            *(1 if sums is None else sums.shape[2], line.shape[3], notes.shape[4]),
-            SHARE=num_parts,
-            SUMMED=summed,
-            QUERY_HEADS=query_heads,
-            REDUCTION=reduction,
-            PARTS=parts,
-            UNIT=unit,
-            TILE=1024,
-            SCORE_TILE=score_tile(summed),
-            num_warps=8,
-        )
-    return notes[:, :, 0, NEW_RANK.value]
+    strides = Strides(
+        steps,
+        line=line,
+        sums=sums,
+        parts=parts,
+        query_heads=query_heads,
+        given=given,
+        plans=plans,
+        notes=notes,
+        values=values,
+        recall=recall,
+    )
+    return StrideChoice(token, unit, reduction)(strides)

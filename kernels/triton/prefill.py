@@ -14,16 +14,14 @@ import triton
 import triton.language as tl
 
 from .configs import Config, prefill_config
+from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
+from .strides import LINE_WORDS, Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
     STEP,
     check_pages,
-    check_steps,
-    dot_keys,
-    empty_softmax,
     load_rows,
     load_turned,
-    online_softmax,
     page_tile,
     soft_cap,
     store_rows,
@@ -32,21 +30,23 @@ from .tiles import (
 
 MOST_REGISTERS = 255
 """Of a thread; left to itself, ptxas may spill to have two blocks on a multiprocessor."""
-LINE_WORDS = 3
 LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
 """What is known of a cached unit by its rank: its place, its score's bits, its first token."""
 
 
 @triton.jit
-def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope):
+def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope, window=None):
     """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
 
-    ``scale`` is one number a query; ``seen``: keys that exist; ``slope``: ALiBi's, or None.
+    ``scale`` is one number a query; ``seen``: keys that exist; ``slope``: ALiBi's, or None;
+    ``window``: tokens that a query sees, its own included, or None.
     """
     logits = soft_cap(dot_keys(queries, keys) * scale[:, None], cap)
     if slope is not None:
         logits += slope * (key_rank[None, :] - position[:, None]).to(tl.float32)
     visible = seen[None, :] & (key_rank[None, :] <= position[:, None])
+    if window is not None:
+        visible = visible & (key_rank[None, :] > position[:, None] - window)
     return tl.where(visible, logits, float("-inf"))
 
 
@@ -73,6 +73,7 @@ def _attend_strides(
     steps,
     rotation,
     slopes,
+    sinks,
     logit_scale,
     output,
     lse,
@@ -150,6 +151,7 @@ def _attend_strides(
         values = load_rows(value + source, seen, 0, HEAD)
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
+    top, total, acc = with_sink(top, total, acc, sinks, query_head)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
     norm = top + tl.log(tl.where(total > 0.0, total, 1.0))
@@ -158,21 +160,20 @@ def _attend_strides(
 
 def stride_constants(
     config: Config,
-    query: torch.Tensor,
+    num_queries: int,
     kv: torch.Tensor,
     rank: torch.Tensor,
     rotation: torch.Tensor | None,
     interleaved: bool,
 ) -> dict[str, int]:
-    """What the kernels over strides are compiled for; ``query`` is ``[num_tokens, H * G, D]``."""
-    num_queries, head_size = query.shape[1:]
-    num_heads, page = kv.shape[1:3]
+    """What the kernels over strides are compiled for; ``num_queries`` is ``H * G``."""
+    _, num_heads, page, width = kv.shape
     assert num_queries % num_heads == 0, (num_queries, num_heads)
     return {
         "NUM_HEADS": num_heads,
         "GROUP": num_queries // num_heads,
         "NUM_SETS": rank.shape[1],
-        "HEAD": head_size,
+        "HEAD": width // 2,
         "HALF": 0 if rotation is None else rotation.shape[2],
         "INTERLEAVED": interleaved,
         "PAGE": page,
@@ -189,6 +190,51 @@ def check_new(query: torch.Tensor, key: torch.Tensor, kv: torch.Tensor) -> None:
     for tensor in (query, key):
         assert tensor.stride()[1:] == (kv.shape[3] // 2, 1), tensor.stride()
     assert query.dtype == key.dtype == kv.dtype, (query.dtype, key.dtype, kv.dtype)
+
+
+class StrideAttention:
+    """``attend_strides`` of one layer with ``num_queries`` query heads: what no step changes."""
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        score: torch.Tensor,
+        token: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+        interleaved: bool,
+        slopes: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        num_queries: int,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        check_pages(kv, *((rank, born, score) if token is None else (rank, born, score, token)))
+        self._heads, self._num_sets = heads_of(num_queries, kv), rank.shape[1]
+        config = prefill_config(kv.device, kv.dtype, kv.shape[3] // 2)
+        self._queries = config.queries
+        self._pages = kv, rank, born, score, token
+        self._turning, self._factors = rotation, (scale, softcap or None)
+        self._logits = slopes, sinks
+        self._places = kv.stride(0), rank.stride(0)
+        constants = stride_constants(config, num_queries, kv, rank, rotation, interleaved)
+        self._constants = {"maxnreg": MOST_REGISTERS, **constants}
+
+    def __call__(self, tokens: Tokens, strides: Strides) -> None:
+        """Write ``output``, ``lse`` and ``line``."""
+        assert tokens.heads == self._heads, (tokens.heads, self._heads)
+        assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
+        if strides.num_rows == 0 or strides.max_length == 0:
+            return
+        blocks = -(-strides.max_length // self._queries)
+        _attend_strides[(blocks, self._heads[0], strides.num_rows)](
+            *(tokens.query, tokens.key, tokens.value, *self._pages, strides.table, strides.steps),
+            *(self._turning, *self._logits, tokens.logit_scale, tokens.output, strides.lse),
+            *(strides.line, *self._factors, *tokens.places, *self._places),
+            *(strides.table_place, strides.line_width),
+            **self._constants,
+        )
 
 
 def attend_strides(
@@ -212,6 +258,7 @@ def attend_strides(
     output: torch.Tensor,
     lse: torch.Tensor,
     line: torch.Tensor,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attention of ``R`` strides, none of which begins inside a unit.
 
@@ -229,24 +276,15 @@ def attend_strides(
         output: like ``query``; the strides' rows are written.
         lse: fp32 ``[num_tokens, H * G]`` log-sum-exps, written for the strides' tokens.
         line: int32 ``[R, S, LINE_WORDS, W]``, written as far as units are cached.
+        sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
     """
-    words = (rank, born, score) if token is None else (rank, born, score, token)
-    check_pages(kv, *words)
-    check_steps(steps, table)
-    check_new(query, key, kv)
-    num_rows = steps.shape[0]
-    assert line.is_contiguous() and line.shape[:3] == (num_rows, rank.shape[1], LINE_WORDS)
-    if num_rows == 0 or max_length == 0:
-        return
-    config = prefill_config(query.device, query.dtype, query.shape[2])
-    _attend_strides[(triton.cdiv(max_length, config.queries), query.shape[1], num_rows)](
-        *(query, key, value, kv, rank, born, score, token, table, steps, rotation),
-        *(slopes, logit_scale, output, lse, line, scale, softcap or None),
-        *(query.stride(0), key.stride(0), value.stride(0), output.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0), line.shape[3]),
-        maxnreg=MOST_REGISTERS,
-        **stride_constants(config, query, kv, rank, rotation, interleaved),
+    layer = StrideAttention(
+        *(kv, rank, born, score, token, rotation, interleaved, slopes, scale, softcap),
+        num_queries=query.shape[1],
+        sinks=sinks,
     )
+    strides = Strides(steps, table, max_length, lse=lse, line=line)
+    layer(Tokens(query, key, value, output, logit_scale), strides)
 
 
 def attend_strides_reference(
@@ -260,12 +298,16 @@ def attend_strides_reference(
     slopes: torch.Tensor | None = None,
     logit_scale: torch.Tensor | None = None,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One stride in fp64, as one softmax over all keys.
 
     Args:
         query: ``[T, H * G, D]``; key, value: ``[T, H, D]``; old_keys, old_values: ``[H, n, D]``.
         logit_scale: ``[T]`` or None.
+        sinks: ``[H * G]``, logits of nothing, or None.
+        window: tokens that a query sees, its own included; None: all.
 
     Returns:
         output ``[T, H * G, D]``, lse ``[T, H * G]``, probabilities ``[H * G, T, n + T]``.
@@ -284,6 +326,11 @@ def attend_strides_reference(
     if slopes is not None:
         logits = logits + slopes.double()[:, None, None] * distance
     logits = logits.masked_fill(distance > 0, -torch.inf)
-    probs = logits.softmax(-1)
+    if window is not None:
+        logits = logits.masked_fill(distance <= -window, -torch.inf)
+    if sinks is not None:
+        nothing = sinks.double()[:, None, None].expand(-1, num_tokens, 1)
+        logits = torch.cat([logits, nothing], -1)
+    probs = logits.softmax(-1)[..., : keys.shape[1]]
     output = torch.einsum("htn,hnd->thd", probs, values)
     return output, logits.logsumexp(-1).transpose(0, 1), probs

@@ -76,8 +76,12 @@ def gather_reference(
     step: list[int],
     inv_freq: torch.Tensor | None,
     interleaved: bool,
+    shift: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One request: fp64 keys and values ``[H, n, D]``, its units' scores and places ``[S, u]``."""
+    """One request: fp64 keys and values ``[H, n, D]``, its units' scores and places ``[S, u]``.
+
+    ``shift``: by how much positions are beyond ranks.
+    """
     cached, old_slots, unit = (
         step[CACHED.value],
         step[OLD_SLOTS.value],
@@ -92,7 +96,7 @@ def gather_reference(
     index = slots.expand(num_heads, -1)
     rows = rows.gather(1, index[..., None].expand(-1, -1, rows.shape[2])).double()
     births = born[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
-    moved = (births - torch.arange(count) * unit).repeat_interleave(unit, dim=1)
+    moved = (births - torch.arange(count) * unit - shift).repeat_interleave(unit, dim=1)
     distance = moved[:, :cached].expand(num_heads, -1)
     keys = rotate_reference(rows[..., :head_size], distance, inv_freq, interleaved)
     scores = score[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)

@@ -107,7 +107,8 @@ def _schedule(
         tl.store(out + PER_AGE + column, value, mask=inside)
     tl.store(out + START, tl.where(real, row, 0), mask=inside)
     tl.store(out + LENGTH, tl.where(real, 1, 0), mask=inside)
-    tl.store(positions + row, cached.to(tl.int64), mask=inside)
+    if positions is not None:
+        tl.store(positions + row, cached.to(tl.int64), mask=inside)
 
 
 def schedule(
@@ -116,7 +117,7 @@ def schedule(
     tables: ScheduleTables,
     schedule_of: torch.Tensor,
     steps: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
 ) -> None:
     """Write the step rows and cache positions of a batch of single tokens.
 
@@ -125,12 +126,14 @@ def schedule(
         blocks: int32 ``[>= B, P]`` block table; a row that starts with the null block 0 is padding.
         schedule_of: int32 ``[>= B]``, each request's row of ``tables.heads``.
         steps: int32 ``[>= B, STEP_COLUMNS]``, written.
-        positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding.
+        positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding. None: other
+            layers say them.
     """
     num_rows = seq_lens.shape[0]
     assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
     assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP.value
-    assert positions.dtype == torch.int64 and min(len(positions), len(steps)) >= num_rows
+    assert len(steps) >= num_rows, steps.shape
+    assert positions is None or (positions.dtype == torch.int64 and len(positions) >= num_rows)
     assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_rows, schedule_of.shape
     if num_rows == 0:
         return

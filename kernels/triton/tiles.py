@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels share: tile loaders, logits, softmax over tiles, head reduction, victim rules.
+"""What the kernels share: tile loaders, rotation, logits, head reduction, victim rules.
 
 The columns of a step row are those of ``kernels/columns.py``, as Triton's constants.
 """
@@ -93,6 +93,15 @@ def stride_of(steps, row):
     step = steps + row * STEP
     start = tl.load(step + START).to(tl.int64)
     return tl.load(step + STREAM) < 0, tl.load(step + CACHED), tl.load(step + LENGTH), start
+
+
+@triton.jit
+def shift_of(positions, start, cached):
+    """How far positions are beyond ranks in layers whose positions others say, those with windows.
+
+    ``start``: the place in the step of a stride's first token; ``positions``: of all tokens.
+    """
+    return tl.load(positions + start).to(tl.int32) - cached
 
 
 @triton.jit
@@ -193,46 +202,11 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def dot_keys(queries, keys):
-    """fp32 ``[m, n]`` products of ``[m, d]`` and ``[n, d]``; one row needs no tensor core."""
-    if queries.shape[0] == 1:
-        return tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[None, :]
-    return dot(queries, tl.trans(keys))
-
-
-@triton.jit
-def dot_values(probs, values):
-    """fp32 ``[m, d]`` products of ``[m, n]`` fp32 probabilities and ``[n, d]``."""
-    if probs.shape[0] == 1:
-        return tl.sum(tl.trans(probs) * values.to(tl.float32), axis=0)[None, :]
-    return dot(probs.to(values.dtype), values)
-
-
-@triton.jit
 def soft_cap(logits, cap):
     """``cap * tanh(logits / cap)``; a cap of None is none."""
     if cap is not None:
         logits = cap * (2.0 * tl.sigmoid(2.0 * logits / cap) - 1.0)
     return logits
-
-
-@triton.jit
-def empty_softmax(ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """What ``online_softmax`` begins with: largest logits, sums, and values."""
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, padded(HEAD)], tl.float32)
-
-
-@triton.jit
-def online_softmax(top, total, acc, logits, values):
-    """One more tile of logits ``[m, n]`` and values ``[n, d]`` (-inf: absent)."""
-    highest = tl.maximum(top, tl.max(logits, axis=1))
-    shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen yet
-    probs = tl.exp(logits - shift[:, None])
-    fade = tl.exp(top - shift)
-    total = total * fade + tl.sum(probs, axis=1)
-    acc = acc * fade[:, None] + dot_values(probs, values)
-    return highest, total, acc
 
 
 @triton.jit

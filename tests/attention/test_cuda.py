@@ -210,11 +210,15 @@ def test_padded_rows_beside_real_ones() -> None:
 
 MIXED = [
     *("heads-max", "partial-interleaved", "alibi", "soft-cap", "lazy-1", "h2o-normalise-1"),
+    *("sinks", "sinks-heads-1"),
     *("beehive", "beehive-log-n", "beehive-overflow", "heads-overflow-1"),
     *("dgc", "dgc-heads-overflow", "dgc-attention"),
     *("dgc-by-importance-overflow", "dgc-by-attention", "dgc-cluster-heads"),
 ]
-LONG = ("dgc", "dgc-attention", "heads-overflow-1", "beehive-log-n", "beehive-overflow")
+LONG = (
+    *("dgc", "dgc-attention", "heads-overflow-1", "sinks-heads-1"),
+    *("beehive-log-n", "beehive-overflow"),
+)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +261,7 @@ AT_ONCE = {
     "heads": (Shape(group=4), {**CASES["sink"][1], "head_policy": "per_kv_head"}),
     "interleaved": (Shape(is_neox=False, head_size=24, rotary_dim=12), CASES["lazy"][1]),
     "soft-cap": (Shape(softcap=2.0), CASES["sink"][1]),
+    "sinks": (Shape(sinks=True, group=3), CASES["sink"][1]),
     "units-of-16": (
         Shape(block_size=32),
         {"name": "sink", "budget": 64, "num_sinks": 16, "unit": 16, "prefill_stride": 32},
@@ -378,7 +383,8 @@ def test_vllm_finds_and_accepts_the_backend() -> None:
             kv_cache_dtype="auto",
             block_size=16,
             use_mla=False,
-            has_sink=False,
+            has_sink=True,
+            has_sliding_window=True,
             use_sparse=False,
             use_mm_prefix=False,
             use_per_head_quant_scales=False,

@@ -16,8 +16,10 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.attention import test_paged
+from tests.attention import test_paged, test_windows
+from tests.attention.test_cuda import AtOnce
 from tests.attention.test_paged import PagedLayer, Shape
+from tests.attention.test_windows import WindowLayer, random_streams
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
@@ -118,8 +120,31 @@ def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
 
 
+def test_nothing_is_compiled_for_a_window_after_the_warm_up(
+    variants: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_windows, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    monkeypatch.setattr(test_windows, "CPUBuilder", AtOnce)
+    shape = Shape(dtype=torch.float16, sinks=True)
+    settings = POLICIES["cascade"] | {"prefill_stride": STRIDE}
+    layer = WindowLayer(shape, 100, settings)
+    table = torch.arange(1, 1 + 2 * layer.spec.most_pages).view(2, -1).int()
+    for builder in (layer.others, layer.builder):
+        warm_up(builder, layer.impl, layer.pool, table.shape[1])
+    assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"
+    warm = set(variants)
+    assert {"_attend_chunks", "_attend", "_insert"} <= {variant[0] for variant in warm}
+    rows = random_streams(shape, [5002, 5002])
+    for length in (2, 15, 16, 17, STRIDE, STRIDE + 1, 4000):
+        layer.step(rows, [700, 0], [1, length], [False, True], table)
+        layer.step(rows, [0, 0], [length, 2], [True, True], table)
+        layer.step(rows, [700, length], [1, 1], [False, False], table)
+    fresh = variants - warm
+    assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
+
+
 @pytest.mark.parametrize("v2", [False, True])
-def test_a_gpu_worker_warms_one_layer_up(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After vLLM's own warm-up, with tables as wide as the runner's."""
     calls: list[Any] = []
     monkeypatch.setattr(
@@ -135,9 +160,10 @@ def test_a_gpu_worker_warms_one_layer_up(v2: bool, monkeypatch: pytest.MonkeyPat
         block_tables=SimpleNamespace(input_block_tables=[table]),
         input_batch=SimpleNamespace(block_table=first),
     )
-    builder = SimpleNamespace(layer_names=["b", "a"])
-    layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "ab"}
-    monkeypatch.setattr(worker, "_builders", lambda: [builder])
+    builders = [SimpleNamespace(layer_names=names) for names in (["b", "a"], ["c"])]
+    layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "abc"}
+    monkeypatch.setattr(worker, "_builders", lambda: builders)
     monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
     assert worker.compile_or_warm_up_model() == "times"
-    assert calls == ["vllm", (builder, "b.impl", "b.pool", 7)]
+    first, second = builders
+    assert calls == ["vllm", (first, "b.impl", "b.pool", 7), (second, "c.impl", "c.pool", 7)]

@@ -117,8 +117,8 @@ class WindowLayer:
         scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
         config = SimpleNamespace(scheduler_config=scheduler)
         self.builder = CPUBuilder(spec, ["window"], config, torch.device("cpu"))
-        self.builder.positions = None
         self.others = CPUBuilder(full, ["full"], config, torch.device("cpu"))
+        self.builder.follow(self.others)
 
     def turned(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[T, heads, D]`` in fp64, rotated at ``[T]`` positions."""
@@ -194,25 +194,33 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_window_is_a_window(name: str, path: str) -> None:
-    """Three streams in one batch: prompts in strides, then token by token, several windows long."""
-    shape, window, settings = CASES[name]
-    torch.manual_seed(0)
-    layer = WindowLayer(shape, window, settings)
+    layer = WindowLayer(*CASES[name])
     assert (type(layer.impl.path) is NativePath) == (path == "native")
-    prompts, totals = [3, 2 * window + 5, 4 * window + 1], [window + 9, 2 * window + 30, 5 * window]
+    run_streams(layer, CASES[name][2]["prefill_stride"])
+
+
+def random_streams(shape: Shape, totals: list[int]) -> list[dict[str, torch.Tensor]]:
+    """Unrotated rows of streams of so many tokens."""
+    torch.manual_seed(0)
     heads = {"query": shape.group, "key": 1, "value": 1}
-    streams = [
+    return [
         {
             what: torch.randn(total, shape.num_kv_heads * times, shape.head_size)
             for what, times in heads.items()
         }
         for total in totals
     ]
+
+
+def run_streams(layer: WindowLayer, stride: int) -> None:
+    """Three streams in one batch: prompts in strides, then token by token, several windows long."""
+    shape, window = layer.shape, layer.window
+    prompts, totals = [3, 2 * window + 5, 4 * window + 1], [window + 9, 2 * window + 30, 5 * window]
+    streams = random_streams(shape, totals)
     most = layer.spec.most_pages
     table = torch.arange(1, 1 + 3 * most, dtype=torch.int32).view(3, most).flip(1).contiguous()
     held = [{what: rows.clone() for what, rows in stream.items()} for stream in streams]
     seen = [0, 0, 0]
-    stride = settings["prefill_stride"]
     while any(done < total for done, total in zip(seen, totals, strict=True)):
         active = [i for i in range(3) if seen[i] < totals[i]]
         prefilling = [seen[i] < prompts[i] for i in active]
@@ -241,17 +249,17 @@ def test_a_window_is_a_window(name: str, path: str) -> None:
 
 
 def test_a_request_of_its_own_policy_has_its_own_frame() -> None:
+    check_own_frames(WindowLayer(*CASES["plain"]))
+
+
+def check_own_frames(layer: WindowLayer) -> None:
     """Positions follow the request's policy; what a window sees does not."""
-    shape, window, settings = CASES["plain"]
-    layer = WindowLayer(shape, window, settings)
     own = PerRequest(layer.spec.engine_schedule).schedule({"kv_budget": 4, "kv_policy": "window"})
     layer.builder.requests = layer.others.requests = SimpleNamespace(
         schedules=lambda common: [own, layer.spec.engine_schedule],
         prefilling=lambda common: common.is_prefilling.numpy(),
     )
-    torch.manual_seed(0)
-    heads = {"query": shape.group, "key": 1, "value": 1}
-    stream = {w: torch.randn(60, shape.num_kv_heads * n, shape.head_size) for w, n in heads.items()}
+    (stream,) = random_streams(layer.shape, [60])
     most = layer.spec.most_pages
     table = torch.arange(1, 1 + 2 * most, dtype=torch.int32).view(2, most)
     for t in range(60):

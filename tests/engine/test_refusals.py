@@ -265,15 +265,6 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
         "--pipeline-parallel-size",
     ),
-    "windowed layers on CUDA": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(
-                hf_text_config=SimpleNamespace(layer_types=None),
-                get_sliding_window=lambda: 128,
-            )
-        ),
-        "run on the CPU only",
-    ),
     "recurrent layers on CUDA": (
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",

@@ -73,6 +73,19 @@ def test_units() -> None:
     check(compiled("[Shape(unit=16)]", 90), IN_UNITS)
 
 
+UNSCORED = KERNELS - {"column_sums", "update"}
+WITH_WINDOWS = "[shape for shape in OTHER_SHAPES if shape.window]"
+
+
+def test_windows() -> None:
+    check(compiled(WITH_WINDOWS + "[:1]", 90), UNSCORED)
+
+
+@pytest.mark.slow
+def test_windows_on_every_gpu() -> None:
+    check(compiled(WITH_WINDOWS, 80, 90, 100), UNSCORED)
+
+
 @pytest.mark.slow
 def test_recall() -> None:
     check(compiled("RECALL_SHAPES[:1]", 80, 90, 100), RECALL)

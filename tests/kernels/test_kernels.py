@@ -51,15 +51,51 @@ ATTENTION: dict[str, Case] = {
     "median-even": Case(**SMALL, group=4, reduction="median"),
     "median-heads": Case(**SMALL, group=4, per_head=True, reduction="median"),
     "median-one": Case(**SMALL, group=1, per_head=True, reduction="median"),
+    "sinks": Case(**SMALL, group=3, sinks=True),
+    "sinks-and-all": Case(
+        **SMALL, sinks=True, softcap=2.0, logit_scale=True, reduction="max", per_head=True,
+        group=4, dtype=FP16, lengths=(0, 33, None, 5),
+    ),
     # types
     "fp16": Case(**SMALL, group=4, dtype=FP16),
     "bf16": Case(**SMALL, group=1, dtype=BF16, per_head=True),
-}
+}  # fmt: skip
+WINDOWS: dict[str, Case] = {
+    # whose positions are others', above and below ranks; pages of any size; strides longer than
+    # the window, and windows that end inside a tile
+    "plain": Case(**SMALL, window=9, lengths=(0, 5, None, 8), strides=(3, 17, 40)),
+    "odd-pages": Case(**SMALL, window=34, block_size=11, lengths=(33, 12, 0), strides=(5, 66)),
+    "small-pages": Case(**SMALL, window=48, block_size=3, group=4, lengths=(47, 46), sinks=True),
+    "large-pages": Case(
+        **SMALL, window=70, block_size=47, group=1, lengths=(69, None, 31), strides=(33, 129)
+    ),
+    "alibi": Case(**SMALL, window=20, alibi=True, lengths=(19, 3)),
+    "as-gpt-oss": Case(
+        num_heads=1, group=8, head_size=64, window=40, block_size=13, lengths=(39, 7),
+        strides=(70,), dtype=BF16, sinks=True,
+    ),
+    "as-gemma": Case(
+        num_heads=1, head_size=256, window=24, block_size=5, lengths=(23,), strides=(37,),
+        softcap=1.5,
+    ),
+    "interleaved": Case(
+        num_heads=1, head_size=24, rotary_dim=12, interleaved=True, window=17, block_size=6,
+        lengths=(16, 2), strides=(19, 4), dtype=FP16,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_decode(name: str) -> None:
     checks.check_decode(ATTENTION[name], "cpu")
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str) -> None:
+    """Single tokens, and all strides of a chunk; in a window nobody is compared."""
+    checks.check_decode(WINDOWS[name], "cpu")
+    checks.check_chunks(WINDOWS[name], "cpu")
+    checks.check_insert(WINDOWS[name], "cpu", 1)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -142,6 +178,7 @@ UNITS: dict[str, Case] = {
         num_heads=1, group=4, head_size=128, unit=16, lengths=(70, None), strides=(5,), dtype=BF16,
         splits=2,
     ),
+    "16-sinks": Case(**SMALL, unit=16, sinks=True, lengths=(17, 40), strides=(18, 5)),
     "24-alibi": Case(**SMALL, unit=24, block_size=48, alibi=True, lengths=(30,), strides=(25,)),
     "3-resident": Case(
         **FEW, group=1, unit=3, block_size=48, newest_stays=False, lengths=(5, 33), strides=(7, 3)

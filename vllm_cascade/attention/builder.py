@@ -43,8 +43,8 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         schedule: what its layers run under: the engine's, or that of their window.
         engine_schedule: the engine's.
         requests: whose rows a step has; the worker sets it.
-        positions: what the model sees instead of vLLM's positions; None where another kind of
-            layers says it.
+        positions: what the model sees instead of vLLM's positions ...
+        publishes: ... and whether this builder says it, or that of another kind of layers.
     """
 
     reorder_batch_threshold: int | None = None
@@ -63,9 +63,14 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         self.engine_schedule = kv_cache_spec.engine_schedule
         self.requests = Requests()
         most = vllm_config.scheduler_config.max_num_batched_tokens
-        self.positions: CachePositions | None = CachePositions(most, device)
+        self.positions = CachePositions(most, device)
+        self.publishes = True
         self.counters = StepCounters()
         self.make_tables(vllm_config.scheduler_config)
+
+    def follow(self, first: "StepBuilder") -> None:
+        """Leave it to another kind's builder to say positions, which all layers share."""
+        self.positions, self.publishes = first.positions, False
 
     def make_tables(self, limits: SchedulerConfig) -> None:
         """What the device keeps between steps; called once, when all else is set."""
@@ -79,7 +84,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         """The step that vLLM is about to run, counted and its positions published."""
         tokens = self._tokens(common)
         step = describe(tokens, self.schedule.policy.prefill_stride, self.rules_at)
-        if len(step.positions) and self.positions is not None:
+        if len(step.positions) and self.publishes:
             self.positions.fill(torch.from_numpy(step.positions))
         counters = self.counters
         counters.steps += 1

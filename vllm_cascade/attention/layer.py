@@ -181,6 +181,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
                 f"kv_policy: --kv-cache-dtype {kv_cache_dtype} is not built for this device; set "
                 "it to auto"
             )
+        self.window = sliding_window
         self.sinks = sinks  # weights are loaded later
         self.num_heads = num_heads
         self.head_size = head_size

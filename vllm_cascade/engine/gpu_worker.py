@@ -27,14 +27,15 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         times = super().compile_or_warm_up_model()
-        (builder,) = self._builders()
-        layer = self._attention_layers()[builder.layer_names[0]]
+        layers = self._attention_layers()
         if self.use_v2_model_runner:
             (table,) = self.model_runner.block_tables.input_block_tables
         else:
             (blocks,) = self.model_runner.input_batch.block_table.block_tables
             table = blocks.block_table.gpu
-        warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
+        for builder in self._builders():  # one for each kind of layers
+            layer = layers[builder.layer_names[0]]
+            warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
         return times
 
     def kv_policy_trace(self, every: int = 1) -> None:

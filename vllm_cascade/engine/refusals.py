@@ -19,7 +19,7 @@ from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.recall_refusals import RECALL_REFUSALS
-from vllm_cascade.engine.refusal import Refusal, layer_types, windowed
+from vllm_cascade.engine.refusal import Refusal, layer_types
 from vllm_cascade.policies import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -306,12 +306,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "random windows",
         "models whose windows are drawn at random are",
         lambda m: m.rswa_window is not None,
-    ),
-    Refusal(
-        "windowed layers on CUDA",
-        lambda config, _: current_platform.is_cuda() and windowed(config.model_config),
-        "models whose layers have sliding windows run on the CPU only: the kernels for CUDA know "
-        "one kind of layers; use --kv-policy full",
     ),
     Refusal(
         "scheduler",

@@ -119,7 +119,7 @@ class KVPolicyWorker:
                 )
         first.positions.install(model)
         for builder in others:
-            builder.positions = None
+            builder.follow(first)
         self._connect(builders)
         self._open_stores(first, layers)
         # The V1 runner maps absolute positions to slots of a table that holds a bounded number

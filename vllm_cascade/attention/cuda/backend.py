@@ -35,5 +35,13 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
         return [MultipleOf(16)]
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 8 == 0 and head_size <= 256

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.cuda.metadata import DecodeRows, DeviceWave, TritonMetadata
@@ -61,6 +62,10 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def make_tables(self, limits: SchedulerConfig) -> None:
         most, device = len(self.positions.buffer), self.device
         self.tables = DeviceTables(self.schedule, device, limits.max_num_seqs)
+        self.frames = self.tables  # whose counts say positions
+        if self.windowed:
+            self.frames = DeviceTables(self.engine_schedule, device, limits.max_num_seqs)
+            self.frame_steps = torch.empty(most, STEP_COLUMNS, dtype=torch.int32, device=device)
         self.steps = torch.full((most, STEP_COLUMNS), -1, dtype=torch.int32, device=device)
         self.engine_rows = torch.zeros(most, dtype=torch.int32, device=device)
         self.no_scores = torch.zeros(most, self.kv_cache_spec.num_sets, device=device)
@@ -76,12 +81,23 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: KVPolicySpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVPolicySpec | UniformTypeKVCacheSpecs
     ) -> AttentionCGSupport:
-        """Full graphs for decode, unless rules do not say all that the policy does."""
-        if kv_cache_spec.schedule.moves_tokens:
+        """Full graphs for decode, unless rules do not say all that the policy does.
+
+        Where layers are of several kinds, vLLM brings the specs of all of them.
+        """
+        specs = [kv_cache_spec]
+        if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs):
+            specs = list(kv_cache_spec.kv_cache_specs.values())
+        if any(spec.schedule.moves_tokens for spec in specs):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @property
+    def windowed(self) -> bool:
+        """Whether its layers have a window, and so positions that their counts do not say."""
+        return self.kv_cache_spec.window is not None
 
     def rules_at(self, schedule: Schedule) -> int:
         return self.tables.begin(schedule)
@@ -108,7 +124,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
                 recalling = [self._with_recall(rows, names) for rows in step.waves]
                 step = replace(step, waves=recalling)
             waves = self._waves(step, scale, table)
-        return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale)
+        positions = self.positions.buffer if self.windowed else None
+        return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale, positions)
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
         return sent(torch.from_numpy(array), self.device)
@@ -117,21 +134,22 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     def _decode(self, common: CommonAttentionMetadata) -> DecodeRows:
         num_rows, table = common.num_reqs, common.block_table_tensor
-        schedules = self.requests.schedules(common)[:num_rows]
-        schedules += [self.schedule] * (num_rows - len(schedules))
-        schedule_of = self.engine_rows
-        if any(schedule is not self.schedule for schedule in schedules):
-            schedule_of = self._sent(self.tables.numbers(schedules))
-        write_steps(
-            seq_lens=common.seq_lens[:num_rows],
-            blocks=table,
-            tables=self.tables.schedules,
-            schedule_of=schedule_of,
-            steps=self.steps,
-            positions=self.positions.buffer,
-        )
+        frames = schedules = self.requests.schedules(common)[:num_rows]
+        schedules += [self.engine_schedule] * (num_rows - len(schedules))
+        positions = self.positions.buffer if self.publishes else None
+        if self.windowed:
+            schedules = [self.schedule] * num_rows
+            if self.publishes:
+                self._write_steps(common, self.frames, frames, self.frame_steps, positions)
+                positions = None
+        self._write_steps(common, self.tables, schedules, self.steps, positions)
         stream = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64) - 1
         self._count(schedules, stream)
+        if self.windowed:
+            self.counters.moved_reads += sum(
+                int((frame.positions(stream[rows]) < stream[rows]).sum())
+                for frame, rows in by_schedule(frames)
+            )
         judged = self._judge(common, schedules, stream)
         if self.stores is not None:
             names, one = self.requests.names(common), np.ones_like(stream)
@@ -148,6 +166,27 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             recall=None if self.stores is None else self.recall[:num_rows],
         )
 
+    def _write_steps(
+        self,
+        common: CommonAttentionMetadata,
+        tables: DeviceTables,
+        schedules: list[Schedule],
+        steps: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> None:
+        """Rows of a batch under some schedules, and what these say of positions."""
+        schedule_of = self.engine_rows
+        if any(schedule is not tables.engine for schedule in schedules):
+            schedule_of = self._sent(tables.numbers(schedules))
+        write_steps(
+            seq_lens=common.seq_lens[: common.num_reqs],
+            blocks=common.block_table_tensor,
+            tables=tables.schedules,
+            schedule_of=schedule_of,
+            steps=steps,
+            positions=positions,
+        )
+
     def _count(self, schedules: list[Schedule], stream: np.ndarray) -> None:
         """Count the step, and scale its logits where a policy does."""
         counters = self.counters
@@ -161,7 +200,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             counters.tokens += len(rows)
             counters.strides += len(rows)
             counters.evicted_tokens += int((cached + 1 - schedule.counts(t + 1)).sum())
-            counters.moved_reads += int((cached < t).sum())
+            if not self.windowed:
+                counters.moved_reads += int((cached < t).sum())
             if schedule.scales_logits:
                 scale[rows] = schedule.policy.logit_scale(t, cached + 1)
         if self.schedule.scales_logits:

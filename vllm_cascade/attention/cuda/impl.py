@@ -6,7 +6,8 @@ PyTorch, on the same pages. Nothing here knows a device: where Triton interprets
 the CPU, and so it is tested.
 """
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -23,6 +24,7 @@ from vllm_cascade.attention.cuda.workspace import size_of, workspace_of
 from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
+from vllm_cascade.cache.kinds import window_slots
 from vllm_cascade.cache.layout import TRACE_WORDS, Pages, page_views
 from vllm_cascade.cache.manager import KVPolicySpec
 from vllm_cascade.cache.positions import Rotary
@@ -31,21 +33,36 @@ from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.chunk import attend_chunks
-from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
+from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import insert
-from vllm_cascade.kernels.triton.insert_stride import insert_strides
-from vllm_cascade.kernels.triton.keep import keep_of_strides
-from vllm_cascade.kernels.triton.prefill import attend_strides
+from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
+from vllm_cascade.kernels.triton.keep import StrideChoice
+from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.recall.rings import Rings
+
+
+class StrideKernels(NamedTuple):
+    """The kernels of a prompt's strides with what no step changes of a layer."""
+
+    attention: StrideAttention
+    sums: ColumnSums
+    choice: StrideChoice
+    insertion: StrideInsertion
+    num_sets: int
+    unit: int
+    reduction: str
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
 
+    knows_windows = knows_sinks = True
     _decode_rotation: torch.Tensor | None = None
+    _stride_kernels: StrideKernels | None = None
     recall: LayerRings | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -61,7 +78,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         worst = worst_shapes(policy, limits, query, self.num_kv_heads)
         workspace_of(device).reserve(size_of(worst))
         block = self._config.cache_config.block_size
-        slots = -(-policy.capacity // block) * block
+        pages, slots = -(-policy.capacity // block), block
+        if self.window is not None:
+            slots = max(slots, window_slots(policy, self.window, block))
+        slots *= pages
         num, heads = limits.max_num_seqs, self.num_heads
         splits = attend_splits(device, num, self.num_kv_heads, slots)
         parts = torch.empty(num, heads, splits, self.head_size + 1, device=device)
@@ -80,6 +100,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         super().prepare(spec, kv_cache, rotary, *args, **kwargs)
         assert self._pages is not None
+        self._stride_kernels = None
         if rotary is not None:
             dtype, forward = decode_dtype(self._pages.kv.dtype), spec.policy.recalled
             turning = rotary.inv_freq, spec.max_distance, kv_cache.device, dtype, forward
@@ -101,11 +122,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         # Before the real pool exists, vLLM measures what graphs need on one that it throws away:
         # its block tables are empty, so every row is padding.
         pages = self._pages or page_views(kv_cache, metadata.spec)
+        strides = None
         for wave in metadata.waves:
             if wave.decode is not None:
                 self._decode(pages, metadata, wave.decode, new)
-            for rows in wave.prefill:
-                self._prefill(pages, metadata, rows, new)
+            if wave.prefill:
+                strides = strides or self._strides(pages, metadata, new)
+                for rows in wave.prefill:
+                    self._prefill(*strides, rows)
             if wave.chunks is not None:
                 self._chunks(pages, metadata, wave.chunks, new)
             for stride in wave.others:
@@ -137,8 +161,15 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             **self._turning | {"rotation": self._decode_rotation},
             splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
             keep_logits=policy.uses_attention,
+            positions=metadata.positions,
         )
-        lse = merge(partial=parts, partial_lse=parts_lse, steps=decode.steps, output=place)
+        lse = merge(
+            partial=parts,
+            partial_lse=parts_lse,
+            steps=decode.steps,
+            output=place,
+            sinks=self._sink_logits,
+        )
         if decode.index is not None:
             new.output[rows] = place
         new_score = decode.no_scores
@@ -157,6 +188,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             rules=metadata.rules,
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
+            positions=metadata.positions,
         )
         if self.recall is not None:
             self.recall.store(**recall, ranks=ranks)
@@ -172,6 +204,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if self._layer is None:
             return {"rotation": None, "interleaved": False}
         return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
+
+    @property
+    def _sink_logits(self) -> torch.Tensor | None:
+        """fp32 ``[num_heads]``, learned logits of nothing, or None."""
+        if self._layer is None or self._layer.sinks is None:
+            return None
+        return self._layer.sinks.flatten()
 
     def _update(
         self,
@@ -204,102 +243,93 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
         return [tensor_model_parallel_all_gather(x, dim=1).contiguous() for x in tensors]
 
-    def _prefill(
-        self, pages: Pages, metadata: TritonMetadata, rows: PrefillRows, new: NewTokens
-    ) -> None:
-        """Three launches: attend, add up what keys received, and choose and write; and recall's."""
-        policy, where = metadata.spec.policy, {"table": rows.table, "steps": rows.steps}
-        recall = {**where, "recall": rows.recall}
-        if self.recall is not None:
-            self.recall.choose(new.query, **recall, single=False)
-        made = rows.buffers.get(self.num_heads)
-        made = made or self._buffers(pages, policy.head_reduction, rows, new)
-        turning = self._turning
+    def _strides(
+        self, pages: Pages, metadata: TritonMetadata, new: NewTokens
+    ) -> tuple[StrideKernels, Tokens]:
+        """What all strides of a step have in common in this layer."""
+        assert metadata.spec.window is None, "in a window nobody is compared"
+        kernels = self._stride_kernels
+        if kernels is None:
+            kernels = self._kernels_of(pages, metadata.spec.policy.head_reduction)
+            if pages is self._pages:
+                self._stride_kernels = kernels
+        return kernels, Tokens(*new, metadata.logit_scale)
+
+    def _kernels_of(self, pages: Pages, reduction: str) -> StrideKernels:
+        turning, num_queries = self._turning, self.num_heads
         common = {
             "slopes": self.alibi_slopes,
-            "logit_scale": metadata.logit_scale,
             "scale": self.scale,
             "softcap": self.softcap,
-            "max_length": rows.max_length,
             **turning | {"rotation": self._decode_rotation},
         }
-        attend_strides(
-            *(new.query, new.key, new.value),
-            **_words(pages),
-            **where,
-            **common,
-            output=new.output,
-            lse=made["lse"],
-            line=made["line"],
+        read, words = _words(pages, "kv", "rank", "born"), _words(pages)
+        return StrideKernels(
+            StrideAttention(**words, **common, num_queries=num_queries, sinks=self._sink_logits),
+            ColumnSums(**read, **common, reduction=reduction, num_queries=num_queries),
+            StrideChoice(pages.token, pages.unit, reduction),
+            StrideInsertion(**words, **turning, reduction=reduction),
+            *(pages.rank.shape[1], pages.unit, reduction),
         )
-        sums, parts = made.get("sums"), 1
-        query_heads = self.num_heads // pages.rank.shape[1]
-        if sums is not None:
-            _, parts = num_sums(new.query, self.num_kv_heads, pages.unit, policy.head_reduction)
-            column_sums(
-                *(new.query, new.key),
-                **_words(pages, "kv", "rank", "born"),
-                **where,
-                **common,
-                lse=made["lse"],
-                decays=rows.decays,
-                reduction=policy.head_reduction,
-                max_slots=rows.max_slots,
-                sums=sums,
-            )
-            sums, query_heads = self._of_all_ranks(sums, policy.head_reduction, query_heads)
-        choice = {
-            "sums": sums,
-            "given": rows.given,
-            "line": made["line"],
-            "plans": rows.plans,
-            "reduction": policy.head_reduction,
-            "query_heads": query_heads,
-            "parts": parts,
-            "notes": made["notes"],
-            "values": made["values"],
-            "recall": rows.recall,
-        }
-        if self.recall is not None:
-            keep = keep_of_strides(pages.token, rows.steps, unit=pages.unit, **choice)
-            self.recall.store(**recall, keep=keep, key=new.key, value=new.value)
-        insert_strides(*(new.key, new.value), **_words(pages), **where, **turning, **choice)
 
-    def _buffers(
-        self, pages: Pages, reduction: str, rows: PrefillRows, new: NewTokens
-    ) -> dict[str, torch.Tensor]:
-        """What the kernels of these strides leave each other, found by the first layer for all."""
+    def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
+        """Three launches: attend, add up what keys received, and choose and write; and recall's."""
+        recall = {"table": rows.table, "steps": rows.steps, "recall": rows.recall}
+        if self.recall is not None:
+            self.recall.choose(tokens.query, **recall, single=False)
+        strides = rows.strides.get(self.num_heads) or self._shared(kernels, tokens, rows)
+        kernels.attention(tokens, strides)
+        if strides.sums is not None:
+            kernels.sums(tokens, strides)
+            strides = self._of_all_ranks(strides, kernels.reduction)
+        if self.recall is not None:
+            keep = kernels.choice(strides)
+            self.recall.store(**recall, keep=keep, key=tokens.key, value=tokens.value)
+        kernels.insertion(tokens, strides)
+
+    def _shared(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> Strides:
+        """These strides and what their kernels leave each other, the first layer's for all."""
+        scored = rows.scoring.source == "attention"
         shapes = stride_shapes(
             num_rows=len(rows.steps),
-            num_sets=pages.rank.shape[1],
+            num_sets=kernels.num_sets,
             width=rows.width,
-            num_tokens=len(new.query),
-            query=new.query,
+            num_tokens=len(tokens.query),
+            query=tokens.query,
             num_heads=self.num_kv_heads,
-            unit=pages.unit,
-            reduction=reduction if rows.scoring.source == "attention" else None,
+            unit=kernels.unit,
+            reduction=kernels.reduction if scored else None,
         )
-        made = rows.buffers[self.num_heads] = workspace_of(new.query.device).carve(shapes)
+        made = rows.strides[self.num_heads] = Strides(
+            steps=rows.steps,
+            table=rows.table,
+            max_length=rows.max_length,
+            max_slots=rows.max_slots,
+            decays=rows.decays,
+            parts=kernels.sums.parts if scored else 1,
+            query_heads=self.num_heads // kernels.num_sets,
+            given=rows.given,
+            plans=rows.plans,
+            recall=rows.recall,
+            **workspace_of(rows.steps.device).carve(shapes),
+        )
         return made
 
-    def _of_all_ranks(
-        self, sums: torch.Tensor, reduction: str, query_heads: int
-    ) -> tuple[torch.Tensor, int]:
-        """``column_sums`` of all tensor-parallel ranks, where those decide together.
+    def _of_all_ranks(self, strides: Strides, reduction: str) -> Strides:
+        """With ``column_sums`` of all tensor-parallel ranks, where those decide together.
 
-        Every rank reduces its heads before it sends them; a median needs all of them.
-
-        Returns:
-            fp32 ``[R, heads, W * parts]``, and by how many query heads to divide a mean.
+        Every rank reduces its heads before it sends them; a median needs all of them. ``sums``
+        become fp32 ``[R, heads, W * parts]``.
         """
         if self._layer is None or self._layer.over_ranks is None:
-            return sums, query_heads
+            return strides
+        sums = strides.sums
         if reduction == "mean":
-            return self._layer.over_ranks(sums.sum(1, keepdim=True), reduction), query_heads
+            return replace(strides, sums=self._layer.over_ranks(sums.sum(1, keepdim=True), "mean"))
         if reduction == "max" and sums.shape[1] == self.num_kv_heads:
-            return self._layer.over_ranks(sums.amax(1, keepdim=True), reduction), query_heads
+            return replace(strides, sums=self._layer.over_ranks(sums.amax(1, keepdim=True), "max"))
         (sums,) = self._all_ranks(sums)
-        return sums, sums.shape[1]
+        return replace(strides, sums=sums, query_heads=sums.shape[1])
 
     def _chunks(
         self, pages: Pages, metadata: TritonMetadata, rows: ChunkRows, new: NewTokens
@@ -323,6 +353,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             softcap=self.softcap,
             max_length=rows.max_length,
             output=new.output,
+            sinks=self._sink_logits,
+            window=metadata.spec.window,
         )
 
     def _in_pytorch(self, pages: Pages, stride: Stride, new: NewTokens) -> None:

@@ -63,6 +63,8 @@ class TritonMetadata(AttentionMetadata):
         table: int32 ``[B, P]``, the batch's block table.
         rules: int32 ``[n, 4]``, what steps have beyond their first victim rule.
         logit_scale: fp32 ``[num_tokens]`` over the step, or None.
+        positions: int64, the tokens' positions, in layers with a window; None: they follow what
+            is cached.
     """
 
     spec: KVPolicySpec
@@ -70,3 +72,4 @@ class TritonMetadata(AttentionMetadata):
     table: torch.Tensor
     rules: torch.Tensor
     logit_scale: torch.Tensor | None = None
+    positions: torch.Tensor | None = None

@@ -25,8 +25,7 @@ from vllm_cascade.kernels.columns import (
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.column_sums import num_sums
 from vllm_cascade.kernels.triton.insert_stride import num_programs
-from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS
-from vllm_cascade.kernels.triton.prefill import LINE_WORDS
+from vllm_cascade.kernels.triton.strides import LINE_WORDS, NUMBER_ROWS, VALUE_ROWS, Strides
 from vllm_cascade.policies import Policy, Schedule
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.rules import Scoring
@@ -46,8 +45,8 @@ class PrefillRows:
         max_length, max_slots: the longest stride, and the most slots in use before.
         width: of the longest line, or of the most slots afterwards, in units.
         recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
-        buffers: what the kernels leave each other, by the layer's query heads; the first layer
-            finds it for all.
+        strides: these rows and what their kernels leave each other, as launches read it, by the
+            layer's query heads; the first layer makes it for all.
     """
 
     steps: torch.Tensor
@@ -60,7 +59,7 @@ class PrefillRows:
     max_slots: int
     width: int
     recall: torch.Tensor | None = None
-    buffers: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    strides: dict[int, Strides] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

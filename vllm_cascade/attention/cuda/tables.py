@@ -27,12 +27,13 @@ class DeviceTables:
     """What the kernels ``schedule`` and ``insert`` read, for all schedules in use.
 
     Attributes:
+        engine: the schedule of a row that has none of its own.
         schedules: the tables of ``kernels/triton/schedule.py``.
         rules: int32 ``[n, 4]``, further rules of all schedules; never moves.
     """
 
     def __init__(self, engine: Schedule, device: torch.device, max_requests: int) -> None:
-        self._engine, self._device = engine, device
+        self.engine, self._device = engine, device
         self._most = max_requests + SPARE
         room = 1 + len(engine.further) + self._most * MAX_OWN_RULES
         self.rules = torch.zeros(room, RULE_COLUMNS, dtype=torch.int32, device=device)
@@ -46,7 +47,7 @@ class DeviceTables:
         if missing:
             kept = [*self._numbers, *missing]
             if len(kept) > self._most:
-                kept = list(dict.fromkeys((self._engine, *schedules)))
+                kept = list(dict.fromkeys((self.engine, *schedules)))
             self._load(kept)
         return np.asarray([self._numbers[schedule] for schedule in schedules], dtype=np.int32)
 
@@ -72,7 +73,7 @@ class DeviceTables:
         self.schedules = ScheduleTables(
             table=self._to_device(np.concatenate(steps).reshape(-1, TABLE_COLUMNS)),
             heads=self._to_device(np.asarray(heads).reshape(-1, HEAD_COLUMNS)),
-            unit=self._engine.unit,
+            unit=self.engine.unit,
         )
         further = self._to_device(np.concatenate(rules))
         self.rules[: len(further)].copy_(further)

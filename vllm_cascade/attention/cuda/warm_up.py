@@ -33,8 +33,11 @@ def warm_up(
     """
     requests, counters = builder.requests, builder.counters
     builder.counters = type(counters)()
+    alike = [builder.engine_schedule]  # in a window, whatever requests ask for
+    if not builder.windowed:
+        alike = _schedules(builder.schedule)
     try:
-        for schedule in _schedules(builder.schedule):
+        for schedule in alike:
             builder.requests = _Alike(schedule)
             for firsts, lengths in _steps(builder):
                 metadata = builder.build(0, _common(firsts, lengths, width, kv_cache.device))

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launches over a prompt's strides are given, checked and measured before them.
+
+A chunk of a prompt is many strides, each of which every layer launches kernels for. What these get
+comes in three parts: what no step changes of a layer (a class beside each kernel), the step's
+tokens in that layer (``Tokens``), and strides with what their kernels leave each other, the same
+for all layers (``Strides``). A launch puts the three together and asks no tensor anything.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from .recall_columns import check_recall
+from .tiles import check_steps
+
+LINE_WORDS = 3
+"""Numbers of a cached unit that attention leaves: ``prefill``."""
+NUMBER_ROWS, VALUE_ROWS = 4, 2
+"""Rows of notes and of values: ``keep``."""
+
+
+@dataclass(eq=False)
+class Tokens:
+    """All tokens of a step in one layer.
+
+    Attributes:
+        query: ``[num_tokens, H * G, D]``, rotated at cache positions.
+        key, value: ``[num_tokens, H, D]``, keys rotated likewise.
+        output: like ``query``.
+        logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
+        heads: query heads, 0 without queries; KV heads; D; the dtype.
+        places: elements from token to token of ``query``, ``key``, ``value`` and ``output``; 0 for
+            what is not there.
+    """
+
+    query: torch.Tensor | None
+    key: torch.Tensor
+    value: torch.Tensor | None = None
+    output: torch.Tensor | None = None
+    logit_scale: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_heads, self._head_size = self.key.shape[1:]
+        self._dtype = self.key.dtype
+        num_queries = 0 if self.query is None else self.query.shape[1]
+        self.heads = num_queries, num_heads, self._head_size, self._dtype
+        rows = self.query, self.key, self.value, self.output
+        self.places = tuple(0 if one is None else self._place(one) for one in rows)
+
+    def _place(self, rows: torch.Tensor) -> int:
+        place, *inner = rows.stride()
+        assert inner == [self._head_size, 1], (rows.stride(), self._head_size)
+        assert rows.dtype == self._dtype, (rows.dtype, self._dtype)
+        return place
+
+
+def heads_of(num_queries: int, kv: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
+    """``Tokens.heads`` that fit pages ``kv``."""
+    return num_queries, kv.shape[1], kv.shape[3] // 2, kv.dtype
+
+
+@dataclass(eq=False)
+class Strides:
+    """``R`` strides, and what their kernels leave each other; each reads what it needs.
+
+    Attributes:
+        steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides (``stride_columns``).
+        table: int32 ``[>= R, P]`` block numbers.
+        max_length, max_slots: the longest stride, and the most slots in use before.
+        lse, line: of ``attend_strides``.
+        decays, sums: of ``column_sums``; ``sums`` None where attention makes no scores.
+        parts: columns of ``sums`` for a unit.
+        query_heads: of a set, over all tensor-parallel ranks.
+        given, plans, notes, values, recall: of ``insert_strides``.
+    """
+
+    steps: torch.Tensor
+    table: torch.Tensor | None = None
+    max_length: int = 0
+    max_slots: int = 0
+    lse: torch.Tensor | None = None
+    line: torch.Tensor | None = None
+    decays: torch.Tensor | None = None
+    sums: torch.Tensor | None = None
+    parts: int = 1
+    query_heads: int = 1
+    given: torch.Tensor | None = None
+    plans: torch.Tensor | None = None
+    notes: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    recall: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps, self.steps if self.table is None else self.table)
+        self.num_rows = len(self.steps)
+        self.table_place = 0 if self.table is None else self.table.stride(0)
+        self.num_sets, self.num_parts, self.line_width, self.notes_width = 0, 0, 0, 0
+        if self.line is not None:
+            rows, self.num_sets, words, self.line_width = self.line.shape
+            assert (rows, words) == (self.num_rows, LINE_WORDS), self.line.shape
+            assert self.line.is_contiguous()
+        if self.notes is not None:
+            self._check_notes(self.notes)
+        for told in (self.lse, self.decays):
+            assert told is None or told.is_contiguous(), told.stride()
+        assert self.decays is None or len(self.decays) >= self.max_length, self.max_length
+        self.sums_heads, self.sums_width = 0, 1
+        if self.sums is not None:
+            rows, self.sums_heads, self.sums_width = self.sums.shape
+            assert rows == self.num_rows and self.sums.is_contiguous(), self.sums.shape
+        if self.recall is not None:
+            check_recall(self.recall, self.steps)
+        self.summed = max(self.sums_heads // max(self.num_sets, 1), 1)
+        self.score_tile = score_tile(self.summed)
+
+    def _check_notes(self, notes: torch.Tensor) -> None:
+        *shared, numbers, self.notes_width = notes.shape
+        rows, num_sets, self.num_parts = shared
+        assert self.line is not None and self.values is not None
+        assert (rows, num_sets, numbers) == (self.num_rows, self.num_sets, NUMBER_ROWS), notes.shape
+        assert self.values.shape == (*shared, VALUE_ROWS, self.notes_width), self.values.shape
+        assert notes.is_contiguous() and self.values.is_contiguous()
+
+
+def score_tile(summed: int) -> int:
+    """Columns of which a program adds up ``summed`` heads at a time."""
+    return max(64, 4096 // triton.next_power_of_2(summed)) if summed > 4 else 1024

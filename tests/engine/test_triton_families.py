@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families with windows and learned sinks on the Triton kernels, interpreted, against the oracle.
+
+Whole engines whose CPU backend is given the CUDA backend's implementation and builders, one for
+each kind of layers. Log-probabilities and kept tokens past the windows and the budget; alone, in a
+batch and from a snapshot.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.pool import EnginePool
+from tests.engine.test_against_oracle import MAX_ERROR
+from tests.engine.test_families import POLICIES, apart, compare, model_of, random_tokens, written
+from tests.engine.test_prefix_caching import ask
+from tests.engine.test_units import decode
+from tests.oracle.families import WINDOW, run_family
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+
+__all__ = ["model_of", "written"]  # fixtures
+FAST = ("gemma3", "cascade")
+SLOW = [
+    FAST,
+    ("gpt-oss", "cascade-heads"),  # learned sinks in scores, too
+    ("gpt-oss", "sink"),  # a budget below the window, and a page of 47 slots for it
+    ("gpt-oss", "h2o"),
+    ("gemma3", "sink-heads"),
+    ("gemma3", "units"),
+    ("gemma2", "cascade"),  # a soft cap
+    ("cohere2", "sink"),  # layers that do not rotate
+    ("mistral", "cascade"),  # nothing but windows
+]
+
+
+@pytest.fixture(autouse=True)
+def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
+    yield
+
+
+def engine(pool: EnginePool, path: Path, policy: dict[str, Any]) -> Any:
+    """An engine of its own: the pool's others use the CPU's paths."""
+    pool.close()
+    return pool.get(
+        policy, path, max_model_len=2048, max_num_batched_tokens=100, skip_tokenizer_init=True
+    )
+
+
+def check(pool: EnginePool, path: Path, family: str, policy: str, prompt_len: int) -> Any:
+    """An engine, which says and keeps what the oracle does, of a prompt and 60 tokens more."""
+    settings = POLICIES[policy]
+    llm = engine(pool, path, {**settings, "trace": True})
+    error, grown = compare(
+        llm,
+        family,
+        lambda tokens: apart(family)(run_family, path, family, tokens, prompt_len, settings),
+        prompt_len=prompt_len,
+        kept_at_most=max(settings["budget"] + 8, WINDOW),
+    )
+    assert error.max() < MAX_ERROR
+    assert grown["moved_reads"] > 0 and grown["native_calls"] == 0
+    return llm
+
+
+def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
+    check(engine_pool, model_of(FAST[0]), *FAST, prompt_len=80)
+    engine_pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "policy"), SLOW)
+def test_family(family: str, policy: str, engine_pool: EnginePool, model_of: Any) -> None:
+    check_company(check(engine_pool, model_of(family), family, policy, prompt_len=170))
+    engine_pool.close()
+
+
+def check_company(llm: Any) -> None:
+    """The same alone, from a snapshot, and among others."""
+    prompts = [random_tokens(seed, n) for seed, n in ((1, 130), (2, 1), (3, 47))]
+    alone = [ask(llm, [prompt], 6)[0] for prompt in prompts]
+    again = [ask(llm, [prompt], 6)[0] for prompt in prompts]
+    assert again[0][0] > 0 and again[1][0] == 0, "tokens from a snapshot"
+    llm.reset_prefix_cache()
+    together = ask(llm, prompts, 6)
+    assert [turn[0] for turn in together] == [0] * len(prompts)
+    for single, *others in zip(alone, again, together, strict=True):
+        for other in others:
+            assert other[1] == single[1]
+            np.testing.assert_allclose(other[2], single[2], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> None:
+    """Nobody traces, so that all strides of a chunk are one launch; 700 tokens and 60 more."""
+    path, settings = model_of(family), POLICIES["sink"] | {"prefill_stride": 32}
+    llm = engine(engine_pool, path, settings)
+    tokens, found = decode(llm, random_tokens(0, 700), 61)
+    truth = run_family(path, family, tokens[:-1], 700, settings)
+    assert np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
+    engine_pool.close()
