@@ -19,6 +19,7 @@ GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
 LOOKUP = "vllm_cascade/engine/lookup.py"
 MANAGER = "vllm_cascade/cache/manager.py"
 METRICS = "vllm_cascade/engine/metrics.py"
+PROBE = "vllm_cascade/cache/probe.py"
 RECALL_REFUSALS = "vllm_cascade/engine/recall_refusals.py"
 REFUSAL = "vllm_cascade/engine/refusal.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
@@ -130,6 +131,7 @@ CONFIGURATION = (
         enable_prompt_embeds=read("such prompts have no token ids", "bool", REFUSALS),
         enforce_eager=read("a captured graph would skip recording", "bool", GPU_WORKER),
         get_sliding_window=called(UNSUPPORTED, "(self)", REFUSAL),
+        get_hidden_size=called("how a model of transformers' rotates keys", "(self)", PROBE),
         get_total_num_kv_heads=called("heads over ranks", "(self)", REFUSALS),
         get_vocab_size=called("larger than its tokenizer's", "(self)", LOOKUP),
         hf_text_config=read(
@@ -221,7 +223,7 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.transformers_utils.config",
-        iter_rope_parameters=called("a model's rope types", "(config)", REFUSALS),
+        iter_rope_parameters=called("a model's rope types", "(config)", PROBE, REFUSALS),
     ),
     *rows(
         "vllm.envs",

@@ -6,30 +6,65 @@ as a model's source says it, and what nobody has tried. A new release shows wher
 """
 
 import importlib.util
+import inspect
 import re
 from functools import cache
 from pathlib import Path
 
-from vllm_cascade.cache.architectures import ELSEWHERE, IN_HALVES, SKIPPING
+from vllm_cascade.cache.architectures import ELSEWHERE, SKIPPING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 
 TESTED = {
+    "ApertusForCausalLM": "full attention",
+    "ArceeForCausalLM": "full attention; vLLM runs it by transformers",
     "BloomForCausalLM": "ALiBi",
     "Cohere2ForCausalLM": "windows, unrotated layers",
+    "CohereForCausalLM": "full attention, neighbours paired",
+    "CwmForCausalLM": "windows; vLLM runs it by transformers",
+    "Ernie4_5_MoeForCausalLM": "experts, neighbours paired",
+    "Ernie4_5ForCausalLM": "full attention, neighbours paired",
     "Exaone4ForCausalLM": "windows, unrotated layers",
     "FalconH1ForCausalLM": "recurrent heads (Mamba-2) in every layer",
+    "FlexOlmoForCausalLM": "experts; vLLM runs it by transformers",
     "Gemma2ForCausalLM": "windows, soft caps",
     "Gemma3ForCausalLM": "windows, two rotations",
+    "GemmaForCausalLM": "full attention",
+    "Glm4ForCausalLM": "partly rotated, neighbours paired",
+    "Glm4MoeForCausalLM": "experts, partly rotated",
+    "GlmForCausalLM": "partly rotated, neighbours paired; vLLM runs it by transformers",
+    "GPTNeoXForCausalLM": "partly rotated; vLLM runs it by transformers",
     "GptOssForCausalLM": "windows, learned sinks",
+    "GraniteForCausalLM": "full attention",
+    "GraniteMoeForCausalLM": "experts",
     "GraniteMoeHybridForCausalLM": "recurrent layers (Mamba-2), unrotated layers",
+    "Jais2ForCausalLM": "full attention; vLLM runs it by transformers",
     "Lfm2ForCausalLM": "recurrent layers (short convolutions)",
     "LlamaForCausalLM": "full attention",
+    "MellumForCausalLM": "experts, windows; vLLM runs it by transformers",
+    "MiniMaxM2ForCausalLM": "experts, partly rotated",
     "MistralForCausalLM": "a window in every layer: the policy decides nothing",
+    "MixtralForCausalLM": "experts",
+    "NemotronForCausalLM": "partly rotated",
     "NemotronHForCausalLM": "recurrent layers (Mamba-2), unrotated layers",
+    "Olmo2ForCausalLM": "full attention; vLLM runs it by transformers",
     "Olmo3ForCausalLM": "windows; vLLM runs it by transformers",
+    "OlmoeForCausalLM": "experts",
+    "OlmoForCausalLM": "full attention; vLLM runs it by transformers",
     "Phi3ForCausalLM": "LongRoPE",
+    "PhiForCausalLM": "partly rotated; vLLM runs it by transformers",
+    "Qwen2ForCausalLM": "full attention",
+    "Qwen2MoeForCausalLM": "experts",
+    "Qwen3_5ForCausalLM": "recurrent layers (gated delta nets), in bfloat16",
+    "Qwen3_5MoeForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",
+    "Qwen3ForCausalLM": "full attention",
+    "Qwen3MoeForCausalLM": "experts",
+    "Qwen3NextForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",
+    "SeedOssForCausalLM": "full attention; vLLM runs it by transformers",
     "SmolLM3ForCausalLM": "unrotated layers; vLLM runs it by transformers",
+    "StableLmForCausalLM": "partly rotated",
+    "Starcoder2ForCausalLM": "full attention; vLLM runs it by transformers",
+    "VaultGemmaForCausalLM": "windows, soft caps; vLLM runs it by transformers",
 }
 """Architectures that tests compare with an oracle, and what they have."""
 
@@ -40,6 +75,9 @@ REASONS = {
     "layers that attend within chunks": r"\bChunkedLocalAttention\b",
     "caches shared between layers": r"\bkv_sharing_target_layer_name=(?!None)",
     "positions that are added to inputs": r"\b(wpe|embed_positions)\b",
+    "keys that are normalised after they were rotated": (
+        r"= apply_rotary_pos_emb\([^)]*\)\n +\w+ = self\.\w*norm\("
+    ),
 }
 """Why a model is refused, and what its source has then."""
 
@@ -58,21 +96,21 @@ def source(module: str) -> str:
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def by_transformers(architecture: str) -> bool:
-    """Whether a model that vLLM runs by transformers' classes has rotations that are known."""
-    return architecture.removesuffix("ForCausalLM").lower() in IN_HALVES
+def transformers_source(architecture: str) -> str:
+    """The text of the file that has a class of transformers'; empty: it has no such class."""
+    import transformers
+
+    found = getattr(transformers, architecture, None)
+    return "" if found is None else Path(inspect.getfile(found)).read_text(encoding="utf-8")
 
 
 def reason(architecture: str, module: str) -> str | None:
     """Why an architecture is refused; None: nothing in its source says that it is."""
-    if module == "transformers":
-        known = by_transformers(architecture)
-        return None if known else "how transformers rotates its keys is not known here"
     if module in SKIPPING:
         return "which layers have rotary positions is not known here"
     if module in ELSEWHERE:
         return "rotates other channels of a head than the first ones"
-    text = source(module)
+    text = transformers_source(architecture) if module == "transformers" else source(module)
     for why, pattern in REASONS.items():
         if re.search(pattern, text) and architecture not in OTHER_CLASSES:
             return why
@@ -109,11 +147,14 @@ def page() -> str:
             "`python -m vllm_cascade.patches.hooks.models` from vLLM's registry and sources.",
             "",
             "- **works**: a test compares tiny random models of the architecture with an",
-            "  independent reference, past budget and windows (`tests/engine/test_families.py`,",
-            "  `tests/engine/test_against_oracle.py`);",
+            "  independent reference, past budget and windows (in `tests/engine`:",
+            "  `test_full_attention.py`, `test_families.py`, `test_recurrent.py`,",
+            "  `test_against_oracle.py`);",
             "- **refused**: an engine stops at start and says why;",
             "- **untested**: nothing in its source stands against it, and nobody has compared it.",
-            "  What its configuration asks for may still be refused at start.",
+            "  What its configuration asks for may still be refused at start. A model that vLLM",
+            "  runs by transformers is asked then how it rotates keys, and refused if cached ones",
+            "  cannot be moved.",
             "",
             "| architecture | | |",
             "|---|---|---|",

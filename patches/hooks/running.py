@@ -19,6 +19,7 @@ CUDA_IMPL = "vllm_cascade/attention/cuda/impl.py"
 FAMILIES = "patches/hooks/models.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
 POSITIONS = "vllm_cascade/cache/positions.py"
+PROBE = "vllm_cascade/cache/probe.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
 ROWS = "vllm_cascade/attention/requests.py"
 SEEDS = "vllm_cascade/engine/seeds.py"
@@ -27,6 +28,7 @@ TILES = "kernels/triton/tiles.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
 OTHER_STAGES = "layers of the other pipeline stages"
+ASKED = "how a model of transformers' rotates keys"
 STAGE_BEFORE = "what arrives from the stage before"
 BOUNDED_TABLE = "slot mapping would read past the end of a bounded table"
 
@@ -70,7 +72,7 @@ WORKERS = (
     *rows(
         "vllm.model_executor.models.interfaces.SupportsPP",
         make_empty_intermediate_tensors=called(
-            STAGE_BEFORE, "_MakeEmptyIntermediateTensors", STAGES
+            STAGE_BEFORE, "_MakeEmptyIntermediateTensors", PROBE, STAGES
         ),
     ),
     *rows(
@@ -245,7 +247,7 @@ ATTENTION = (
     ),
     *rows(
         "vllm.distributed",
-        get_pp_group=called(OTHER_STAGES, "()", STAGES),
+        get_pp_group=called(OTHER_STAGES, "()", PROBE, STAGES),
         get_tp_group=called("ranks keep the same tokens", "()", LAYER),
         tensor_model_parallel_all_gather=called(
             "ranks keep the same tokens", "(input_, dim=)", CUDA_IMPL, LAYER
@@ -256,19 +258,44 @@ ATTENTION = (
         "vllm.distributed.parallel_state.GroupCoordinator",
         cpu_group=read(OTHER_STAGES, "ProcessGroup", STAGES),
         device_group=read("ranks keep the same tokens", "ProcessGroup", LAYER),
-        is_first_rank=read("the first stage expects nothing", "", STAGES),
+        is_first_rank=read("the first stage expects nothing", "", PROBE, STAGES),
         world_size=read(OTHER_STAGES, "int", LAYER, STAGES),
     ),
     *rows(
         "vllm.model_executor.layers.attention.Attention",
         impl=read("ours", "", POSITIONS, WORKER),
         kv_cache=read("a layer's pages", "", WORKER),
+        forward=replaced(ASKED, "(self, query, key, value, ...)", PROBE),
+        head_size=read(ASKED, "", PROBE),
         layer_name=read("whose kept tokens are recorded", "", LAYER),
         sliding_window=read("layers that do not rotate", "", POSITIONS),
     ),
     *rows(
         "vllm.model_executor.models.utils",
-        extract_layer_index=called("layers that do not rotate", "(layer_name, ...)", POSITIONS),
+        extract_layer_index=called(
+            "layers that do not rotate", "(layer_name, ...)", POSITIONS, PROBE
+        ),
+    ),
+    *rows(
+        "vllm.model_executor.models.interfaces",
+        supports_multimodal=called(ASKED, "(model)", PROBE),
+    ),
+    *rows(
+        "vllm.model_executor.models.transformers.base.Base",
+        device_config=read(ASKED, "", PROBE),
+        forward=called(
+            ASKED,
+            "(self, input_ids, positions, intermediate_tensors=, inputs_embeds=, **kwargs)",
+            PROBE,
+        ),
+        model_config=read(ASKED, "", PROBE),
+        vllm_config=read(ASKED, "", PROBE),
+    ),
+    *rows(
+        "vllm.forward_context",
+        set_forward_context=called(
+            ASKED, "(attn_metadata, vllm_config, num_tokens=, ..., skip_compiled=, ...)", PROBE
+        ),
     ),
     *rows(
         "vllm.model_executor.models.registry",

@@ -52,19 +52,28 @@ class EnginePool:
             # An engine that somebody else left in this process has frozen vLLM's view of it.
             disable_envs_cache()
             with patch.dict(os.environ, env or {}):
-                self._llm = LLM(**settings)
+                try:
+                    self._llm = LLM(**settings)
+                except Exception:
+                    clean_up()  # what it has begun is not what the next one needs
+                    raise
             self._key = key
         return self._llm
 
     def close(self) -> None:
         if self._llm is None:
             return
-        from vllm.distributed import cleanup_dist_env_and_memory
-
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._key = None
-        cleanup_dist_env_and_memory()
-        gc.collect()
+        clean_up()
+
+
+def clean_up() -> None:
+    """Forget the process groups and the memory of an engine in this process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    gc.collect()
 
 
 def prompt_logprobs(output: Any) -> list[float]:

@@ -38,6 +38,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "h2o": {"name": "h2o", "budget": 40, "prefill_stride": 16, "overflow": 3},
     "units": {"name": "cascade", "num_subcaches": 2, "budget": 64, "prefill_stride": 32, "unit": 8},
 }
+BY_TRANSFORMERS = ("olmo3", "smollm3")
 FAST = [("gemma3", "cascade", {}), ("gpt-oss", "cascade-heads", {}), ("cohere2", "sink", {})]
 SLOW = [
     *((family, "cascade", {}) for family in FAMILIES if family != "gemma3"),
@@ -59,7 +60,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def model_of(written: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
     def folder(family: str) -> Path:
         if family not in written:
-            written[family] = write_family(tmp_path_factory.mktemp(family), family)
+            written[family] = write_family(tmp_path_factory.mktemp(family), FAMILIES[family])
         return written[family]
 
     return folder
@@ -83,9 +84,9 @@ def random_tokens(seed: int, num: int) -> list[int]:
     return np.random.default_rng(seed).integers(1, 500, num).tolist()
 
 
-def apart(family: str) -> Callable[..., Any]:
+def apart(by_transformers: bool) -> Callable[..., Any]:
     """Calls a function, in another process where vLLM has changed transformers' classes here."""
-    if family not in ("olmo3", "smollm3"):
+    if not by_transformers:
         return lambda function, *args: function(*args)
 
     def call(function: Callable[..., Any], *args: Any) -> Any:
@@ -143,7 +144,9 @@ def check(llm: Any, path: Path, family: str, policy: dict[str, Any], native: boo
     error, grown = compare(
         llm,
         family,
-        lambda tokens: apart(family)(run_family, path, family, tokens, 700, policy),
+        lambda tokens: apart(family in BY_TRANSFORMERS)(
+            run_family, path, FAMILIES[family], tokens, 700, policy
+        ),
         prompt_len=700,
         kept_at_most=max(policy["budget"] + 8, WINDOW),
     )

@@ -26,7 +26,7 @@ from tests.engine.test_families import random_tokens
 from tests.engine.test_faults import FLAGS
 from tests.engine.test_metrics import BLOCK, FULL_PAGE, LAYERS, metrics, moved
 from tests.engine.test_prefix_caching import Turn, ask
-from tests.oracle.families import write_family
+from tests.oracle.families import FAMILIES, write_family
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64, "trace": True}
 CAPACITY = 4 + 128
@@ -191,7 +191,7 @@ def test_heads_with_tokens_of_their_own(engine_pool: EnginePool, book_tokens: li
 def test_windows(order: tuple[int, ...], engine_pool: EnginePool, tmp_path: Path) -> None:
     """Also where one stage has all layers with windows: slots and pages are the whole model's."""
     kinds = ("sliding_attention", "full_attention")
-    path = write_family(tmp_path, "gemma3")
+    path = write_family(tmp_path, FAMILIES["gemma3"])
     config = json.loads((path / "config.json").read_text())
     config["layer_types"] = [kinds[kind] for kind in order]
     (path / "config.json").write_text(json.dumps(config))

@@ -151,11 +151,10 @@ def model_class(model_type: str) -> str:
     return MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
 
 
-def write_family(path: str | Path, name: str, seed: int = 0) -> Path:
+def write_family(path: str | Path, family: Family, seed: int = 0) -> Path:
     """Write a random fp32 model of a family."""
     from transformers import AutoModelForCausalLM
 
-    family = FAMILIES[name]
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.own})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -166,10 +165,10 @@ def write_family(path: str | Path, name: str, seed: int = 0) -> Path:
         elif weight_name.endswith("bias"):
             draw *= 0.05
         elif weight.dim() == 1:
-            draw = (0.0 if "gemma" in name else 1.0) + 0.1 * draw
+            draw = (0.0 if "gemma" in family.model_type else 1.0) + 0.1 * draw
         elif "embed" in weight_name:
             draw *= 0.3
-        elif any(part in weight_name for part in ("q_proj", "k_proj")):
+        elif any(part in weight_name for part in ("q_proj", "k_proj", "query_key_value")):
             draw *= 0.2
         else:
             draw *= 0.15
@@ -179,12 +178,13 @@ def write_family(path: str | Path, name: str, seed: int = 0) -> Path:
 
 
 def run_family(
-    path: str | Path, name: str, tokens: list[int], prompt_len: int, policy: dict[str, Any]
+    path: str | Path, family: Family, tokens: list[int], prompt_len: int, policy: dict[str, Any]
 ) -> OracleResult:
     """What the oracle says of ``tokens`` under a user's settings of a policy."""
     settings = oracle_settings(policy)
-    attention = FAMILIES[name].attention
-    return stream_family(load_family(path), tokens, **attention, prompt_len=prompt_len, **settings)
+    return stream_family(
+        load_family(path), tokens, **family.attention, prompt_len=prompt_len, **settings
+    )
 
 
 def load_family(path: str | Path) -> PreTrainedModel:

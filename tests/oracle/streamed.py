@@ -195,7 +195,7 @@ def stream_family(
     """
     assert logit_scale is None and recall is None
     config = model.config
-    num_kv = config.num_key_value_heads
+    num_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_head = head_policy == "per_kv_head"
     num_sets = num_kv if per_head else 1

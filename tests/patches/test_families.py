@@ -5,6 +5,7 @@ from vllm.model_executor.models import registry
 
 from tests.conftest import ROOT
 from tests.oracle.families import FAMILIES, model_class
+from tests.oracle.full_attention import BY_TRANSFORMERS, OWN_MODULES
 from tests.oracle.recurrent import RECURRENT
 from vllm_cascade.patches.hooks import models as families
 
@@ -27,8 +28,8 @@ def test_every_text_architecture_is_listed() -> None:
 
 
 def test_what_works_is_compared() -> None:
-    exact = [family for family in RECURRENT.values() if family.dtype == "float32"]
-    compared = {model_class(family.model_type) for family in (*FAMILIES.values(), *exact)}
+    groups = (FAMILIES, OWN_MODULES, BY_TRANSFORMERS, RECURRENT)
+    compared = {model_class(family.model_type) for group in groups for family in group.values()}
     assert set(families.TESTED) == compared | {"LlamaForCausalLM", "BloomForCausalLM"}
 
 
@@ -41,12 +42,15 @@ def test_sources_say_why() -> None:
         ("Llama4ForCausalLM", "layers that attend within chunks"),
         ("Gemma3nForCausalLM", "caches shared between layers"),
         ("GPT2LMHeadModel", "positions that are added to inputs"),
+        ("GPTBigCodeForCausalLM", "positions that are added to inputs"),
+        ("HunYuanDenseV1ForCausalLM", "keys that are normalised after they were rotated"),
+        ("HunYuanMoEV1ForCausalLM", "keys that are normalised after they were rotated"),
         ("AfmoeForCausalLM", "which layers have rotary positions is not known here"),
     ):
         assert found[name] == ("refused", why)
     for name in (
-        "Qwen2ForCausalLM",
-        "Qwen3ForCausalLM",
+        "InternLM2ForCausalLM",
+        "NanbeigeForCausalLM",
         "Zamba2ForCausalLM",
         "DeepseekForCausalLM",
     ):

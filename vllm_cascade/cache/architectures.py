@@ -2,9 +2,9 @@
 """What a model's layers do with positions, where its modules do not say.
 
 Some architectures leave layers without rotary positions (NoPE), although these layers may own a
-rotary module and just not call it; and models that vLLM runs through transformers have
-transformers' rotary modules. Both are known by ``model_type``, never guessed; a model whose layers
-may skip their rotary module by a rule that is not known here is refused.
+rotary module and just not call it. They are known by ``model_type``, never guessed; a model whose
+layers may skip their rotary module by a rule that is not known here is refused. Models that vLLM
+runs through transformers are asked (``probe.py``).
 """
 
 from collections.abc import Callable
@@ -79,9 +79,6 @@ HARMLESS = {
 }
 """vLLM's modules that call a rotary module only sometimes, and why that does no harm."""
 
-IN_HALVES = ("smollm3", "olmo3")
-"""Models that run through transformers and rotate the two halves of a head (``rotate_half``)."""
-
 
 def _kind(config: Any) -> str:
     return getattr(config, "model_type", "")
@@ -112,9 +109,7 @@ def needs_no_positions(config: Any) -> bool:
 
 
 def frequencies(model: nn.Module, config: Any, index: int) -> torch.Tensor | None:
-    """fp32 ``[rotary_dim / 2]`` of a layer whose rotary module is transformers'; None: unknown."""
-    if _kind(config) not in IN_HALVES:
-        return None
+    """fp32 ``[rotary_dim / 2]`` of a layer with transformers' rotary module; None: none."""
     kinds = getattr(config, "layer_types", None)
     names = [f"{kinds[index]}_inv_freq" if kinds else "", "inv_freq"]
     buffers = dict(model.named_buffers())

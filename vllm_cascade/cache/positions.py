@@ -25,7 +25,7 @@ from vllm.model_executor.layers.rotary_embedding import (
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_cascade.cache.architectures import frequencies, is_unrotated, skips_unknown
+from vllm_cascade.cache.architectures import is_unrotated, skips_unknown
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -171,10 +171,10 @@ def find_rotaries(
     """The rotation of every attention layer; None where it uses ALiBi, or no positions at all.
 
     The rotary module is the one that belongs to the same attention block: the nearest enclosing
-    module that has any.
+    module that has any. Models with modules of transformers' are asked instead (``probe.py``).
 
     Args:
-        config: the text model's; None: all layers rotate, with modules of vLLM's.
+        config: the text model's; None: all layers rotate.
 
     Raises:
         KVPolicyError: a layer with no rotary module and no ALiBi, or with two kinds of it.
@@ -191,10 +191,6 @@ def find_rotaries(
             index = extract_layer_index(layer_name)
             if is_unrotated(config, index, layer.sliding_window is not None):
                 result[layer_name] = None
-                continue
-            inv_freq = frequencies(model, config, index)
-            if inv_freq is not None:
-                result[layer_name] = Rotary(inv_freq, is_neox=True)
                 continue
         module = _enclosing_rotary(modules, names.get(layer, ""), layer_name)
         if module not in known:

@@ -24,7 +24,8 @@ from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import ROW_SCALES, whole_pages
 from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import choose_long_tables, find_rotaries
+from vllm_cascade.cache.positions import choose_long_tables
+from vllm_cascade.cache.probe import rotaries_of
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.devices import DEVICES, Device
 from vllm_cascade.engine.lookup import policy_of, token_importance
@@ -104,7 +105,7 @@ class KVPolicyWorker:
         super().initialize_from_config(kv_cache_config)
         model = self.model_runner.get_model()
         layers = self._attention_layers()
-        rotaries = find_rotaries(model, layers, self.model_config.hf_text_config)
+        rotaries = rotaries_of(model, layers, self.model_config.hf_text_config)
         first, *others = builders = self._builders()
         for builder in builders:
             assert isinstance(builder.kv_cache_spec, KVPolicySpec)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Families whose layers all attend to everything, and those that vLLM runs through transformers.
+
+Like ``test_families.py``: tiny random models of the real architectures against transformers'
+modules around explicit token lists, 1,000 tokens in strides and 60 more, far past the budget and
+the model's 512 positions; and the same alone, among others and from a snapshot.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.pool import EnginePool
+from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR
+from tests.engine.test_families import POLICIES, apart, check_company, compare, engine
+from tests.oracle.families import WINDOW, Family, run_family, write_family
+from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS, OWN_MODULES
+from vllm_cascade.policies.settings import KVPolicyError
+
+ALL = {**OWN_MODULES, **BY_TRANSFORMERS}
+FAST = [("glm", "cascade-heads")]
+CASES = [(name, policy) for name in ALL for policy in ("cascade-heads", "sink")]
+NUM = 1000
+IN_COMPANY = ("qwen3", "mixtral", "glm4", "gpt-neox", "glm", "vaultgemma")
+"""Families whose prompts are also read beside others, and from snapshots."""
+
+
+def written(family: Family, made: pytest.TempPathFactory, known: dict[str, Path]) -> Path:
+    """The folder of a family's model."""
+    if family.model_type not in known:
+        known[family.model_type] = write_family(made.mktemp(family.model_type), family)
+    return known[family.model_type]
+
+
+@pytest.fixture(scope="module")
+def folders() -> dict[str, Path]:
+    """Of the models that tests have asked for."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] * (case not in FAST))
+        for case in CASES
+    ],
+)
+def test_family(
+    name: str,
+    policy: str,
+    engine_pool: EnginePool,
+    tmp_path_factory: pytest.TempPathFactory,
+    folders: dict[str, Path],
+) -> None:
+    family, settings = ALL[name], POLICIES[policy]
+    path = written(family, tmp_path_factory, folders)
+    llm = engine(engine_pool, path, settings, {})
+    error, grown = compare(
+        llm,
+        name,
+        lambda tokens: apart(name in BY_TRANSFORMERS)(
+            run_family, path, family, tokens, NUM, settings
+        ),
+        prompt_len=NUM,
+        kept_at_most=max(settings["budget"] + 8, WINDOW),
+    )
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    assert grown["moved_reads"] > 0 and grown["native_calls"] > 0
+    if name in IN_COMPANY:
+        check_company(llm, settings["prefill_stride"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NORMALISED_AFTERWARDS)
+def test_keys_that_are_normalised_after_they_were_rotated_are_refused(
+    name: str, engine_pool: EnginePool, tmp_path: Path
+) -> None:
+    path = write_family(tmp_path, NORMALISED_AFTERWARDS[name])
+    with pytest.raises(KVPolicyError, match="normalised after they were rotated"):
+        engine(engine_pool, path, POLICIES["sink"], {})

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of families whose layers all attend to everything, or that vLLM runs through
+transformers: for the oracle of ``streamed.py``, like those of ``families.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .families import PLAIN, SLIDING, WINDOW, YARN, Family
+
+SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "rope_parameters": PLAIN}
+"""Some take heads of hidden_size / heads channels: they are 32 either way."""
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+MULTIPLIED = {
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+HIDDEN = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def partly(share: float) -> dict[str, Any]:
+    """Rotary parameters where only the first channels of a head rotate."""
+    return {"rope_parameters": {**PLAIN, "partial_rotary_factor": share}}
+
+
+def full(model_type: str, interleaved: bool = False, **own: Any) -> Family:
+    """A family all of whose layers attend to everything and rotate."""
+    return Family(model_type, {**SIZES, **own}, (None, None), (True, True), interleaved)
+
+
+def mixed(model_type: str, **own: Any) -> Family:
+    """A family with a window in its first layer."""
+    settings = {**SIZES, **SLIDING, **HIDDEN, **own}
+    return Family(model_type, settings, (WINDOW, None), (True, True))
+
+
+OWN_MODULES: dict[str, Family] = {
+    "qwen2": full("qwen2"),
+    "qwen3": full("qwen3", rope_parameters=YARN),
+    "qwen2-moe": full(
+        "qwen2_moe",
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        norm_topk_prob=True,
+        **EXPERTS,
+    ),
+    "qwen3-moe": full("qwen3_moe", num_experts=4, norm_topk_prob=True, **EXPERTS),
+    "mixtral": full("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    "gemma": full("gemma", hidden_act="gelu_pytorch_tanh"),
+    "glm4": full("glm4", interleaved=True, **partly(0.5)),
+    "glm4-moe": full(
+        "glm4_moe",
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        **EXPERTS,
+        **partly(0.5),
+    ),
+    "granite": full("granite", **MULTIPLIED),
+    "granite-moe": full("granitemoe", num_local_experts=4, num_experts_per_tok=2, **MULTIPLIED),
+    "ernie4.5": full("ernie4_5", interleaved=True),
+    "ernie4.5-moe": full(
+        "ernie4_5_moe",
+        interleaved=True,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_intermediate_size=64,
+        moe_layer_start_index=1,
+        use_bias=False,
+    ),
+    "stablelm": full("stablelm", use_qkv_bias=True, **partly(0.25)),
+    "cohere": full("cohere", interleaved=True, logit_scale=0.25, use_qk_norm=True),
+    "nemotron": full("nemotron", **partly(0.5)),
+    "olmoe": full("olmoe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=False),
+    "minimax-m2": full(
+        "minimax_m2", num_local_experts=4, num_experts_per_tok=2, rotary_dim=16, **partly(0.5)
+    ),
+    "apertus": full("apertus", rope_parameters=LLAMA3),
+}
+"""Families that vLLM has modules of its own for."""
+
+BY_TRANSFORMERS: dict[str, Family] = {
+    "olmo2": full("olmo2"),
+    "olmo": full("olmo", clip_qkv=4.0),
+    "phi": full("phi", **partly(0.5)),
+    "gpt-neox": full("gpt_neox", num_key_value_heads=4, **partly(0.25)),
+    "starcoder2": full("starcoder2", sliding_window=None, rope_parameters=LINEAR),
+    "glm": full("glm", interleaved=True, **partly(0.5)),
+    "arcee": full("arcee", rope_parameters=YARN),
+    "cwm": mixed("cwm", rope_parameters=LLAMA3),
+    "seed-oss": full("seed_oss"),
+    "flex-olmo": full("flex_olmo", num_experts=4, num_experts_per_tok=2),
+    "vaultgemma": mixed(
+        "vaultgemma",
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=20.0,
+    ),
+    "jais2": full("jais2"),
+    "mellum": mixed(
+        "mellum",
+        rope_parameters={"sliding_attention": PLAIN, "full_attention": LINEAR},
+        num_experts=4,
+        mlp_layer_types=["sparse", "sparse"],
+        **EXPERTS,
+    ),
+}
+"""Families that vLLM runs through transformers' modules."""
+
+NORMALISED_AFTERWARDS = {"hunyuan": full("hunyuan_v1_dense")}
+"""Families whose keys cannot be moved: a norm with weights by channel follows the rotation."""
