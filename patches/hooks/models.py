@@ -16,14 +16,11 @@ from vllm_cascade.cache.architectures import ELSEWHERE, SKIPPING
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 
 TESTED = {
-    "ApertusForCausalLM": "full attention",
     "ArceeForCausalLM": "full attention; vLLM runs it by transformers",
     "BloomForCausalLM": "ALiBi",
     "Cohere2ForCausalLM": "windows, unrotated layers",
     "CohereForCausalLM": "full attention, neighbours paired",
     "CwmForCausalLM": "windows; vLLM runs it by transformers",
-    "Ernie4_5_MoeForCausalLM": "experts, neighbours paired",
-    "Ernie4_5ForCausalLM": "full attention, neighbours paired",
     "Exaone4ForCausalLM": "windows, unrotated layers",
     "FalconH1ForCausalLM": "recurrent heads (Mamba-2) in every layer",
     "FlexOlmoForCausalLM": "experts; vLLM runs it by transformers",
@@ -42,7 +39,6 @@ TESTED = {
     "Lfm2ForCausalLM": "recurrent layers (short convolutions)",
     "LlamaForCausalLM": "full attention",
     "MellumForCausalLM": "experts, windows; vLLM runs it by transformers",
-    "MiniMaxM2ForCausalLM": "experts, partly rotated",
     "MistralForCausalLM": "a window in every layer: the policy decides nothing",
     "MixtralForCausalLM": "experts",
     "NemotronForCausalLM": "partly rotated",
@@ -55,8 +51,6 @@ TESTED = {
     "PhiForCausalLM": "partly rotated; vLLM runs it by transformers",
     "Qwen2ForCausalLM": "full attention",
     "Qwen2MoeForCausalLM": "experts",
-    "Qwen3_5ForCausalLM": "recurrent layers (gated delta nets), in bfloat16",
-    "Qwen3_5MoeForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",
     "Qwen3ForCausalLM": "full attention",
     "Qwen3MoeForCausalLM": "experts",
     "Qwen3NextForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",

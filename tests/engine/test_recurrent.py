@@ -112,25 +112,26 @@ def test_delta_nets(family: str, engine_pool: EnginePool, model_of: Any) -> None
 
     How far stock is from an oracle that keeps everything is what rounding does. A policy that
     evicts nothing is as near, and one that evicts is as near to the oracle of the same policy,
-    from which another budget, by one token, or none at all, is told apart. The policy compares no
-    scores, so that rounding evicts nothing else.
+    from which another budget, twice as large or smaller by one token, is told apart. The policy
+    compares no scores, so that rounding evicts nothing else.
     """
     path, tokens = model_of(family), random_tokens(5, 1000)
-    policy, wide = POLICIES["sink"], {**POLICIES["sink"], "budget": 1200}
+    policy, wide = POLICIES["sink"], {**POLICIES["sink"], "budget": 430}
+    begin, short = tokens[:400], {"max_model_len": 512}  # what stock vLLM has positions for
 
-    def truth(settings: dict[str, Any]) -> np.ndarray:
+    def truth(settings: dict[str, Any], tokens: list[int] = tokens) -> np.ndarray:
         return np.asarray(run_recurrent(path, family, tokens, len(tokens), settings).logprobs)
 
     def apart(found: np.ndarray, expected: np.ndarray) -> float:
         return float(np.abs(found - expected).mean())
 
-    everything, evicted = truth(wide), truth(policy)
-    stock = scores(engine(engine_pool, path, family, None, {}), tokens)
-    kept = scores(engine(engine_pool, path, family, wide, {}), tokens)
+    everything, evicted = truth(wide, begin), truth(policy)
+    stock = scores(engine(engine_pool, path, family, None, {}, **short), begin)
+    kept = scores(engine(engine_pool, path, family, wide, {}, **short), begin)
     llm = engine(engine_pool, path, family, policy, {})
     found = scores(llm, tokens)
     noise = apart(stock, everything)
-    others = [everything, truth({**policy, "budget": policy["budget"] - 1})]
+    others = [truth({**policy, "budget": budget}) for budget in (2 * policy["budget"], 23)]
     print(f"{family}: stock {noise:.4f}, nothing evicted {apart(kept, everything):.4f},")
     print(f"to stock {apart(kept, stock):.4f}, evicting {apart(found, evicted):.4f},")
     print(f"to others {[round(apart(found, other), 4) for other in others]}")

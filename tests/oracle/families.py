@@ -60,6 +60,7 @@ class Family:
         model_type: of transformers' configuration.
         own: what differs from ``COMMON``.
         windows, rotated: by layer, as ``stream_family`` takes them.
+        seed: of its weights; another one where rounding would decide what is kept.
     """
 
     model_type: str
@@ -67,6 +68,7 @@ class Family:
     windows: tuple[int | None, ...] = (WINDOW, None, WINDOW, None)
     rotated: tuple[bool, ...] = (True,) * 4
     interleaved: bool = False
+    seed: int = 0
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -151,13 +153,13 @@ def model_class(model_type: str) -> str:
     return MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
 
 
-def write_family(path: str | Path, family: Family, seed: int = 0) -> Path:
+def write_family(path: str | Path, family: Family) -> Path:
     """Write a random fp32 model of a family."""
     from transformers import AutoModelForCausalLM
 
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.own})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(family.seed)
     for weight_name, weight in sorted(model.named_parameters()):
         draw = torch.randn(weight.shape, generator=generator)
         if "sinks" in weight_name:

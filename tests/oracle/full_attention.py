@@ -24,7 +24,7 @@ MULTIPLIED = {
     "attention_multiplier": 0.3,
     "embedding_multiplier": 2.0,
     "residual_multiplier": 0.5,
-    "logits_scaling": 0.5,
+    "logits_scaling": 2.0,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HIDDEN = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -35,9 +35,9 @@ def partly(share: float) -> dict[str, Any]:
     return {"rope_parameters": {**PLAIN, "partial_rotary_factor": share}}
 
 
-def full(model_type: str, interleaved: bool = False, **own: Any) -> Family:
+def full(model_type: str, interleaved: bool = False, seed: int = 0, **own: Any) -> Family:
     """A family all of whose layers attend to everything and rotate."""
-    return Family(model_type, {**SIZES, **own}, (None, None), (True, True), interleaved)
+    return Family(model_type, {**SIZES, **own}, (None, None), (True, True), interleaved, seed)
 
 
 def mixed(model_type: str, **own: Any) -> Family:
@@ -71,25 +71,10 @@ OWN_MODULES: dict[str, Family] = {
     ),
     "granite": full("granite", **MULTIPLIED),
     "granite-moe": full("granitemoe", num_local_experts=4, num_experts_per_tok=2, **MULTIPLIED),
-    "ernie4.5": full("ernie4_5", interleaved=True),
-    "ernie4.5-moe": full(
-        "ernie4_5_moe",
-        interleaved=True,
-        moe_num_experts=4,
-        moe_k=2,
-        moe_num_shared_experts=1,
-        moe_intermediate_size=64,
-        moe_layer_start_index=1,
-        use_bias=False,
-    ),
     "stablelm": full("stablelm", use_qkv_bias=True, **partly(0.25)),
-    "cohere": full("cohere", interleaved=True, logit_scale=0.25, use_qk_norm=True),
+    "cohere": full("cohere", interleaved=True, seed=2, logit_scale=0.25, use_qk_norm=True),
     "nemotron": full("nemotron", **partly(0.5)),
     "olmoe": full("olmoe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=False),
-    "minimax-m2": full(
-        "minimax_m2", num_local_experts=4, num_experts_per_tok=2, rotary_dim=16, **partly(0.5)
-    ),
-    "apertus": full("apertus", rope_parameters=LLAMA3),
 }
 """Families that vLLM has modules of its own for."""
 

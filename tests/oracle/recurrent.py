@@ -150,15 +150,6 @@ DELTA_NET = {
     "linear_num_value_heads": 4,
     "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25},
 }
-DELTA_NET_35 = {
-    **DELTA_NET,
-    "rope_parameters": {
-        **PLAIN,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [4, 2, 2],
-        "mrope_interleaved": True,
-    },
-}
 RECURRENT: dict[str, Recurrent] = {
     "lfm2": Recurrent(
         "lfm2",
@@ -214,19 +205,6 @@ RECURRENT: dict[str, Recurrent] = {
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
             "mlp_only_layers": [0, 1, 2],
-        },
-        (1, 3),
-        dtype="bfloat16",
-    ),
-    "qwen3.5": Recurrent("qwen3_5_text", DELTA_NET_35, (1, 3), dtype="bfloat16"),
-    "qwen3.5-moe": Recurrent(
-        "qwen3_5_moe_text",
-        {
-            **DELTA_NET_35,
-            "num_experts": 4,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 64,
-            "shared_expert_intermediate_size": 64,
         },
         (1, 3),
         dtype="bfloat16",
