@@ -5,14 +5,16 @@ A prompt's 4,096 tokens in one chunk, and a decode step of 256 requests. Kernels
 nothing that they leave decides what comes next.
 """
 
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.host_time import decode_step, nothing_launched, prompt
@@ -65,6 +67,34 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Questions(TorchFunctionMode):
+    """Counts what tensors are asked, be it only for a shape or a stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def calls_in(run: Callable[[], Any]) -> int:
+    """Calls of functions that are written in Python."""
+    number = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return number
+
+
 @contextmanager
 def counted() -> Iterator[tuple[Counter[str], Operations]]:
     """Kernel launches by name, and what PyTorch does between them."""
@@ -83,12 +113,18 @@ def served(settings: dict[str, Any], patch: pytest.MonkeyPatch, requests: int = 
     return layer
 
 
-def count_layer(layer: PagedLayer, metadata: Any, tokens: int) -> tuple[Counter[str], Operations]:
+def forward(layer: PagedLayer, metadata: Any, tokens: int) -> Callable[[], Any]:
+    """A call of the layer."""
     query = torch.randn(tokens, SHAPE.num_kv_heads * SHAPE.group, SHAPE.head_size)
     key, value = torch.randn(2, tokens, SHAPE.num_kv_heads, SHAPE.head_size)
     output, name = torch.empty_like(query), SimpleNamespace(layer_name="layer")
+    return lambda: layer.impl.forward(name, query, key, value, layer.pool, metadata, output)
+
+
+def count_layer(layer: PagedLayer, metadata: Any, tokens: int) -> tuple[Counter[str], Operations]:
+    run = forward(layer, metadata, tokens)
     with counted() as found:
-        layer.impl.forward(name, query, key, value, layer.pool, metadata, output)
+        run()
     return found
 
 
@@ -123,6 +159,27 @@ def test_a_stride_is_three_launches(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert not operations.launches and not operations.allocations and not operations.waiting
     assert not planning.waiting
     assert sum(planning.launches.values()) <= 8, "for a whole step and all layers"
+
+
+@pytest.mark.parametrize("name", STRIDES_WAIT)
+def test_a_stride_only_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch is given was found for the layer, or by the first layer for all: however many
+    strides there are, a layer asks as many questions of tensors, and each is a handful of calls."""
+    layer, found = served(STRIDES_WAIT[name], monkeypatch), []
+    table = torch.arange(1, 31, dtype=torch.int32).view(1, -1)
+    for tokens in (TOKENS, TOKENS // 2):
+        metadata = layer.builder.build(0, step_of([TOKENS], [tokens], [True], table))
+        run = forward(layer, metadata, tokens)
+        with nothing_launched() as launched:
+            run()
+            with Questions() as asked:
+                run()
+            calls = calls_in(run)
+        found.append((asked.number, calls, len(launched) // 3))
+    (asked, calls, launches), (asked_of_half, calls_of_half, launches_of_half) = found
+    assert launches == 3 * TOKENS // STRIDE == 2 * launches_of_half
+    assert 0 < asked == asked_of_half <= 40
+    assert calls - calls_of_half <= 16 * (TOKENS // STRIDE // 2)
 
 
 @pytest.mark.parametrize("name", NOBODY_WAITS)
@@ -161,6 +218,6 @@ def test_host_time() -> None:
     settings = {"name": "cascade", "budget": 2048}
     assert decode_step(settings, trials=30) < 1500
     found = prompt(settings, trials=10)
-    assert found["launches"] == 3 * 16 and found["stride_us"] < 400
+    assert found["launches"] == 3 * 16 and found["stride_us"] < 100
     found = prompt({"name": "sink", "budget": 2048}, trials=10)
     assert found["launches"] == 1 and found["stride_us"] < 40

@@ -83,12 +83,15 @@ class StrideRows:
         return len(self.steps)
 
     def select(self, which: np.ndarray) -> "StrideRows":
-        """Those at the given places, an int array."""
+        """Those at the given places, an int array in order."""
         places = which.tolist()
+        if len(places) == len(self):
+            return self
         chosen = [self.schedules[i] for i in places]
         recall = [self.recall[i] for i in places] if self.recall else ()
-        shift = None if self.shift is None else self.shift[which]
-        return StrideRows(self.steps[which], self.request[which], chosen, recall, shift)
+        at = which if places else slice(0, 0)
+        shift = None if self.shift is None else self.shift[at]
+        return StrideRows(self.steps[at], self.request[at], chosen, recall, shift)
 
 
 @dataclass(frozen=True)

@@ -320,7 +320,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def _strides(
         self, at: slice, rows: StrideRows, mail: Mail, given: torch.Tensor | None
     ) -> PrefillRows:
-        schedule, steps = rows.schedules[0], rows.steps
+        schedule, most = rows.schedules[0], rows.steps.max(axis=0)
         return PrefillRows(
             steps=mail.steps[at],
             table=mail.table[at],
@@ -328,9 +328,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             scoring=schedule.scoring,
             decays=self._decays_of(schedule),
             given=given if schedule.scoring.source == "text" else None,
-            max_length=int(steps[:, LENGTH].max()),
-            max_slots=int(steps[:, OLD_SLOTS].max()),
-            width=widest(steps, schedule.unit),
+            max_length=int(most[LENGTH]),
+            max_slots=int(most[OLD_SLOTS]),
+            width=widest(rows.steps, schedule.unit),
             recall=self._recall(rows),
         )
 

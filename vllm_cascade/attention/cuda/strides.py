@@ -233,8 +233,8 @@ def mail_chunks(mail: Mail, waves: Sequence[StrideRows]) -> ChunkDraft:
 
 def widest(steps: np.ndarray, unit: int) -> int:
     """Of the lines of some strides, or of their slots afterwards, in units."""
-    lines = -(-(steps[:, CACHED] + steps[:, LENGTH]) // unit)
-    return int(max(lines.max(), steps[:, NEW_SLOTS].max() // unit))
+    line = int((steps[:, CACHED] + steps[:, LENGTH]).max())
+    return max(-(-line // unit), int(steps[:, NEW_SLOTS].max()) // unit)
 
 
 def stride_shapes(

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA path where tensor-parallel ranks decide together whom to keep.
+
+The other rank's heads are copies of this one's, so that both keep what one alone would: layers
+that exchange scores have to equal the same oracle.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import vllm.distributed
+
+from tests.attention import test_paged
+from tests.attention.test_paged import Shape
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+
+
+@pytest.mark.parametrize("reduction", ["mean", "max", "median"])
+def test_two_ranks_with_the_same_heads(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: Counter[str] = Counter()
+
+    def over_ranks(mass: torch.Tensor, how: str) -> torch.Tensor:
+        asked[how] += 1
+        both = torch.stack([mass, mass])
+        return both.sum(0) / 2 if how == "mean" else both.amax(0)
+
+    def all_gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        asked["gather"] += 1
+        return torch.cat([tensor, tensor], dim)
+
+    class OfTwo(TritonKVPolicyImpl):
+        def prepare(self, *args: Any, **kwargs: Any) -> None:
+            super().prepare(*args, **kwargs)
+            exchange = {"gather_heads": lambda mass: all_gather(mass, -3), "over_ranks": over_ranks}
+            self._layer = replace(self._layer, **exchange)
+
+    monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_gather", all_gather)
+    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", OfTwo)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    settings = {"name": "h2o", "budget": 12, "head_reduction": reduction, "prefill_stride": 8}
+    test_paged.run_mixed_requests(None, Shape(group=2), settings, [1, 23], [6, 30], 5)
+    assert set(asked) == {"gather" if reduction == "median" else reduction}
