@@ -2,9 +2,9 @@
 """What the bounded cache is for, on a real model: ``python -m benchmarks.demo`` or ``make demo``.
 
 A novel goes past the model's positions (stock vLLM stops there, a plain window gets much worse,
-sink and cascade go on), then a chat does, with a server of stock vLLM beside two of ours. What it
-was told first is asked for at its end: one of them has forgotten it, the other recalls. Prints two
-tables and a dialogue, and writes the numbers as JSON and a picture. ``--help`` lists the options.
+sink and cascade go on), then a chat does, with a server of stock vLLM beside one of ours. Prints
+two tables and a dialogue, and writes the numbers as JSON and a picture. ``--help`` lists the
+options.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.inputs.texts import passages
 from benchmarks.models import Model, best_model
 from benchmarks.reporting import demo_pictures, demo_report, results
-from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
+from benchmarks.reporting.demo_report import CASCADE, STOCK
 from benchmarks.reporting.tables import console, show
 from benchmarks.running import novel, pools
 from benchmarks.running.conversation import Conversation, Refused
@@ -46,11 +46,6 @@ QUESTION = (
     "I am reading a novel. Part {number}:\n\n{passage}\n\n"
     "What is this part about? Answer in one short sentence, in your own words."
 )
-KEY = "48213"
-TOLD = "The pass key is {key}. Remember it. {key} is the pass key."
-ASKED = "What is the pass key?"
-RECALLED, UNIT = 8, 16
-"""Units that may come back at a time, and a unit's tokens, which is recall's default."""
 PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
 """For a model without a chat template."""
 
@@ -118,7 +113,7 @@ def settle(args: argparse.Namespace) -> tuple[Model, int]:
                 "positions, which is what the demo shows: take more"
             )
     try:
-        for policy in (*policies(args).values(), with_recall(args)):
+        for policy in policies(args).values():
             resolve(policy, max_position=positions, max_num_batched_tokens=BATCHED_TOKENS)
     except KVPolicyError as error:
         raise SystemExit(str(error)) from error
@@ -129,13 +124,6 @@ def policies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """The arms beside stock vLLM."""
     shared = {"budget": args.budget, "prefill_stride": args.stride}
     return {name: {"name": name, **shared} for name in ("window", "sink", CASCADE)}
-
-
-def with_recall(args: argparse.Namespace) -> dict[str, Any]:
-    """A window that attends to no more than the others, with room for what comes back."""
-    recall = min(RECALLED, args.budget // (4 * UNIT))
-    budget = (args.budget - (recall + 2) * UNIT) // UNIT * UNIT
-    return {"name": "sink", "budget": budget, "recall": recall, "prefill_stride": args.stride}
 
 
 def engine(args: argparse.Namespace, model: Model, **settings: Any) -> EngineSettings:
@@ -197,19 +185,14 @@ def read_novel(args: argparse.Namespace, model: Model, positions: int) -> dict[s
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
     """What makes each server of the chat what it is: the flags after ``vllm serve MODEL``."""
-    found: dict[str, list[str]] = {STOCK: []}
-    for label, policy in ((CASCADE, policies(args)[CASCADE]), (RECALL, with_recall(args))):
-        flags = ["--kv-policy", policy["name"], "--kv-budget", str(policy["budget"])]
-        if "recall" in policy:
-            flags += ["--kv-recall", str(policy["recall"])]
-        if args.stride != 256:
-            flags += ["--kv-policy-config", f'{{"prefill_stride": {args.stride}}}']
-        found[label] = [*flags, "--max-model-len", str(ENDLESS)]
-    return found
+    ours = ["--kv-policy", CASCADE, "--kv-budget", str(args.budget)]
+    if args.stride != 256:
+        ours += ["--kv-policy-config", f'{{"prefill_stride": {args.stride}}}']
+    return {STOCK: [], CASCADE: [*ours, "--max-model-len", str(ENDLESS)]}
 
 
 def servers(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Server]:
-    """Stock vLLM's and our two, not started; each has the pool that stock vLLM needs."""
+    """Stock vLLM's and ours, not started; each has the pool that stock vLLM needs."""
     pool = pools.pool_bytes(engine(args, model, max_model_len=positions))
     shared = ["--dtype", args.dtype, "--enforce-eager", "--block-size", str(BLOCK_SIZE)]
     shared += ["--max-num-seqs", "1", "--max-num-batched-tokens", str(BATCHED_TOKENS)]
@@ -218,16 +201,15 @@ def servers(args: argparse.Namespace, model: Model, positions: int) -> dict[str,
     if load_tokenizer(str(model.path)).chat_template is None:
         shared += ["--chat-template", PLAIN_CHAT]
     cores = sorted(os.sched_getaffinity(0))
+    of = [cores[i % args.engines % len(cores)] for i in range(2)]
     return {
-        label: Server(
-            str(model.path), [*flags, *shared], cores=[cores[i % args.engines % len(cores)]]
-        )
-        for i, (label, flags) in enumerate(commands(args).items())
+        label: Server(str(model.path), [*flags, *shared], cores=[core])
+        for core, (label, flags) in zip(of, commands(args).items(), strict=True)
     }
 
 
 def talk(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Any]:
-    """The chat with all servers, as what is kept of it."""
+    """The chat with both servers, as what is kept of it."""
     flags = {label: " ".join(words) for label, words in commands(args).items()}
     command = {label: f"vllm serve {model.name} {words}".strip() for label, words in flags.items()}
     kept = {
@@ -235,16 +217,17 @@ def talk(args: argparse.Namespace, model: Model, positions: int) -> dict[str, An
         "positions": positions,
         "block_size": BLOCK_SIZE,
         "engines": args.engines,
-        "key": KEY,
         "arms": {},
     }
-    shown = "\n".join(f"   {words}" for words in command.values())
-    told = {"block": BLOCK_SIZE, "engines": args.engines, "told": TOLD.format(key=KEY)}
-    console().print(demo_report.CHAT.format(commands=shown, **told), highlight=False)
+    console().print(
+        demo_report.CHAT.format(
+            stock=command[STOCK], ours=command[CASCADE], block=BLOCK_SIZE, engines=args.engines
+        ),
+        highlight=False,
+    )
     settings = {
         STOCK: engine(args, model),
         CASCADE: engine(args, model, policy=policies(args)[CASCADE]),
-        RECALL: engine(args, model, policy=with_recall(args)),
     }
     with ExitStack() as stack:
         up = servers(args, model, positions)
@@ -269,17 +252,15 @@ def converse(
     chat_tokens: int,
     together: int,
 ) -> None:
-    """Tell a number, ask about part after part until ours have ``chat_tokens``, ask for the number.
+    """Ask about part after part, ``together`` servers at a time, until ours has ``chat_tokens``.
 
-    ``together`` servers at a time. Stock vLLM drops out when it refuses; a refusal of ours is an
-    error.
+    Stock vLLM drops out when it refuses; a refusal of ours is an error.
     """
     chats = {label: Conversation(server, ANSWER_TOKENS) for label, server in up.items()}
     print(demo_report.live_head(kept), flush=True)
     with ThreadPoolExecutor(together) as pool:
-
-        def ask(question: str) -> int:
-            """A turn of all; how long the shortest of our chats is then."""
+        for number, passage in enumerate(parts, 1):
+            question = QUESTION.format(number=number, passage=passage)
             asked = {
                 label: pool.submit(chat.ask, question)
                 for label, chat in chats.items()
@@ -292,14 +273,8 @@ def converse(
                     if label != STOCK:
                         raise
                     kept[label]["refused"] = demo_report.refusal_numbers(refused)
-            ours = [arm["turns"] for label, arm in kept.items() if label != STOCK]
-            print(demo_report.live_row(kept, len(ours[0]) - 1), flush=True)
-            return min(turns[-1]["context"] for turns in ours)
-
-        ask(TOLD.format(key=KEY))
-        for number, passage in enumerate(parts, 1):
-            if ask(QUESTION.format(number=number, passage=passage)) >= chat_tokens:
-                ask(ASKED)
+            print(demo_report.live_row(kept, number - 1), flush=True)
+            if kept[CASCADE]["turns"][-1]["context"] >= chat_tokens:
                 return
     raise SystemExit("the book is too short for such a long chat: lower --chat-tokens")
 

@@ -10,7 +10,7 @@ from benchmarks.reporting.tables import Table, console, number
 from benchmarks.running.conversation import Refused, Turn
 from benchmarks.running.novel import Read
 
-STOCK, CASCADE, RECALL = "stock vLLM", "cascade", "recall"
+STOCK, CASCADE = "stock vLLM", "cascade"
 KEEPS = {
     STOCK: "all tokens",
     "window": "the last {budget:,}",
@@ -28,21 +28,19 @@ forget the others. One engine each, {engines} at a time:
 """
 
 CHAT = """\
-2. A chat. Three servers, run as a user runs them, {engines} asked at a time:
+2. A chat. Two servers, run as a user runs them, {engines} asked at a time:
 
-{commands}
+   {stock}
+   {ours}
 
-In its first turn the user says: {told} Then he pastes the novel part by part and asks each time \
-what it is about; every turn sends the whole conversation so far. His last question is for the \
-pass key. A page holds {block} tokens. "First" is the time from the question to the answer's \
-first token, "token" the time of each token after it.
+The user pastes the novel part by part and asks each time what it is about; every turn sends the \
+whole conversation so far. A page holds {block} tokens. "Until first" is the time from the \
+question to the answer's first token, "a token" the time of each token after it.
 """
 
 FORGETS = """\
 What it is not: the cascade's server goes on because it forgets. It answers from the tokens that \
-are still cached, and a question about one that is not will be answered wrongly. With recall, \
-evicted tokens wait in the host's memory and come back when a question looks for them: more often \
-than not, but not always."""
+are still cached, and a question about one that is not will be answered wrongly."""
 
 
 def numbers(read: Read, head: int) -> dict[str, Any]:
@@ -159,9 +157,9 @@ def shortened(text: str, words: int = 12) -> str:
 
 def live_head(arms: Mapping[str, Any]) -> str:
     """Two lines above the turns, which are printed as they come."""
-    names = " " * 6 + "".join(f"{label:^33}" for label in arms)
-    columns = f"{'tokens':>10}{'pages':>7}{'first':>8}{'token':>8}"
-    return f"{names.rstrip()}\n{'turn':<6}{columns * len(arms)}"
+    names = " " * 6 + "".join(f"{label:^42}" for label in arms)
+    columns = f"{'tokens':>10}{'pages':>8}{'until first':>13}{'a token':>11}"
+    return f"{names}\n{'turn':<6}{columns * len(arms)}"
 
 
 def live_row(arms: Mapping[str, Any], turn: int) -> str:
@@ -169,7 +167,7 @@ def live_row(arms: Mapping[str, Any], turn: int) -> str:
     line = f"{turn + 1:<6}"
     for arm in arms.values():
         tokens, pages, first, token = cells(arm, turn)
-        line += f"{tokens:>10}{pages:>7}{first:>8}{token:>8}"
+        line += f"{tokens:>10}{pages:>8}{first:>13}{token:>11}"
     return line
 
 
@@ -178,18 +176,18 @@ def chat_table(chat: Mapping[str, Any]) -> Table:
     arms = chat["arms"]
     columns = ["turn"]
     for label in arms:
-        columns += [f"{label}: tokens", "pages", "first", "token"]
+        columns += [f"{label}: tokens", "pages", "until first", "a token"]
     rows = [
         (str(turn + 1), *(cell for arm in arms.values() for cell in cells(arm, turn)))
         for turn in range(max(len(arm["turns"]) for arm in arms.values()))
     ]
-    page = ", ".join(f"{mib(arm['page_bytes'])} under {label}" for label, arm in arms.items())
+    page = {label: mib(arm["page_bytes"]) for label, arm in arms.items()}
     return Table(
         f"A chat that goes on past {chat['positions']:,} tokens, {chat['model']}",
         tuple(columns),
         tuple(rows),
-        f"A page takes {page}, all layers together. Servers asked at a time, on a core each: "
-        f"{chat['engines']}. {stopped(chat)} {' '.join(answers(chat))}",
+        f"A page takes {page[STOCK]} in stock vLLM and {page[CASCADE]} under cascade, all layers "
+        f"together. Servers asked at a time, on a core each: {chat['engines']}. {stopped(chat)}",
     )
 
 
@@ -216,27 +214,10 @@ def stopped(chat: Mapping[str, Any]) -> str:
     )
 
 
-def answers(chat: Mapping[str, Any]) -> list[str]:
-    """What our servers say when they are asked for what they were told first."""
-    lines = []
-    for label, arm in chat["arms"].items():
-        if label != STOCK:
-            last = arm["turns"][-1]
-            right = "right" if is_right(chat, label) else "wrong"
-            asked = f"Asked for the pass key {last['prompt']:,} tokens later"
-            lines.append(f'{asked}, {label} answers: "{last["answer"]}", which is {right}.')
-    return lines
-
-
-def is_right(chat: Mapping[str, Any], label: str) -> bool:
-    """Whether a server's last answer has the number that it was told first."""
-    return chat["key"] in chat["arms"][label]["turns"][-1]["answer"]
-
-
-def dialogue(chat: Mapping[str, Any], shown: Sequence[int] = (0, 1, -1)) -> list[tuple[str, str]]:
-    """Who says what in some turns with recall; between them, how many more."""
-    turns = chat["arms"][RECALL]["turns"]
-    places = sorted({place % len(turns) for place in shown if place < len(turns)})
+def dialogue(chat: Mapping[str, Any], shown: Sequence[int] = (0, -1)) -> list[tuple[str, str]]:
+    """Who says what in the first and the last turn under cascade; between them, how many more."""
+    turns = chat["arms"][CASCADE]["turns"]
+    places = sorted({place % len(turns) for place in shown})
     lines, last = [], -1
     for place in places:
         if place > last + 1:
@@ -259,5 +240,4 @@ def show_chat(chat: Mapping[str, Any]) -> None:
     )
     for who, words in dialogue(chat):
         screen.print(f"{who + ':' if who else '':<16}{words}", highlight=False, markup=False)
-    screen.print("\n" + "\n".join(answers(chat)), highlight=False, markup=False)
     screen.print(f"\n{FORGETS}\n", highlight=False, markup=False)

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from benchmarks.reporting import demo_pictures, results
-from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK, keeps, mib
+from benchmarks.reporting.demo_report import CASCADE, STOCK, keeps, mib
 from benchmarks.reporting.tables import number
 from benchmarks.running.environment import ROOT
 
@@ -57,20 +57,7 @@ def sentence(result: dict[str, Any], novel: dict[str, Any], chat: dict[str, Any]
         f"{result['settings']['dtype']} on {where['cores']} cores of {where['cpu']}, "
         f"{novel['engines']} engines at a time. Then it chats: {stops}`--kv-policy cascade` is at "
         f"{ours[-1]['context']:,} tokens after {len(ours)} turns, with {ours[-1]['pages']} pages "
-        f"as since turn {constant_since(ours)}. {asked(chat)} "
-        "([all numbers](docs/RESULTS.md#the-demo))."
-    )
-
-
-def asked(chat: dict[str, Any]) -> str:
-    """What the servers answer when they are asked for what they were told first."""
-    arms = chat["arms"].items()
-    answer = {label: " ".join(arm["turns"][-1]["answer"].split()) for label, arm in arms}
-    _, _, flags = chat["arms"][RECALL]["command"].partition(" --kv-policy ")
-    flags, _, _ = flags.partition(" --max-model-len")
-    return (
-        f'Asked for a number that it was told in the first turn, it says "{answer[CASCADE]}"; '
-        f'`--kv-policy {flags}`, which attends to as many tokens, says "{answer[RECALL]}"'
+        f"as since turn {constant_since(ours)} ([all numbers](docs/RESULTS.md#the-demo))."
     )
 
 

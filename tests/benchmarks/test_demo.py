@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from benchmarks import demo
 from benchmarks.inputs.texts import passages
 from benchmarks.models import Model
 from benchmarks.reporting import demo_pictures, demo_report, readme, results
-from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
+from benchmarks.reporting.demo_report import CASCADE, STOCK
 from benchmarks.running import novel
 from benchmarks.running.conversation import Refused, Turn
 from benchmarks.running.environment import ROOT
 from benchmarks.running.stream import StreamResult
 from tests.conftest import MODEL
-from vllm_cascade.policies import resolve
 
 POSITIONS = 1024
 SMALL = Model(MODEL, MODEL.name, real=False, why_not="it is a test")
@@ -93,22 +91,9 @@ def test_stock_reads_what_its_positions_hold() -> None:
     assert all(not arm.stock and len(arm.readable) == 1536 for arm in bounded)
 
 
-def test_what_is_recalled_takes_its_room_from_the_window() -> None:
-    real = demo.parse_args(["--budget", "1024"])
-    policy = demo.with_recall(real)
-    assert policy == {"name": "sink", "budget": 864, "recall": 8, "prefill_stride": 256}
-    for args in (settled(), real):
-        one, other = resolve(demo.with_recall(args)), resolve(demo.policies(args)[CASCADE])
-        assert one.unit == demo.UNIT
-        assert 0.9 * other.capacity < one.capacity <= other.capacity
-
-
-def test_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
-    every = demo.servers(settled("--dtype", "bfloat16"), SMALL, POSITIONS)
-    assert list(every) == [STOCK, CASCADE, RECALL]
-    stock, ours, recall = (server._command for server in every.values())
-    words = ["--kv-policy", "sink", "--kv-budget", "64", "--kv-recall", "2"]
-    assert recall[recall.index("--kv-policy") :][:6] == words
+def test_both_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
+    both = demo.servers(settled("--dtype", "bfloat16"), SMALL, POSITIONS)
+    stock, ours = (server._command for server in both.values())
     assert "--kv-policy" not in stock and ours[ours.index("--kv-policy") + 1] == CASCADE
     assert ours[ours.index("--max-model-len") + 1] == "1000000" and "--max-model-len" not in stock
     pools = [int(words[words.index("--kv-cache-memory-bytes") + 1]) for words in (stock, ours)]
@@ -124,8 +109,7 @@ def test_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
         ]
         for n in ("1", "2")
     )
-    assert one == [{cores[0]}] * 3
-    assert two == [{cores[0]}, {cores[1 % len(cores)]}, {cores[0]}]
+    assert one == [{cores[0]}] * 2 and two == [{cores[0]}, {cores[1 % len(cores)]}]
     words = demo.commands(settled("--stride", "64"))[CASCADE]
     assert json.loads(words[words.index("--kv-policy-config") + 1]) == {"prefill_stride": 64}
 
@@ -185,17 +169,11 @@ def read() -> dict[str, Any]:
     }
 
 
-def fake_turn(
-    context: int,
-    pages: int,
-    generated: int = 20,
-    complete: bool = True,
-    answer: str = "An answer",
-) -> Turn:
+def fake_turn(context: int, pages: int, generated: int = 20, complete: bool = True) -> Turn:
     question = " ".join(f"word{n}" for n in range(100))
     token_ms = 40.0 if generated > 1 else None
     return Turn(
-        question, answer, context - generated, 64, generated, 1.25, token_ms, pages, complete
+        question, "An answer", context - generated, 64, generated, 1.25, token_ms, pages, complete
     )
 
 
@@ -203,14 +181,12 @@ def fake_turn(
 def chat() -> dict[str, Any]:
     stock = [fake_turn(400, 13), fake_turn(1024, 32, generated=1, complete=False)]
     ours = [fake_turn(400, 5), fake_turn(1030, 5), fake_turn(1500, 5)]
-    recall = [*ours[:2], fake_turn(1500, 5, answer="The pass key is 123.")]
     message = "This model's maximum context length is 1024 tokens."
     return {
         "model": "a-model",
         "positions": POSITIONS,
         "block_size": 32,
         "engines": 2,
-        "key": "123",
         "arms": {
             STOCK: {
                 "command": "vllm serve a-model",
@@ -222,12 +198,6 @@ def chat() -> dict[str, Any]:
                 "command": "vllm serve a-model --kv-policy cascade",
                 "page_bytes": 1 << 20,
                 "turns": [demo_report.turn_numbers(turn) for turn in ours],
-                "refused": None,
-            },
-            RECALL: {
-                "command": "vllm serve a-model --kv-policy sink --kv-recall 8 --max-model-len 9999",
-                "page_bytes": 1 << 20,
-                "turns": [demo_report.turn_numbers(turn) for turn in recall],
                 "refused": None,
             },
         },
@@ -271,17 +241,13 @@ def test_novel_table_and_what_it_says(read: dict[str, Any]) -> None:
 def test_chat_table_shows_where_stock_stops(chat: dict[str, Any]) -> None:
     table = demo_report.chat_table(chat)
     assert table.rows == (
-        ("1", "400", "13", "1.2 s", "40 ms", *("400", "5", "1.2 s", "40 ms") * 2),
-        ("2", "1,024", "32", "1.2 s", "-", *("1,030", "5", "1.2 s", "40 ms") * 2),
-        ("3", "HTTP 400", "-", "-", "-", *("1,500", "5", "1.2 s", "40 ms") * 2),
+        ("1", "400", "13", "1.2 s", "40 ms", "400", "5", "1.2 s", "40 ms"),
+        ("2", "1,024", "32", "1.2 s", "-", "1,030", "5", "1.2 s", "40 ms"),
+        ("3", "HTTP 400", "-", "-", "-", "1,500", "5", "1.2 s", "40 ms"),
     )
-    assert 'Asked for the pass key 1,480 tokens later, cascade answers: "An answer"' in table.note
-    assert 'recall answers: "The pass key is 123.", which is right.' in table.note
-    assert demo_report.is_right(chat, RECALL) and not demo_report.is_right(chat, CASCADE)
     assert "answers turn 3 with HTTP 400: \"This model's maximum context" in table.note
     live = demo_report.live_row(chat["arms"], 2).split()
-    ours = ["1,500", "5", "1.2", "s", "40", "ms"]
-    assert live == ["3", "HTTP", "400", "-", "-", "-", *ours, *ours]
+    assert live == ["3", "HTTP", "400", "-", "-", "-", "1,500", "5", "1.2", "s", "40", "ms"]
     head = demo_report.live_head(chat["arms"]).splitlines()
     assert len(head[1]) == len(demo_report.live_row(chat["arms"], 0)), "columns stand in line"
     chat["arms"][STOCK]["refused"] = None
@@ -290,21 +256,15 @@ def test_chat_table_shows_where_stock_stops(chat: dict[str, Any]) -> None:
 
 def test_dialogue_in_short(chat: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     lines = demo_report.dialogue(chat)
-    users = [who for who, _ in lines if who != "model"]
-    assert users == ["user, turn 1", "user, turn 2", "user, turn 3"] and len(lines) == 6
-    assert lines[-1] == ("model", "The pass key is 123.")
-    fewer = demo_report.dialogue(chat, (0, -1))
-    assert [who for who, _ in fewer] == ["user, turn 1", "model", "", "user, turn 3", "model"]
-    assert fewer[2][1] == "... 1 more turns ..."
+    assert [who for who, _ in lines] == ["user, turn 1", "model", "", "user, turn 3", "model"]
+    assert lines[2][1] == "... 1 more turns ..."
     assert lines[0][1].startswith("word0 word1 ") and lines[0][1].endswith(" word98 word99")
     assert "[... 76 words ...]" in lines[0][1]
     assert demo_report.shortened("a b  c") == "a b c"
     assert chat["arms"][STOCK]["turns"][1]["answer"] == "An answer ...", "it was cut off"
     demo_report.show_chat(chat)
     printed = capsys.readouterr().out
-    assert "[... 76 words ...]" in printed
-    assert "stock vLLM 32.0 MiB, cascade 5.0 MiB, recall 5.0 MiB" in printed
-    assert "cascade answers" in printed and "recall answers" in printed
+    assert "[... 76 words ...]" in printed and "stock vLLM 32.0 MiB, cascade 5.0 MiB" in printed
     assert "will be answered wrongly" in printed
 
 
@@ -353,7 +313,6 @@ def test_readme_block(result: dict[str, Any]) -> None:
     assert "*The Book*, in bfloat16 on 2 cores of A CPU" in lines[-1]
     assert "stock vLLM answers 400 after 1,024 tokens" in lines[-1]
     assert "1,500 tokens after 3 turns, with 5 pages as since turn 1" in lines[-1]
-    assert 'it says "An answer"; `--kv-policy sink --kv-recall 8`, which' in lines[-1]
 
 
 def test_fill_replaces_what_is_between_the_markers(result: dict[str, Any]) -> None:
@@ -387,12 +346,8 @@ def test_what_the_kept_run_shows() -> None:
     stock, ours = (data["chat"]["arms"][label] for label in (STOCK, CASCADE))
     assert stock["refused"]["status"] == 400 and stock["turns"][-1]["context"] <= positions
     assert ours["turns"][-1]["context"] > positions and ours["refused"] is None
-    for arm in (ours, data["chat"]["arms"][RECALL]):
-        pages = [turn["pages"] for turn in arm["turns"] if turn["context"] > positions // 2]
-        assert len(set(pages)) == 1 and all(a <= b for a, b in pairwise(pages))
-        assert arm["turns"][-1]["prompt"] > positions, "the number is asked for behind them"
-    assert demo_report.is_right(data["chat"], RECALL)
-    assert not demo_report.is_right(data["chat"], CASCADE)
+    pages = [turn["pages"] for turn in ours["turns"] if turn["context"] > positions // 2]
+    assert len(set(pages)) == 1 and all(a <= b for a, b in pairwise(pages))
 
 
 # --- the chat, with made-up servers ---------------------------------------------------------------
@@ -408,15 +363,14 @@ class FakeChat:
         if self.context + 100 > self.limit:
             raise Refused(400, "too long")
         self.context += 100
-        return replace(fake_turn(self.context, pages=7), question=question)
+        return fake_turn(self.context, pages=7)
 
 
 def converse(monkeypatch: pytest.MonkeyPatch, stock: int, ours: int, parts: int) -> dict[str, Any]:
     monkeypatch.setattr(demo, "Conversation", FakeChat)
-    limits = {STOCK: stock, CASCADE: ours, RECALL: 10_000}
-    kept = {label: {"turns": [], "refused": None} for label in limits}
+    kept = {label: {"turns": [], "refused": None} for label in (STOCK, CASCADE)}
     passages_: Iterator[str] = iter(["a passage"] * parts)
-    demo.converse(limits, kept, passages_, 600, together=2)
+    demo.converse({STOCK: stock, CASCADE: ours}, kept, passages_, 600, together=2)
     return kept
 
 
@@ -426,12 +380,9 @@ def test_ours_goes_on_where_stock_stops(
     kept = converse(monkeypatch, stock=350, ours=10_000, parts=99)
     assert [turn["context"] for turn in kept[STOCK]["turns"]] == [100, 200, 300]
     assert kept[STOCK]["refused"] == {"status": 400, "message": "too long"}
-    for label in (CASCADE, RECALL):  # the number is told, asked for at 600 tokens, and between them
-        assert [turn["context"] for turn in kept[label]["turns"]] == [*range(100, 701, 100)]
-        assert kept[label]["turns"][-1]["question"] == demo.ASKED
-        assert demo.KEY in kept[label]["turns"][0]["question"]
+    assert kept[CASCADE]["turns"][-1]["context"] == 600 and len(kept[CASCADE]["turns"]) == 6
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 7 and sum("HTTP 400" in line for line in lines) == 1
+    assert len(lines) == 2 + 6 and sum("HTTP 400" in line for line in lines) == 1
 
 
 def test_ours_must_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +415,7 @@ def test_a_novel_through_real_engines() -> None:
 
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real servers: stock vLLM's 400 is its own, and ours go on in as many pages."""
+    """Two real servers: stock vLLM's 400 is its own, and ours goes on in as many pages."""
     out = tmp_path / "demo.json"
     demo.main([*TINY, "--out", str(out)])
     kept = results.load("demo", tmp_path)
