@@ -243,7 +243,6 @@ PARTS = (
         get_kv_quant_mode=called(
             "a layer's cache", "(kv_cache_dtype)", *(POOLS, TEST_PAGED, TEST_WINDOWS)
         ),
-        UniformTypeKVCacheSpecs=given("all kinds are one group", TEST_KINDS),
     ),
     *rows(
         "vllm.v1.kv_cache_interface.KVCacheSpec",

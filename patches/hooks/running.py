@@ -24,6 +24,7 @@ REFUSALS = "vllm_cascade/engine/refusals.py"
 ROWS = "vllm_cascade/attention/requests.py"
 SEEDS = "vllm_cascade/engine/seeds.py"
 STAGES = "vllm_cascade/engine/stages.py"
+TEST_KINDS = "tests/cache/test_kinds.py"
 TILES = "kernels/triton/tiles.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
@@ -142,6 +143,8 @@ ATTENTION = (
         supported_kv_cache_layouts=overridden("pages we can have", "()", BACKEND),
         supports_attn_type=overridden("decoders only", "(attn_type)", BACKEND),
         supports_head_size=overridden("models the kernels can have", "(head_size)", CUDA_BACKEND),
+        supports_sink=overridden("models the kernels can have", "()", CUDA_BACKEND),
+        supports_sliding_window=overridden("models the kernels can have", "()", CUDA_BACKEND),
     ),
     *rows(
         "vllm.v1.attention.backend",
@@ -199,6 +202,14 @@ ATTENTION = (
         kv_cache_spec=overridden("is always ours", "", BUILDER),
         layer_names=read("layers to wire", "", WORKER),
         reorder_batch_threshold=overridden("rows stay as they are", "int | None", BUILDER),
+    ),
+    *rows(
+        "vllm.v1.kv_cache_interface",
+        UniformTypeKVCacheSpecs=given("all kinds are one group", CUDA_BUILDER, TEST_KINDS),
+    ),
+    *rows(
+        "vllm.v1.kv_cache_interface.UniformTypeKVCacheSpecs",
+        kv_cache_specs=read("layers of all kinds", "dict[str, KVCacheSpec]", CUDA_BUILDER),
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionCGSupport",
