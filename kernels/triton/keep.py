@@ -63,11 +63,10 @@ def choose_ranks(
     columns = tl.cdiv(cached + tl.load(step + LENGTH), UNIT)
     compared = values + COMPARED * notes_stride
     scores = values + SCORE * notes_stride
-    mass = sums
     if sums is not None:
-        mass += mine * SUMMED * sums_stride
+        sums += mine * SUMMED * sums_stride
     score_columns(
-        *(mass, given, line, compared, scores, token, step, columns, old),
+        *(sums, given, line, compared, scores, token, step, columns, old),
         *(sums_stride, line_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT, SCORE_TILE),
     )
     tl.debug_barrier()

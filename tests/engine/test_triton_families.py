@@ -15,10 +15,10 @@ import pytest
 
 from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import MAX_ERROR
-from tests.engine.test_families import POLICIES, apart, compare, model_of, random_tokens, written
+from tests.engine.test_families import POLICIES, compare, model_of, random_tokens, written
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode
-from tests.oracle.families import WINDOW, run_family
+from tests.oracle.families import FAMILIES, WINDOW, run_family
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
@@ -60,7 +60,7 @@ def check(pool: EnginePool, path: Path, family: str, policy: str, prompt_len: in
     error, grown = compare(
         llm,
         family,
-        lambda tokens: apart(family)(run_family, path, family, tokens, prompt_len, settings),
+        lambda tokens: run_family(path, FAMILIES[family], tokens, prompt_len, settings),
         prompt_len=prompt_len,
         kept_at_most=max(settings["budget"] + 8, WINDOW),
     )
@@ -103,6 +103,6 @@ def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> 
     path, settings = model_of(family), POLICIES["sink"] | {"prefill_stride": 32}
     llm = engine(engine_pool, path, settings)
     tokens, found = decode(llm, random_tokens(0, 700), 61)
-    truth = run_family(path, family, tokens[:-1], 700, settings)
+    truth = run_family(path, FAMILIES[family], tokens[:-1], 700, settings)
     assert np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
     engine_pool.close()
