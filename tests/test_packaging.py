@@ -101,6 +101,7 @@ print(is_kernels_available())
 """
 
 
+@pytest.mark.slow
 def test_mapped_packages_and_transformers(tmp_path: Path) -> None:
     *_, without, mapped = python(TRANSFORMERS + MAPPED, tmp_path).splitlines()
     assert mapped == "vllm_cascade.kernels vllm_cascade.patches"

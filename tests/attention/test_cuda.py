@@ -288,6 +288,7 @@ def test_some_requests_at_once_beside_others(monkeypatch: pytest.MonkeyPatch) ->
     test_paged.run_mixed_requests(None, Shape(), ENGINE, prompts, totals, 3, asked=OWN)
 
 
+@pytest.mark.slow
 def test_requests_with_policies_of_their_own() -> None:
     """All of a batch's policies at once: budgets, victim rules, averages and ties of their own."""
     prompts, totals = [1, 23, 32, 48, 60, 7], [40, 44, 38, 60, 64, 24]

@@ -65,7 +65,10 @@ CASES = {
 }
 
 
-SLOW = {"dgc-sklearn-256", "sink-overflow-256", "lazy-1", "h2o-1", "beehive-1", "h2o-overflow-64"}
+SLOW = {
+    *("dgc-sklearn-256", "sink-overflow-256", "lazy-1", "h2o-1", "beehive-1", "h2o-overflow-64"),
+    "dgc-attention-1",
+}
 """Cases whose parts others have, too."""
 
 

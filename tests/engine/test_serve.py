@@ -130,6 +130,7 @@ def test_many_clients_and_one_that_leaves(server: Server, book_tokens: list[int]
     server.wait_until("vllm:kv_cache_usage_perc", 0.0)
 
 
+@pytest.mark.slow
 def test_without_the_plugin_the_flag_is_unknown() -> None:
     """Never a silent stock run: vLLM only logs a plugin that does not load."""
     run = subprocess.run(

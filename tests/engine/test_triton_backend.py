@@ -86,7 +86,7 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any)
     )
 
 
-LONG = ("dgc-8", "beehive-log-n-1", "cascade-overflow-1")
+LONG = ("dgc-8", "beehive-log-n-1", "cascade-overflow-1", "sink-overflow-1", "h2o-normalise-1")
 
 
 @pytest.mark.parametrize(

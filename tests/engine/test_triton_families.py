@@ -69,6 +69,7 @@ def check(pool: EnginePool, path: Path, family: str, policy: str, prompt_len: in
     return llm
 
 
+@pytest.mark.slow
 def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
     check(engine_pool, model_of(FAST[0]), *FAST, prompt_len=80)
     engine_pool.close()
