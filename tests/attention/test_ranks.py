@@ -21,15 +21,16 @@ from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "median"])
 def test_two_ranks_with_the_same_heads(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: Counter[str] = Counter()
+    asked: Counter[tuple[str, str]] = Counter()
+    reading: list[str] = []
 
     def over_ranks(mass: torch.Tensor, how: str) -> torch.Tensor:
-        asked[how] += 1
+        asked[how, reading[-1]] += 1
         both = torch.stack([mass, mass])
         return both.sum(0) / 2 if how == "mean" else both.amax(0)
 
     def all_gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        asked["gather"] += 1
+        asked["gather", reading[-1]] += 1
         return torch.cat([tensor, tensor], dim)
 
     class OfTwo(TritonKVPolicyImpl):
@@ -38,9 +39,20 @@ def test_two_ranks_with_the_same_heads(reduction: str, monkeypatch: pytest.Monke
             exchange = {"gather_heads": lambda mass: all_gather(mass, -3), "over_ranks": over_ranks}
             self._layer = replace(self._layer, **exchange)
 
+        def _prefill(self, *args: Any) -> None:
+            reading.append("prompt")
+            super()._prefill(*args)
+
+        def _decode(self, *args: Any) -> None:
+            reading.append("token")
+            super()._decode(*args)
+
     monkeypatch.setattr(vllm.distributed, "tensor_model_parallel_all_gather", all_gather)
     monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", OfTwo)
     monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
     settings = {"name": "h2o", "budget": 12, "head_reduction": reduction, "prefill_stride": 8}
     test_paged.run_mixed_requests(None, Shape(group=2), settings, [1, 23], [6, 30], 5)
-    assert set(asked) == {"gather" if reduction == "median" else reduction}
+    how = "gather" if reduction == "median" else reduction
+    assert asked[how, "prompt"] == reading.count("prompt") > 1, "once a stride"
+    assert asked[how, "token"] >= reading.count("token") > 1
+    assert {kind for kind, _ in asked} == {how}
