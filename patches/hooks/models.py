@@ -26,6 +26,7 @@ TESTED = {
     "FlexOlmoForCausalLM": "experts; vLLM runs it by transformers",
     "Gemma2ForCausalLM": "windows, soft caps",
     "Gemma3ForCausalLM": "windows, two rotations",
+    "Gemma4ForCausalLM": "windows, fewer and larger heads elsewhere; not E2B, E4B: shared caches",
     "GemmaForCausalLM": "full attention",
     "Glm4ForCausalLM": "partly rotated, neighbours paired",
     "Glm4MoeForCausalLM": "experts, partly rotated",
@@ -51,6 +52,8 @@ TESTED = {
     "PhiForCausalLM": "partly rotated; vLLM runs it by transformers",
     "Qwen2ForCausalLM": "full attention",
     "Qwen2MoeForCausalLM": "experts",
+    "Qwen3_5ForCausalLM": "recurrent layers (gated delta nets), in bfloat16",
+    "Qwen3_5MoeForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",
     "Qwen3ForCausalLM": "full attention",
     "Qwen3MoeForCausalLM": "experts",
     "Qwen3NextForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",
@@ -61,6 +64,22 @@ TESTED = {
     "VaultGemmaForCausalLM": "windows, soft caps; vLLM runs it by transformers",
 }
 """Architectures that tests compare with an oracle, and what they have."""
+
+DOWNLOADED = {
+    "Qwen 2.5, Qwen 3": ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    "Qwen 3.5": ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+    "Llama 3": ("LlamaForCausalLM",),
+    "Gemma 3": ("Gemma3ForCausalLM",),
+    "Gemma 4": ("Gemma4ForCausalLM",),
+    "gpt-oss": ("GptOssForCausalLM",),
+    "DeepSeek V3, R1, V4": ("DeepseekV3ForCausalLM", "DeepseekV4ForCausalLM"),
+    "Mistral": ("MistralForCausalLM", "MixtralForCausalLM"),
+    "GLM 4": ("Glm4ForCausalLM", "Glm4MoeForCausalLM"),
+    "Phi 3, Phi 4": ("Phi3ForCausalLM",),
+    "Nemotron": ("NemotronForCausalLM", "NemotronHForCausalLM"),
+    "Granite": ("GraniteForCausalLM", "GraniteMoeHybridForCausalLM"),
+}
+"""The families of 2026 that are downloaded most, and their text architectures."""
 
 REASONS = {
     "all layers are recurrent": r"\bIsAttentionFree\b",
@@ -130,9 +149,19 @@ def families() -> dict[str, tuple[str, str]]:
     return found
 
 
+def downloaded_rows(found: dict[str, tuple[str, str]]) -> list[str]:
+    """Rows of the families that are downloaded most."""
+    rows = []
+    for family, names in DOWNLOADED.items():
+        status = ", ".join(sorted({found[name][0] for name in names}))
+        rows.append(f"| {family} | {status} | {', '.join(f'`{name}`' for name in names)} |")
+    return rows
+
+
 def page() -> str:
     """The text of ``docs/MODELS.md``."""
-    rows = [f"| `{name}` | {status} | {why} |" for name, (status, why) in families().items()]
+    found = families()
+    rows = [f"| `{name}` | {status} | {why} |" for name, (status, why) in found.items()]
     return "\n".join(
         [
             "# Models",
@@ -149,6 +178,16 @@ def page() -> str:
             "  What its configuration asks for may still be refused at start. A model that vLLM",
             "  runs by transformers is asked then how it rotates keys, and refused if cached ones",
             "  cannot be moved.",
+            "",
+            "The families that are downloaded most, as far as public counts of the Hugging Face Hub",
+            "say (the ATOM report, https://arxiv.org/abs/2604.07190, and monthly rankings of 2026; an",
+            "R1 that was distilled into Qwen or Llama is one of these):",
+            "",
+            "| family | | |",
+            "|---|---|---|",
+            *downloaded_rows(found),
+            "",
+            "All of them:",
             "",
             "| architecture | | |",
             "|---|---|---|",

@@ -115,6 +115,8 @@ def test_delta_nets(family: str, engine_pool: EnginePool, model_of: Any) -> None
     from which another budget, twice as large or smaller by one token, is told apart. The policy
     compares no scores, so that rounding evicts nothing else.
     """
+    if family.startswith("qwen3.5"):
+        pytest.importorskip("torchvision", reason="vLLM's module has the models with pictures, too")
     path, tokens = model_of(family), random_tokens(5, 1000)
     policy, wide = POLICIES["sink"], {**POLICIES["sink"], "budget": 430}
     begin, short = tokens[:400], {"max_model_len": 512}  # what stock vLLM has positions for
@@ -138,7 +140,9 @@ def test_delta_nets(family: str, engine_pool: EnginePool, model_of: Any) -> None
     assert apart(kept, everything) < 1.25 * noise and apart(kept, stock) < 1.25 * noise
     assert apart(found, evicted) < 1.5 * noise
     assert all(apart(found, other) > 3 * noise for other in others)
-    prompts = [random_tokens(seed, num) for seed, num in ((1, 330), (2, 1), (3, 47), (4, 600))]
+    # vLLM's convolution for CPUs stops at a single token in Qwen 3.5, with and without a policy.
+    few = 2 if family.startswith("qwen3.5") else 1
+    prompts = [random_tokens(seed, num) for seed, num in ((1, 330), (2, few), (3, 47), (4, 600))]
     alone = [ask(llm, [prompt], 1)[0] for prompt in prompts]
     again = [ask(llm, [prompt], 1)[0] for prompt in prompts]
     assert [turn[0] for turn in again] == [320, 0, 0, 576]

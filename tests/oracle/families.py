@@ -81,6 +81,24 @@ class Family:
 
 SLIDING = {"layer_types": MIXED, "sliding_window": WINDOW}
 BY_KIND = {"sliding_attention": PLAIN, "full_attention": LINEAR}
+# Heads of full layers are fewer and larger, their values are their keys, and only the first pairs
+# of the whole head rotate.
+GEMMA4 = {
+    **SLIDING,
+    "rope_parameters": {
+        "sliding_attention": PLAIN,
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1_000_000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "global_head_dim": 64,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 20.0,
+}
 ONLY_WINDOWS_ROTATE = (True, False, True, False)
 FAMILIES: dict[str, Family] = {
     "gemma2": Family(
@@ -95,6 +113,17 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3": Family(
         "gemma3_text", {**SLIDING, "rope_parameters": BY_KIND, "query_pre_attn_scalar": 20}
+    ),
+    "gemma4": Family("gemma4_text", GEMMA4),
+    "gemma4-moe": Family(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 64,
+        },
     ),
     "gpt-oss": Family(
         "gpt_oss",
@@ -167,7 +196,10 @@ def write_family(path: str | Path, family: Family) -> Path:
         elif weight_name.endswith("bias"):
             draw *= 0.05
         elif weight.dim() == 1:
-            draw = (0.0 if "gemma" in family.model_type else 1.0) + 0.1 * draw
+            centred = family.model_type in ("gemma2", "gemma3_text")
+            draw = (0.0 if centred else 1.0) + 0.1 * draw
+            # These models do not scale logits by the size of their heads.
+            draw *= 0.3 if "gemma4" in family.model_type and "q_norm" in weight_name else 1.0
         elif "embed" in weight_name:
             draw *= 0.3
         elif any(part in weight_name for part in ("q_proj", "k_proj", "query_key_value")):

@@ -46,6 +46,9 @@ def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[Tensor, f
     inv_freq = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if kind == "default":
         return inv_freq, 1.0
+    if kind == "proportional":  # halves of the whole head are paired; the other pairs stand still
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32) / head_dim
+        return torch.cat([theta**-exponent, torch.zeros(head_dim // 2 - len(exponent))]), 1.0
     if kind == "linear":
         return inv_freq / rope["factor"], 1.0
     original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])

@@ -150,6 +150,9 @@ DELTA_NET = {
     "linear_num_value_heads": 4,
     "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.25},
 }
+# Its text is read with positions of three axes, which are equal where there is nothing but text.
+AXES = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
+QWEN35 = {**DELTA_NET, "rope_parameters": {**DELTA_NET["rope_parameters"], **AXES}}
 RECURRENT: dict[str, Recurrent] = {
     "lfm2": Recurrent(
         "lfm2",
@@ -205,6 +208,19 @@ RECURRENT: dict[str, Recurrent] = {
             "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
             "mlp_only_layers": [0, 1, 2],
+        },
+        (1, 3),
+        dtype="bfloat16",
+    ),
+    "qwen3.5": Recurrent("qwen3_5_text", QWEN35, (1, 3), dtype="bfloat16"),
+    "qwen3.5-moe": Recurrent(
+        "qwen3_5_moe_text",
+        {
+            **QWEN35,
+            "num_experts": 4,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
         },
         (1, 3),
         dtype="bfloat16",

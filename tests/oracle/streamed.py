@@ -159,6 +159,15 @@ def rope_of(config: Any, kind: str) -> dict[str, Any]:
     return dict(rope.get(kind, rope))
 
 
+def heads_of(config: Any, index: int) -> tuple[int, int]:
+    """KV heads of a layer and their size, which some models have by layer."""
+    if hasattr(config, "per_layer_config"):
+        config = config.per_layer_config[index]
+    num_heads = config.num_attention_heads
+    num_kv = getattr(config, "num_key_value_heads", None) or num_heads
+    return num_kv, getattr(config, "head_dim", None) or config.hidden_size // num_heads
+
+
 def frequencies(config: Any, kind: str, head_dim: int) -> Tensor:
     """Radians a position, of the pairs of a head."""
     settings = {
@@ -195,13 +204,12 @@ def stream_family(
     """
     assert logit_scale is None and recall is None
     config = model.config
-    num_kv = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_head = head_policy == "per_kv_head"
-    num_sets = num_kv if per_head else 1
     layers = []
-    for window, turns in zip(windows, rotated, strict=True):
+    for index, (window, turns) in enumerate(zip(windows, rotated, strict=True)):
         kind = "full_attention" if window is None else "sliding_attention"
+        num_kv, head_dim = heads_of(config, index)
+        num_sets = num_kv if per_head else 1
         layers.append(
             Layer(
                 frequencies(config, kind, head_dim) if turns else None,

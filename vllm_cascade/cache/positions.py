@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import (
+    Gemma4RotaryEmbedding,
     LinearScalingRotaryEmbedding,
     Llama3RotaryEmbedding,
     MRotaryEmbedding,
@@ -29,7 +30,7 @@ from vllm_cascade.cache.architectures import is_unrotated, skips_unknown
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.settings import KVPolicyError
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 RotaryModule = RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding
 """What vLLM's models rotate with; the latter is a class of its own."""
@@ -104,7 +105,7 @@ def rotary_of(module: RotaryModule) -> Rotary:
     scale = 1.0
     if kind is Phi3LongRoPEScaledRotaryEmbedding:
         return _long_rotary(module)
-    if kind in (RotaryEmbedding, Llama3RotaryEmbedding):
+    if kind in (RotaryEmbedding, Llama3RotaryEmbedding, Gemma4RotaryEmbedding):
         inv_freq = module._compute_inv_freq(module.base)
     elif kind is LinearScalingRotaryEmbedding and len(module.scaling_factors) == 1:
         inv_freq = module._compute_inv_freq(module.base) / module.scaling_factors[0]
