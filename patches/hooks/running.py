@@ -318,6 +318,7 @@ ATTENTION = (
 ROTATIONS = (
     *rows(
         "vllm.model_executor.layers.rotary_embedding",
+        Gemma4RotaryEmbedding=given("one frequency table", POSITIONS),
         Llama3RotaryEmbedding=given("one frequency table", POSITIONS),
         RotaryEmbedding=given("one frequency table", POSITIONS),
     ),

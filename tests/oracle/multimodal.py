@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle for models that see pictures, given text only.
 
-Their rotary positions have several axes (M-RoPE), in sections of a head or interleaved. All axes of
-text are the place in the cache, so the oracle rotates as if there were one.
+The rotary positions of some have several axes (M-RoPE), in sections of a head or interleaved. All
+axes of text are the place in the cache, so the oracle rotates as if there were one. Others let the
+tokens of a picture see each other; text is causal in them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .families import COMMON
+from .families import COMMON, FAMILIES
 from .model import OracleResult
 from .settings import oracle_settings
 from .streamed import stream_family
@@ -25,6 +26,16 @@ VISION = {
     "intermediate_size": 32,
     "num_heads": 2,
     "out_hidden_size": 128,
+}
+WINDOWED = {"gemma3": "gemma3", "gemma4": "gemma4"}
+"""Models whose text is one of ``FAMILIES``, windows and all."""
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
 }
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-vl": (
@@ -39,6 +50,21 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**TEXT, "rope_parameters": {**SECTIONS, "mrope_interleaved": True}},
             "vision_config": {**VISION, "deepstack_visual_indexes": [0]},
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        {
+            "text_config": {**COMMON, **FAMILIES["gemma3"].own},
+            "vision_config": SIGLIP,
+            "mm_tokens_per_image": 4,
+        },
+    ),
+    "gemma4": (
+        "gemma4",
+        {
+            "text_config": {**COMMON, **FAMILIES["gemma4"].own},
+            "vision_config": {**SIGLIP, "num_key_value_heads": 2, "head_dim": 16},
         },
     ),
 }
@@ -59,7 +85,8 @@ def write_multimodal(path: str | Path, name: str, seed: int = 0) -> Path:
         if weight_name.endswith("bias"):
             draw *= 0.05
         elif weight.dim() == 1:
-            draw = 1 + 0.1 * draw
+            draw = (0.0 if name == "gemma3" else 1.0) + 0.1 * draw
+            draw *= 0.3 if name == "gemma4" and "q_norm" in weight_name else 1.0
         else:
             draw *= 0.3 if "embed" in weight_name else 0.15
         weight.data.copy_(draw)
@@ -81,9 +108,9 @@ class TextOnly:
         self.model.set_attn_implementation(name)
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
-        return self.model(
-            input_ids=input_ids, position_ids=position_ids.expand(3, 1, -1), use_cache=False
-        )
+        if "mrope_section" in str(self.config.rope_parameters):
+            position_ids = position_ids.expand(3, 1, -1)
+        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
 
 
 def run_text(
@@ -92,12 +119,13 @@ def run_text(
     """What the oracle says of ``tokens`` under a user's settings of a policy."""
     model = TextOnly(path)
     num = model.config.num_hidden_layers
+    attention = {"windows": [None] * num, "rotated": [True] * num, "interleaved": False}
+    if name in WINDOWED:
+        attention = FAMILIES[WINDOWED[name]].attention
     return stream_family(
         model,
         tokens,
-        windows=[None] * num,
-        rotated=[True] * num,
-        interleaved=False,
+        **attention,
         prompt_len=prompt_len,
         **oracle_settings(policy),
     )

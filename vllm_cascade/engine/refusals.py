@@ -232,7 +232,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "prefix LM",
         lambda config, _: config.model_config.is_mm_prefix_lm,
         "models whose image tokens attend in both directions are not supported: a stride is "
-        "causal; use --kv-policy full",
+        "causal; add --language-model-only to serve text alone, or use --kv-policy full",
     ),
     Refusal(
         "state-space layers",
@@ -299,7 +299,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     _model(
         "shared caches",
-        "models whose layers share the caches of others (Gemma 3n, Gemma 4 E2B) are",
+        "models whose layers share the caches of others (Gemma 3n, Gemma 4 E2B and E4B) are",
         lambda m: bool(getattr(m.hf_text_config, "num_kv_shared_layers", 0)),
     ),
     _model(
