@@ -180,10 +180,12 @@ def test_scales_stand_behind_the_words(cache_dtype: str) -> None:
     pages, spec = layer.pages, layer.spec
     layer.pool.zero_()
     pages.scale[1, 1, 15, 1] = 7.0
-    last = layer.pool[1][spec.page_size_bytes - 4 :].view(torch.float32)
+    end = 16 * 2 * 2 * spec.head_size + 2 * 16 * len(spec.words) * 4 + 2 * 16 * 2 * 4
+    assert spec.page_size_bytes == -(-end // 64) * 64
+    last = layer.pool[1][end - 4 : end].view(torch.float32)
     assert last.item() == 7.0
     pages.scale[1, 0, 0, 0] = 5.0
-    begin = spec.page_size_bytes - 2 * 16 * 2 * 4
+    begin = end - 2 * 16 * 2 * 4
     assert layer.pool[1][begin : begin + 4].view(torch.float32).item() == 5.0
     assert int((layer.pool != 0).sum()) == 4, "two numbers of two bytes that are not 0"
     for words in (pages.rank, pages.born, pages.token):

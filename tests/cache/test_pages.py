@@ -50,6 +50,18 @@ def test_page_size_counts_every_byte() -> None:
     assert spec().copy_with_new_block_size(32).page_size_bytes == 2 * spec().page_size_bytes
 
 
+@pytest.mark.parametrize("unit", [1, 2, 8, 16])
+@pytest.mark.parametrize("trace", [False, True])
+def test_pages_begin_where_rows_can_be_read_at_once(unit: int, trace: bool) -> None:
+    """At multiples of 64 bytes, so that Triton's divisor of 16 holds for words and numbers."""
+    settings = {"budget": 64, "num_sinks": 16, "unit": unit, "trace": trace}
+    settings["prefill_stride"] = 16
+    made = spec(**settings)
+    own = full().page_size_bytes + 16 // unit * (16 if trace else 12)
+    assert made.page_size_bytes % 64 == 0
+    assert own <= made.page_size_bytes < own + 64
+
+
 @pytest.mark.parametrize("eager", [True, False])
 def test_pages_follow_the_count(eager: bool) -> None:
     s = spec(eager_fill=eager)

@@ -191,7 +191,7 @@ def test_a_padded_page_keeps_its_size() -> None:
     assert replace(spec, least_page_bytes=1 << 20).page_size_bytes == 1 << 20
     assert replace(spec, least_page_bytes=1).page_size_bytes == spec.page_size_bytes
     half = replace(spec, slots=spec.page_slots // 2, least_page_bytes=0)
-    assert 2 * half.page_size_bytes == spec.page_size_bytes
+    assert spec.page_size_bytes <= 2 * half.page_size_bytes < spec.page_size_bytes + 128
 
 
 def test_the_documents_example() -> None:

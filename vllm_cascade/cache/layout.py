@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 UNIT_WORDS = ("rank", "born", "score")
 TRACE_WORDS = (*UNIT_WORDS, "token")
 WORD_BYTES = 4
+PAGE_ALIGNMENT = 64
+"""Bytes that a page is a multiple of: a GPU reads 16 at once only where it knows that rows of every
+page begin at a multiple of that, and Triton knows it of strides that 16 divides, of words, too."""
 ROW_SCALES = 2
 """Of a slot and KV head, where rows have their own: the key's, the value's."""
 

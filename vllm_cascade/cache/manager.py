@@ -19,7 +19,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.cache.kinds import Kind
-from vllm_cascade.cache.layout import ROW_SCALES, TRACE_WORDS, UNIT_WORDS, WORD_BYTES
+from vllm_cascade.cache.layout import (
+    PAGE_ALIGNMENT,
+    ROW_SCALES,
+    TRACE_WORDS,
+    UNIT_WORDS,
+    WORD_BYTES,
+)
 from vllm_cascade.cache.snapshots import SnapshotStore
 from vllm_cascade.policies import Policy, Schedule, compiled
 
@@ -47,7 +53,8 @@ class KVPolicySpec(AttentionSpec):
         super().__post_init__()
         units = self.num_sets * (self.page_slots // self.policy.unit)
         own = self.row_bytes + units * len(self.words) * WORD_BYTES
-        object.__setattr__(self, "page_size_padded", max(own, self.least_page_bytes))
+        aligned = cdiv(own, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
+        object.__setattr__(self, "page_size_padded", max(aligned, self.least_page_bytes))
 
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
