@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Are two checkouts' log-probabilities the same, byte for byte, for every policy?
 
-    .venv/bin/python tools/compare_checkouts.py OTHER [--arms cascade sink ...]
+    .venv/bin/python tools/compare_checkouts.py OTHER [--arms cascade sink ...] [--dtype bfloat16]
 
-``OTHER`` is another checkout of this repository with its own ``.venv`` (``git worktree add``,
-then ``make setup`` in it). In each checkout every arm runs in a process of its own, with that
-checkout's code: a real vLLM engine with the shipped model, three requests of different lengths at
-once, prompts in chunks, and tokens decoded far past the budget. A refactoring must print ``same``
-everywhere; where it does not, the largest difference is said.
+``OTHER`` is another checkout of this repository with a ``.venv`` (``git worktree add``, then
+``make setup`` in it, or a link to this one's where both need the same). In each checkout every arm
+runs in a process of its own, with that checkout's code: a real vLLM engine with the shipped model,
+three requests of different lengths at once, prompts in chunks, and tokens decoded far past the
+budget. A refactoring must print ``same`` everywhere; where it does not, the largest difference is
+said.
 """
 
 import argparse
@@ -43,7 +44,7 @@ ARMS: dict[str, dict[str, Any]] = {
 """``own``: the second and third request have policies of their own. ``pytorch``: without C++."""
 
 
-def run(settings: dict[str, Any], model: str, book: str, own: bool, out: str) -> None:
+def run(settings: dict[str, Any], model: str, book: str, own: bool, dtype: str, out: str) -> None:
     """Write all log-probabilities and tokens of one engine, in this process."""
     import numpy as np
     from transformers import AutoTokenizer
@@ -52,7 +53,7 @@ def run(settings: dict[str, Any], model: str, book: str, own: bool, out: str) ->
     tokens = AutoTokenizer.from_pretrained(model)(Path(book).read_text())["input_ids"]
     llm = LLM(
         model,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=4096,
         max_num_batched_tokens=256,
         max_num_seqs=4,
@@ -84,15 +85,16 @@ def run(settings: dict[str, Any], model: str, book: str, own: bool, out: str) ->
     np.save(out, np.asarray(found, dtype=np.float64))
 
 
-def numbers_of(checkout: Path, name: str, model: str, book: str) -> Any:
+def numbers_of(checkout: Path, name: str, model: str, book: str, dtype: str) -> Any:
     """One arm with a checkout's code: fp64, log-probabilities and token ids."""
     import numpy as np
 
     folder = tempfile.TemporaryDirectory()
     out = f"{folder.name}/found.npy"
-    job = json.dumps([ARMS[name], model, book, name == "own", out])
+    job = json.dumps([ARMS[name], model, book, name == "own", dtype, out])
     environment = {
         **os.environ,
+        "PYTHONPATH": str(checkout),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
@@ -116,6 +118,7 @@ def main() -> int:
     )
     parser.add_argument("other", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
@@ -128,7 +131,7 @@ def main() -> int:
     differ = 0
     for name in args.arms:
         ours, theirs = (
-            numbers_of(path.resolve(), name, model, book) for path in (HERE, args.other)
+            numbers_of(path.resolve(), name, model, book, args.dtype) for path in (HERE, args.other)
         )
         same = ours.tobytes() == theirs.tobytes()
         differ += not same
