@@ -60,6 +60,7 @@ def run(interpret: bool, deadline: float) -> Row:
     result["caching"] = list(caching.caching_rows(bench, sizes))
     result["attend"] = list(timings.attend_rows(bench, sizes, result["copy_gbps"]))
     result["prefill"] = list(timings.prefill_rows(bench, sizes))
+    result["split"] = list(timings.split_rows(bench, sizes))
     result["goals"] = [] if interpret else goals(result)
     return result
 
@@ -151,6 +152,31 @@ def unit_cases(interpret: bool) -> dict[str, Any]:
     return found
 
 
+def split_cases(interpret: bool) -> dict[str, tuple[Any, Any]]:
+    """Strides whose attention is split over keys, each with its parts: some end in each of them."""
+    import torch
+
+    from benchmarks.gpu.kernels_alone import load
+
+    case, split = load("testing.checks").Case, load("triton.configs").Split
+    if interpret:
+        small = case(head_size=16, num_heads=1, group=1, lengths=(0, 17, None), strides=(9,))
+        return {"fp32": (small, split(2, 16))}
+    base = {"lengths": (0, 190, None, 250, 611, 2052), "num_heads": 2, "strides": (7, 64, 200)}
+    options: dict[str, Row] = {
+        f"{size} {str(dtype).removeprefix('torch.')}": {"head_size": size, "dtype": dtype}
+        for size in (64, 128, 256)
+        for dtype in (torch.float16, torch.bfloat16, torch.float32)
+    }
+    options["per head"] = {"per_head": True, "alibi": True}
+    options["sinks"] = {"sinks": True, "softcap": 2.0, "logit_scale": True, "group": 4}
+    options["units"] = {"unit": 16, "lengths": (0, 192, 608), "dtype": torch.bfloat16}
+    found = {name: (case(**base | option), split(4, 192)) for name, option in options.items()}
+    large = {"head_size": 128, "num_heads": 1, "group": 8, "dtype": torch.bfloat16}
+    found["a rank of 8"] = case(**large, lengths=(2052,), strides=(256,)), split(8, 320)
+    return found
+
+
 def correctness(device: Any, interpret: bool) -> list[Row]:
     """Every kernel against its reference, and a captured step against an eager one."""
     from benchmarks.gpu.kernels_alone import load
@@ -190,6 +216,8 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
         check(f"prefill {name}", lambda c=case: checks.check_prefill(c, device))
         check(f"insert {name}", lambda c=case: checks.check_insert_units(c, device))
         insert_strides(name, case)
+    for name, (case, split) in split_cases(interpret).items():
+        check(f"in parts {name}", lambda c=case, s=split: checks.check_split(c, device, s))
     recall = load("testing.recall_checks")
     for name, case in unit_cases(interpret).items():
         last = replace(case, lengths=tuple(n and max(n - 1, 0) for n in case.lengths))
@@ -331,7 +359,7 @@ def table(result: Row) -> str:
     lines.append(f"checks: {passed} passed, {len(failed)} failed")
     lines += [f"  FAILED {row['check']}: {row['error']}" for row in failed]
     lines.append(f"copy bandwidth: {result['copy_gbps']:.0f} GB/s")
-    for kind in ("attend", "caching", "prefill"):
+    for kind in ("attend", "caching", "prefill", "split"):
         rows = result[kind]
         columns = list(dict.fromkeys(key for row in rows for key in row if key != "what"))
         lines.append(f"\n{kind}")

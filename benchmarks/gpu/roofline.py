@@ -90,7 +90,8 @@ class Path:
     Attributes:
         budget: tokens that stay cached; 0 is all of them.
         stride: tokens between two evictions of a prompt.
-        attention_share: of the card's 16-bit peak, in a prompt's attention.
+        attention_share: of the card's 16-bit peak, in a prompt's attention. It takes programs on
+            all multiprocessors, also where a rank has few heads: strides are split over keys.
         passes: of queries over keys in a prompt, where attention over values is 2: column sums
             are one more.
         stride_seconds: host time of one stride in one layer, which is not hidden.

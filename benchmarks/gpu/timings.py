@@ -21,8 +21,7 @@ attend_ops, combine_ops = load("triton.attend"), load("triton.combine")
 prefill_ops, mass_ops = load("triton.prefill"), load("triton.column_sums")
 rotate_ops, configs = load("triton.rotate"), load("triton.configs")
 stride_ops, columns = load("triton.insert_stride"), load("triton.stride_columns")
-keep_ops = load("triton.keep")
-
+keep_ops, split_ops = load("triton.keep"), load("triton.split")
 tile_ops = load("triton.tiles")
 
 Row = dict[str, Any]
@@ -48,6 +47,9 @@ class Sizes:
     prefill_lengths: tuple[int, ...] = (4096, 8192, 32768, 131072)
     prefill_strides: tuple[int, ...] = (512, 1024, 2048, 4096)
     prefill_budget: int = 2048
+    split_heads: tuple[tuple[int, int], ...] = ((4, 1), (8, 1), (16, 2), (32, 8))
+    split_stride: int = 256
+    split_least: int = configs.LEAST_PART
 
 
 TINY = Sizes(
@@ -64,6 +66,9 @@ TINY = Sizes(
     prefill_lengths=(48, 96),
     prefill_strides=(24,),
     prefill_budget=24,
+    split_heads=((2, 1),),
+    split_stride=20,
+    split_least=8,
 )
 
 
@@ -269,6 +274,23 @@ def _prefill_row(bench: Bench, sizes: Sizes, stride: int, length: int) -> Row:
     return row | prompt.xformers_row(bench)
 
 
+def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
+    """Attention of one stride of few query heads: a program for all keys, and split over them."""
+    for queries, heads in sizes.split_heads:
+        row: Row = {"what": "split", "heads": f"{queries}/{heads}", "stride": sizes.split_stride}
+        if bench.late():
+            yield row | {"skipped": "out of time"}
+            continue
+        prompt = _Prompt(bench, sizes, sizes.split_stride, queries, heads, torch.float16)
+        split = configs.stride_split(
+            *(bench.device, torch.float16, sizes.head_size, queries, sizes.split_stride),
+            *(sizes.prefill_budget, sizes.split_least),
+        )
+        row |= {"parts": split.splits, "whole_ms": bench.milliseconds(prompt.attend)}
+        row["ms"] = bench.milliseconds(lambda p=prompt, s=split: p.attend(s))
+        yield row | {"speedup": row["whole_ms"] / row["ms"]}
+
+
 class _Prompt:
     """Strides over a full cache: attention, column sums, and the insertion of a window.
 
@@ -309,6 +331,7 @@ class _Prompt:
         shape = 1, 1, programs, keep_ops.VALUE_ROWS, width
         self.values = torch.empty(shape, device=device)
         self.sums = torch.empty(1, heads, width, device=device)
+        self.partials: dict[Any, Any] = {}
 
     @property
     def _common(self) -> tuple[Any, ...]:
@@ -316,11 +339,22 @@ class _Prompt:
         where = layer.table, layer.steps, layer.rotation, False
         return *where, None, None, self.scale, 0.0, self.stride
 
-    def attend(self) -> None:
+    def _partial(self, split: Any) -> Any:
+        """What parts leave each other; made once."""
+        if split not in self.partials:
+            shape, device = (*self.query.shape[:2], split.splits), self.query.device
+            sums = torch.empty(*shape, self.query.shape[2], device=device)
+            marks = torch.empty(*shape, split_ops.MARKS, device=device)
+            arrived = torch.zeros(self.query[..., 0].numel(), dtype=torch.int32, device=device)
+            self.partials[split] = split_ops.Partial(sums, marks, arrived)
+        return self.partials[split]
+
+    def attend(self, split: Any = configs.WHOLE) -> None:
         layer = self.layer
         prefill_ops.attend_strides(
             *(self.query, self.key, self.value, layer.kv, layer.rank, layer.born, layer.score),
-            *(None, *self._common, self.output, self.lse, self.line),
+            *(None, *self._common, self.output, self.lse, self.line, None, split),
+            None if split == configs.WHOLE else self._partial(split),
         )
 
     def one(self) -> None:

@@ -11,7 +11,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,19 @@ UNIT_SHAPES = (
     Shape(unit=16, keep_logits=False, **_ALONE),
 )
 """Pages of units: every kernel once, and the one that their size changes in all its ways."""
+SPLIT_SHAPE = Shape(group=8, num_heads=1, stride=256, parts=8, only="attend_strides")
+"""A rank of eight of a large Llama: few query heads, so that strides are split over keys."""
+SPLIT_SHAPES = (
+    SPLIT_SHAPE,
+    replace(SPLIT_SHAPE, dtype=torch.bfloat16, sinks=True, unit=16),
+    replace(SPLIT_SHAPE, head_size=64, sinks=True),
+    replace(SPLIT_SHAPE, head_size=80, interleaved=True),
+    replace(SPLIT_SHAPE, head_size=256),
+    replace(SPLIT_SHAPE, dtype=torch.float32),
+    replace(SPLIT_SHAPE, group=1, num_heads=4, per_head=True, token=True, unit=16),
+    replace(SPLIT_SHAPE, alibi=True, softcap=30.0, logit_scale=True),
+)
+"""With all that changes the kernel of a stride's attention."""
 RECALL_SHAPES = (
     Shape(unit=16, recall=8),
     Shape(unit=16, recall=8, dtype=torch.bfloat16, per_head=True),
@@ -226,5 +239,6 @@ TABLED_SHAPES = (
     Shape(dtype=torch.float32),
     Shape(per_head=True),
     Shape(unit=16),
+    SPLIT_SHAPE,
 )
 """What the table in the documentation shows."""

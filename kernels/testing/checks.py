@@ -38,6 +38,7 @@ from ..triton.schedule import (
 from ..triton.tiles import float_bits
 from .chunk_checks import check_chunks
 from .insertion_checks import NUM_RULES, check_assign, check_insert
+from .prefill_checks import check_prefill, check_split
 from .random_pool import (
     TOLERANCE,
     Cache,
@@ -52,7 +53,7 @@ from .random_pool import (
     same,
     table_of,
 )
-from .stride_checks import check_insert_strides, check_prefill
+from .stride_checks import check_insert_strides
 from .unit_checks import check_insert_units
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "check_insert_strides",
     "check_insert_units",
     "check_prefill",
+    "check_split",
 ]
 
 

@@ -10,6 +10,7 @@ from ..triton.attend import attend
 from ..triton.chunk import attend_chunks
 from ..triton.column_sums import column_sums, num_sums
 from ..triton.combine import merge, update
+from ..triton.configs import WHOLE, Split, prefill_config
 from ..triton.insert import insert
 from ..triton.insert_stride import insert_strides
 from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
@@ -19,6 +20,7 @@ from ..triton.recall_choose import recall_units
 from ..triton.recall_store import ranks_before, store_units
 from ..triton.rotate import decode_dtype
 from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
+from ..triton.split import MARKS, Partial
 from ..triton.tiles import STEP_COLUMNS
 
 
@@ -46,6 +48,7 @@ class Shape:
     block_size: int = 16
     pages: int = 130
     stride: int = 512
+    parts: int = 1
     unit: int = 1
     recall: int = 0
     store: int = 32768
@@ -61,6 +64,7 @@ class Shape:
         words += [f"window of {self.window}"] if self.window else []
         words += [f"pages of {self.block_size}"] if self.block_size != 16 else []
         words += [f"units of {self.unit}"] if self.unit > 1 else []
+        words += [f"strides in {self.parts} parts"] if self.parts > 1 else []
         words += [f"recall {self.recall}"] if self.recall else []
         words += [f"{self.pages} pages"] if self.block_size * self.pages < 2000 else []
         words += [self.reduction] if self.reduction != "mean" else []
@@ -143,7 +147,14 @@ class Layer:
         width = (2048 + tokens) // shape.unit
         line = _meta(1, self.sets, LINE_WORDS, width, dtype=i32)
         pages, where = self.words[:3], (table, steps, self.decode_rotation)
-        last = output, lse, line, self.sinks
+        split, partial = WHOLE, None
+        if shape.parts > 1:
+            tile = prefill_config(query.device, shape.dtype, shape.head_size).tile
+            split = Split(shape.parts, -(-2048 // (shape.parts * tile)) * tile)
+            each, counters = (tokens, self.queries, shape.parts), _meta(tokens * self.queries)
+            sums, marks = _meta(*each, shape.head_size, dtype=f32), _meta(*each, MARKS, dtype=f32)
+            partial = Partial(sums, marks, counters)
+        last = output, lse, line, self.sinks, split, partial
         attend_strides(query, key, key, *self.words, *where, *common, *last)
         positions, finished = _meta(tokens, dtype=torch.int64), _meta(1, 2 * shape.num_heads)
         attend_chunks(

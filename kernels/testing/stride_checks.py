@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's strides against literal lists and fp64: attention, scores, and the whole pool after.
+"""Who survives a prompt's strides, and where, against literal lists: the whole pool after.
 
 Pages are compared byte by byte, up to which free slot a survivor takes.
 """
@@ -10,17 +10,12 @@ import torch
 
 from .. import columns
 from ..triton import stride_columns
-from ..triton.column_sums import column_sums, column_sums_reference, num_sums, reduced
-from ..triton.combine import in_units, reduce_reference
+from ..triton.column_sums import num_sums
+from ..triton.combine import reduce_reference
 from ..triton.insert_stride import insert_strides
 from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
-from ..triton.prefill import LINE_WORDS, attend_strides, attend_strides_reference
-from ..triton.rotate import (
-    decode_dtype,
-    gather_reference,
-    rotate_reference,
-    rotation_table,
-)
+from ..triton.prefill import LINE_WORDS
+from ..triton.rotate import rotate_reference, rotation_table
 from ..triton.tiles import float_bits
 from .random_pool import (
     TOLERANCE,
@@ -37,73 +32,7 @@ from .random_pool import (
     table_of,
 )
 
-DECAY, WEIGHT, FADE = 0.97, 0.03, 0.5
-
-
-def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
-    """``attend_strides`` and ``column_sums``, and what the first leaves for ``insert_strides``."""
-    cache, steps = make_cache(case)
-    num_tokens, longest = stride_steps(case, steps), max(case.strides)
-    query, key, value = new_tokens(case, num_tokens)
-    factors = torch.rand(num_tokens) + 0.5 if case.logit_scale else torch.ones(num_tokens)
-    decays = (WEIGHT * DECAY ** torch.arange(longest, dtype=torch.float64)).float()
-    ours = cache.to(device)
-    dsteps, dq, dk, dv, slopes, sinks, dfactors, ddecays = on(
-        *(device, steps, query, key, value, case.slopes, case.sink_logits),
-        *(factors if case.logit_scale else None, decays),
-    )
-    heads, parts = num_sums(dq, case.num_heads, case.unit, case.reduction)
-    width = (max(n or 0 for n in case.lengths) + longest) // case.unit + 2
-    output, lse = torch.full_like(dq, torch.nan), dq.new_empty(dq.shape[:2], dtype=torch.float32)
-    line = dsteps.new_full((len(steps), case.num_sets, LINE_WORDS, width), -9)
-    sums = lse.new_empty(len(steps), heads, width * parts)
-    where = (ours.table, dsteps, table_of(case, device, decode_dtype(case.dtype)))
-    rest = (case.interleaved, slopes, dfactors, case.head_size**-0.5, case.softcap, longest)
-    pages = ours.kv, ours.rank, ours.born
-    words = ours.score, ours.token
-    attend_strides(*(dq, dk, dv, *pages, *words, *where, *rest), output, lse, line, sinks)
-    column_sums(dq, dk, *pages, *where, *rest, lse, ddecays, case.reduction, max(cache.slots), sums)
-    same("prefill attention writes no page", ours.pool, cache.pool)
-    errors = {"output": 0.0, "lse": 0.0, "sums": 0.0}
-    written = torch.zeros(num_tokens, dtype=torch.bool)
-    for row in real_rows(case):
-        step = steps[row].tolist()
-        start, units = step[columns.START], step[columns.CACHED] // case.unit
-        rows = slice(start, start + step[columns.LENGTH])
-        written[rows] = True
-        old = gather_reference(
-            *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
-            *(case.inv_freq, case.interleaved),
-        )
-        expected, norm, probs = attend_strides_reference(
-            *(query[rows], key[rows], value[rows], *old[:2]),
-            scale=case.head_size**-0.5,
-            slopes=case.slopes,
-            logit_scale=factors[rows],
-            softcap=case.softcap,
-            sinks=case.sink_logits,
-        )
-        mass = in_units(column_sums_reference(probs, DECAY, WEIGHT), case.unit // parts)
-        if reduced(case.reduction, parts) == "mean":
-            mass = mass.unflatten(0, (case.num_heads, -1)).sum(1)
-        elif reduced(case.reduction, parts) == "max":
-            mass = mass.unflatten(0, (case.num_heads, -1)).amax(1)
-        slots, scores, tokens = chronological(cache, row, step)
-        told = line[row, :, :, :units].cpu()
-        same("line", told[:, 0], slots.int())
-        same("scores of the line", told[:, 1].view(torch.float32), scores)
-        same("tokens of the line", told[:, 2], tokens)
-        for name, actual, wanted in (
-            ("output", output[rows], expected),
-            ("lse", lse[rows], norm),
-            ("sums", sums[row, :, : mass.shape[1]], mass),
-        ):
-            errors[name] = max(errors[name], close(name, actual, wanted, TOLERANCE[case.dtype]))
-    assert output[~written.to(output.device)].isnan().all(), "wrote rows of other requests"
-    return errors
-
-
-# --- who survives, and where ----------------------------------------------------------------------
+FADE = 0.5
 
 
 def check_insert_strides(case: Case, device: torch.device | str, recalls: bool = False) -> float:

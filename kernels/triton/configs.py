@@ -32,6 +32,10 @@ MAX_SPLITS = 32
 HEADS_PER_SM = 4
 """KV heads of requests that each multiprocessor should have at least, a warp each in decode; up to
 twice as many by rounding, which it can hold at a time."""
+LEAST_PART = 256
+"""Cached slots of a stride that are worth a program of their own, whose sums others must add up."""
+ENOUGH = 15 / 16
+"""Of the multiprocessors; where so many have a program of a stride, splitting gains nothing."""
 
 
 def capability(device: torch.device) -> int:
@@ -110,6 +114,55 @@ def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     if head_size > 128:
         return Config(tile=16, queries=64, warps=8, stages=1)
     return Config(tile=32, queries=64, warps=8, stages=2)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The cached slots of a stride in ``splits`` parts of ``slots`` each; 1 is no split.
+
+    The last part has what is left, and the stride itself.
+    """
+
+    splits: int
+    slots: int
+
+
+WHOLE = Split(splits=1, slots=0)
+
+
+def stride_split(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    num_queries: int,
+    longest: int,
+    most_slots: int,
+    least: int = LEAST_PART,
+) -> Split:
+    """How attention of a stride is split over keys, so that few query heads fill the card as well.
+
+    A function of what is fixed for a layer: not of how many strides are in a launch, nor of what
+    they have cached, so that a request gets the same bytes alone and in any batch.
+
+    Args:
+        num_queries: query heads.
+        longest: tokens of the longest stride.
+        most_slots: that a request may have cached.
+        least: slots that are worth a part.
+    """
+    config, sms = prefill_config(device, dtype, head_size), num_sms(device)
+    programs = num_queries * triton.cdiv(longest, config.queries)
+    most = min(most_slots // least, MAX_SPLITS)
+    if most < 2 or programs >= ENOUGH * sms:
+        return WHOLE
+    wanted = min(triton.cdiv(sms, programs), most)
+    # The busiest multiprocessor runs so many programs, one after another.
+    splits = min(
+        range(wanted, min(2 * wanted, most) + 1), key=lambda n: triton.cdiv(programs * n, sms) / n
+    )
+    # The stride's own tokens are not split: as much work as other parts have, or a part alone.
+    slots = min(triton.cdiv(most_slots + longest, splits), triton.cdiv(most_slots, splits - 1))
+    return Split(splits, triton.cdiv(slots, config.tile) * config.tile)
 
 
 def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:

@@ -5,6 +5,7 @@
 order; a key that was written at another position than its rank is rotated by the difference as it
 is read. Log-sum-exps go out, from which ``column_sums`` makes the scores, and what the pages say
 of every cached unit, by rank: whoever writes the pages afterwards must not read them any more.
+Where there are few query heads, programs share out the keys as well (``split``).
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691); strided prefill of Cascading KV Cache
 (https://arxiv.org/abs/2406.17808).
 """
@@ -13,8 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import Config, prefill_config
+from .configs import WHOLE, Config, Split, prefill_config
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
+from .split import Partial, is_last, join_parts, leave_part, slots_of_part
 from .strides import LINE_WORDS, Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
@@ -78,6 +80,9 @@ def _attend_strides(
     output,
     lse,
     line,
+    partial,
+    marks,
+    arrived,
     scale,
     cap,
     query_stride,
@@ -98,14 +103,25 @@ def _attend_strides(
     UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     row = tl.program_id(2)
     query_head = tl.program_id(1)
     head = query_head // GROUP
     pads, cached, length, start = stride_of(steps, row)
-    first_query = tl.program_id(0) * QUERIES
+    block = tl.program_id(0)
+    if SPLITS > 1:
+        part = block % SPLITS
+        block = block // SPLITS
+    first_query = block * QUERIES
     if pads | (first_query >= length):
         return
+    if SPLITS > 1:
+        in_use = tl.load(steps + row * STEP + OLD_SLOTS)
+        part_begin, part_end, there = slots_of_part(part, in_use, SPLITS, SLOTS)
+        if part >= there:
+            return
     index = first_query + tl.arange(0, QUERIES)
     real = index < length
     token_at = start + index
@@ -119,11 +135,14 @@ def _attend_strides(
     top, total, acc = empty_softmax(QUERIES, HEAD)
 
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
+    begin_slot = 0
+    if SPLITS > 1:
+        begin_slot, slots = part_begin, part_end
     table += row.to(tl.int64) * table_stride
     # One program of each set leaves what its pages say.
-    tells = (tl.program_id(0) == 0) & (query_head % GROUP == 0) & (head < NUM_SETS)
+    tells = (block == 0) & (query_head % GROUP == 0) & (head < NUM_SETS)
     line += (row * NUM_SETS + head % NUM_SETS).to(tl.int64) * LINE * line_stride
-    for first in range(0, slots, TILE):
+    for first in range(begin_slot, slots, TILE):
         slot, unit, word, rows, distance = page_tile(
             *(kv, rank, born, table, first, slots, head, page_stride, word_stride),
             *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
@@ -141,7 +160,10 @@ def _attend_strides(
         if token is not None:
             first_token = tl.load(token + word, mask=told, other=0)
             tl.store(line + LINE_TOKEN * line_stride + unit, first_token, mask=told)
-    for begin in range(0, tl.minimum(first_query + QUERIES, length), TILE):
+    own = tl.minimum(first_query + QUERIES, length)
+    if SPLITS > 1:
+        own = tl.where(part == there - 1, own, 0)
+    for begin in range(0, own, TILE):
         place = begin + tl.arange(0, TILE)
         seen = place < length
         source = (start + place) * key_stride + head * HEAD
@@ -151,6 +173,13 @@ def _attend_strides(
         values = load_rows(value + source, seen, 0, HEAD)
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
+    if SPLITS > 1:
+        left_at = (token_at * (NUM_HEADS * GROUP) + query_head) * SPLITS
+        leave_part(partial, marks, left_at + part, real, top, total, acc, HEAD)
+        counter = (start + first_query) * (NUM_HEADS * GROUP) + query_head
+        if not is_last(arrived + counter, there):
+            return
+        top, total, acc = join_parts(partial, marks, left_at, real, there, QUERIES, HEAD)
     top, total, acc = with_sink(top, total, acc, sinks, query_head)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
@@ -209,6 +238,7 @@ class StrideAttention:
         softcap: float,
         num_queries: int,
         sinks: torch.Tensor | None = None,
+        split: Split = WHOLE,
     ) -> None:
         check_pages(kv, *((rank, born, score) if token is None else (rank, born, score, token)))
         self._heads, self._num_sets = heads_of(num_queries, kv), rank.shape[1]
@@ -219,7 +249,10 @@ class StrideAttention:
         self._logits = slopes, sinks
         self._places = kv.stride(0), rank.stride(0)
         constants = stride_constants(config, num_queries, kv, rank, rotation, interleaved)
-        self._constants = {"maxnreg": MOST_REGISTERS, **constants}
+        self.split, self._partial = split, (num_queries, split.splits, kv.shape[3] // 2)
+        assert split.slots % config.tile == 0, (split, config)
+        own = {"maxnreg": MOST_REGISTERS, "SPLITS": split.splits, "SLOTS": split.slots}
+        self._constants = {**own, **constants}
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write ``output``, ``lse`` and ``line``."""
@@ -227,11 +260,16 @@ class StrideAttention:
         assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
         if strides.num_rows == 0 or strides.max_length == 0:
             return
+        splits, partial = self.split.splits, (None, None, None)
+        if splits > 1:
+            given = strides.partial
+            assert given is not None and given.shape == self._partial, self._partial
+            partial = given.output, given.marks, given.arrived
         blocks = -(-strides.max_length // self._queries)
-        _attend_strides[(blocks, self._heads[0], strides.num_rows)](
+        _attend_strides[(blocks * splits, self._heads[0], strides.num_rows)](
             *(tokens.query, tokens.key, tokens.value, *self._pages, strides.table, strides.steps),
             *(self._turning, *self._logits, tokens.logit_scale, tokens.output, strides.lse),
-            *(strides.line, *self._factors, *tokens.places, *self._places),
+            *(strides.line, *partial, *self._factors, *tokens.places, *self._places),
             *(strides.table_place, strides.line_width),
             **self._constants,
         )
@@ -259,6 +297,8 @@ def attend_strides(
     lse: torch.Tensor,
     line: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    split: Split = WHOLE,
+    partial: Partial | None = None,
 ) -> None:
     """Attention of ``R`` strides, none of which begins inside a unit.
 
@@ -277,13 +317,15 @@ def attend_strides(
         lse: fp32 ``[num_tokens, H * G]`` log-sum-exps, written for the strides' tokens.
         line: int32 ``[R, S, LINE_WORDS, W]``, written as far as units are cached.
         sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
+        split: over keys; ``partial``: what its parts leave each other.
     """
     layer = StrideAttention(
         *(kv, rank, born, score, token, rotation, interleaved, slopes, scale, softcap),
         num_queries=query.shape[1],
         sinks=sinks,
+        split=split,
     )
-    strides = Strides(steps, table, max_length, lse=lse, line=line)
+    strides = Strides(steps, table, max_length, lse=lse, line=line, partial=partial)
     layer(Tokens(query, key, value, output, logit_scale), strides)
 
 

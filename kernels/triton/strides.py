@@ -13,6 +13,7 @@ import torch
 import triton
 
 from .recall_columns import check_recall
+from .split import Partial
 from .tiles import check_steps
 
 LINE_WORDS = 3
@@ -69,7 +70,7 @@ class Strides:
         steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides (``stride_columns``).
         table: int32 ``[>= R, P]`` block numbers.
         max_length, max_slots: the longest stride, and the most slots in use before.
-        lse, line: of ``attend_strides``.
+        lse, line, partial: of ``attend_strides``; ``partial`` None where it is not split.
         decays, sums: of ``column_sums``; ``sums`` None where attention makes no scores.
         parts: columns of ``sums`` for a unit.
         query_heads: of a set, over all tensor-parallel ranks.
@@ -82,6 +83,7 @@ class Strides:
     max_slots: int = 0
     lse: torch.Tensor | None = None
     line: torch.Tensor | None = None
+    partial: Partial | None = None
     decays: torch.Tensor | None = None
     sums: torch.Tensor | None = None
     parts: int = 1

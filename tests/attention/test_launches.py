@@ -128,14 +128,11 @@ def count_layer(layer: PagedLayer, metadata: Any, tokens: int) -> tuple[Counter[
     return found
 
 
-def chunk(
-    settings: dict[str, Any], patch: pytest.MonkeyPatch
-) -> tuple[Counter[str], Operations, Operations]:
+def chunk(layer: PagedLayer) -> tuple[Counter[str], Operations, Operations]:
     """Launches of one layer, what PyTorch does in it, and what it does to plan the step.
 
     The prompt's second chunk of so many tokens, and its second layer.
     """
-    layer = served(settings, patch)
     table = torch.arange(1, 31, dtype=torch.int32).view(1, -1)
     for begin in (0, TOKENS):
         step = step_of([begin], [TOKENS], [True], table)
@@ -151,9 +148,14 @@ def chunk(
     return kernels, operations, planning
 
 
+@pytest.mark.parametrize("least", [256, 16], ids=["whole", "in-parts"])
 @pytest.mark.parametrize("name", STRIDES_WAIT)
-def test_a_stride_is_three_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, operations, planning = chunk(STRIDES_WAIT[name], monkeypatch)
+def test_a_stride_is_three_launches(name: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where few query heads share out the keys: parts are programs of the same launch."""
+    monkeypatch.setattr(TritonKVPolicyImpl, "least_part", least)
+    layer = served(STRIDES_WAIT[name], monkeypatch)
+    kernels, operations, planning = chunk(layer)
+    assert (layer.impl._stride_kernels.attention.split.splits > 1) == (least < 64)
     strides = TOKENS // STRIDE
     assert kernels == dict.fromkeys(("attend_strides", "column_sums", "insert_strides"), strides)
     assert not operations.launches and not operations.allocations and not operations.waiting
@@ -161,10 +163,12 @@ def test_a_stride_is_three_launches(name: str, monkeypatch: pytest.MonkeyPatch) 
     assert sum(planning.launches.values()) <= 8, "for a whole step and all layers"
 
 
+@pytest.mark.parametrize("least", [256, 16], ids=["whole", "in-parts"])
 @pytest.mark.parametrize("name", STRIDES_WAIT)
-def test_a_stride_only_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stride_only_launches(name: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a launch is given was found for the layer, or by the first layer for all: however many
     strides there are, a layer asks as many questions of tensors, and each is a handful of calls."""
+    monkeypatch.setattr(TritonKVPolicyImpl, "least_part", least)
     layer, found = served(STRIDES_WAIT[name], monkeypatch), []
     table = torch.arange(1, 31, dtype=torch.int32).view(1, -1)
     for tokens in (TOKENS, TOKENS // 2):
@@ -184,14 +188,14 @@ def test_a_stride_only_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", NOBODY_WAITS)
 def test_a_chunk_is_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, operations, planning = chunk(NOBODY_WAITS[name], monkeypatch)
+    kernels, operations, planning = chunk(served(NOBODY_WAITS[name], monkeypatch))
     assert kernels == {"attend_chunks": 1}
     assert not operations.launches and not operations.allocations and not operations.waiting
     assert not planning.waiting and sum(planning.launches.values()) <= 8
 
 
 def test_scores_by_the_host_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, operations, _ = chunk({"name": "dgc", "budget": 64}, monkeypatch)
+    kernels, operations, _ = chunk(served({"name": "dgc", "budget": 64}, monkeypatch))
     assert kernels == dict.fromkeys(("attend_strides", "insert_strides"), TOKENS // STRIDE)
     assert not operations.launches and not operations.allocations and not operations.waiting
 

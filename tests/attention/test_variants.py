@@ -100,7 +100,19 @@ class Served:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]) -> None:
-    served = Served(POLICIES[name])
+    everything_is_warm(Served(POLICIES[name]), name, variants)
+
+
+def test_nothing_is_compiled_where_strides_are_split(
+    variants: set[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TritonKVPolicyImpl, "least_part", 64)
+    served = Served(POLICIES["cascade"])
+    everything_is_warm(served, "cascade", variants)
+    assert served.layer.impl._stride_kernels.attention.split.splits == 4
+
+
+def everything_is_warm(served: Served, name: str, variants: set[Variant]) -> None:
     layer = served.layer
     warm_up(layer.builder, layer.impl, layer.pool, served.table.shape[1])
     assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"

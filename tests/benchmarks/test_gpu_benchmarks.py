@@ -24,7 +24,7 @@ def test_gpu_check_interpreted(tmp_path: Path) -> None:
     result = json.loads((tmp_path / "gpu_check_interpreted.json").read_text())
     assert result["correct"] and len(result["checks"]) > 20
     assert result["interpreted"] and result["goals"] == [], "no goal is reached in an interpreter"
-    for kind in ("attend", "caching", "prefill"):
+    for kind in ("attend", "caching", "prefill", "split"):
         assert all(row["ms"] > 0 for row in result[kind]) and result[kind]
     assert "times mean nothing" in done.stdout and "0 failed" in done.stdout
 
@@ -54,7 +54,7 @@ def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     def broken(*_: object) -> None:
         raise AssertionError("output: error 1e+00 > 3e-05")
 
-    wrong = ("decode", "prefill", "insert", "assign", "insert_strides", "chunks")
+    wrong = ("decode", "prefill", "insert", "assign", "insert_strides", "chunks", "split")
     for name in (f"check_{kernel}" for kernel in wrong):
         monkeypatch.setattr(checks, name, broken)
     rows = gpu_check.correctness("cpu", interpret=True)

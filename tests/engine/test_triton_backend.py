@@ -25,6 +25,7 @@ from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import _of_devices, workspace_of
+from vllm_cascade.kernels.triton.configs import LEAST_PART
 
 TOKENS = np.random.default_rng(1).integers(1, 500, 72).tolist()
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
@@ -109,8 +110,15 @@ def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
 
 
 @pytest.mark.slow
-def test_the_worst_batch_finds_its_memory(engine_pool: EnginePool, models: dict[str, Path]) -> None:
-    """The profiling run has taken all of it; pages for no more requests than come at once."""
+@pytest.mark.parametrize("least", [LEAST_PART, 8], ids=["whole", "in-parts"])
+def test_the_worst_batch_finds_its_memory(
+    least: int, engine_pool: EnginePool, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The profiling run has taken all of it; pages for no more requests than come at once.
+
+    Also what parts leave each other, where strides are split over keys.
+    """
+    monkeypatch.setattr(TritonKVPolicyImpl, "least_part", least)
     engine_pool.close()
     _of_devices.clear()
     policy = {**CASCADE, "prefill_stride": 16}
@@ -121,11 +129,13 @@ def test_the_worst_batch_finds_its_memory(engine_pool: EnginePool, models: dict[
     workspace = workspace_of(torch.device("cpu"))
     taken = workspace.num_bytes
     assert taken > 0 and workspace.grown == 1, "when the model was profiled"
+    assert (len(workspace._counters) > 0) == (least == 8), "parts count who has come"
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     together = [out.outputs[0].token_ids for out in llm.generate(inputs, params, use_tqdm=False)]
     assert (workspace.num_bytes, workspace.grown) == (taken, 1), "nothing is allocated later"
     alone = [llm.generate([one], params, use_tqdm=False)[0].outputs[0].token_ids for one in inputs]
     assert together == alone
+    assert not workspace._counters.any()
     engine_pool.close()
 
 

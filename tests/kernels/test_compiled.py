@@ -73,6 +73,15 @@ def test_units() -> None:
     check(compiled("[Shape(unit=16)]", 90), IN_UNITS)
 
 
+def test_strides_in_parts() -> None:
+    check(compiled("SPLIT_SHAPES[:1]", 90), {"attend_strides"})
+
+
+@pytest.mark.slow
+def test_strides_in_parts_in_every_configuration() -> None:
+    check(compiled("SPLIT_SHAPES", 80, 90, 100), {"attend_strides"})
+
+
 UNSCORED = KERNELS - {"column_sums", "update"}
 WITH_WINDOWS = "[shape for shape in OTHER_SHAPES if shape.window]"
 

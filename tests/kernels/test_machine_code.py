@@ -12,6 +12,7 @@ import pytest
 
 from vllm_cascade.kernels.testing.aot import Resources
 from vllm_cascade.kernels.testing.machine_code import (
+    INSTRUCTION,
     LoopCounts,
     buffers,
     bytes_asked,
@@ -129,3 +130,29 @@ def test_on_every_gpu() -> None:
     check(counted(GROUPS.format("unit=16, "), 80, 90, 100), 34, 0.05)
     check(counted(GROUPS.format("unit=64, block_size=64, pages=33, "), 80, 90, 100), 34, 0.05)
     check(counted(GROUPS.format(""), 80, 90, 100), 48, 0.15)
+
+
+LIST = """
+from benchmarks.gpu.kernels_alone import load
+aot, launchers = load("testing.aot"), load("testing.launchers")
+launches = aot.launches_of(launchers.Layer(aot.SPLIT_SHAPE).prefill)
+(launch,) = [one for one in launches if one.name == "attend_strides"]
+print(aot.run_tool("nvdisasm", "-c", aot.binary_of(launch, 90).asm["cubin"]))
+"""
+
+
+def test_the_last_part_sees_what_all_have_left() -> None:
+    """All of a program's threads have written before one of them counts, for the whole device; and
+    who then reads finds nothing older in the cache of its own multiprocessor."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", LIST]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    codes = [found[1] for line in done.stdout.splitlines() if (found := INSTRUCTION.match(line))]
+    (count,) = [i for i, code in enumerate(codes) if code.startswith("ATOM")]
+    kinds = ("BAR.", "MEMBAR", "ATOMG", "CCTL", "STG", "LDG")
+    before = [code for code in codes[:count] if code.startswith(kinds)]
+    after = [code for code in codes[count:] if code.startswith(kinds)]
+    assert before[-1] == "MEMBAR.ALL.GPU" and before[-2].startswith("BAR.SYNC"), before[-4:]
+    assert after[0] == "ATOMG.E.ADD.STRONG.GPU" and after[1] == "CCTL.IVALL", after[:4]
+    assert after[2].startswith("BAR.SYNC"), after[:4]

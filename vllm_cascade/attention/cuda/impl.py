@@ -17,6 +17,9 @@ from vllm_cascade.attention.cuda.recall import LayerRings
 from vllm_cascade.attention.cuda.strides import (
     ChunkRows,
     PrefillRows,
+    counters_of,
+    memory_of,
+    split_of,
     stride_shapes,
     worst_shapes,
 )
@@ -35,7 +38,7 @@ from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
-from vllm_cascade.kernels.triton.configs import attend_splits
+from vllm_cascade.kernels.triton.configs import LEAST_PART, Split, attend_splits
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
@@ -58,8 +61,13 @@ class StrideKernels(NamedTuple):
 
 
 class TritonKVPolicyImpl(KVPolicyImpl):
-    """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's."""
+    """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's.
 
+    Attributes:
+        least_part: cached slots that are worth a program where a stride's attention is split.
+    """
+
+    least_part = LEAST_PART
     knows_windows = knows_sinks = True
     _decode_rotation: torch.Tensor | None = None
     _stride_kernels: StrideKernels | None = None
@@ -75,8 +83,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if policy is None:
             return
         limits, device = self._config.scheduler_config, query.device
-        worst = worst_shapes(policy, limits, query, self.num_kv_heads)
-        workspace_of(device).reserve(size_of(worst))
+        worst = worst_shapes(policy, limits, query, self.num_kv_heads, self.least_part)
+        workspace_of(device).reserve(size_of(worst), counters_of(worst))
         block = self._config.cache_config.block_size
         pages, slots = -(-policy.capacity // block), block
         if self.window is not None:
@@ -250,13 +258,15 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         assert metadata.spec.window is None, "in a window nobody is compared"
         kernels = self._stride_kernels
         if kernels is None:
-            kernels = self._kernels_of(pages, metadata.spec.policy.head_reduction)
+            split = split_of(metadata.spec.policy, new.query, self.least_part)
+            kernels = self._kernels_of(pages, metadata.spec.policy.head_reduction, split)
             if pages is self._pages:
                 self._stride_kernels = kernels
         return kernels, Tokens(*new, metadata.logit_scale)
 
-    def _kernels_of(self, pages: Pages, reduction: str) -> StrideKernels:
+    def _kernels_of(self, pages: Pages, reduction: str, split: Split) -> StrideKernels:
         turning, num_queries = self._turning, self.num_heads
+        own = {"num_queries": num_queries, "sinks": self._sink_logits, "split": split}
         common = {
             "slopes": self.alibi_slopes,
             "scale": self.scale,
@@ -265,7 +275,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         }
         read, words = _words(pages, "kv", "rank", "born"), _words(pages)
         return StrideKernels(
-            StrideAttention(**words, **common, num_queries=num_queries, sinks=self._sink_logits),
+            StrideAttention(**words, **common, **own),
             ColumnSums(**read, **common, reduction=reduction, num_queries=num_queries),
             StrideChoice(pages.token, pages.unit, reduction),
             StrideInsertion(**words, **turning, reduction=reduction),
@@ -277,7 +287,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         recall = {"table": rows.table, "steps": rows.steps, "recall": rows.recall}
         if self.recall is not None:
             self.recall.choose(tokens.query, **recall, single=False)
-        strides = rows.strides.get(self.num_heads) or self._shared(kernels, tokens, rows)
+        shared = rows.strides.get((self.num_heads, self.head_size))
+        strides = shared or self._shared(kernels, tokens, rows)
         kernels.attention(tokens, strides)
         if strides.sums is not None:
             kernels.sums(tokens, strides)
@@ -299,8 +310,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             num_heads=self.num_kv_heads,
             unit=kernels.unit,
             reduction=kernels.reduction if scored else None,
+            splits=kernels.attention.split.splits,
         )
-        made = rows.strides[self.num_heads] = Strides(
+        made = rows.strides[self.num_heads, self.head_size] = Strides(
             steps=rows.steps,
             table=rows.table,
             max_length=rows.max_length,
@@ -311,7 +323,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             given=rows.given,
             plans=rows.plans,
             recall=rows.recall,
-            **workspace_of(rows.steps.device).carve(shapes),
+            **memory_of(workspace_of(rows.steps.device), shapes),
         )
         return made
 

@@ -5,14 +5,16 @@ All rows of a step are sent at once, and each layer finds its arguments ready: w
 layer takes the host is three launches.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import SchedulerConfig
 
-from vllm_cascade.attention.cuda.workspace import Shapes
+from vllm_cascade.attention.cuda.workspace import Shapes, Workspace
 from vllm_cascade.attention.step import StrideRows
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
@@ -24,7 +26,9 @@ from vllm_cascade.kernels.columns import (
 )
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.column_sums import num_sums
+from vllm_cascade.kernels.triton.configs import Split, stride_split
 from vllm_cascade.kernels.triton.insert_stride import num_programs
+from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.strides import LINE_WORDS, NUMBER_ROWS, VALUE_ROWS, Strides
 from vllm_cascade.policies import Policy, Schedule
 from vllm_cascade.policies.execute import Plan
@@ -46,7 +50,7 @@ class PrefillRows:
         width: of the longest line, or of the most slots afterwards, in units.
         recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
         strides: these rows and what their kernels leave each other, as launches read it, by the
-            layer's query heads; the first layer makes it for all.
+            layer's query heads and their size; the first layer makes it for all.
     """
 
     steps: torch.Tensor
@@ -59,7 +63,7 @@ class PrefillRows:
     max_slots: int
     width: int
     recall: torch.Tensor | None = None
-    strides: dict[int, Strides] = field(default_factory=dict)
+    strides: dict[tuple[int, int], Strides] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,20 @@ def widest(steps: np.ndarray, unit: int) -> int:
     return max(-(-line // unit), int(steps[:, NEW_SLOTS].max()) // unit)
 
 
+def split_of(policy: Policy, query: torch.Tensor, least: int) -> Split:
+    """How a layer's attention of strides is split over keys; ``query``: ``[.., H * G, D]``.
+
+    A request's own policy may have fewer slots in use than the engine's, and then fewer parts.
+    """
+    num_queries, head_size = query.shape[1:]
+    return stride_split(
+        *(query.device, query.dtype, head_size, num_queries),
+        longest=policy.prefill_stride,
+        most_slots=policy.capacity,
+        least=least,
+    )
+
+
 def stride_shapes(
     num_rows: int,
     num_sets: int,
@@ -246,6 +264,7 @@ def stride_shapes(
     num_heads: int,
     unit: int,
     reduction: str | None,
+    splits: int,
 ) -> Shapes:
     """What the kernels of strides leave each other.
 
@@ -255,6 +274,7 @@ def stride_shapes(
         query: ``[.., H * G, D]``.
         num_heads: KV heads.
         reduction: over the query heads of a set; None: attention makes no scores.
+        splits: of attention over keys.
     """
     shared = num_rows, num_sets, num_programs(num_rows, num_sets)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -266,11 +286,29 @@ def stride_shapes(
     if reduction is not None:
         heads, parts = num_sums(query, num_heads, unit, reduction)
         shapes["sums"] = ((num_rows, heads, width * parts), torch.float32)
+    if splits > 1:
+        each = num_tokens, query.shape[1], splits
+        shapes["partial"] = ((*each, query.shape[2]), torch.float32)
+        shapes["marks"] = ((*each, MARKS), torch.float32)
     return shapes
 
 
+def counters_of(shapes: Shapes) -> int:
+    """Counters of the workspace that go with them."""
+    return math.prod(shapes["marks"][0][:2]) if "marks" in shapes else 0
+
+
+def memory_of(workspace: Workspace, shapes: Shapes) -> dict[str, Any]:
+    """What ``Strides`` has of the workspace, by name."""
+    made: dict[str, Any] = workspace.carve(shapes)
+    if "marks" in made:
+        arrived = workspace.counters(counters_of(shapes))
+        made["partial"] = Partial(made["partial"], made.pop("marks"), arrived)
+    return made
+
+
 def worst_shapes(
-    policy: Policy, limits: SchedulerConfig, query: torch.Tensor, num_heads: int
+    policy: Policy, limits: SchedulerConfig, query: torch.Tensor, num_heads: int, least: int
 ) -> Shapes:
     """``stride_shapes`` of the most strides in a wave, one of them as long as it can be."""
     tokens = limits.max_num_batched_tokens
@@ -284,4 +322,5 @@ def worst_shapes(
         num_heads=num_heads,
         unit=policy.unit,
         reduction=policy.head_reduction if policy.uses_attention else None,
+        splits=split_of(policy, query, least).splits,
     )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of a prompt's strides, and the scores it makes, against fp64; also split over keys."""
+
+import torch
+
+from .. import columns
+from ..triton.column_sums import column_sums, column_sums_reference, num_sums, reduced
+from ..triton.combine import in_units
+from ..triton.configs import WHOLE, Split
+from ..triton.prefill import LINE_WORDS, attend_strides, attend_strides_reference
+from ..triton.rotate import decode_dtype, gather_reference
+from ..triton.split import MARKS, Partial
+from .random_pool import (
+    TOLERANCE,
+    Case,
+    chronological,
+    close,
+    make_cache,
+    new_tokens,
+    on,
+    real_rows,
+    same,
+    stride_steps,
+    table_of,
+)
+
+DECAY, WEIGHT = 0.97, 0.03
+
+
+class StrideBatch:
+    """A case's strides on a device; ``attend`` and ``sums`` launch into new memory.
+
+    Attributes:
+        cache, steps, query, key, value, factors: on the CPU; ``ours``: the pages on the device.
+    """
+
+    def __init__(self, case: Case, device: torch.device | str) -> None:
+        self.case = case
+        self.cache, self.steps = make_cache(case)
+        num_tokens, self.longest = stride_steps(case, self.steps), max(case.strides)
+        self.query, self.key, self.value = new_tokens(case, num_tokens)
+        self.factors = torch.ones(num_tokens)
+        if case.logit_scale:
+            self.factors = torch.rand(num_tokens) + 0.5
+        self.ours = self.cache.to(device)
+        self._steps, *tokens, slopes, self._sinks, factors = on(
+            *(device, self.steps, self.query, self.key, self.value, case.slopes, case.sink_logits),
+            self.factors if case.logit_scale else None,
+        )
+        self._tokens, self._turning = tokens, table_of(case, device, decode_dtype(case.dtype))
+        scale = case.head_size**-0.5
+        self._rest = case.interleaved, slopes, factors, scale, case.softcap, self.longest
+        self.width = (max(n or 0 for n in case.lengths) + self.longest) // case.unit + 2
+
+    def _where(self, rows: slice) -> tuple[torch.Tensor | None, ...]:
+        return self.ours.table[rows], self._steps[rows], self._turning
+
+    def attend(
+        self, split: Split = WHOLE, partial: Partial | None = None, rows: slice = slice(None)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output, log-sum-exps and lines; poison where nothing was written."""
+        query, ours = self._tokens[0], self.ours
+        output, lse = torch.full_like(query, torch.nan), query.new_full(query.shape[:2], torch.nan)
+        steps = self._steps[rows]
+        line = steps.new_full((len(steps), self.case.num_sets, LINE_WORDS, self.width), -9)
+        lse = lse.float()
+        attend_strides(
+            *(*self._tokens, ours.kv, ours.rank, ours.born, ours.score, ours.token),
+            *(*self._where(rows), *self._rest, output, lse, line, self._sinks, split, partial),
+        )
+        return output, lse, line
+
+    def partial(self, split: Split) -> Partial | None:
+        """What parts leave each other: poison, and counters at 0."""
+        if split == WHOLE:
+            return None
+        query = self._tokens[0]
+        shape = *query.shape[:2], split.splits
+        output = torch.full((*shape, query.shape[2]), torch.nan, device=query.device)
+        marks = torch.full((*shape, MARKS), torch.nan, device=query.device)
+        arrived = torch.zeros(query.shape[0] * query.shape[1], dtype=torch.int32)
+        return Partial(output, marks, arrived.to(query.device))
+
+    def sums(self, lse: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Column sums, and how many of them a unit has."""
+        case, ours = self.case, self.ours
+        decays = (WEIGHT * DECAY ** torch.arange(self.longest, dtype=torch.float64)).float()
+        heads, parts = num_sums(self.query, case.num_heads, case.unit, case.reduction)
+        sums = lse.new_empty(len(self.steps), heads, self.width * parts)
+        column_sums(
+            *(*self._tokens[:2], ours.kv, ours.rank, ours.born, *self._where(slice(None))),
+            *(*self._rest, lse, decays.to(lse.device), case.reduction, max(self.cache.slots), sums),
+        )
+        return sums, parts
+
+
+def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
+    """``attend_strides`` and ``column_sums``, and what the first leaves for ``insert_strides``."""
+    batch = StrideBatch(case, device)
+    return _compare(batch, *batch.attend())
+
+
+def _compare(
+    batch: StrideBatch, output: torch.Tensor, lse: torch.Tensor, line: torch.Tensor
+) -> dict[str, float]:
+    """What ``attend`` returned, and column sums with it, with one softmax over all keys."""
+    case, cache, steps, ours = batch.case, batch.cache, batch.steps, batch.ours
+    query, key, value, factors = batch.query, batch.key, batch.value, batch.factors
+    sums, parts = batch.sums(lse)
+    same("prefill attention writes no page", ours.pool, cache.pool)
+    errors = {"output": 0.0, "lse": 0.0, "sums": 0.0}
+    written = torch.zeros(len(query), dtype=torch.bool)
+    for row in real_rows(case):
+        step = steps[row].tolist()
+        start, units = step[columns.START], step[columns.CACHED] // case.unit
+        rows = slice(start, start + step[columns.LENGTH])
+        written[rows] = True
+        old = gather_reference(
+            *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
+            *(case.inv_freq, case.interleaved),
+        )
+        expected, norm, probs = attend_strides_reference(
+            *(query[rows], key[rows], value[rows], *old[:2]),
+            scale=case.head_size**-0.5,
+            slopes=case.slopes,
+            logit_scale=factors[rows],
+            softcap=case.softcap,
+            sinks=case.sink_logits,
+        )
+        mass = in_units(column_sums_reference(probs, DECAY, WEIGHT), case.unit // parts)
+        if reduced(case.reduction, parts) == "mean":
+            mass = mass.unflatten(0, (case.num_heads, -1)).sum(1)
+        elif reduced(case.reduction, parts) == "max":
+            mass = mass.unflatten(0, (case.num_heads, -1)).amax(1)
+        slots, scores, tokens = chronological(cache, row, step)
+        told = line[row, :, :, :units].cpu()
+        same("line", told[:, 0], slots.int())
+        same("scores of the line", told[:, 1].view(torch.float32), scores)
+        same("tokens of the line", told[:, 2], tokens)
+        for name, actual, wanted in (
+            ("output", output[rows], expected),
+            ("lse", lse[rows], norm),
+            ("sums", sums[row, :, : mass.shape[1]], mass),
+        ):
+            errors[name] = max(errors[name], close(name, actual, wanted, TOLERANCE[case.dtype]))
+    assert output[~written.to(output.device)].isnan().all(), "wrote rows of other requests"
+    return errors
+
+
+def check_split(case: Case, device: torch.device | str, split: Split) -> dict[str, float]:
+    """``check_prefill`` in parts; and the same bytes again, and for each row alone.
+
+    Parts leave nothing behind that the next launch on the same memory would see.
+    """
+    batch = StrideBatch(case, device)
+    partial = batch.partial(split)
+    assert partial is not None, split
+    first = batch.attend(split, partial)
+    errors = _compare(batch, *first)
+    for _ in range(20 if first[0].is_cuda else 1):
+        same("counters", partial.arrived, torch.zeros_like(partial.arrived, device="cpu"))
+        again = batch.attend(split, partial)
+        for name, one, other in zip(("output", "lse", "line"), first, again, strict=True):
+            same(f"{name} again", bits(other), bits(one).cpu())
+    for row in real_rows(case):
+        start, length = batch.steps[row, [columns.START, columns.LENGTH]].tolist()
+        tokens = slice(start, start + length)
+        output, lse, line = batch.attend(split, partial, slice(row, row + 1))
+        same("output alone", bits(output[tokens]), bits(first[0][tokens]).cpu())
+        same("lse alone", bits(lse[tokens]), bits(first[1][tokens]).cpu())
+        same("line alone", line[0], first[2][row].cpu())
+    return errors
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The same bytes as integers: poison, which is not a number, equals itself."""
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
