@@ -161,13 +161,14 @@ def test_the_same_answer_in_any_company(
 
 def assert_pages_are_as_large_as_computed(config: Any, case: Case) -> None:
     """Per layer, KV head and token 2 D bytes and, of each row, 8 of scales; then the units' numbers
-    (four of 4 bytes, as the test's engines trace what is kept)."""
+    (four of 4 bytes, as the test's engines trace what is kept); a multiple of 64 bytes."""
     model, parallel, block = config.model_config, config.parallel_config, 32
     heads, size = model.get_num_kv_heads(parallel), model.get_head_size()
     rows = 8 if case.cache_dtype.endswith("per_token_head") else 0
     sets = heads if case.policy.get("head_policy") == "per_kv_head" else 1
     units = block // case.policy.get("unit", 1)
     page = block * heads * (2 * size + rows) + sets * units * 4 * 4
+    page = -(-page // 64) * 64
     layers = model.get_num_layers(parallel)
     assert config.cache_config.num_gpu_blocks == (64 << 20) // (layers * page)
 
