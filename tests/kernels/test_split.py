@@ -52,7 +52,12 @@ CASES: dict[str, tuple[Case, Split]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("two", "holes", "units", "sinks", "bf16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
+)
 def test_in_parts(name: str) -> None:
     case, split = CASES[name]
     checks.check_split(case, "cpu", split)
