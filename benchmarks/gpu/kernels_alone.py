@@ -11,10 +11,17 @@ from pathlib import Path
 from types import ModuleType
 
 NAME = "cascade_kernels"
+INSTALLED = "vllm_cascade.kernels"
 
 
 def load(module: str) -> ModuleType:
-    """``kernels.<module>`` under the name ``cascade_kernels.<module>``."""
+    """``kernels.<module>`` under the name ``cascade_kernels.<module>``.
+
+    A process that has the plugin gets the plugin's own module: a kernel that is loaded twice
+    registers its operators twice, and the first ones are then freed while others hold them.
+    """
+    if INSTALLED in sys.modules:
+        return importlib.import_module(f"{INSTALLED}.{module}")
     if NAME not in sys.modules:
         folder = Path(__file__).resolve().parents[2] / "kernels"
         spec = importlib.util.spec_from_file_location(

@@ -44,6 +44,19 @@ print([name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_casc
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
+def test_beside_the_plugin_the_kernels_are_loaded_once() -> None:
+    """Registered twice, the plugin's operators would be freed while it holds them."""
+    code = """
+import vllm_cascade.kernels.triton.attend as installed
+from benchmarks.gpu.kernels_alone import load
+print(load("triton.attend") is installed, load("testing.checks").__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == ["True", "vllm_cascade.kernels.testing.checks"], done.stderr
+
+
 def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that raises is a failed check, not a crash, and the verdict says so."""
     from benchmarks import gpu_check
