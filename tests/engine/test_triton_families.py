@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families with windows and learned sinks on the Triton kernels, interpreted, against the oracle.
+"""Every family with attention in all layers, on the Triton kernels, interpreted, against the oracle.
 
 Whole engines whose CPU backend is given the CUDA backend's implementation and builders, one for
 each kind of layers. Log-probabilities and kept tokens past the windows and the budget; alone, in a
@@ -14,11 +14,20 @@ import numpy as np
 import pytest
 
 from tests.engine.pool import EnginePool
-from tests.engine.test_against_oracle import MAX_ERROR
-from tests.engine.test_families import POLICIES, compare, model_of, random_tokens, written
+from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR
+from tests.engine.test_families import (
+    BY_TRANSFORMERS,
+    POLICIES,
+    apart,
+    compare,
+    model_of,
+    random_tokens,
+    written,
+)
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode
-from tests.oracle.families import FAMILIES, WINDOW, run_family
+from tests.oracle import full_attention
+from tests.oracle.families import FAMILIES, WINDOW, run_family, write_family
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
@@ -36,6 +45,8 @@ SLOW = [
     ("cohere2", "sink"),  # layers that do not rotate
     ("mistral", "cascade"),  # nothing but windows
 ]
+ALL = {**FAMILIES, **full_attention.OWN_MODULES, **full_attention.BY_TRANSFORMERS}
+THEIR_ORACLE_APART = (*BY_TRANSFORMERS, *full_attention.BY_TRANSFORMERS)
 
 
 @pytest.fixture(autouse=True)
@@ -106,4 +117,26 @@ def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> 
     tokens, found = decode(llm, random_tokens(0, 700), 61)
     truth = run_family(path, FAMILIES[family], tokens[:-1], 700, settings)
     assert np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
+    engine_pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ALL)
+def test_every_family(family: str, engine_pool: EnginePool, tmp_path: Path) -> None:
+    """1,000 tokens in strides and 60 more, and what is kept of them, per KV head."""
+    settings = POLICIES["cascade-heads"] | {"prefill_stride": 64}
+    path = write_family(tmp_path, ALL[family])
+    llm = engine(engine_pool, path, {**settings, "trace": True})
+    error, grown = compare(
+        llm,
+        family,
+        lambda tokens: apart(family in THEIR_ORACLE_APART)(
+            run_family, path, ALL[family], tokens, 1000, settings
+        ),
+        prompt_len=1000,
+        kept_at_most=max(settings["budget"] + 8, WINDOW),
+    )
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    assert grown["moved_reads"] > 0 and grown["native_calls"] == 0
+    check_company(llm)
     engine_pool.close()
