@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family with attention in all layers, on the Triton kernels, interpreted, against the oracle.
+"""Every family whose layers all attend, on the Triton kernels, interpreted, against the oracle.
 
 Whole engines whose CPU backend is given the CUDA backend's implementation and builders, one for
 each kind of layers. Log-probabilities and kept tokens past the windows and the budget; alone, in a
