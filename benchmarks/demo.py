@@ -2,9 +2,10 @@
 """What the bounded cache is for, on a real model: ``python -m benchmarks.demo`` or ``make demo``.
 
 A novel goes past the model's positions (stock vLLM stops there, a plain window gets much worse,
-sink and cascade go on), then a chat does, with a server of stock vLLM beside one of ours. Prints
-two tables and a dialogue, and writes the numbers as JSON and a picture. ``--help`` lists the
-options.
+sink and cascade go on), and what a note at its beginning said is asked for at its end, which only
+recall can answer. Then a chat goes past them, with a server of stock vLLM beside one of ours.
+Prints two tables, the answers and a dialogue, and writes the numbers as JSON and a picture.
+``--help`` lists the options.
 """
 
 import argparse
@@ -17,10 +18,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from benchmarks.inputs.texts import passages
+from benchmarks.inputs.texts import after_sentence, passages
 from benchmarks.models import Model, best_model
 from benchmarks.reporting import demo_pictures, demo_report, results
-from benchmarks.reporting.demo_report import CASCADE, STOCK
+from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
 from benchmarks.reporting.tables import console, show
 from benchmarks.running import novel, pools
 from benchmarks.running.conversation import Conversation, Refused
@@ -38,7 +39,12 @@ from benchmarks.running.serving import Server
 BLOCK_SIZE = 32
 BATCHED_TOKENS = 1024
 NEW_TOKENS = 48
-"""Generated after the novel, to time a token."""
+"""Generated after the novel, to time a token; the first of them are an answer."""
+NAME = "Eleanor Whitcombe"
+NOTE = f"\n\nThe reader's name is {NAME}. Remember it. {NAME} is the reader's name.\n\n"
+"""Put into the novel's beginning."""
+ASKED = "\n\nWhat is the reader's name? The reader's name is"
+"""After what is read of the novel."""
 ANSWER_TOKENS = 40
 ENDLESS = 1_000_000
 """``--max-model-len`` of our server."""
@@ -121,9 +127,14 @@ def settle(args: argparse.Namespace) -> tuple[Model, int]:
 
 
 def policies(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The arms beside stock vLLM."""
+    """The arms beside stock vLLM; what is recalled is taken from the budget."""
+    from vllm_cascade.policies.settings import RECALL_UNIT
+
     shared = {"budget": args.budget, "prefill_stride": args.stride}
-    return {name: {"name": name, **shared} for name in ("window", "sink", CASCADE)}
+    arms = {name: {"name": name, **shared} for name in ("window", "sink", CASCADE)}
+    units = max(args.budget // (8 * RECALL_UNIT), 1)
+    budget = args.budget // RECALL_UNIT * RECALL_UNIT - units * RECALL_UNIT
+    return {**arms, RECALL: {**arms["sink"], "budget": budget, "recall": units}}
 
 
 def engine(args: argparse.Namespace, model: Model, **settings: Any) -> EngineSettings:
@@ -138,18 +149,22 @@ def engine(args: argparse.Namespace, model: Model, **settings: Any) -> EngineSet
 
 
 def arms(
-    args: argparse.Namespace, model: Model, positions: int, token_ids: list[int]
+    args: argparse.Namespace,
+    model: Model,
+    positions: int,
+    token_ids: list[int],
+    question: list[int],
 ) -> list[novel.Arm]:
     """The engines that read the novel."""
     quiet_bar = {"arguments": {"use_tqdm_on_load": False}}
-    longest = len(token_ids) + NEW_TOKENS
+    longest = len(token_ids) + len(question) + NEW_TOKENS
     stock = engine(args, model, max_model_len=positions, **quiet_bar)
     bounded = {
         label: engine(args, model, max_model_len=longest, policy=policy, **quiet_bar)
         for label, policy in policies(args).items()
     }
     return [
-        novel.Arm(label, settings, token_ids, NEW_TOKENS)
+        novel.Arm(label, settings, token_ids, question, NEW_TOKENS)
         for label, settings in {STOCK: stock, **bounded}.items()
     ]
 
@@ -158,29 +173,55 @@ def read_novel(args: argparse.Namespace, model: Model, positions: int) -> dict[s
     """The novel under every arm, as what is kept of it."""
     from vllm_cascade.policies import resolve
 
-    text = args.book.read_text(encoding="utf-8")
-    token_ids = load_tokenizer(str(model.path))(text)["input_ids"][: args.tokens]
-    if len(token_ids) <= positions:
-        raise SystemExit(
-            f"{args.book} has {len(token_ids):,} tokens: too few to pass {positions:,}"
-        )
-    head = positions - NEW_TOKENS
+    tokenizer = load_tokenizer(str(model.path))
+    token_ids, ago = with_note(args, tokenizer, positions)
+    question = tokenizer(ASKED, add_special_tokens=False)["input_ids"]
+    recall = resolve(policies(args)[RECALL])
     kept = {
         "model": model.name,
         "book": args.book.name,
         "positions": positions,
         "tokens": len(token_ids),
-        "head": head,
+        "head": positions - NEW_TOKENS,
         "new_tokens": NEW_TOKENS,
         "budget": args.budget,
         "sinks": resolve(policies(args)[CASCADE]).num_sinks,
+        "recall": {"sinks": recall.num_sinks, "budget": recall.budget, "units": recall.recall},
+        "note": {"said": NOTE.strip(), "ago": ago, "asked": ASKED.strip()},
         "engines": args.engines,
         "arms": {},
     }
     console().print(demo_report.NOVEL.format(**kept), highlight=False, markup=False)
-    for label, read in novel.run_all(arms(args, model, positions, token_ids), args.engines):
-        kept["arms"][label] = demo_report.numbers(read, head)
+    reading = arms(args, model, positions, token_ids, question)
+    for label, read in novel.run_all(reading, args.engines):
+        numbers = demo_report.numbers(read, kept["head"])
+        if read.asked:
+            numbers["answer"] = first_line(tokenizer.decode(read.result.written))
+            numbers["right"] = NAME in numbers["answer"]
+        kept["arms"][label] = numbers
     return kept
+
+
+def with_note(args: argparse.Namespace, tokenizer: Any, positions: int) -> tuple[list[int], int]:
+    """The novel's first tokens with the note among them, and how long ago it is at their end.
+
+    Raises:
+        SystemExit: there are not enough.
+    """
+    token_ids = tokenizer(args.book.read_text(encoding="utf-8"))["input_ids"]
+    if len(token_ids) <= positions:
+        raise SystemExit(
+            f"{args.book} has {len(token_ids):,} tokens: too few to pass {positions:,}"
+        )
+    note = tokenizer(NOTE, add_special_tokens=False)["input_ids"]
+    place = after_sentence(token_ids, tokenizer, args.budget // 2)
+    token_ids = [*token_ids[:place], *note, *token_ids[place:]][: args.tokens]
+    return token_ids, len(token_ids) - place - len(note)
+
+
+def first_line(text: str) -> str:
+    """The first line that says something."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def commands(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -293,6 +334,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tables = [demo_report.novel_table(read)]
     show(tables)
     screen.print(demo_report.compared(read) + "\n", highlight=False, markup=False)
+    demo_report.show_answers(read)
     chat = talk(args, model, positions)
     tables.append(demo_report.chat_table(chat))
     demo_report.show_chat(chat)

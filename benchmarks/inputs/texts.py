@@ -188,3 +188,11 @@ def passages(text: str, tokenizer: Any, size: int) -> Iterator[str]:
             begin, held = last, 0
         last, held = end, held + more
     yield " ".join(words[begin:])
+
+
+def after_sentence(token_ids: Sequence[int], tokenizer: Any, after: int) -> int:
+    """The index, from ``after`` on, of the first token that follows the end of a sentence."""
+    for place in range(after, len(token_ids)):
+        if tokenizer.decode(token_ids[place - 1 : place]).strip() in (".", "!", "?"):
+            return place
+    raise ValueError(f"no sentence ends in the text's tokens from {after} on")

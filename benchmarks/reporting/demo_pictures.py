@@ -18,7 +18,13 @@ BLOCK = 64
 SMOOTHED = 16
 """Blocks that a point of the picture is the mean of: 1,024 tokens."""
 
-COLOURS = {"stock vLLM": "#222222", "window": "#d55e00", "sink": "#009e73", "cascade": "#0072b2"}
+COLOURS = {
+    "stock vLLM": "#222222",
+    "window": "#d55e00",
+    "sink": "#009e73",
+    "cascade": "#0072b2",
+    "sink, recall": "#cc79a7",
+}
 DARK = "#555555"
 TICKS = (5, 7, 10, 15, 20, 30, 40, 50, 60, 80, 100, 150, 200, 300, 500, 700, 1000)
 
@@ -77,7 +83,7 @@ def _line(
         axes.plot(at[-1], values[-1], marker="X", color=colour, markersize=10, zorder=4)
         text, place, align = f"stock vLLM stops\n({memory})", (-10, -26), "right"
     else:
-        up = {"window": 0, "sink": 9, "cascade": -9}[label]
+        up = {"window": 0, "sink": 9, "cascade": -9, "sink, recall": -27}[label]
         text, place, align = f"{label} ({memory})", (8, up), "left"
     axes.annotate(
         text,

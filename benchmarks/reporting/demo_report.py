@@ -10,12 +10,14 @@ from benchmarks.reporting.tables import Table, console, number
 from benchmarks.running.conversation import Refused, Turn
 from benchmarks.running.novel import Read
 
-STOCK, CASCADE = "stock vLLM", "cascade"
+STOCK, CASCADE, RECALL = "stock vLLM", "cascade", "sink, recall"
 KEEPS = {
     STOCK: "all tokens",
     "window": "the last {budget:,}",
     "sink": "the first {sinks} and the last {budget:,}",
     CASCADE: "the first {sinks}, and of {budget:,} more the fewer the older",
+    RECALL: "the first {recall[sinks]}, the last {recall[budget]:,}, and {recall[units]} times 16 "
+    "that come back",
 }
 
 NOVEL = """\
@@ -24,7 +26,16 @@ is about three quarters of a word). It reads the first {tokens:,} tokens of {boo
 each of them before it sees it. Perplexity is how unsure it was: 40 means as unsure as between \
 40 equally likely tokens; lower is better. What it has read it keeps in a cache, so stock vLLM's \
 grows with every token; three policies of this plugin keep {budget:,} tokens or little more, and \
-forget the others. One engine each, {engines} at a time:
+forget the others; the last of them also with recall, which keeps the others in the host's memory. \
+One engine each, {engines} at a time:
+"""
+
+NOTE = """\
+In the novel stood a note, {ago:,} tokens before the end of what was read:
+
+   {said}
+
+It was asked for at the end; stock vLLM, which had stopped, could not be asked. "{asked} ..."
 """
 
 CHAT = """\
@@ -47,23 +58,25 @@ def numbers(read: Read, head: int) -> dict[str, Any]:
     """What is kept of an arm that read the novel, as JSON values.
 
     Args:
-        head: tokens that every arm read: perplexity is reported up to there and after.
+        head: tokens that every arm read: perplexity is reported up to there and after, without
+            the question.
     """
     result = read.result
-    beyond = result.num_tokens > head
+    tokens = result.num_tokens - read.asked
     return {
         "refusal": read.refusal,
-        "tokens": result.num_tokens,
+        "tokens": tokens,
         "tokens_cached": result.cached,
         "perplexity_head": result.perplexity(end=head),
-        "perplexity_beyond": result.perplexity(start=head) if beyond else None,
+        "perplexity_beyond": result.perplexity(head, tokens) if tokens > head else None,
         "pages_peak": result.pages_peak,
         "page_bytes": result.page_bytes,
         "peak_kv_bytes": result.peak_bytes,
+        "host_bytes": result.counters.get("store_bytes", 0),
         "full_attention_kv_bytes": result.full_bytes,
         "read_ms": 1e3 * result.seconds / result.num_tokens,
         "write_ms": 1e3 * median(result.token_seconds),
-        "mean_nll_per_block": block_means(result.nll),
+        "mean_nll_per_block": block_means(result.nll[: tokens - 1]),
     }
 
 
@@ -71,9 +84,20 @@ def mib(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:,.1f} MiB"
 
 
+def knows(arm: Mapping[str, Any]) -> str:
+    """Whether an arm still knew what the note said."""
+    return {True: "yes", False: "no"}.get(arm.get("right"), "-")
+
+
+def memory(arm: Mapping[str, Any]) -> str:
+    """The KV cache's, and the store's of what recall can bring back."""
+    host = f" + {mib(arm['host_bytes'])} in the host's memory" if arm["host_bytes"] else ""
+    return mib(arm["peak_kv_bytes"]) + host
+
+
 def keeps(label: str, novel: Mapping[str, Any]) -> str:
     """What an arm keeps, in words."""
-    return KEEPS[label].format(budget=novel["budget"], sinks=novel["sinks"])
+    return KEEPS[label].format(**novel)
 
 
 def novel_table(novel: Mapping[str, Any]) -> Table:
@@ -86,9 +110,10 @@ def novel_table(novel: Mapping[str, Any]) -> Table:
             f"{arm['tokens']:,}" + (", stops" if arm["refusal"] else ""),
             number(arm["perplexity_head"]),
             number(arm["perplexity_beyond"]),
-            mib(arm["peak_kv_bytes"]),
+            memory(arm),
             number(arm["read_ms"]),
             number(arm["write_ms"], 1),
+            knows(arm),
         )
         for label, arm in novel["arms"].items()
     ]
@@ -97,11 +122,13 @@ def novel_table(novel: Mapping[str, Any]) -> Table:
         (
             *("", "keeps", "tokens read", f"perplexity of the first {head:,}"),
             *("of those after", "cache", "ms a token read", "ms a token written"),
+            "knows the note",
         ),
         tuple(rows),
         f"Written: {novel['new_tokens']} tokens after what was read, their median; with those "
-        f"stock vLLM has used all {novel['positions']:,} positions. Engines at a time, on a core "
-        f"each: {novel['engines']}.",
+        f"stock vLLM has used all {novel['positions']:,} positions. The note stood "
+        f"{novel['note']['ago']:,} tokens before the end. Engines at a time, on a core each: "
+        f"{novel['engines']}.",
     )
 
 
@@ -119,6 +146,18 @@ def compared(novel: Mapping[str, Any]) -> str:
         "Perplexity rises and falls with the text, for all of them alike.",
     ]
     return "\n".join(lines)
+
+
+def show_answers(novel: Mapping[str, Any]) -> None:
+    """Print the note that stood in the novel, and what each arm says when it is asked for."""
+    screen = console()
+    screen.print(NOTE.format(**novel["note"]), highlight=False, markup=False)
+    for label, arm in novel["arms"].items():
+        if "answer" in arm:
+            right = "right" if arm["right"] else "wrong"
+            line = f"{label + ':':<16}{right:<8}... {arm['answer']}"
+            screen.print(line, highlight=False, markup=False)
+    screen.print()
 
 
 def _against(arm: Mapping[str, Any], other: Mapping[str, Any]) -> str:

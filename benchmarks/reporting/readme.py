@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from benchmarks.reporting import demo_pictures, results
-from benchmarks.reporting.demo_report import CASCADE, STOCK, keeps, mib
+from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK, keeps, knows, memory
 from benchmarks.reporting.tables import number
 from benchmarks.running.environment import ROOT
 
@@ -26,8 +26,8 @@ def block(result: dict[str, Any]) -> str:
         f"![perplexity while a novel goes past the model's positions]({PICTURE.relative_to(ROOT)})",
         "",
         f"| | keeps | tokens read | perplexity of the first {novel['head']:,} | of those after "
-        "| KV cache | a token read / written |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        "| knows the note | KV cache | a token read / written |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
         *(row(label, arm, novel) for label, arm in novel["arms"].items()),
         "",
         " ".join(filter(None, [sentence(result, novel, chat), result.get("note")])),
@@ -37,12 +37,13 @@ def block(result: dict[str, Any]) -> str:
 
 def row(label: str, arm: dict[str, Any], novel: dict[str, Any]) -> str:
     """One arm."""
-    name = label if label == STOCK else f"`--kv-policy {label}`"
+    flags = f"sink --kv-recall {novel['recall']['units']}" if label == RECALL else label
+    name = label if label == STOCK else f"`--kv-policy {flags}`"
     tokens = f"{arm['tokens']:,}" + (", then stops" if arm["refusal"] else "")
-    memory = mib(arm["peak_kv_bytes"]) + (" and growing" if label == STOCK else "")
+    grows = " and growing" if label == STOCK else ""
     times = f"{arm['read_ms']:.1f} / {arm['write_ms']:.0f} ms"
     cells = [name, keeps(label, novel), tokens, number(arm["perplexity_head"], 1)]
-    cells += [number(arm["perplexity_beyond"], 1), memory, times]
+    cells += [number(arm["perplexity_beyond"], 1), knows(arm), memory(arm) + grows, times]
     return f"| {' | '.join(cells)} |"
 
 
@@ -55,9 +56,11 @@ def sentence(result: dict[str, Any], novel: dict[str, Any], chat: dict[str, Any]
     return (
         f"`make demo`: {novel['model']} reads *{title(novel['book'])}*, in "
         f"{result['settings']['dtype']} on {where['cores']} cores of {where['cpu']}, "
-        f"{novel['engines']} engines at a time. Then it chats: {stops}`--kv-policy cascade` is at "
-        f"{ours[-1]['context']:,} tokens after {len(ours)} turns, with {ours[-1]['pages']} pages "
-        f"as since turn {constant_since(ours)} ([all numbers](docs/RESULTS.md#the-demo))."
+        f"{novel['engines']} engines at a time. At the end it is asked what a note said that stood "
+        f"{novel['note']['ago']:,} tokens before. Then it chats: {stops}"
+        f"`--kv-policy cascade` is at {ours[-1]['context']:,} tokens after {len(ours)} turns, "
+        f"with {ours[-1]['pages']} pages as since turn {constant_since(ours)} "
+        "([all numbers](docs/RESULTS.md#the-demo))."
     )
 
 

@@ -19,12 +19,14 @@ class Arm:
 
     Attributes:
         token_ids: the whole text; stock vLLM reads as much of it as its positions leave room for.
-        new_tokens: generated after it, to time them.
+        question: about the text, after all of it.
+        new_tokens: generated after that, to time them and for the answer.
     """
 
     label: str
     engine: EngineSettings
     token_ids: list[int] = field(repr=False)
+    question: list[int] = field(repr=False)
     new_tokens: int
     bar_line: int = 0
 
@@ -34,9 +36,9 @@ class Arm:
 
     @property
     def readable(self) -> list[int]:
-        """The part of the text that this engine can read."""
+        """What this engine can read: the text and the question, or the text's first part."""
         if not self.stock:
-            return self.token_ids
+            return self.token_ids + self.question
         assert self.engine.max_model_len is not None, "stock vLLM's own limit"
         return self.token_ids[: self.engine.max_model_len - self.new_tokens]
 
@@ -47,10 +49,12 @@ class Read:
 
     Attributes:
         refusal: what the engine says to the whole text; empty if it takes it.
+        asked: the question's tokens, which it read after the text; 0 if it could not.
     """
 
     result: "StreamResult"
     refusal: str
+    asked: int
 
 
 def run(arm: Arm) -> Read:
@@ -60,7 +64,8 @@ def run(arm: Arm) -> Read:
     from benchmarks.running.stream import stream
 
     prompt_scores.install(llm)
-    refused = refusal(llm, arm.token_ids) if len(arm.readable) < len(arm.token_ids) else ""
+    whole = len(arm.readable) >= len(arm.token_ids)
+    refused = "" if whole else refusal(llm, arm.token_ids)
     result = stream(
         llm,
         arm.readable,
@@ -68,7 +73,7 @@ def run(arm: Arm) -> Read:
         max_new_tokens=arm.new_tokens,
         bar_line=arm.bar_line,
     )
-    return Read(result, refused)
+    return Read(result, refused, len(arm.question) if whole else 0)
 
 
 def refusal(llm: "LLM", token_ids: list[int]) -> str:

@@ -40,6 +40,7 @@ class StreamResult:
         counters: what the policy counted over the prompt; empty for stock vLLM.
         token_seconds: time of each token generated after the prompt, less the first, which the
             prompt's last step gives.
+        written: the tokens generated after the prompt.
     """
 
     nll: np.ndarray
@@ -52,6 +53,7 @@ class StreamResult:
     cached: int
     counters: dict[str, int]
     token_seconds: list[float]
+    written: list[int]
 
     @property
     def num_tokens(self) -> int:
@@ -140,6 +142,7 @@ def stream(
         cached=cached,
         counters={name: counters[name] - before[name] for name in counters},
         token_seconds=token_seconds,
+        written=list(output.outputs[0].token_ids),
     )
 
 

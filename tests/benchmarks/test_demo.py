@@ -21,7 +21,7 @@ from benchmarks import demo
 from benchmarks.inputs.texts import passages
 from benchmarks.models import Model
 from benchmarks.reporting import demo_pictures, demo_report, readme, results
-from benchmarks.reporting.demo_report import CASCADE, STOCK
+from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
 from benchmarks.running import novel
 from benchmarks.running.conversation import Refused, Turn
 from benchmarks.running.environment import ROOT
@@ -84,11 +84,12 @@ def test_without_the_real_model_the_small_one_runs(monkeypatch: pytest.MonkeyPat
 
 
 def test_stock_reads_what_its_positions_hold() -> None:
-    stock, *bounded = demo.arms(settled(), SMALL, POSITIONS, list(range(1536)))
-    assert [arm.label for arm in bounded] == ["window", "sink", CASCADE]
+    stock, *bounded = demo.arms(settled(), SMALL, POSITIONS, list(range(1536)), [7] * 32)
+    assert [arm.label for arm in bounded] == ["window", "sink", CASCADE, RECALL]
     assert stock.stock and len(stock.readable) + stock.new_tokens == POSITIONS
     assert stock.engine.max_model_len == POSITIONS
-    assert all(not arm.stock and len(arm.readable) == 1536 for arm in bounded)
+    assert all(not arm.stock and len(arm.readable) == 1568 for arm in bounded)
+    assert all(arm.readable[1535:1537] == [1535, 7] for arm in bounded)
 
 
 def test_both_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
@@ -131,9 +132,11 @@ def test_passages_end_where_sentences_do() -> None:
 # --- made-up results ------------------------------------------------------------------------------
 
 
-def fake_read(num_tokens: int, mean: float, pages: int, refusal: str = "") -> novel.Read:
+def fake_read(
+    num_tokens: int, mean: float, pages: int, refusal: str = "", asked: int = 0
+) -> novel.Read:
     result = StreamResult(
-        nll=np.full(num_tokens - 1, np.log(mean)),
+        nll=np.append(np.full(num_tokens - 1, np.log(mean)), np.zeros(asked)),
         seconds=num_tokens / 500,
         block_size=32,
         pages_end=pages,
@@ -143,8 +146,9 @@ def fake_read(num_tokens: int, mean: float, pages: int, refusal: str = "") -> no
         cached=pages * 32,
         counters={},
         token_seconds=[0.03, 0.05, 0.04],
+        written=[],
     )
-    return novel.Read(result, refusal)
+    return novel.Read(result, refusal, asked)
 
 
 @pytest.fixture
@@ -154,7 +158,12 @@ def read() -> dict[str, Any]:
         "window": fake_read(2048, 90.0, 4),
         "sink": fake_read(2048, 33.0, 5),
         CASCADE: fake_read(2048, 31.5, 5),
+        RECALL: fake_read(2048, 31.0, 5, asked=32),
     }
+    numbers = {label: demo_report.numbers(arm, 976) for label, arm in arms.items()}
+    for label in ("window", "sink", CASCADE):
+        numbers[label] |= {"answer": "Walter", "right": False}
+    numbers[RECALL] |= {"answer": "Ann.", "right": True, "host_bytes": 3 << 20}
     return {
         "model": "a-model",
         "book": "the_book.txt",
@@ -165,7 +174,9 @@ def read() -> dict[str, Any]:
         "budget": 128,
         "sinks": 4,
         "engines": 2,
-        "arms": {label: demo_report.numbers(arm, 976) for label, arm in arms.items()},
+        "recall": {"sinks": 16, "budget": 112, "units": 1},
+        "note": {"ago": 1900, "said": "I am Ann.", "asked": "Who? I am"},
+        "arms": numbers,
     }
 
 
@@ -213,6 +224,38 @@ def test_what_is_kept_of_an_arm(read: dict[str, Any]) -> None:
     json.dumps(read)
 
 
+def test_the_question_does_not_count(read: dict[str, Any]) -> None:
+    """Neither in the perplexity, nor in its picture."""
+    asked, other = read["arms"][RECALL], read["arms"][CASCADE]
+    assert asked["tokens"] == other["tokens"] == 2048
+    assert asked["perplexity_beyond"] == pytest.approx(31.0)
+    blocks = asked["mean_nll_per_block"]
+    assert len(blocks) == len(other["mean_nll_per_block"])
+    assert np.exp(blocks) == pytest.approx([31.0] * len(blocks), rel=1e-3)
+
+
+def test_what_each_says_of_the_note(
+    read: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo_report.show_answers(read)
+    printed = capsys.readouterr().out
+    assert "1,900 tokens before" in printed and '"Who? I am ..."' in printed
+    rows = [line.split() for line in printed.splitlines() if "..." in line][1:]
+    assert rows == [
+        ["window:", "wrong", "...", "Walter"],
+        ["sink:", "wrong", "...", "Walter"],
+        ["cascade:", "wrong", "...", "Walter"],
+        ["sink,", "recall:", "right", "...", "Ann."],
+    ]
+    assert demo.first_line("\n\n Ann. \nAnd so on") == "Ann." and demo.first_line("\n") == ""
+
+
+def test_as_many_attended_tokens_with_recall() -> None:
+    arms = demo.policies(settled("--budget", "700"))
+    assert arms[RECALL]["recall"] == 5 and arms[RECALL]["budget"] == 688 - 5 * 16
+    assert demo.policies(settled("--budget", "64"))[RECALL]["budget"] == 48
+
+
 def test_perplexity_is_split_where_stock_stops() -> None:
     kept = fake_read(2048, 10.0, 5)
     kept.result.nll[975:] = np.log(20.0)  # the first of these is of token 976
@@ -224,12 +267,13 @@ def test_perplexity_is_split_where_stock_stops() -> None:
 def test_novel_table_and_what_it_says(read: dict[str, Any]) -> None:
     table = demo_report.novel_table(read)
     assert table.rows[0] == (
-        *("stock vLLM", "all tokens", "976, stops", "30.00", "-", "31.0 MiB", "2.00", "40.0"),
+        *("stock vLLM", "all tokens", "976, stops", "30.00", "-", "31.0 MiB", "2.00", "40.0", "-"),
     )
     assert table.rows[3][:5] == (
         *("cascade", "the first 4, and of 128 more the fewer the older"),
         *("2,048", "31.50", "31.50"),
     )
+    assert [row[-1] for row in table.rows] == ["-", "no", "no", "no", "yes"]
     said = demo_report.compared(read)
     assert "too long, says vLLM" in said
     assert "cascade's perplexity is 5.0 % above stock's, with 16 % of its memory" in said
@@ -307,8 +351,13 @@ def test_readme_block(result: dict[str, Any]) -> None:
     lines = readme.block(result).splitlines()
     assert lines[0].endswith("(docs/demo.png)")
     rows = [line for line in lines if line.startswith("|")]
-    assert len(rows) == 2 + 4
-    assert rows[2].startswith("| stock vLLM | all tokens | 976, then stops | 30.0 | - | 31.0 MiB")
+    assert len(rows) == 2 + 5
+    assert rows[6].startswith("| `--kv-policy sink --kv-recall 1` | the first 16, the last 112, ")
+    assert " | yes | 5.0 MiB + 3.0 MiB in the host's memory | " in rows[6]
+    assert "what a note said that stood 1,900 tokens before" in lines[-1]
+    assert rows[2].startswith(
+        "| stock vLLM | all tokens | 976, then stops | 30.0 | - | - | 31.0 MiB"
+    )
     assert rows[5].startswith("| `--kv-policy cascade` | the first 4,") and "2.0 / 40 ms" in rows[5]
     assert "*The Book*, in bfloat16 on 2 cores of A CPU" in lines[-1]
     assert "stock vLLM answers 400 after 1,024 tokens" in lines[-1]
@@ -343,6 +392,9 @@ def test_what_the_kept_run_shows() -> None:
     for label in ("sink", CASCADE):
         assert arms[label]["perplexity_head"] < 1.1 * arms[STOCK]["perplexity_head"]
         assert arms[label]["perplexity_beyond"] < arms["window"]["perplexity_beyond"] / 1.3
+    right = {label: arm["right"] for label, arm in arms.items() if label != STOCK}
+    assert data["novel"]["note"]["ago"] > positions and "right" not in arms[STOCK]
+    assert right.pop(RECALL) and not any(right.values()), "only recall still has it"
     stock, ours = (data["chat"]["arms"][label] for label in (STOCK, CASCADE))
     assert stock["refused"]["status"] == 400 and stock["turns"][-1]["context"] <= positions
     assert ours["turns"][-1]["context"] > positions and ours["refused"] is None
@@ -400,7 +452,7 @@ def test_a_novel_through_real_engines() -> None:
     """Stock vLLM refuses the whole text in its own words; ours reads it in constant pages."""
     args = settled(*TINY[2:], "--stride", "64")
     read = demo.read_novel(args, SMALL, POSITIONS)
-    assert list(read["arms"]) == [STOCK, "window", "sink", CASCADE]
+    assert list(read["arms"]) == [STOCK, "window", "sink", CASCADE, RECALL]
     stock, ours = read["arms"][STOCK], read["arms"][CASCADE]
     assert "1024" in stock["refusal"] and "1200" in stock["refusal"]
     assert stock["tokens"] == POSITIONS - demo.NEW_TOKENS and stock["pages_peak"] == 32
@@ -409,7 +461,7 @@ def test_a_novel_through_real_engines() -> None:
     assert 30 < ours["perplexity_head"] < 90 and 20 < ours["perplexity_beyond"] < 120
     # The first block is read before anything is evicted.
     first = [arm["mean_nll_per_block"][0] for arm in read["arms"].values()]
-    assert first == pytest.approx([first[0]] * 4, abs=0.02)
+    assert first == pytest.approx([first[0]] * 5, abs=0.02)
     assert all(arm["read_ms"] > 0 and arm["write_ms"] > 0 for arm in read["arms"].values())
 
 
