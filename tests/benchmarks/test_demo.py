@@ -251,8 +251,8 @@ def test_what_each_says_of_the_note(
 
 
 def test_as_many_attended_tokens_with_recall() -> None:
-    arms = demo.policies(settled("--budget", "700"))
-    assert arms[RECALL]["recall"] == 5 and arms[RECALL]["budget"] == 688 - 5 * 16
+    arms = demo.policies(settled("--budget", "672"))
+    assert arms[RECALL]["recall"] == 5 and arms[RECALL]["budget"] == 672 - 5 * 16
     assert demo.policies(settled("--budget", "64"))[RECALL]["budget"] == 48
 
 
