@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,13 @@ def test_the_vllm_command_works(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     version = done.stdout.splitlines()[-1]
     assert version.removesuffix("+cpu") == importlib.metadata.version("vllm").removesuffix("+cpu")
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "vllm"])
+def test_packages_are_compiled(package: str) -> None:
+    """Else every process compiles vLLM and what it imports anew, where none may write byte code."""
+    origin = find_spec(package).origin
+    assert Path(cache_from_source(origin)).is_file(), "run: make setup"
 
 
 def test_no_cuda_builds_beside_a_cpu_torch() -> None:

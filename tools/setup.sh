@@ -84,7 +84,8 @@ rm -f "$STAMP"
 : >"$LOG"
 bin=$VENV/bin
 
-# Runs pip; shows what it said only when it fails. Files are byte-compiled when first imported.
+# Runs pip; shows what it said only when it fails. Files are byte-compiled when first imported, or
+# below.
 quiet_pip() {
     printf '\n$ pip %s\n' "$*" >>"$LOG"
     "$bin/python" -m pip "$@" --disable-pip-version-check >>"$LOG" 2>&1
@@ -125,6 +126,15 @@ else
 fi
 say "vllm-cascade (editable)"
 install "vllm-cascade" --no-deps --no-build-isolation --editable .
+
+# Where Python is told to write no byte code, as in many containers, every process would compile all
+# that it imports anew: with vLLM that is 15 seconds, and the tests start many.
+if [[ -n ${PYTHONDONTWRITEBYTECODE:-} ]]; then
+    say "byte code of the packages, as PYTHONDONTWRITEBYTECODE is set"
+    packages=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # Templates among them are no Python, which is no fault.
+    "$bin/python" -m compileall -q -j 0 "$packages" >>"$LOG" 2>&1 || true
+fi
 
 # --- does it work? ------------------------------------------------------------------------------
 if ! found=$("$bin/vllm" --version 2>>"$LOG" | tail -n 1) || [[ -z $found ]]; then
