@@ -45,7 +45,7 @@ NOTE = f"\n\nThe reader's name is {NAME}. Remember it. {NAME} is the reader's na
 """Put into the novel's beginning."""
 ASKED = "\n\nWhat is the reader's name? The reader's name is"
 """After what is read of the novel."""
-ANSWER_TOKENS = 32
+ANSWER_TOKENS = 24
 ENDLESS = 1_000_000
 """``--max-model-len`` of our server."""
 QUESTION = (
@@ -68,9 +68,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--budget", type=int, help="default: an eighth of the positions")
     parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
-    parser.add_argument("--tokens", type=int, help="of the novel; default: 11/8 of the positions")
+    parser.add_argument("--tokens", type=int, help="of the novel; default: 5/4 of the positions")
     parser.add_argument(
-        "--chat-tokens", type=int, help="the chat's length; default: 9/8 of the positions"
+        "--chat-tokens", type=int, help="the chat's length; default: 17/16 of the positions"
     )
     parser.add_argument("--passage", type=int, help="tokens a turn; default: 3/4 of the budget")
     parser.add_argument(
@@ -104,8 +104,8 @@ def settle(args: argparse.Namespace) -> tuple[Model, int]:
     path = args.model
     model = Model(Path(path), Path(path).name, real=True) if path else best_model()
     positions = native_positions(str(model.path))
-    defaults = {"tokens": positions * 11 // 8, "budget": positions // 8}
-    defaults["chat_tokens"] = positions * 9 // 8
+    defaults = {"tokens": positions * 5 // 4, "budget": positions // 8}
+    defaults["chat_tokens"] = positions * 17 // 16
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

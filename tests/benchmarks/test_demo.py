@@ -44,7 +44,7 @@ def settled(*options: str) -> Any:
 
 def test_sizes_follow_from_the_models_positions() -> None:
     args = settled()
-    assert (args.budget, args.tokens, args.chat_tokens, args.passage) == (128, 1408, 1152, 96)
+    assert (args.budget, args.tokens, args.chat_tokens, args.passage) == (128, 1280, 1088, 96)
     assert args.dtype in ("float32", "bfloat16")
     assert settled("--budget", "256", "--passage", "70").passage == 70
 
