@@ -269,7 +269,9 @@ AT_ONCE = {
 }
 
 
-@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "lazy-1")) for n in AT_ONCE]
+)
 def test_strides_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every stride of a chunk in one launch gives what one after another gives."""
     monkeypatch.setattr(test_paged, "CPUBuilder", AtOnce)

@@ -46,15 +46,10 @@ print([name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_casc
 
 def test_beside_the_plugin_the_kernels_are_loaded_once() -> None:
     """Registered twice, the plugin's operators would be freed while it holds them."""
-    code = """
-import vllm_cascade.kernels.triton.attend as installed
-from benchmarks.gpu.kernels_alone import load
-print(load("triton.attend") is installed, load("testing.checks").__name__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.split() == ["True", "vllm_cascade.kernels.testing.checks"], done.stderr
+    from benchmarks.gpu.kernels_alone import load
+    from vllm_cascade.kernels.triton import attend
+
+    assert load("triton.attend") is attend
 
 
 def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

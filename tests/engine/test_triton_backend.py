@@ -102,7 +102,7 @@ def test_prompt(name: str, engine_pool: EnginePool, models: dict[str, Path]) -> 
     engine_pool.close()
 
 
-@pytest.mark.parametrize("model", ["partial", "alibi"])
+@pytest.mark.parametrize("model", [pytest.param("partial", marks=pytest.mark.slow), "alibi"])
 def test_model(model: str, engine_pool: EnginePool, models: dict[str, Path]) -> None:
     policy = {**CASCADE, "prefill_stride": 8, "head_policy": "per_kv_head"}
     compare(engine(engine_pool, policy, models[model]), policy, TOKENS, models[model])
