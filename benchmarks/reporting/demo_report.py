@@ -16,8 +16,8 @@ KEEPS = {
     "window": "the last {budget:,}",
     "sink": "the first {sinks} and the last {budget:,}",
     CASCADE: "the first {sinks}, and of {budget:,} more the fewer the older",
-    RECALL: "the first {recall[sinks]}, the last {recall[budget]:,}, and {recall[units]} times 16 "
-    "that come back",
+    RECALL: "the first {recall[sinks]}, the last {recall[budget]:,}, and {recall[units]} times "
+    "{recall[unit]} that come back",
 }
 
 NOVEL = """\

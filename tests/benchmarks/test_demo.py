@@ -24,6 +24,7 @@ from benchmarks.reporting import demo_pictures, demo_report, readme, results
 from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
 from benchmarks.running import novel
 from benchmarks.running.conversation import Refused, Turn
+from benchmarks.running.engines import load_tokenizer
 from benchmarks.running.environment import ROOT
 from benchmarks.running.stream import StreamResult
 from tests.conftest import MODEL
@@ -90,6 +91,18 @@ def test_stock_reads_what_its_positions_hold() -> None:
     assert stock.engine.max_model_len == POSITIONS
     assert all(not arm.stock and len(arm.readable) == 1568 for arm in bounded)
     assert all(arm.readable[1535:1537] == [1535, 7] for arm in bounded)
+
+
+def test_the_note_stands_behind_a_sentence_and_before_the_rest() -> None:
+    args, tokenizer = settled(), load_tokenizer(str(MODEL))
+    token_ids, ago = demo.with_note(args, tokenizer, POSITIONS)
+    assert len(token_ids) == args.tokens
+    before, after = tokenizer.decode(token_ids).split(demo.NOTE)
+    book = demo.BOOK.read_text(encoding="utf-8")
+    assert before[-1] in ".!?" and book.startswith(before) and after[:50] in book
+    assert tokenizer.decode(token_ids[-ago:]) == after
+    assert len(tokenizer(before)["input_ids"]) >= args.budget // 2, "not among the sinks"
+    assert ago > 4 * args.budget, "nobody but recall still has it"
 
 
 def test_engines_share_processes_that_end_together() -> None:
@@ -182,7 +195,7 @@ def read() -> dict[str, Any]:
         "budget": 128,
         "sinks": 4,
         "engines": 2,
-        "recall": {"sinks": 16, "budget": 112, "units": 1},
+        "recall": {"sinks": 16, "budget": 112, "units": 1, "unit": 16},
         "note": {"ago": 1900, "said": "I am Ann.", "asked": "Who? I am"},
         "arms": numbers,
     }
@@ -360,7 +373,9 @@ def test_readme_block(result: dict[str, Any]) -> None:
     assert lines[0].endswith("(docs/demo.png)")
     rows = [line for line in lines if line.startswith("|")]
     assert len(rows) == 2 + 5
-    assert rows[6].startswith("| `--kv-policy sink --kv-recall 1` | the first 16, the last 112, ")
+    assert rows[6].startswith(
+        "| `--kv-policy sink --kv-recall 1` | the first 16, the last 112, and 1 times 16 "
+    )
     assert " | yes | 5.0 MiB + 3.0 MiB in the host's memory | " in rows[6]
     assert "what a note said that stood 1,900 tokens before" in lines[-1]
     assert rows[2].startswith(
@@ -403,6 +418,11 @@ def test_what_the_kept_run_shows() -> None:
     right = {label: arm["right"] for label, arm in arms.items() if label != STOCK}
     assert data["novel"]["note"]["ago"] > positions and "right" not in arms[STOCK]
     assert right.pop(RECALL) and not any(right.values()), "only recall still has it"
+    # What the document on memory says of the store: all evicted rows, and a quarter to an eighth.
+    rows = arms[STOCK]["peak_kv_bytes"] / positions
+    evicted = data["novel"]["tokens"] - arms[RECALL]["tokens_cached"]
+    assert 9 / 8 < arms[RECALL]["host_bytes"] / (evicted * rows) < 1.3
+    assert all(arm["host_bytes"] == 0 for label, arm in arms.items() if label != RECALL)
     stock, ours = (data["chat"]["arms"][label] for label in (STOCK, CASCADE))
     assert stock["refused"]["status"] == 400 and stock["turns"][-1]["context"] <= positions
     assert ours["turns"][-1]["context"] > positions and ours["refused"] is None

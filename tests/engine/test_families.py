@@ -22,7 +22,8 @@ from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_metrics import metrics
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode, kept_sets
-from tests.oracle.families import FAMILIES, WINDOW, run_family, write_family
+from tests.oracle import full_attention
+from tests.oracle.families import FAMILIES, WINDOW, Family, run_family, write_family
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -38,7 +39,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "h2o": {"name": "h2o", "budget": 40, "prefill_stride": 16, "overflow": 3},
     "units": {"name": "cascade", "num_subcaches": 2, "budget": 64, "prefill_stride": 32, "unit": 8},
 }
-BY_TRANSFORMERS = ("olmo3", "smollm3")
+BY_TRANSFORMERS = ("olmo3", "smollm3", *full_attention.BY_TRANSFORMERS)
 FAST = [("gemma3", "cascade", {}), ("gpt-oss", "cascade-heads", {}), ("cohere2", "sink", {})]
 SLOW = [
     *((family, "cascade", {}) for family in FAMILIES if family != "gemma3"),
@@ -139,15 +140,23 @@ def cases(fast: Sequence[Case], slow: Sequence[Case]) -> list[Any]:
     return [*map(named, fast), *(named(case, pytest.mark.slow) for case in slow)]
 
 
-def check(llm: Any, path: Path, family: str, policy: dict[str, Any], native: bool) -> None:
-    """Log-probabilities and kept tokens of 700 tokens and 60 more."""
+def check(
+    llm: Any,
+    path: Path,
+    named: tuple[str, Family],
+    policy: dict[str, Any],
+    prompt_len: int = 700,
+    native: bool = True,
+) -> None:
+    """Log-probabilities and kept tokens of a prompt and 60 more."""
+    name, family = named
     error, grown = compare(
         llm,
-        family,
-        lambda tokens: apart(family in BY_TRANSFORMERS)(
-            run_family, path, FAMILIES[family], tokens, 700, policy
+        name,
+        lambda tokens: apart(name in BY_TRANSFORMERS)(
+            run_family, path, family, tokens, prompt_len, policy
         ),
-        prompt_len=700,
+        prompt_len=prompt_len,
         kept_at_most=max(policy["budget"] + 8, WINDOW),
     )
     assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
@@ -207,5 +216,5 @@ def test_family(
 ) -> None:
     path, settings = model_of(family), POLICIES[policy]
     llm = engine(engine_pool, path, settings, env)
-    check(llm, path, family, settings, native=not env)
+    check(llm, path, (family, FAMILIES[family]), settings, native=not env)
     check_company(llm, settings["prefill_stride"])

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.pool import EnginePool
-from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR
-from tests.engine.test_families import POLICIES, apart, check_company, compare, engine
-from tests.oracle.families import WINDOW, Family, run_family, write_family
+from tests.engine.test_families import POLICIES, check, check_company, engine
+from tests.oracle.families import Family, write_family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS, OWN_MODULES
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -55,17 +54,7 @@ def test_family(
     family, settings = ALL[name], POLICIES[policy]
     path = written(family, tmp_path_factory, folders)
     llm = engine(engine_pool, path, settings, {})
-    error, grown = compare(
-        llm,
-        name,
-        lambda tokens: apart(name in BY_TRANSFORMERS)(
-            run_family, path, family, tokens, NUM, settings
-        ),
-        prompt_len=NUM,
-        kept_at_most=max(settings["budget"] + 8, WINDOW),
-    )
-    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
-    assert grown["moved_reads"] > 0 and grown["native_calls"] > 0
+    check(llm, path, (name, family), settings, NUM)
     if name in IN_COMPANY:
         check_company(llm, settings["prefill_stride"])
 

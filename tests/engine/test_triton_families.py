@@ -14,20 +14,12 @@ import numpy as np
 import pytest
 
 from tests.engine.pool import EnginePool
-from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR
-from tests.engine.test_families import (
-    BY_TRANSFORMERS,
-    POLICIES,
-    apart,
-    compare,
-    model_of,
-    random_tokens,
-    written,
-)
+from tests.engine.test_against_oracle import MAX_ERROR
+from tests.engine.test_families import POLICIES, check, model_of, random_tokens, written
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode
 from tests.oracle import full_attention
-from tests.oracle.families import FAMILIES, WINDOW, run_family, write_family
+from tests.oracle.families import FAMILIES, run_family, write_family
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
@@ -46,7 +38,6 @@ SLOW = [
     ("mistral", "cascade"),  # nothing but windows
 ]
 ALL = {**FAMILIES, **full_attention.OWN_MODULES, **full_attention.BY_TRANSFORMERS}
-THEIR_ORACLE_APART = (*BY_TRANSFORMERS, *full_attention.BY_TRANSFORMERS)
 
 
 @pytest.fixture(autouse=True)
@@ -64,32 +55,26 @@ def engine(pool: EnginePool, path: Path, policy: dict[str, Any]) -> Any:
     )
 
 
-def check(pool: EnginePool, path: Path, family: str, policy: str, prompt_len: int) -> Any:
-    """An engine, which says and keeps what the oracle does, of a prompt and 60 tokens more."""
-    settings = POLICIES[policy]
+def agrees(
+    pool: EnginePool, path: Path, family: str, settings: dict[str, Any], prompt_len: int
+) -> Any:
+    """An engine, which says and keeps what the oracle does."""
     llm = engine(pool, path, {**settings, "trace": True})
-    error, grown = compare(
-        llm,
-        family,
-        lambda tokens: run_family(path, FAMILIES[family], tokens, prompt_len, settings),
-        prompt_len=prompt_len,
-        kept_at_most=max(settings["budget"] + 8, WINDOW),
-    )
-    assert error.max() < MAX_ERROR
-    assert grown["moved_reads"] > 0 and grown["native_calls"] == 0
+    check(llm, path, (family, ALL[family]), settings, prompt_len, native=False)
     return llm
 
 
 @pytest.mark.slow
 def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
-    check(engine_pool, model_of(FAST[0]), *FAST, prompt_len=80)
+    family, policy = FAST
+    agrees(engine_pool, model_of(family), family, POLICIES[policy], prompt_len=80)
     engine_pool.close()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "policy"), SLOW)
 def test_family(family: str, policy: str, engine_pool: EnginePool, model_of: Any) -> None:
-    check_company(check(engine_pool, model_of(family), family, policy, prompt_len=170))
+    check_company(agrees(engine_pool, model_of(family), family, POLICIES[policy], prompt_len=170))
     engine_pool.close()
 
 
@@ -126,17 +111,5 @@ def test_every_family(family: str, engine_pool: EnginePool, tmp_path: Path) -> N
     """1,000 tokens in strides and 60 more, and what is kept of them, per KV head."""
     settings = POLICIES["cascade-heads"] | {"prefill_stride": 64}
     path = write_family(tmp_path, ALL[family])
-    llm = engine(engine_pool, path, {**settings, "trace": True})
-    error, grown = compare(
-        llm,
-        family,
-        lambda tokens: apart(family in THEIR_ORACLE_APART)(
-            run_family, path, ALL[family], tokens, 1000, settings
-        ),
-        prompt_len=1000,
-        kept_at_most=max(settings["budget"] + 8, WINDOW),
-    )
-    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
-    assert grown["moved_reads"] > 0 and grown["native_calls"] == 0
-    check_company(llm)
+    check_company(agrees(engine_pool, path, family, settings, prompt_len=1000))
     engine_pool.close()
