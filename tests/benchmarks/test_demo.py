@@ -522,7 +522,7 @@ def test_nothing_is_left_behind(part: str, number: int, tmp_path: Path) -> None:
         if {part!r} == "chat":
             demo.read_novel = lambda *_: {{}}
             demo.demo_report.novel_table = demo.demo_report.compared = lambda *_: ""
-            demo.show = lambda *_: None
+            demo.show = demo.demo_report.show_answers = lambda *_: None
         demo.main({[*TINY, "--out", str(tmp_path / "demo.json")]!r})
     """
     lines = "\n".join(line.strip("\n")[8:] for line in script.splitlines())
