@@ -177,6 +177,9 @@ OTHER_SHAPES = (
     Shape(head_size=256, window=1024, block_size=4, pages=256, group=2, num_heads=16, **_UNSCORED),
     Shape(window=1024, block_size=47, pages=22, **_UNSCORED),
     Shape(keep_logits=False),
+    Shape(head_size=256, keep_logits=False),
+    Shape(head_size=256, group=16, num_heads=2),
+    Shape(head_size=256, block_size=8, pages=128),
     Shape(block_size=32, pages=65),
     Shape(pages=30),
 )

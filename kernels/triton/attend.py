@@ -14,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .attend_tiles import angles_of, columns, dots, keys_of, values_of, words_of
+from .attend_tiles import (
+    columns,
+    dots,
+    halves,
+    keys_of,
+    turned_products,
+    values_of,
+    words_of,
+)
 from .attend_units import attend_units
 from .configs import TURNED, attend_config
 from .tiles import (
@@ -39,6 +47,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite: what has seen nothing yet needs no special case."""
+MOST_PAIRS = tl.constexpr(64)
+"""Pairs of channels that are turned at a time: every warp holds a tile's, and its angles, whole."""
 
 
 @triton.jit
@@ -84,6 +94,7 @@ def _attend(
     STAGES: tl.constexpr,
     FLAT: tl.constexpr,
 ):
+    WIDE: tl.constexpr = HALF > MOST_PAIRS
     row = tl.program_id(0)
     first_head = tl.program_id(1) * HEADS
     split = tl.program_id(2)
@@ -113,6 +124,11 @@ def _attend(
         k1, k2 = load_pair(new_keys, here, HALF, INTERLEAVED)
         itself += tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
         itself += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
+        if WIDE:
+            q1, later_q1 = halves(q1)
+            q2, later_q2 = halves(q2)
+            later_q1 = columns(later_q1, HEADS, LEAD)
+            later_q2 = columns(later_q2, HEADS, LEAD)
         q1 = columns(q1, HEADS, LEAD)
         q2 = columns(q2, HEADS, LEAD)
     if 2 * HALF < HEAD:
@@ -156,17 +172,15 @@ def _attend(
         values = values_of(rows + HEAD, valid, HEAD)
         products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
         if HALF > 0:
-            cos, sin = angles_of(rotation, distance, HALF)
-            if INTERLEAVED:
-                both = keys_of(rows, valid, 0, 2 * HALF, 2 * padded(HALF))
-                x, y = tl.split(tl.reshape(both, [HEADS, TILE, padded(HALF), 2]))
-            else:
-                x = keys_of(rows, valid, 0, HALF, padded(HALF))
-                y = keys_of(rows + HALF, valid, 0, HALF, padded(HALF))
-            a = x.to(tl.float32)
-            b = y.to(tl.float32)
-            products = dots((a * cos - b * sin).to(x.dtype), q1, products, FLAT)
-            products = dots((b * cos + a * sin).to(x.dtype), q2, products, FLAT)
+            products = turned_products(
+                *(products, q1, q2, rows, valid, rotation, distance),
+                *(0, HALF, INTERLEAVED, FLAT),
+            )
+            if WIDE:
+                products = turned_products(
+                    *(products, later_q1, later_q2, rows, valid, rotation, distance),
+                    *(MOST_PAIRS, HALF, INTERLEAVED, FLAT),
+                )
         if 2 * HALF < HEAD:
             rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
             products = dots(rest, q3, products, FLAT)

@@ -42,14 +42,53 @@ def values_of(rows, valid, HEAD: tl.constexpr):
 
 
 @triton.jit
-def angles_of(rotation, distance, HALF: tl.constexpr):
-    """cos and sin, ``[1, n, padded(HALF)]``, of turns back by distances ``[n]``."""
-    index = tl.arange(0, padded(HALF))
+def angles_of(rotation, distance, FROM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
+    """cos and sin, ``[1, n, WIDTH]``, of pairs from ``FROM`` on, turned back by ``[n]``."""
+    index = FROM + tl.arange(0, WIDTH)
     inside = (index < HALF)[None, :]
     angles = rotation + distance[:, None] * (2 * HALF) + index[None, :]
     cos = tl.load(angles, mask=inside, other=0.0)
     sin = tl.load(angles + HALF, mask=inside, other=0.0)
     return cos.to(tl.float32)[None, :, :], sin.to(tl.float32)[None, :, :]
+
+
+@triton.jit
+def turned_products(
+    products,
+    q1,
+    q2,
+    rows,
+    valid,
+    rotation,
+    distance,
+    FROM: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FLAT: tl.constexpr,
+):
+    """``products [h, n, q]`` and those of some pairs of channels: keys turned back by ``distance``.
+
+    ``q1``, ``q2``: ``[h, w, q]``, both halves of the queries' pairs from ``FROM`` on.
+    """
+    WIDTH: tl.constexpr = q1.shape[1]
+    TO: tl.constexpr = min(FROM + WIDTH, HALF)
+    cos, sin = angles_of(rotation, distance, FROM, WIDTH, HALF)
+    if INTERLEAVED:
+        both = keys_of(rows, valid, 2 * FROM, 2 * TO, 2 * WIDTH)
+        x, y = tl.split(tl.reshape(both, [both.shape[0], both.shape[1], WIDTH, 2]))
+    else:
+        x = keys_of(rows, valid, FROM, TO, WIDTH)
+        y = keys_of(rows + HALF, valid, FROM, TO, WIDTH)
+    a = x.to(tl.float32)
+    b = y.to(tl.float32)
+    products = dots((a * cos - b * sin).to(x.dtype), q1, products, FLAT)
+    return dots((b * cos + a * sin).to(x.dtype), q2, products, FLAT)
+
+
+@triton.jit
+def halves(rows):
+    """Rows ``[h, 2 * w]`` as two of ``[h, w]``."""
+    return tl.split(tl.permute(tl.reshape(rows, [rows.shape[0], 2, rows.shape[1] // 2]), (0, 2, 1)))
 
 
 @triton.jit

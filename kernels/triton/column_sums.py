@@ -150,7 +150,7 @@ class ColumnSums:
         num_queries: int,
     ) -> None:
         unit = check_pages(kv, rank, born)
-        config = mass_config(kv.device, kv.dtype, kv.shape[3] // 2)
+        config = mass_config(kv.device, kv.dtype, kv.shape[3] // 2, slopes is not None)
         self._sums_heads, self.parts = _num_sums(config, num_queries, kv.shape[1], unit, reduction)
         self._heads, self._tile = heads_of(num_queries, kv), config.tile
         self._pages, self._places = (kv, rank, born), (kv.stride(0), rank.stride(0))

@@ -74,9 +74,11 @@ def attend_config(
     """
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
     tuned = _tuned("attend", device, dtype, head_size)
-    if dtype.itemsize == 4 or wide > 2048 or head_size > 128:
-        stages = 2 if head_size > 128 else 3  # with two buffers registers spill on sm_80
-        return tuned or Config(tile=16, warps=4, stages=stages), 1
+    if head_size > 128 and dtype.itemsize < 4:  # with four warps registers spill
+        many = group > 8  # a tensor core has 8 columns for them
+        return tuned or Config(tile=32 if many else 16, warps=8, stages=2), 1
+    if dtype.itemsize == 4 or wide > 2048:
+        return tuned or Config(tile=16, warps=4, stages=2 if head_size > 128 else 3), 1
     heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 8)
     return tuned or Config(tile=16, warps=heads, stages=3), heads
 
@@ -165,8 +167,14 @@ def stride_split(
     return Split(splits, triton.cdiv(slots, config.tile) * config.tile)
 
 
-def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
-    """Column sums: keys resident, rotated once, and queries streamed."""
+def mass_config(
+    device: torch.device, dtype: torch.dtype, head_size: int, slopes: bool = False
+) -> Config:
+    """Column sums: keys resident, rotated once, and queries streamed.
+
+    Args:
+        slopes: whether logits change with distance (ALiBi): numbers of a tile's own size.
+    """
     tuned = _tuned("mass", device, dtype, head_size)
     if tuned is not None:
         return tuned
@@ -175,5 +183,5 @@ def mass_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Con
     if head_size > 128:
         return Config(tile=32, queries=64, warps=8, stages=2)
     if head_size > 64:
-        return Config(tile=64, queries=128, warps=8, stages=2)
+        return Config(tile=64, queries=64 if slopes else 128, warps=8, stages=2)
     return Config(tile=64, queries=64, warps=4, stages=2)
