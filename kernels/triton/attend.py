@@ -17,8 +17,8 @@ import triton.language as tl
 from .attend_tiles import (
     columns,
     dots,
-    halves,
     keys_of,
+    parted,
     turned_products,
     values_of,
     words_of,
@@ -48,7 +48,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite: what has seen nothing yet needs no special case."""
 MOST_PAIRS = tl.constexpr(64)
-"""Pairs of channels that are turned at a time: every warp holds a tile's, and its angles, whole."""
+"""Where a head has more pairs of channels, a quarter of them is turned at a time: a warp holds them,
+and their angles, in registers."""
 
 
 @triton.jit
@@ -94,7 +95,7 @@ def _attend(
     STAGES: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    WIDE: tl.constexpr = HALF > MOST_PAIRS
+    PARTS: tl.constexpr = 1 if HALF <= MOST_PAIRS else 4
     row = tl.program_id(0)
     first_head = tl.program_id(1) * HEADS
     split = tl.program_id(2)
@@ -124,13 +125,8 @@ def _attend(
         k1, k2 = load_pair(new_keys, here, HALF, INTERLEAVED)
         itself += tl.sum(q1.to(tl.float32) * k1.to(tl.float32), axis=1)
         itself += tl.sum(q2.to(tl.float32) * k2.to(tl.float32), axis=1)
-        if WIDE:
-            q1, later_q1 = halves(q1)
-            q2, later_q2 = halves(q2)
-            later_q1 = columns(later_q1, HEADS, LEAD)
-            later_q2 = columns(later_q2, HEADS, LEAD)
-        q1 = columns(q1, HEADS, LEAD)
-        q2 = columns(q2, HEADS, LEAD)
+        q1 = parted(q1, PARTS, HEADS, LEAD)
+        q2 = parted(q2, PARTS, HEADS, LEAD)
     if 2 * HALF < HEAD:
         q3 = load_rows(queries, real, 2 * HALF, HEAD)
         k3 = load_rows(new_keys, here, 2 * HALF, HEAD)
@@ -172,14 +168,10 @@ def _attend(
         values = values_of(rows + HEAD, valid, HEAD)
         products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
         if HALF > 0:
-            products = turned_products(
-                *(products, q1, q2, rows, valid, rotation, distance),
-                *(0, HALF, INTERLEAVED, FLAT),
-            )
-            if WIDE:
+            for part in tl.static_range(PARTS):
                 products = turned_products(
-                    *(products, later_q1, later_q2, rows, valid, rotation, distance),
-                    *(MOST_PAIRS, HALF, INTERLEAVED, FLAT),
+                    *(products, q1[part], q2[part], rows, valid, rotation, distance),
+                    *(part * (padded(HALF) // PARTS), HALF, INTERLEAVED, FLAT),
                 )
         if 2 * HALF < HEAD:
             rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))

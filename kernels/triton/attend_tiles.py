@@ -86,12 +86,6 @@ def turned_products(
 
 
 @triton.jit
-def halves(rows):
-    """Rows ``[h, 2 * w]`` as two of ``[h, w]``."""
-    return tl.split(tl.permute(tl.reshape(rows, [rows.shape[0], 2, rows.shape[1] // 2]), (0, 2, 1)))
-
-
-@triton.jit
 def dots(a, b, acc, FLAT: tl.constexpr):
     """Products of every head's matrices; ``FLAT``: of the only one, by all warps together."""
     if FLAT:
@@ -110,3 +104,27 @@ def dots(a, b, acc, FLAT: tl.constexpr):
 def columns(rows, HEADS: tl.constexpr, LEAD: tl.constexpr):
     """Rows ``[HEADS * LEAD, d]`` of queries as columns, ``[HEADS, d, LEAD]``."""
     return tl.permute(tl.reshape(rows, [HEADS, LEAD, rows.shape[1]]), (0, 2, 1))
+
+
+@triton.jit
+def parted(rows, PARTS: tl.constexpr, HEADS: tl.constexpr, LEAD: tl.constexpr):
+    """``columns`` of rows ``[HEADS * LEAD, d]``, as a tuple of 1 or 4 parts of the channels."""
+    if PARTS == 1:
+        parts = (columns(rows, HEADS, LEAD),)
+    else:
+        first, second = halves(rows)
+        a, b = halves(first)
+        c, d = halves(second)
+        parts = (
+            columns(a, HEADS, LEAD),
+            columns(b, HEADS, LEAD),
+            columns(c, HEADS, LEAD),
+            columns(d, HEADS, LEAD),
+        )
+    return parts
+
+
+@triton.jit
+def halves(rows):
+    """Rows ``[h, 2 * w]`` as two of ``[h, w]``."""
+    return tl.split(tl.permute(tl.reshape(rows, [rows.shape[0], 2, rows.shape[1] // 2]), (0, 2, 1)))

@@ -74,13 +74,14 @@ def attend_config(
     """
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
     tuned = _tuned("attend", device, dtype, head_size)
-    if head_size > 128 and dtype.itemsize < 4:  # with four warps registers spill
-        many = group > 8  # a tensor core has 8 columns for them
-        return tuned or Config(tile=32 if many else 16, warps=8, stages=2), 1
+    long = head_size > 128  # where registers are short
     if dtype.itemsize == 4 or wide > 2048:
-        return tuned or Config(tile=16, warps=4, stages=2 if head_size > 128 else 3), 1
-    heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 8)
-    return tuned or Config(tile=16, warps=heads, stages=3), heads
+        several = long and dtype.itemsize < 4  # tiles of keys that warps share out
+        shared = Config(tile=32, warps=8, stages=2)
+        alone = Config(tile=16, warps=4, stages=2 if long else 3)
+        return tuned or (shared if several else alone), 1
+    heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if long else 8)
+    return tuned or Config(tile=16, warps=heads, stages=2 if long else 3), heads
 
 
 def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> Config:

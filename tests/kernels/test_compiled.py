@@ -51,10 +51,18 @@ def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+SPILLED = {" x 256": 96, "pages of 47": 8}
+"""Bytes a thread that decode may spill where 255 registers are a few too few: long heads, which
+shared out over warps spill nothing and take more than three times the instructions, and pages that
+tiles do not divide. Everything else spills nothing."""
+
+
 def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS) -> None:
     assert {row["kernel"] for row in rows} == kernels
     for row in rows:
-        assert row["spilled"] == 0, row
+        attends = row["kernel"] == "attend"
+        most = max(SPILLED[x] if attends and x in row["label"] else 0 for x in SPILLED)
+        assert row["spilled"] <= most, row
         assert row["registers"] <= 255 and row["shared"] <= MAX_SHARED[row["capability"]], row
         # a block's registers must fit a multiprocessor at least once
         assert row["registers"] * 32 * row["warps"] <= 65536, row

@@ -105,12 +105,14 @@ def counted(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(found: list[dict[str, Any]], instructions: float, beyond: float) -> None:
+def check(
+    found: list[dict[str, Any]], instructions: float, beyond: float, spilled: int = 0
+) -> None:
     for counts in found:
         assert counts["instructions"] <= instructions, counts
         assert counts["other_bytes"] <= beyond * counts["kv_bytes"], counts
         assert counts["buffers"] >= 2, "K and V are not double-buffered"
-        assert counts["resources"]["spilled"] == 0, counts
+        assert counts["resources"]["spilled"] <= spilled, counts
         assert counts["share"] == 1.0, "the memory is not what limits it"
 
 
@@ -125,11 +127,17 @@ def test_single_tokens() -> None:
     check(counted(GROUPS.format(""), 90), 48, 0.15)
 
 
+def test_long_heads() -> None:
+    """A warp a head, as in shorter ones: what warps would do together each of them would repeat."""
+    check(counted(f"[Shape(head_size=256, {BF16})]", 90), 80, 0.16)
+
+
 @pytest.mark.slow
 def test_on_every_gpu() -> None:
     check(counted(GROUPS.format("unit=16, "), 80, 90, 100), 34, 0.05)
     check(counted(GROUPS.format("unit=64, block_size=64, pages=33, "), 80, 90, 100), 36, 0.05)
     check(counted(GROUPS.format(""), 80, 90, 100), 48, 0.15)
+    check(counted(f"[Shape(head_size=256, {BF16}, keep_logits=False)]", 80, 90, 100), 80, 0.16, 40)
 
 
 LIST = """
