@@ -112,7 +112,7 @@ IN_UNITS = [
     decoded=st.integers(1, 40),
     spread=st.sampled_from([1.0, 3.0, 8.0]),
 )
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_shape_in_units(
     shape: Shape,
     policy: dict[str, Any],

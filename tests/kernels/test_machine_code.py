@@ -106,12 +106,16 @@ def counted(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
 
 
 def check(
-    found: list[dict[str, Any]], instructions: float, beyond: float, spilled: int = 0
+    found: list[dict[str, Any]],
+    instructions: float,
+    beyond: float,
+    spilled: int = 0,
+    buffers: int = 2,
 ) -> None:
     for counts in found:
         assert counts["instructions"] <= instructions, counts
         assert counts["other_bytes"] <= beyond * counts["kv_bytes"], counts
-        assert counts["buffers"] >= 2, "K and V are not double-buffered"
+        assert counts["buffers"] >= buffers, counts
         assert counts["resources"]["spilled"] <= spilled, counts
         assert counts["share"] == 1.0, "the memory is not what limits it"
 
@@ -128,8 +132,11 @@ def test_single_tokens() -> None:
 
 
 def test_long_heads() -> None:
-    """A warp a head, as in shorter ones: what warps would do together each of them would repeat."""
-    check(counted(f"[Shape(head_size=256, {BF16})]", 90), 80, 0.16)
+    """A warp a head, as in shorter ones: what warps would do together each of them would repeat.
+
+    One buffer, so that three programs fit a multiprocessor: they hide the copies of each other.
+    """
+    check(counted(f"[Shape(head_size=256, {BF16})]", 90), 80, 0.16, buffers=1)
 
 
 @pytest.mark.slow
@@ -137,7 +144,9 @@ def test_on_every_gpu() -> None:
     check(counted(GROUPS.format("unit=16, "), 80, 90, 100), 34, 0.05)
     check(counted(GROUPS.format("unit=64, block_size=64, pages=33, "), 80, 90, 100), 36, 0.05)
     check(counted(GROUPS.format(""), 80, 90, 100), 48, 0.15)
-    check(counted(f"[Shape(head_size=256, {BF16}, keep_logits=False)]", 80, 90, 100), 80, 0.16, 40)
+    check(
+        counted(f"[Shape(head_size=256, {BF16}, keep_logits=False)]", 80, 90, 100), 80, 0.16, 40, 1
+    )
 
 
 LIST = """
