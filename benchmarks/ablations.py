@@ -10,7 +10,6 @@ import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,7 +227,7 @@ def perplexity(table: PaperTable, args: argparse.Namespace) -> Filled:
         for cell, label in label_of.items()
     }
     tokens = sum(int(stream.scored.sum()) for stream in streams)
-    ours = [f"ours: {Path(args.model).name}, {budget:,}" for budget in budgets]
+    ours = [f"ours: {results.name_of(args.model)}, {budget:,}" for budget in budgets]
     extra = f"Ours: {tokens:,} tokens, prefill stride {args.stride}."
     return with_ours(table, ours, cells, extra), {"perplexity": found}, outcome.failed
 
@@ -257,7 +256,7 @@ def rouge(table: PaperTable, args: argparse.Namespace) -> Filled:
             for c, lb in label_of.items()
         }
     size = "tokens" if in_tokens else "%"
-    ours = [f"ours: {Path(args.model).name}, {budget} {size}" for budget in given]
+    ours = [f"ours: {results.name_of(args.model)}, {budget} {size}" for budget in given]
     extra = f"Ours: {len(examples)} documents, median prompt {median:,} tokens."
     if not in_tokens:
         extra += " No common pair of words at all (ROUGE-2 of 0) makes the geometric mean 0."
@@ -286,7 +285,7 @@ def harness_scores(table: PaperTable, args: argparse.Namespace) -> Filled:
         if str(cell) in outcome.done:
             value, error = harness.metrics(outcome.done[str(cell)][task])["acc"]
             cells[cell] = number(100 * value) + (f" ± {100 * error:.2f}" if error else "")
-    ours = [f"ours: {Path(args.model).name}, {task}, {budget:,}" for budget in budgets]
+    ours = [f"ours: {results.name_of(args.model)}, {task}, {budget:,}" for budget in budgets]
     return with_ours(table, ours, cells), {"results": outcome.done}, outcome.failed
 
 
@@ -339,7 +338,7 @@ def timing(table: PaperTable, args: argparse.Namespace) -> Filled:
         cells |= {(index, column): cell for column, cell in enumerate(row)}
     ours = [f"ours: {name}" for name, _, _ in TIMES] + ["ours: peak MiB", "ours: perplexity"]
     extra = (
-        f"Ours: {Path(args.model).name}, budget {budget:,}, prompt {args.prompt:,}, "
+        f"Ours: {results.name_of(args.model)}, budget {budget:,}, prompt {args.prompt:,}, "
         f"{args.new_tokens} tokens generated, {args.trials} trials after a warm-up: mean ± "
         "standard deviation. Same budget, not same peak: lazy rows cache up to R - 1 tokens more."
     )

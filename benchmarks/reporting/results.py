@@ -128,8 +128,13 @@ def _plain(value: Any) -> Any:
     if text.startswith(str(ROOT) + "/"):
         return text.removeprefix(str(ROOT) + "/")
     if text.startswith("/"):
-        return _DIGEST.sub("", Path(text).name)
+        return name_of(text)
     return text if isinstance(value, Path) else value
+
+
+def name_of(model: str) -> str:
+    """A model as tables call it: its folder's name, less the digest of what it was made from."""
+    return _DIGEST.sub("", Path(model).name)
 
 
 def command(argv: Sequence[str] | None = None) -> str:

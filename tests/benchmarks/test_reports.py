@@ -338,3 +338,11 @@ def test_the_policys_engines_exchange_roles() -> None:
     assert [arm.short for arm in arms.values()] == [0, 1, 1]
     assert point.prompt_over_short == pytest.approx(4096 / 100), "both took a step for theirs"
     assert point.paired("policy", "anchor") == pytest.approx(1.0), "the engines' difference cancels"
+
+
+def test_a_model_is_called_by_its_folder_without_the_digest() -> None:
+    assert (
+        results.name_of("/cache/models/SmolLM2-135M-Instruct-b1a4dec0") == "SmolLM2-135M-Instruct"
+    )
+    assert results.name_of("benchmarks/inputs/models/books-5m") == "books-5m"
+    assert results.name_of("org/model-v2") == "model-v2"
