@@ -48,8 +48,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite: what has seen nothing yet needs no special case."""
 MOST_PAIRS = tl.constexpr(64)
-"""Where a head has more pairs of channels, a quarter of them is turned at a time: a warp holds them,
-and their angles, in registers."""
+"""Where a head has more pairs of channels, a quarter of them is turned at a time: a warp holds
+them, and their angles, in registers."""
 
 
 @triton.jit

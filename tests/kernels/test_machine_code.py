@@ -134,7 +134,7 @@ def test_single_tokens() -> None:
 def test_long_heads() -> None:
     """A warp a head, as in shorter ones: what warps would do together each of them would repeat.
 
-    One buffer, so that three programs fit a multiprocessor: they hide the copies of each other.
+    One buffer, and two programs on a multiprocessor, that hide the copies of each other.
     """
     check(counted(f"[Shape(head_size=256, {BF16})]", 90), 80, 0.16, buffers=1)
 
