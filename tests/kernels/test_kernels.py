@@ -33,7 +33,7 @@ ATTENTION: dict[str, Case] = {
     "size-96": Case(head_size=96, num_heads=1, lengths=(20,), dtype=FP16, strides=(9,)),
     "size-128": Case(head_size=128, num_heads=1, lengths=(36,), dtype=BF16, strides=(9,)),
     "size-256": Case(head_size=256, num_heads=1, lengths=(19,), strides=(5,)),
-    # heads that are turned in two parts, the second one of them not whole
+    # heads that are turned in four parts, some of them not whole
     "size-192": Case(head_size=192, num_heads=1, group=4, lengths=(33,), strides=(5,)),
     "size-512": Case(head_size=512, num_heads=1, group=2, lengths=(17,), strides=(3,)),
     "size-256-many": Case(head_size=256, num_heads=1, group=16, lengths=(70,), strides=(5,)),
