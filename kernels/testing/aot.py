@@ -180,6 +180,7 @@ OTHER_SHAPES = (
     Shape(head_size=256, keep_logits=False),
     Shape(head_size=256, group=16, num_heads=2),
     Shape(head_size=256, block_size=8, pages=128),
+    Shape(head_size=512, num_heads=4),
     Shape(block_size=32, pages=65),
     Shape(pages=30),
 )

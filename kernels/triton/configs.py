@@ -115,7 +115,7 @@ def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     if dtype.itemsize == 4:
         return Config(tile=16, queries=16, warps=8, stages=1)
     if head_size > 128:
-        return Config(tile=16, queries=64, warps=8, stages=1)
+        return Config(tile=16, queries=64 if head_size <= 256 else 32, warps=8, stages=1)
     return Config(tile=32, queries=64, warps=8, stages=2)
 
 
@@ -182,7 +182,7 @@ def mass_config(
     if dtype.itemsize == 4:
         return Config(tile=16, queries=32, warps=8, stages=1)
     if head_size > 128:
-        return Config(tile=32, queries=64, warps=8, stages=2)
+        return Config(tile=32, queries=64 if head_size <= 256 else 32, warps=8, stages=2)
     if head_size > 64:
         return Config(tile=64, queries=64 if slopes else 128, warps=8, stages=2)
     return Config(tile=64, queries=64, warps=4, stages=2)

@@ -51,7 +51,7 @@ def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-SPILLED = {" x 256": 96, "pages of 47": 8}
+SPILLED = {" x 256": 96, " x 512": 96, "pages of 47": 8}
 """Bytes a thread that decode may spill where 255 registers are a few too few: long heads, which
 shared out over warps spill nothing and take more than three times the instructions, and pages that
 tiles do not divide. Everything else spills nothing."""

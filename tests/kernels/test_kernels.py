@@ -35,7 +35,9 @@ ATTENTION: dict[str, Case] = {
     "size-256": Case(head_size=256, num_heads=1, lengths=(19,), strides=(5,)),
     # heads that are turned in four parts, some of them not whole
     "size-192": Case(head_size=192, num_heads=1, group=4, lengths=(33,), strides=(5,)),
-    "size-512": Case(head_size=512, num_heads=1, group=2, lengths=(17,), strides=(3,)),
+    "size-512": Case(
+        head_size=512, num_heads=1, group=2, dtype=BF16, lengths=(17,), strides=(35,),
+    ),
     "size-256-many": Case(head_size=256, num_heads=1, group=16, lengths=(70,), strides=(5,)),
     "size-256-interleaved": Case(
         head_size=256, num_heads=1, rotary_dim=160, interleaved=True, block_size=8, lengths=(21,),
