@@ -120,18 +120,44 @@ def test_layers_without_movable_positions_are_refused(fake_attention: None) -> N
         find_rotaries(model, {"a": model.layers[0].attn})
 
 
-def test_the_model_sees_our_buffer_and_vllms_stays() -> None:
-    class Model(nn.Module):
-        def forward(self, input_ids: Any = None, positions: Any = None) -> torch.Tensor:
-            return positions + 0
+def test_another_layers_rotary_is_none_of_ones_own(fake_attention: None) -> None:
+    """Granite's layers without a base have no rotary module, and the others share one."""
+    shared, model = rope("default"), nn.Module()
+    model.layers = nn.ModuleList([block(shared), block(), block(shared)])
+    with pytest.raises(KVPolicyError, match="b has neither rotary embeddings nor ALiBi"):
+        find_rotaries(model, {"b": model.layers[1].attn})
 
-    model = Model()
+
+def test_a_rotary_module_for_all_layers(fake_attention: None) -> None:
+    model = nn.Module()
+    model.layers, model.rotary = nn.ModuleList([block(), block()]), rope("default")
+    found = find_rotaries(model, {str(i): layer.attn for i, layer in enumerate(model.layers)})
+    assert len(found) == 2 and all(rotary is not None for rotary in found.values())
+
+
+class Model(nn.Module):
+    def forward(self, input_ids: Any = None, positions: Any = None) -> torch.Tensor:
+        return positions + 0
+
+
+class CompiledAsAWhole(Model):
+    """vLLM calls the compiled function of such a model from here, past all hooks."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Model, CompiledAsAWhole])
+def test_the_model_sees_our_buffer_and_vllms_stays(kind: type[Model]) -> None:
+    model = kind()
     ours = CachePositions(16, torch.device("cpu"))
     ours.install(model)
     ours.fill(torch.tensor([5, 6, 2]))
     vllms = torch.arange(3)
     assert model(positions=vllms).tolist() == [5, 6, 2]
     assert vllms.tolist() == [0, 1, 2], "the sampler reads vLLM's buffer afterwards"
+    assert isinstance(model, kind) and type(model).__name__ == kind.__name__
+    assert kind()(positions=vllms).tolist() == [0, 1, 2], "others of its class are not touched"
     first = ours.buffer.data_ptr()
     ours.fill(torch.tensor([1]))
     assert ours.buffer.data_ptr() == first, "a captured graph reads the same memory"

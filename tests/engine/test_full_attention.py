@@ -7,8 +7,10 @@ the model's 512 positions; and the same alone, among others and from a snapshot.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from tests.engine.pool import EnginePool
 from tests.engine.test_families import POLICIES, check, check_company, engine
@@ -29,6 +31,20 @@ def written(family: Family, made: pytest.TempPathFactory, known: dict[str, Path]
     if family.model_type not in known:
         known[family.model_type] = write_family(made.mktemp(family.model_type), family)
     return known[family.model_type]
+
+
+@pytest.fixture(autouse=True)
+def experts_in_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's router for CPUs takes sigmoids and biases for groups of experts only: all are one."""
+    made = CPURouter.__init__
+
+    def init(router: CPURouter, *args: Any, **kwargs: Any) -> None:
+        made(router, *args, **kwargs)
+        biased = router.scoring_func == "sigmoid" or router.e_score_correction_bias is not None
+        if biased and not router.use_grouped_topk:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+    monkeypatch.setattr(CPURouter, "__init__", init)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Family:
         own: what differs from ``COMMON``.
         windows, rotated: by layer, as ``stream_family`` takes them.
         seed: of its weights; another one where rounding would decide what is kept.
+        architecture: as checkpoints name it, where transformers has another one's module for it.
     """
 
     model_type: str
@@ -69,6 +71,7 @@ class Family:
     rotated: tuple[bool, ...] = (True,) * 4
     interleaved: bool = False
     seed: int = 0
+    architecture: str | None = None
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -208,6 +211,10 @@ def write_family(path: str | Path, family: Family) -> Path:
             draw *= 0.15
         weight.data.copy_(draw)
     model.save_pretrained(path)
+    if family.architecture is not None:
+        file = Path(path) / "config.json"
+        found = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps({**found, "architectures": [family.architecture]}))
     return Path(path)
 
 
@@ -222,7 +229,14 @@ def run_family(
 
 
 def load_family(path: str | Path) -> PreTrainedModel:
-    """The model as transformers has it, in fp32."""
+    """The model as transformers has it, in fp32.
+
+    Parameters of activations (xIELU) stay in bf16: vLLM computes with them so, whatever the rest.
+    """
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for name, weight in model.named_parameters():
+        if "act_fn" in name:
+            weight.data = weight.data.bfloat16()
+    return model

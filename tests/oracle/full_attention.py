@@ -35,15 +35,21 @@ def partly(share: float) -> dict[str, Any]:
     return {"rope_parameters": {**PLAIN, "partial_rotary_factor": share}}
 
 
-def full(model_type: str, interleaved: bool = False, seed: int = 0, **own: Any) -> Family:
+def full(
+    model_type: str,
+    interleaved: bool = False,
+    seed: int = 0,
+    architecture: str | None = None,
+    **own: Any,
+) -> Family:
     """A family all of whose layers attend to everything and rotate."""
-    return Family(model_type, {**SIZES, **own}, (None, None), (True, True), interleaved, seed)
+    layers = (None, None), (True, True)
+    return Family(model_type, {**SIZES, **own}, *layers, interleaved, seed, architecture)
 
 
-def mixed(model_type: str, **own: Any) -> Family:
+def mixed(model_type: str, rotated: tuple[bool, bool] = (True, True), **own: Any) -> Family:
     """A family with a window in its first layer."""
-    settings = {**SIZES, **SLIDING, **HIDDEN, **own}
-    return Family(model_type, settings, (WINDOW, None), (True, True))
+    return Family(model_type, {**SIZES, **SLIDING, **HIDDEN, **own}, (WINDOW, None), rotated)
 
 
 OWN_MODULES: dict[str, Family] = {
@@ -75,6 +81,70 @@ OWN_MODULES: dict[str, Family] = {
     "cohere": full("cohere", interleaved=True, seed=2, logit_scale=0.25, use_qk_norm=True),
     "nemotron": full("nemotron", **partly(0.5)),
     "olmoe": full("olmoe", num_experts=4, num_experts_per_tok=2, norm_topk_prob=False),
+    "mistral-full": full("mistral", sliding_window=None),
+    "ministral3": full(
+        "ministral3",
+        rope_parameters={
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
+    "ernie4_5": full("ernie4_5", interleaved=True),
+    "ernie4_5-moe": full(
+        "ernie4_5_moe",
+        interleaved=True,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_intermediate_size=64,
+    ),
+    "apertus": full("apertus", rope_parameters=LLAMA3),
+    "granite-moe-shared": full(
+        "granitemoeshared",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        **MULTIPLIED,
+    ),
+    "granite-swa": mixed(
+        "granite_swa", (True, False), layer_rope_theta=[5000.0, 0], **MULTIPLIED
+    ),
+    "granite-moe-swa": mixed(
+        "granitemoe_swa", num_local_experts=4, num_experts_per_tok=2, **MULTIPLIED
+    ),
+    "hyperclovax": full("hyperclovax", **MULTIPLIED),
+    "hy-v3": full(
+        "hy_v3",
+        num_experts=4,
+        num_shared_experts=1,
+        first_k_dense_replace=1,
+        expert_hidden_dim=64,
+        route_norm=True,
+        qk_norm=True,
+        **EXPERTS,
+    ),
+    "laguna": mixed(
+        "laguna",
+        mlp_layer_types=["dense", "dense"],
+        rope_parameters={
+            "sliding_attention": PLAIN,
+            "full_attention": partly(0.5)["rope_parameters"],
+        },
+    ),
+    "minimax-m2": full(
+        "minimax_m2",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        intermediate_size=64,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        rotary_dim=16,
+        **partly(0.5),
+    ),
+    "mimo": full("qwen2", architecture="MiMoForCausalLM"),
+    "internlm3": full("llama", attention_bias=True, architecture="InternLM3ForCausalLM"),
 }
 """Families that vLLM has modules of its own for."""
 

@@ -68,7 +68,7 @@ def run_recurrent(
     num_sets = num_kv if per_head else 1
     layers = {
         index: Layer(
-            frequencies(config, "full_attention", head_dim) if family.rotated else None,
+            frequencies(config, "full_attention", index, head_dim) if family.rotated else None,
             False,
             None,
             [settings["make_sim"]() for _ in range(num_sets)],
@@ -126,6 +126,7 @@ MAMBA2 = {
     "mamba_chunk_size": 64,
     "layer_types": MIXED,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GRANITE = {
     **SIZES,
     **MAMBA2,
@@ -153,21 +154,24 @@ DELTA_NET = {
 # Its text is read with positions of three axes, which are equal where there is nothing but text.
 AXES = {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
 QWEN35 = {**DELTA_NET, "rope_parameters": {**DELTA_NET["rope_parameters"], **AXES}}
+LFM2 = {
+    **SIZES,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "conv_dim": 128,  # vLLM asks for it, and for the next
+    "block_dim": 128,
+    "rope_parameters": PLAIN,
+}
+ROTATED_BY_TORCH = {"compilation_config": {"custom_ops": ["none"]}}
+"""vLLM's own operator for rotations on a CPU, which is the default where nothing is compiled, takes
+heads for tokens in LFM2's models, which give them an axis."""
 RECURRENT: dict[str, Recurrent] = {
-    "lfm2": Recurrent(
-        "lfm2",
-        {
-            **SIZES,
-            "layer_types": ["conv", "full_attention", "conv", "conv"],
-            "block_auto_adjust_ff_dim": False,
-            "conv_dim": 128,  # vLLM asks for it, and for the next
-            "block_dim": 128,
-            "rope_parameters": PLAIN,
-        },
+    "lfm2": Recurrent("lfm2", LFM2, (1,), engine=ROTATED_BY_TORCH),
+    "lfm2-moe": Recurrent(
+        "lfm2_moe",
+        {**LFM2, "num_dense_layers": 1, "num_experts": 4, **EXPERTS},
         (1,),
-        # vLLM's own operator for rotations on a CPU, which is the default where nothing is
-        # compiled, takes heads for tokens in this model, which gives them an axis.
-        engine={"compilation_config": {"custom_ops": ["none"]}},
+        engine=ROTATED_BY_TORCH,
     ),
     "granite4": Recurrent("granitemoehybrid", GRANITE, (1, 3), rotated=False),
     "granite4-rope": Recurrent(

@@ -153,10 +153,11 @@ class Streamed:
         return result
 
 
-def rope_of(config: Any, kind: str) -> dict[str, Any]:
-    """The rotary parameters of layers of a kind."""
+def rope_of(config: Any, kind: str, index: int) -> dict[str, Any]:
+    """The rotary parameters of a layer of a kind."""
     rope = config.rope_parameters
-    return dict(rope.get(kind, rope))
+    rope, bases = dict(rope.get(kind, rope)), getattr(config, "layer_rope_theta", None)
+    return rope if bases is None else {**rope, "rope_theta": bases[index]}
 
 
 def heads_of(config: Any, index: int) -> tuple[int, int]:
@@ -168,10 +169,10 @@ def heads_of(config: Any, index: int) -> tuple[int, int]:
     return num_kv, getattr(config, "head_dim", None) or config.hidden_size // num_heads
 
 
-def frequencies(config: Any, kind: str, head_dim: int) -> Tensor:
-    """Radians a position, of the pairs of a head."""
+def frequencies(config: Any, kind: str, index: int, head_dim: int) -> Tensor:
+    """Radians a position, of the pairs of a layer's heads."""
     settings = {
-        "rope_parameters": rope_of(config, kind),
+        "rope_parameters": rope_of(config, kind, index),
         "max_position_embeddings": config.max_position_embeddings,
     }
     return rotary_frequencies(settings, head_dim)[0]
@@ -212,7 +213,7 @@ def stream_family(
         num_sets = num_kv if per_head else 1
         layers.append(
             Layer(
-                frequencies(config, kind, head_dim) if turns else None,
+                frequencies(config, kind, index, head_dim) if turns else None,
                 interleaved,
                 window,
                 [make_sim() for _ in range(num_sets)],

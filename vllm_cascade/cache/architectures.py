@@ -41,6 +41,8 @@ def _always(config: Any, index: int, windowed: bool) -> bool:
 UNROTATED: dict[str, Unrotated] = {
     "cohere2": _without_window,
     "exaone4": _beside_windows,
+    "granite_swa": _flagged("layer_rope_theta"),
+    "granitemoe_swa": _flagged("layer_rope_theta"),
     "granitemoehybrid": _unless_asked,
     "jamba": _always,
     "nemotron_h": _always,

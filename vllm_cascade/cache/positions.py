@@ -172,7 +172,8 @@ def find_rotaries(
     """The rotation of every attention layer; None where it uses ALiBi, or no positions at all.
 
     The rotary module is the one that belongs to the same attention block: the nearest enclosing
-    module that has any. Models with modules of transformers' are asked instead (``probe.py``).
+    module that has any, be it for this layer or for all of them. Another layer's is none of this
+    one's. Models with modules of transformers' are asked instead (``probe.py``).
 
     Args:
         config: the text model's; None: all layers rotate.
@@ -209,7 +210,7 @@ def _enclosing_rotary(modules: dict[str, nn.Module], name: str, layer_name: str)
                 f"other channels with them, and how {type(modules[name]).__name__} decides that is "
                 "not known; use --kv-policy full for this model"
             )
-        found = {m for m in modules[name].modules() if isinstance(m, RotaryModule)}
+        found = _own_rotaries(modules[name])
         if len(found) == 1:
             return found.pop()
         if found:
@@ -218,6 +219,13 @@ def _enclosing_rotary(modules: dict[str, nn.Module], name: str, layer_name: str)
         f"kv_policy: {layer_name} has neither rotary embeddings nor ALiBi, so cached keys cannot "
         "be moved to new positions; use --kv-policy full for this model"
     )
+
+
+def _own_rotaries(block: nn.Module) -> set[RotaryModule]:
+    """Rotary modules in a block of one attention layer; of several, only what they share."""
+    several = sum(isinstance(module, Attention) for module in block.modules()) > 1
+    candidates = block.children() if several else block.modules()
+    return {module for module in candidates if isinstance(module, RotaryModule)}
 
 
 class CachePositions:
@@ -237,16 +245,20 @@ class CachePositions:
         target.copy_(sent(positions, self.buffer.device), non_blocking=True)
 
     def install(self, model: nn.Module) -> None:
-        """Make ``model.forward`` see this buffer."""
-        model.register_forward_pre_hook(self._replace, with_kwargs=True)
+        """Make calls of ``model`` see this buffer.
 
-    def _replace(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        positions = kwargs["positions"]
-        ours = self.buffer[: positions.shape[-1]]
-        kwargs["positions"] = ours.expand(positions.shape)  # of text all axes are equal
-        return args, kwargs
+        By a ``__call__`` of its class, not by a hook: a model that vLLM compiles as a whole has one
+        of its own that runs no hooks.
+        """
+        kind = type(model)
+
+        def call(module: nn.Module, *args: Any, positions: torch.Tensor, **kwargs: Any) -> Any:
+            ours = self.buffer[: positions.shape[-1]]
+            # Of text all axes are equal.
+            return kind.__call__(module, *args, positions=ours.expand(positions.shape), **kwargs)
+
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        model.__class__ = type(kind.__name__, (kind,), {**names, "__call__": call})
 
 
 def alibi_slopes(slopes: list[float] | torch.Tensor | None) -> torch.Tensor | None:
