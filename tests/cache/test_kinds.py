@@ -130,6 +130,17 @@ def test_a_window_as_long_as_the_model_is_none() -> None:
     assert spec.window == 4096
 
 
+@pytest.mark.parametrize("windows", [[None], [32]])
+def test_another_kind_of_cache_is_refused(windows: list[int | None]) -> None:
+    """Of layers of a model's own, which ask neither the backend nor us."""
+    made = specs(windows, policy())
+    made["layers.1.indexer"] = FullAttentionSpec(
+        block_size=16, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
+    )
+    with pytest.raises(KVPolicyError, match=r"layers.1.indexer .* kind \(FullAttentionSpec\)"):
+        bounded(made, policy(), 16)
+
+
 def test_a_window_of_one_token_is_refused() -> None:
     with pytest.raises(KVPolicyError, match="a window of 1 token"):
         specs([1, None], policy())

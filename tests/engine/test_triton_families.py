@@ -16,6 +16,7 @@ import pytest
 from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import MAX_ERROR
 from tests.engine.test_families import POLICIES, check, model_of, random_tokens, written
+from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode
 from tests.oracle import full_attention
@@ -24,7 +25,7 @@ from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 
-__all__ = ["model_of", "written"]  # fixtures
+__all__ = ["experts_in_one_group", "model_of", "written"]  # fixtures
 FAST = ("gemma3", "cascade")
 SLOW = [
     FAST,

@@ -108,9 +108,7 @@ OWN_MODULES: dict[str, Family] = {
         shared_intermediate_size=64,
         **MULTIPLIED,
     ),
-    "granite-swa": mixed(
-        "granite_swa", (True, False), layer_rope_theta=[5000.0, 0], **MULTIPLIED
-    ),
+    "granite-swa": mixed("granite_swa", (True, False), layer_rope_theta=[5000.0, 0], **MULTIPLIED),
     "granite-moe-swa": mixed(
         "granitemoe_swa", num_local_experts=4, num_experts_per_tok=2, **MULTIPLIED
     ),

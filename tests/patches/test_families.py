@@ -28,8 +28,11 @@ def test_every_text_architecture_is_listed() -> None:
 
 
 def test_what_works_is_compared() -> None:
-    groups = (FAMILIES, OWN_MODULES, BY_TRANSFORMERS, RECURRENT)
-    compared = {model_class(family.model_type) for group in groups for family in group.values()}
+    compared = {
+        getattr(family, "architecture", None) or model_class(family.model_type)
+        for group in (FAMILIES, OWN_MODULES, BY_TRANSFORMERS, RECURRENT)
+        for family in group.values()
+    }
     assert set(families.TESTED) == compared | {"LlamaForCausalLM", "BloomForCausalLM"}
 
 
@@ -45,6 +48,8 @@ def test_sources_say_why() -> None:
         ("GPTBigCodeForCausalLM", "positions that are added to inputs"),
         ("HunYuanDenseV1ForCausalLM", "keys that are normalised after they were rotated"),
         ("HunYuanMoEV1ForCausalLM", "keys that are normalised after they were rotated"),
+        ("InklingForCausalLM", "attention with a cache of its own kind"),
+        ("MiniMaxM3SparseForCausalLM", "attention with a cache of its own kind"),
         ("AfmoeForCausalLM", "which layers have rotary positions is not known here"),
     ):
         assert found[name] == ("refused", why)

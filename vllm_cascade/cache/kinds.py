@@ -88,9 +88,18 @@ def bounded(
         block_size: tokens of a page of the policy's.
         max_position: positions that the model knows (None: any number). A window that is not
             smaller never hid a token from it, so the layer is one of the policy's.
+
+    Raises:
+        KVPolicyError: a layer with another kind of cache, or recall beside windows.
     """
     from vllm_cascade.cache.manager import KVPolicySpec
 
+    for name, spec in specs.items():
+        if not isinstance(spec, KVPolicySpec | SlidingWindowSpec):
+            raise KVPolicyError(
+                f"kv_policy: {name} has a cache of its own kind ({type(spec).__name__}), which no "
+                "policy bounds; use --kv-policy full for this model"
+            )
     if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
         return dict(specs)
     if policy.recall:
@@ -117,7 +126,6 @@ def bounded(
                 page_size_padded=None,
                 **own,
             )
-        assert isinstance(spec, KVPolicySpec), type(spec)
         bounded_specs[name] = spec
     if all(spec.window is None for spec in bounded_specs.values()):
         return bounded_specs
