@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.interpreter import quicken
+
 if TYPE_CHECKING:
     from tests.engine.pool import EnginePool
+
+quicken()
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "benchmarks/inputs/models/books-5m"

@@ -13,6 +13,7 @@ STREAM = "benchmarks/running/stream.py"
 TEST_ADMISSION = "tests/engine/test_admission.py"
 TEST_BATCHING = "tests/engine/test_batching.py"
 TEST_CUDA = "tests/attention/test_cuda.py"
+TEST_FULL = "tests/engine/test_full_attention.py"
 TEST_KINDS = "tests/cache/test_kinds.py"
 TEST_OPS = "tests/kernels/test_ops.py"
 TEST_PAGES = "tests/cache/test_pages.py"
@@ -26,13 +27,20 @@ TEST_PAGED = "tests/attention/test_paged.py"
 TEST_WINDOWS = "tests/attention/test_windows.py"
 POOLS = "benchmarks/running/pools.py"
 TOKEN_TIME = "benchmarks/token_time.py"
+QUICKENED = "tests/interpreter.py"
 UNDER_GUARD = "tests/kernels/conftest.py"
 
+ONCE = "operations are looked for once"
 FROM_GROUPS = "(vllm_config, kv_cache_groups, available_memory)"
 OF_SPECS = "(vllm_config, kv_cache_specs, available_memory)"
 GROUPS = "(vllm_config, kv_cache_spec)"
 
 ENGINES = (
+    *rows(
+        "vllm.model_executor.layers.fused_moe.router.cpu_router.CPURouter",
+        __init__=replaced("experts with biases are one group", "(self, ...)", TEST_FULL),
+        use_grouped_topk=read("experts with biases are one group", "", TEST_FULL),
+    ),
     *rows(
         "vllm.entrypoints.llm.LLM",
         llm_engine=read("an engine step by step", "", POOL, RUNNER_V2, STREAM, TOKEN_TIME),
@@ -347,7 +355,15 @@ INTERPRETER = (
     *rows(
         "triton.runtime.interpreter",
         InterpretedFunction=given("launches are counted", TEST_VARIANTS),
+        InterpreterError=given("what a kernel raises", QUICKENED),
+        _patch_attr=called(ONCE, "(obj, name, member, builder, ...)", QUICKENED),
+        _patch_builtin=replaced(ONCE, "(pkg, builder, scope)", QUICKENED),
+        _patch_lang=called(ONCE, "(fn)", QUICKENED),
         _interpreter=replaced("addresses are checked", "", UNDER_GUARD),
+    ),
+    *rows(
+        "triton.runtime.interpreter.InterpretedFunction",
+        __call__=replaced(ONCE, "(self, *args, **kwargs)", QUICKENED),
     ),
     *rows(
         "triton.runtime.interpreter.GridExecutor",
