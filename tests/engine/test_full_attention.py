@@ -19,7 +19,11 @@ from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS, 
 from vllm_cascade.policies.settings import KVPolicyError
 
 ALL = {**OWN_MODULES, **BY_TRANSFORMERS}
-FAST = [("glm", "cascade-heads")]
+FAST = [
+    ("glm", "cascade-heads"),
+    ("ernie4_5", "sink"),  # compiled as a whole
+    ("granite-swa", "cascade-heads"),  # a layer without a rotary module beside one that has it
+]
 CASES = [(name, policy) for name in ALL for policy in ("cascade-heads", "sink")]
 NUM = 1000
 IN_COMPANY = ("qwen3", "mixtral", "glm4", "gpt-neox", "glm", "vaultgemma")
