@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from tests.engine.pool import EnginePool
 from tests.engine.test_families import POLICIES, check, check_company, engine
-from tests.oracle.families import Family, write_family
+from tests.oracle.families import Family, model_class, write_family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS, OWN_MODULES
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -74,6 +74,8 @@ def test_family(
     family, settings = ALL[name], POLICIES[policy]
     path = written(family, tmp_path_factory, folders)
     llm = engine(engine_pool, path, settings, {})
+    named = family.architecture or model_class(family.model_type)
+    assert llm.llm_engine.vllm_config.model_config.architectures == [named]
     check(llm, path, (name, family), settings, NUM)
     if name in IN_COMPANY:
         check_company(llm, settings["prefill_stride"])
