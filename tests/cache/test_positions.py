@@ -143,7 +143,10 @@ class Model(nn.Module):
 class CompiledAsAWhole(Model):
     """vLLM calls the compiled function of such a model from here, past all hooks."""
 
+    compiled = 0
+
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.compiled += 1
         return self.forward(*args, **kwargs)
 
 
@@ -156,6 +159,7 @@ def test_the_model_sees_our_buffer_and_vllms_stays(kind: type[Model]) -> None:
     vllms = torch.arange(3)
     assert model(positions=vllms).tolist() == [5, 6, 2]
     assert vllms.tolist() == [0, 1, 2], "the sampler reads vLLM's buffer afterwards"
+    assert getattr(model, "compiled", 1) == 1, "by the way that the model is called without us"
     assert isinstance(model, kind) and type(model).__name__ == kind.__name__
     assert kind()(positions=vllms).tolist() == [0, 1, 2], "others of its class are not touched"
     first = ours.buffer.data_ptr()
