@@ -153,6 +153,9 @@ PARTS = (
     *rows(
         "vllm.v1.core.kv_cache_planning",
         "0.33",
+        _get_kv_cache_groups_uniform_page_size=called(
+            "how vLLM groups layers", "(kv_cache_spec)", TEST_STATES
+        ),
         get_global_kv_cache_groups=called(
             "a small pool", "(vllm_config, kv_cache_specs)", TEST_ADMISSION
         ),
@@ -225,7 +228,7 @@ PARTS = (
     *rows(
         "vllm.v1.core.kv_cache_utils",
         _get_kv_cache_groups_uniform_page_size=called(
-            "how vLLM groups layers", "(kv_cache_spec)", TEST_STATES
+            "how vLLM groups layers", {"0.32": "(kv_cache_spec)", "0.33": None}, TEST_STATES
         ),
     ),
     *rows(

@@ -121,6 +121,11 @@ CONFIGURATION = (
     ),
     *rows(
         "vllm.entrypoints.launchers.cli_args.FrontendArgs",
+        middleware=read("ours is its default", {"0.32": "list[str]", "0.33": None}, ENGINE_ARGS),
+    ),
+    *rows(
+        "vllm.entrypoints.common.cli_args.FrontendArgs",
+        "0.33",
         middleware=read("ours is its default", "list[str]", ENGINE_ARGS),
     ),
     *rows(

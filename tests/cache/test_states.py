@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -21,6 +20,7 @@ from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
 from vllm_cascade.cache.states import StateManager, StateSpec, apart, beside_states
 from vllm_cascade.engine.metrics import saved_bytes
+from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies import Policy, resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -83,7 +83,7 @@ def test_pages_of_a_request_count_slots() -> None:
 
 def test_vllm_groups_them() -> None:
     """As many states share a page's number as there are layers that attend."""
-    groups = _get_kv_cache_groups_uniform_page_size(specs("rarrar", policy()))
+    groups = kv_cache_planning()._get_kv_cache_groups_uniform_page_size(specs("rarrar", policy()))
     kinds = [type(group.kv_cache_spec) for group in groups]
     assert kinds == [KVPolicySpec, StateSpec, StateSpec]
     assert [len(group.layer_names) for group in groups] == [2, 2, 2]
@@ -204,7 +204,7 @@ def test_the_documents_example() -> None:
     tokens = {f"layers.{i}": KVPolicySpec.from_full(full, run) for i in range(36, 40)}
     made = beside_states(tokens, layers, run, 16)
     spec = made["layers.36"]
-    groups = len(_get_kv_cache_groups_uniform_page_size(made)) - 1
+    groups = len(kv_cache_planning()._get_kv_cache_groups_uniform_page_size(made)) - 1
     assert (spec.page_slots, spec.num_pages(128_000), groups) == (528, 8, 9)
     page = 4 * spec.page_size_bytes
     stock = 4 * 128_000 * 8 * 2 * 128 * 2 + 36 * mamba.page_size_bytes

@@ -91,10 +91,11 @@ OWN_MODULES: dict[str, Family] = {
             "llama_4_scaling_beta": 0.1,
         },
     ),
-    "ernie4_5": full("ernie4_5", interleaved=True),
+    "ernie4_5": full("ernie4_5", interleaved=True, tie_word_embeddings=False),
     "ernie4_5-moe": full(
         "ernie4_5_moe",
         interleaved=True,
+        tie_word_embeddings=False,
         moe_num_experts=4,
         moe_k=2,
         moe_num_shared_experts=1,

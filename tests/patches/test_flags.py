@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 import vllm_cascade.engine.configure
@@ -19,6 +18,11 @@ from vllm_cascade import patches
 from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
 from vllm_cascade.policies.settings import KVPolicyError
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # before vLLM 0.33
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 
 
 def parse(*flags: str) -> EngineArgs:
