@@ -50,7 +50,7 @@ LONG = {
     "long_factor": [4.0 + 0.5 * i for i in range(12)],
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0}
-ALL_ROTATED = [True] * 4
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .families import PLAIN, SLIDING, WINDOW, YARN, Family
+from .families import EXPERTS, PLAIN, SLIDING, WINDOW, YARN, Family
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "rope_parameters": PLAIN}
 """Some take heads of hidden_size / heads channels: they are 32 either way."""
@@ -26,7 +26,6 @@ MULTIPLIED = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 HIDDEN = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 

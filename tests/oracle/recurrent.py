@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
-from .families import COMMON, PLAIN, load_family
+from .families import COMMON, EXPERTS, PLAIN, load_family
 from .model import OracleResult, strides
 from .settings import oracle_settings
 from .streamed import OURS, Layer, Streamed, frequencies
@@ -126,7 +126,6 @@ MAMBA2 = {
     "mamba_chunk_size": 64,
     "layer_types": MIXED,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 GRANITE = {
     **SIZES,
     **MAMBA2,
