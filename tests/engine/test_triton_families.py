@@ -120,7 +120,7 @@ def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> 
 @pytest.mark.parametrize("family", ALL)
 def test_every_family(family: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     """1,000 tokens in strides and 60 more, and what is kept of them, per KV head."""
-    settings = POLICIES["cascade-heads"] | {"prefill_stride": 64}
+    settings = POLICIES["cascade-heads"] | {"prefill_stride": 60}  # as Phi 3's positions allow
     two_layers = shallow(ALL[family])
     path = write_family(tmp_path, two_layers)
     llm = engine(engine_pool, path, {**settings, "trace": True})
