@@ -16,15 +16,18 @@ from vllm_cascade.cache.architectures import ELSEWHERE, SKIPPING
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 
 TESTED = {
+    "AfmoeForCausalLM": "experts, windows, unrotated layers, gated",
     "ApertusForCausalLM": "full attention",
     "ArceeForCausalLM": "full attention; vLLM runs it by transformers",
     "BloomForCausalLM": "ALiBi",
     "Cohere2ForCausalLM": "windows, unrotated layers",
+    "Cohere2MoeForCausalLM": "experts, windows, unrotated layers",
     "CohereForCausalLM": "full attention, neighbours paired",
     "CwmForCausalLM": "windows; vLLM runs it by transformers",
     "Ernie4_5_MoeForCausalLM": "experts, neighbours paired; on CPUs vLLM chooses without biases",
     "Ernie4_5ForCausalLM": "full attention, neighbours paired",
     "Exaone4ForCausalLM": "windows, unrotated layers",
+    "ExaoneMoeForCausalLM": "experts, windows, unrotated layers",
     "FalconH1ForCausalLM": "recurrent heads (Mamba-2) in every layer",
     "FlexOlmoForCausalLM": "experts; vLLM runs it by transformers",
     "Gemma2ForCausalLM": "windows, soft caps",

@@ -2,6 +2,7 @@
 """Which layers have no rotary positions: against transformers' own models, and vLLM's sources."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,29 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tests.cache.test_positions import Layer, block, rope
 from tests.oracle.families import COMMON, FAMILIES
+from tests.oracle.full_attention import OWN_MODULES
 from vllm_cascade.cache import architectures, positions
 from vllm_cascade.cache.architectures import frequencies, is_unrotated, may_be_unrotated
 from vllm_cascade.policies.settings import KVPolicyError
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
+COHERE2_MOE = OWN_MODULES["cohere2-moe"]
+RULES = {
+    **FAMILIES,
+    **{name: family for name, family in OWN_MODULES.items() if not all(family.rotated)},
+    "cohere2-moe, its first layers like others": replace(
+        COHERE2_MOE,
+        own=COHERE2_MOE.own | {"prefix_dense_sliding_window_pattern": 2},
+        rotated=(False, *COHERE2_MOE.rotated[1:]),
+    ),
+}
+"""Families by whose own models the rules are checked."""
 
 
 def model_of(name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
 
-    family = FAMILIES[name]
+    family = RULES[name]
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.own})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
@@ -45,18 +58,30 @@ def keys_at(model: Any, position: int) -> dict[int, torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", RULES)
 def test_layers_that_transformers_does_not_rotate(name: str) -> None:
     """A key is the same at every position where, and only where, its layer has no positions."""
     model = model_of(name)
     zero, far = keys_at(model, 0), keys_at(model, 9)
     unmoved = [torch.equal(zero[index], far[index]) for index in sorted(zero)]
-    windowed = [window is not None for window in FAMILIES[name].windows]
+    windowed = [window is not None for window in RULES[name].windows]
     assert (
         [is_unrotated(model.config, index, has) for index, has in enumerate(windowed)]
         == unmoved
-        == [not turns for turns in FAMILIES[name].rotated]
+        == [not turns for turns in RULES[name].rotated]
     )
+
+
+def test_only_the_first_dense_layers_of_cohere2_moe_rotate_without_a_window() -> None:
+    """As in vLLM; transformers' module rotates later ones, too, which no checkpoint has."""
+    config = SimpleNamespace(
+        model_type="cohere2_moe",
+        mlp_layer_types=["dense", "dense", "sparse", "dense"],
+        prefix_dense_sliding_window_pattern=1,
+    )
+    without = [is_unrotated(config, index, windowed=False) for index in range(4)]
+    assert without == [False, False, True, True]
+    assert not any(is_unrotated(config, index, windowed=True) for index in range(4))
 
 
 @pytest.mark.parametrize("name", ["smollm3", "olmo3"])
@@ -64,7 +89,7 @@ def test_frequencies_of_transformers_modules(name: str) -> None:
     """A key at position 9 is the one at 0, turned by nine times these frequencies."""
     model = model_of(name)
     zero, far = keys_at(model, 0), keys_at(model, 9)
-    for index, turns in enumerate(FAMILIES[name].rotated):
+    for index, turns in enumerate(RULES[name].rotated):
         inv_freq = frequencies(model, model.config, index)
         if turns:
             angle = 9 * inv_freq
@@ -106,9 +131,9 @@ def test_a_model_that_skips_by_an_unknown_rule_is_refused(monkeypatch: pytest.Mo
     model = nn.Module()
     model.attention = block(rope("default"))
     model.attention.__class__ = type(
-        "AfmoeAttention", (nn.Module,), {"__module__": "vllm.model_executor.models.afmoe"}
+        "Step3p5Attention", (nn.Module,), {"__module__": "vllm.model_executor.models.step3p5"}
     )
-    with pytest.raises(KVPolicyError, match="how AfmoeAttention decides that is not known"):
+    with pytest.raises(KVPolicyError, match="how Step3p5Attention decides that is not known"):
         positions.find_rotaries(model, {"a": model.attention.attn})
 
 

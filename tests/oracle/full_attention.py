@@ -26,6 +26,8 @@ MULTIPLIED = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+SIGMOIDS = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
+"""What a checkpoint's configuration has and transformers' own has not."""
 HIDDEN = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -140,6 +142,39 @@ OWN_MODULES: dict[str, Family] = {
         use_routing_bias=True,
         rotary_dim=16,
         **partly(0.5),
+    ),
+    "afmoe": mixed(
+        "afmoe",
+        (True, False),
+        num_dense_layers=1,
+        num_experts=4,
+        num_shared_experts=1,
+        mup_enabled=True,
+        **SIGMOIDS,
+        **EXPERTS,
+    ),
+    # Its windows see one token more than the configuration says. Layers before the first experts
+    # rotate without a window, too.
+    "cohere2-moe": Family(
+        "cohere2_moe",
+        {
+            "rope_parameters": PLAIN,
+            "logit_scale": 0.25,
+            "sliding_window": WINDOW - 1,
+            "layer_types": ["full_attention", "full_attention", *HIDDEN["layer_types"]],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "prefix_dense_intermediate_size": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_shared_experts": 1,
+            "expert_selection_fn": "sigmoid",
+        },
+        windows=(None, None, WINDOW, None),
+        rotated=(True, False, True, False),
+        interleaved=True,
+    ),
+    "exaone-moe": mixed(
+        "exaone_moe", (True, False), num_experts=4, n_group=1, topk_group=1, **EXPERTS
     ),
     "mimo": full("qwen2", architecture="MiMoForCausalLM"),
     "internlm3": full("llama", attention_bias=True, architecture="InternLM3ForCausalLM"),

@@ -121,7 +121,7 @@ class Streamed:
             probs = logits.softmax(-1)
         output = probs @ layer.values[heads, rows][:, None].double()
         self._keep(layer, own, torch.tensor(lists), probs.float())
-        return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype), None
+        return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
     def _keep(self, layer: Layer, own: list[int], seen: Tensor, probs: Tensor) -> None:
         """Scores after these queries, and with them what stays."""

@@ -50,7 +50,7 @@ def test_sources_say_why() -> None:
         ("HunYuanMoEV1ForCausalLM", "keys that are normalised after they were rotated"),
         ("InklingForCausalLM", "attention with a cache of its own kind"),
         ("MiniMaxM3SparseForCausalLM", "attention with a cache of its own kind"),
-        ("AfmoeForCausalLM", "which layers have rotary positions is not known here"),
+        ("Step3p5ForCausalLM", "which layers have rotary positions is not known here"),
     ):
         assert found[name] == ("refused", why)
     for name in (

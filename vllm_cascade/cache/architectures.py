@@ -30,6 +30,13 @@ def _beside_windows(config: Any, index: int, windowed: bool) -> bool:
     return not windowed and "sliding_attention" in config.layer_types
 
 
+def _without_window_after_dense_layers(config: Any, index: int, windowed: bool) -> bool:
+    """Without a window, unless it is one of the dense layers before the first experts."""
+    if "sparse" not in config.mlp_layer_types[: index + 1]:
+        return not windowed and config.prefix_dense_sliding_window_pattern != 1
+    return not windowed
+
+
 def _unless_asked(config: Any, index: int, windowed: bool) -> bool:
     return config.position_embedding_type != "rope"
 
@@ -39,8 +46,11 @@ def _always(config: Any, index: int, windowed: bool) -> bool:
 
 
 UNROTATED: dict[str, Unrotated] = {
+    "afmoe": _without_window,
     "cohere2": _without_window,
+    "cohere2_moe": _without_window_after_dense_layers,
     "exaone4": _beside_windows,
+    "exaone_moe": _beside_windows,
     "granite_swa": _flagged("layer_rope_theta"),
     "granitemoe_swa": _flagged("layer_rope_theta"),
     "granitemoehybrid": _unless_asked,
@@ -57,7 +67,9 @@ FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
 """Keys with which a configuration may say that some layers have no rotary positions."""
 
 SKIPPING = (
-    *("afmoe", "cohere2_moe", "domyn_edge", "exaone_moe", "iquest_loopcoder", "muse_glimmer"),
+    "domyn_edge",
+    "iquest_loopcoder",
+    "muse_glimmer",
     "step3p5",
 )
 """vLLM's modules whose layers skip their rotary module by rules that nobody has tested here."""
@@ -66,8 +78,11 @@ ELSEWHERE = ("k2_horizon", "minicpm3")
 """vLLM's modules that rotate other channels of a head than the first ones."""
 
 HARMLESS = {
+    "afmoe": "known above",
+    "cohere2_moe": "known above",
     "commandr": "known above",
     "exaone4": "known above",
+    "exaone_moe": "known above",
     "falcon": "layers that do not rotate have ALiBi",
     "gemma3n": "only layers that share another's cache, which are refused",
     "gemma4": "only layers that share another's cache, which are refused",
