@@ -199,7 +199,7 @@ def write_family(path: str | Path, family: Family) -> Path:
         elif weight_name.endswith("bias"):
             draw *= 0.05
         elif weight.dim() == 1:
-            centred = family.model_type in ("gemma2", "gemma3_text")
+            centred = family.model_type in ("gemma", "gemma2", "gemma3_text")
             draw = (0.0 if centred else 1.0) + 0.1 * draw
             # These models do not scale logits by the size of their heads.
             draw *= 0.3 if "gemma4" in family.model_type and "q_norm" in weight_name else 1.0
