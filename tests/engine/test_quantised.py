@@ -177,20 +177,27 @@ RECALL = {**UNITS, "recall": 3, "recall_store": 256}
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "env"),
+    ("cache_dtype", "env", "start"),
     [
-        ("fp8_per_token_head", {}),
-        pytest.param("int8_per_token_head", dict(PYTORCH), marks=pytest.mark.slow),
-        pytest.param("fp8", {}, marks=pytest.mark.slow),
+        ("fp8_per_token_head", {}, 100),
+        pytest.param("int8_per_token_head", dict(PYTORCH), 100, marks=pytest.mark.slow),
+        pytest.param("fp8", {}, 700, marks=pytest.mark.slow),
     ],
 )
 def test_evicted_units_come_back_as_they_were(
-    cache_dtype: str, env: dict[str, str], engine_pool: EnginePool, book_tokens: list[int]
+    cache_dtype: str,
+    env: dict[str, str],
+    start: int,
+    engine_pool: EnginePool,
+    book_tokens: list[int],
 ) -> None:
-    """With their scales; the prompt ends inside a unit, and the store overflows."""
+    """With their scales; the prompt ends inside a unit, and the store overflows.
+
+    Texts start where no number in the middle of two codes matters to this kind of them.
+    """
     llm = engine(engine_pool, Case(cache_dtype, RECALL, ALONE, env))
     length, num = 517, 120
-    text = book_tokens[100:][: length + num]
+    text = book_tokens[start:][: length + num]
     params = SamplingParams(
         max_tokens=num,
         prompt_logprobs=0,
