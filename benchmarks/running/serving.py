@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -34,6 +35,8 @@ USAGE = "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
 CACHE_CONFIG = "vllm:cache_config_info"
 START_TIMEOUT = 600.0
+PORTS = range(20000, 32768)
+"""Below those that systems give to sockets which ask for any."""
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
@@ -63,6 +66,15 @@ class Load:
         ]
 
 
+def free_port() -> int:
+    """A port of this machine that a server may take, and that nobody is given until it does."""
+    for port in random.sample(PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"a hundred ports from {PORTS.start} to {PORTS.stop - 1} are in use")
+
+
 def environment() -> dict[str, str]:
     """A child's environment: this checkout's code, quiet, no network."""
     quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
@@ -86,9 +98,7 @@ class Server:
     def __init__(
         self, model: str, arguments: Sequence[str], cores: Collection[int] | None = None
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.model = model
         self.num_pages = 0
         self._cores = set(os.sched_getaffinity(0) if cores is None else cores)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers and what they count, without an engine: a stand-in speaks HTTP."""
 
+import random
+import socket
 import sys
 import threading
 import time
@@ -26,6 +28,19 @@ vllm:num_preemptions_total{engine="0"} %d
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{block_size="32",num_gpu_blocks="101"} 1
 """
+
+
+def test_a_port_is_free_and_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none of those that a socket gets which asks for any, and none that is in use."""
+    with socket.create_server(("127.0.0.1", serving.free_port())) as busy:
+        taken = busy.getsockname()[1]
+        assert not 32768 <= taken <= 60999
+        other = next(port for port in serving.PORTS if port != taken)
+        monkeypatch.setattr(random, "sample", lambda ports, count: [taken, other])
+        assert serving.free_port() == other
+        monkeypatch.setattr(random, "sample", lambda ports, count: [taken])
+        with pytest.raises(ServerError, match="ports from 20000 to 32767 are in use"):
+            serving.free_port()
 
 
 @pytest.fixture

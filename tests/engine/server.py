@@ -4,7 +4,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import openai
 import psutil
 
+from benchmarks.running.serving import free_port
 from tests.conftest import MODEL, ROOT
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
@@ -41,9 +41,7 @@ class Server:
         environment: dict[str, str] | None = None,
         model: Path = MODEL,
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.log, self.model = log, str(model)
         own = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         own["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
