@@ -14,7 +14,7 @@ table can be read beside a vLLM that the plugin refuses.
 
 from collections.abc import Iterable
 
-from . import apart, front, running, scheduling
+from . import apart, front, interpreter, running, scheduling
 from .row import KINDS, Hook
 
 USED = {
@@ -34,7 +34,7 @@ APART = {
     "Engines": apart.ENGINES,
     "Parts of one": apart.PARTS,
     "Stock vLLM": apart.STOCK,
-    "Triton's interpreter and torch": apart.INTERPRETER,
+    "Triton's interpreter and torch": interpreter.INTERPRETER,
 }
 """What only tests and benchmarks use."""
 

@@ -5,7 +5,6 @@ from .row import called, given, read, replaced, rows
 
 ASYNC_CPU = "tests/engine/async_cpu.py"
 CPU_ATTENTION = "benchmarks/cpu_attention.py"
-ENGINES_OF_BENCHMARKS = "benchmarks/running/engines.py"
 POOL = "tests/engine/pool.py"
 RUNNER_V2 = "tests/engine/runner_v2.py"
 STEPS = "tests/attention/steps.py"
@@ -15,10 +14,7 @@ TEST_BATCHING = "tests/engine/test_batching.py"
 TEST_CUDA = "tests/attention/test_cuda.py"
 TEST_FULL = "tests/engine/test_full_attention.py"
 TEST_KINDS = "tests/cache/test_kinds.py"
-TEST_OPS = "tests/kernels/test_ops.py"
 TEST_PAGES = "tests/cache/test_pages.py"
-TEST_REPLAY = "tests/attention/test_replay.py"
-TEST_VARIANTS = "tests/attention/test_variants.py"
 TEST_ROWS = "tests/attention/test_requests.py"
 TEST_SCHEDULER = "tests/engine/test_scheduler.py"
 TEST_SNAPSHOTS = "tests/cache/test_snapshots.py"
@@ -27,10 +23,7 @@ TEST_PAGED = "tests/attention/test_paged.py"
 TEST_WINDOWS = "tests/attention/test_windows.py"
 POOLS = "benchmarks/running/pools.py"
 TOKEN_TIME = "benchmarks/token_time.py"
-QUICKENED = "tests/interpreter.py"
-UNDER_GUARD = "tests/kernels/conftest.py"
 
-ONCE = "operations are looked for once"
 FROM_GROUPS = "(vllm_config, kv_cache_groups, available_memory)"
 OF_SPECS = "(vllm_config, kv_cache_specs, available_memory)"
 GROUPS = "(vllm_config, kv_cache_spec)"
@@ -351,45 +344,5 @@ STOCK = (
         "vllm.benchmarks.serve",
         add_cli_args=called("vLLM's own load", "(parser)", "benchmarks/running/serving.py"),
         main=called("vLLM's own load", "(args)", "benchmarks/running/serving.py"),
-    ),
-)
-
-INTERPRETER = (
-    *rows(
-        "triton.runtime.interpreter",
-        InterpretedFunction=given("launches are counted", TEST_VARIANTS),
-        InterpreterError=given("what a kernel raises", QUICKENED),
-        _patch_attr=called(ONCE, "(obj, name, member, builder, ...)", QUICKENED),
-        _patch_builtin=replaced(ONCE, "(pkg, builder, scope)", QUICKENED),
-        _patch_lang=called(ONCE, "(fn)", QUICKENED),
-        _interpreter=replaced("addresses are checked", "", UNDER_GUARD),
-    ),
-    *rows(
-        "triton.runtime.interpreter.InterpretedFunction",
-        __call__=replaced(ONCE, "(self, *args, **kwargs)", QUICKENED),
-    ),
-    *rows(
-        "triton.runtime.interpreter.GridExecutor",
-        __call__=replaced("launches are replayed", "(self, *args_dev, **kwargs)", TEST_REPLAY),
-        _init_args_hst=replaced("addresses are checked", "(self, args_dev, kwargs)", UNDER_GUARD),
-    ),
-    *rows(
-        "triton.backends",
-        backends=replaced("vLLM looks for one for CPUs", "dict[str, Backend]", RUNNER_V2),
-    ),
-    *rows(
-        "torch.cpu",
-        _is_avx512_bf16_supported=called("whether bf16 is fast", "()", ENGINES_OF_BENCHMARKS),
-        _is_amx_tile_supported=called("whether bf16 is fast", "()", ENGINES_OF_BENCHMARKS),
-    ),
-    *rows(
-        "torch._subclasses.fake_tensor",
-        FakeTensorMode=called(
-            "operators without data", "(*, ..., allow_non_fake_inputs=, ...)", TEST_OPS
-        ),
-    ),
-    *rows(
-        "torch.utils._python_dispatch",
-        TorchDispatchMode=given("nothing but kernels may run", TEST_REPLAY),
     ),
 )
