@@ -37,6 +37,8 @@ CACHE_CONFIG = "vllm:cache_config_info"
 START_TIMEOUT = 600.0
 PORTS = range(20000, 32768)
 """Below those that systems give to sockets which ask for any."""
+DRAW = random.SystemRandom()
+"""Two processes with an engine would draw the same numbers from ``random``, which vLLM seeds."""
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 
@@ -68,7 +70,7 @@ class Load:
 
 def free_port() -> int:
     """A port of this machine that a server may take, and that nobody is given until it does."""
-    for port in random.sample(PORTS, 100):
+    for port in DRAW.sample(PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

@@ -36,11 +36,21 @@ def test_a_port_is_free_and_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
         taken = busy.getsockname()[1]
         assert not 32768 <= taken <= 60999
         other = serving.free_port()
-        monkeypatch.setattr(random, "sample", lambda ports, count: [taken, other])
+        monkeypatch.setattr(serving.DRAW, "sample", lambda ports, count: [taken, other])
         assert serving.free_port() == other
-        monkeypatch.setattr(random, "sample", lambda ports, count: [taken])
+        monkeypatch.setattr(serving.DRAW, "sample", lambda ports, count: [taken])
         with pytest.raises(ServerError, match="ports from 20000 to 32767 are in use"):
             serving.free_port()
+
+
+def test_ports_do_not_repeat_with_the_seed() -> None:
+    """vLLM seeds ``random`` in every process with an engine; the next server there has one of its
+    own all the same."""
+    ports = set()
+    for _ in range(5):
+        random.seed(0)
+        ports.add(serving.free_port())
+    assert len(ports) > 1
 
 
 @pytest.fixture
