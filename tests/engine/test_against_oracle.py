@@ -22,7 +22,7 @@ from tests.conftest import MODEL
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.oracle.dgc import sentences_of
 from tests.oracle.model import OracleResult, load_model, stream
-from tests.oracle.quantised import Quantiser
+from tests.oracle.quantised import Quantiser, Stored
 from tests.oracle.random_models import write_bloom, write_llama
 from tests.oracle.settings import oracle_settings, token_scores
 from vllm_cascade.attention.cpu.paths import SWITCH
@@ -121,12 +121,13 @@ def run_oracle(
     corpus: list[int] | None = None,
     chosen: dict[int, list[list[list[int]]]] | None = None,
     cache_dtype: str = "auto",
+    stored: list[Stored] | None = None,
 ) -> OracleResult:
     """What the oracle says about ``tokens``, of which the first ``prompt_len`` are a prompt.
 
     ``corpus`` is counted where the policy reads a table of document frequencies. ``chosen`` is what
     the engine kept, for choices of recalled units that rounding decides. ``cache_dtype`` is
-    ``--kv-cache-dtype``.
+    ``--kv-cache-dtype``, and ``stored`` what the engine wrote, for codes that rounding decides.
     """
     ends = book_ends().__getitem__
     sentences = None if corpus is None else sentences_of(corpus, ends)
@@ -137,6 +138,7 @@ def run_oracle(
         token_scores=token_scores(policy, tokens, ends, sentences),
         chosen=chosen,
         quantiser=Quantiser.of(cache_dtype),
+        stored=stored,
         **oracle_settings(policy),
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .dgc import nearest_centres
 from .policies import Sim
-from .quantised import Quantiser, write_rows, written_at
+from .quantised import Quantiser, Stored, write_rows, written_at
 from .recall import RecallSettings, RecallSim
 
 HEAD_POLICIES = ("homogeneous", "per_kv_head")
@@ -421,6 +421,7 @@ def stream(
     recall: RecallSettings | None = None,
     chosen: dict[int, list[list[list[int]]]] | None = None,
     quantiser: Quantiser | None = None,
+    stored: list[Stored] | None = None,
 ) -> OracleResult:
     """Run `tokens` through the model with one token-retention simulation per layer and head set.
 
@@ -436,7 +437,8 @@ def stream(
     are shown in place of scores by attention. Tokens that a simulation merges into others are
     averaged into them. With `recall` the queries of a stride bring evicted units back; `chosen`
     is what another implementation kept (as `kept`), whose choice stands where rounding decides.
-    With a `quantiser` a stride's rows are quantised when it is over, rotated to where they stand.
+    With a `quantiser` a stride's rows are quantised when it is over, rotated to where they stand;
+    `stored` is what another implementation wrote, by layer; its codes stand where rounding decides.
     """
     if gamma is not None:
         if decay is not None or weight is not None:
@@ -530,7 +532,8 @@ def stream(
                 sim, store = sims[layer][0], stores[layer][0]
                 after = len(sim.tokens()) + (0 if store is None else store.tokens_to_show)
                 at = written_at(len(lines[0]), after, length, end % sim.unit)
-                write_rows(model, quantiser, keys[layer], values[layer], own, at)
+                theirs = None if stored is None else stored[layer]
+                write_rows(model, quantiser, keys[layer], values[layer], own, at, theirs)
 
         logits = model.unembed(x)
         following = token_ids[start + 1 : end + 1]
