@@ -5,6 +5,7 @@ from .row import called, given, read, replaced, rows
 
 ASYNC_CPU = "tests/engine/async_cpu.py"
 CPU_ATTENTION = "benchmarks/cpu_attention.py"
+DELTA_RULE = "tests/engine/delta_rule.py"
 POOL = "tests/engine/pool.py"
 RUNNER_V2 = "tests/engine/runner_v2.py"
 STEPS = "tests/attention/steps.py"
@@ -33,6 +34,26 @@ ENGINES = (
         "vllm.model_executor.layers.fused_moe.router.cpu_router.CPURouter",
         __init__=replaced("experts with biases are one group", "(self, ...)", TEST_FULL),
         use_grouped_topk=read("experts with biases are one group", "", TEST_FULL),
+    ),
+    *rows(
+        "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+        cpu_gdn_attention_core=replaced(
+            "delta nets in fp32", "(mixed_qkv, b, a, core_attn_out, layer_name)", DELTA_RULE
+        ),
+        register_cpu_gdn_attention_ops=called("delta nets in fp32", "()", DELTA_RULE),
+    ),
+    *rows(
+        "vllm.v1.attention.backends.gdn_attn.GDNAttentionMetadata",
+        has_initial_state=read("delta nets in fp32", "torch.Tensor | None", DELTA_RULE),
+        non_spec_query_start_loc=read("delta nets in fp32", "torch.Tensor | None", DELTA_RULE),
+        non_spec_state_indices_tensor=read("delta nets in fp32", "torch.Tensor | None", DELTA_RULE),
+        num_actual_tokens=read("delta nets in fp32", "int", DELTA_RULE),
+        num_decodes=read("delta nets in fp32", "int", DELTA_RULE),
+        num_prefills=read("delta nets in fp32", "int", DELTA_RULE),
+    ),
+    *rows(
+        "vllm.utils.torch_utils",
+        _resolve_layer_name=called("delta nets in fp32", "(layer_name)", DELTA_RULE),
     ),
     *rows(
         "vllm.entrypoints.llm.LLM",

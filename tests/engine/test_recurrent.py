@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 
+from tests.engine.delta_rule import delta_rule_in_fp32
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_families import POLICIES, cases, check_company, compare, random_tokens
@@ -105,6 +106,11 @@ def scores(llm: Any, tokens: list[int]) -> np.ndarray:
     return np.asarray(prompt_logprobs(output))
 
 
+def skip_without_pictures(family: str) -> None:
+    if family.startswith("qwen3.5"):
+        pytest.importorskip("torchvision", reason="vLLM's module has the models with pictures, too")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", DELTA_NETS)
 def test_delta_nets(family: str, engine_pool: EnginePool, model_of: Any) -> None:
@@ -115,8 +121,7 @@ def test_delta_nets(family: str, engine_pool: EnginePool, model_of: Any) -> None
     from which another budget, twice as large or smaller by one token, is told apart. The policy
     compares no scores, so that rounding evicts nothing else.
     """
-    if family.startswith("qwen3.5"):
-        pytest.importorskip("torchvision", reason="vLLM's module has the models with pictures, too")
+    skip_without_pictures(family)
     path, tokens = model_of(family), random_tokens(5, 1000)
     policy, wide = POLICIES["sink"], {**POLICIES["sink"], "budget": 430}
     begin, short = tokens[:400], {"max_model_len": 512}  # what stock vLLM has positions for
@@ -152,6 +157,27 @@ def test_delta_nets(family: str, engine_pool: EnginePool, model_of: Any) -> None
         for other in others:
             assert other[1] == single[1]
             np.testing.assert_allclose(other[2], single[2], atol=BFLOAT16_ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "env"),
+    [("cascade-heads", {}), ("sink", {}), ("cascade", dict(PYTORCH))],
+    ids=["cascade-heads", "sink", "cascade-pytorch"],
+)
+@pytest.mark.parametrize("family", DELTA_NETS)
+def test_delta_nets_in_fp32(
+    family: str, policy: str, env: dict[str, str], engine_pool: EnginePool, model_of: Any
+) -> None:
+    """Everything of these models but vLLM's kernels for the delta rule, which have no fp32."""
+    skip_without_pictures(family)
+    path, settings = model_of(family), POLICIES[policy]
+    with delta_rule_in_fp32() as calls:
+        llm = engine(engine_pool, path, family, settings, env, dtype="float32")
+        check(llm, path, family, settings, native=not env)
+        assert calls.count(1) >= 2 * 60 and sum(calls) == 2 * 960
+        check_company(llm, settings["prefill_stride"])
+        engine_pool.close()  # it is of use in here only
 
 
 def test_small_pools_are_refused(engine_pool: EnginePool, model_of: Any) -> None:
