@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from tests.engine.pool import EnginePool
 from tests.engine.test_families import POLICIES, check, check_company, engine
-from tests.oracle.families import Family, model_class, write_family
+from tests.oracle.families import model_class, write_family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS, OWN_MODULES
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -30,11 +30,11 @@ IN_COMPANY = ("qwen3", "mixtral", "glm4", "gpt-neox", "glm", "vaultgemma")
 """Families whose prompts are also read beside others, and from snapshots."""
 
 
-def written(family: Family, made: pytest.TempPathFactory, known: dict[str, Path]) -> Path:
-    """The folder of a family's model."""
-    if family.model_type not in known:
-        known[family.model_type] = write_family(made.mktemp(family.model_type), family)
-    return known[family.model_type]
+def written(name: str, made: pytest.TempPathFactory, known: dict[str, Path]) -> Path:
+    """The folder of a family's model; two of one type can be of two architectures."""
+    if name not in known:
+        known[name] = write_family(made.mktemp(name), ALL[name])
+    return known[name]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_family(
     folders: dict[str, Path],
 ) -> None:
     family, settings = ALL[name], POLICIES[policy]
-    path = written(family, tmp_path_factory, folders)
+    path = written(name, tmp_path_factory, folders)
     llm = engine(engine_pool, path, settings, {})
     named = family.architecture or model_class(family.model_type)
     assert llm.llm_engine.vllm_config.model_config.architectures == [named]
