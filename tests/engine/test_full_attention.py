@@ -13,21 +13,21 @@ import pytest
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 from tests.engine.pool import EnginePool
-from tests.engine.test_families import POLICIES, check, check_company, engine
+from tests.engine.test_against_oracle import PYTORCH
+from tests.engine.test_families import POLICIES, cases, check, check_company, engine
 from tests.oracle.families import model_class, write_family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS, OWN_MODULES
 from vllm_cascade.policies.settings import KVPolicyError
 
 ALL = {**OWN_MODULES, **BY_TRANSFORMERS}
 FAST = [
-    ("glm", "cascade-heads"),
-    ("ernie4_5", "sink"),  # compiled as a whole
-    ("granite-swa", "cascade-heads"),  # a layer without a rotary module beside one that has it
+    ("glm", "cascade-heads", {}),
+    ("ernie4_5", "sink", {}),  # compiled as a whole
+    ("granite-swa", "cascade-heads", {}),  # a layer without a rotary module beside one that has it
 ]
-CASES = [(name, policy) for name in ALL for policy in ("cascade-heads", "sink")]
+HOW = [("cascade-heads", {}), ("sink", {}), ("cascade", dict(PYTORCH))]
+SLOW = [(name, *how) for name in ALL for how in HOW if (name, *how) not in FAST]
 NUM = 1000
-IN_COMPANY = ("qwen3", "mixtral", "glm4", "gpt-neox", "glm", "vaultgemma")
-"""Families whose prompts are also read beside others, and from snapshots."""
 
 
 def written(name: str, made: pytest.TempPathFactory, known: dict[str, Path]) -> Path:
@@ -57,27 +57,22 @@ def folders() -> dict[str, Path]:
     return {}
 
 
-@pytest.mark.parametrize(
-    ("name", "policy"),
-    [
-        pytest.param(*case, id="-".join(case), marks=[pytest.mark.slow] * (case not in FAST))
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize(("name", "policy", "env"), cases(FAST, SLOW))
 def test_family(
     name: str,
     policy: str,
+    env: dict[str, str],
     engine_pool: EnginePool,
     tmp_path_factory: pytest.TempPathFactory,
     folders: dict[str, Path],
 ) -> None:
     family, settings = ALL[name], POLICIES[policy]
     path = written(name, tmp_path_factory, folders)
-    llm = engine(engine_pool, path, settings, {})
+    llm = engine(engine_pool, path, settings, env)
     named = family.architecture or model_class(family.model_type)
     assert llm.llm_engine.vllm_config.model_config.architectures == [named]
-    check(llm, path, (name, family), settings, NUM)
-    if name in IN_COMPANY:
+    check(llm, path, (name, family), settings, NUM, native=not env)
+    if policy == "cascade-heads":
         check_company(llm, settings["prefill_stride"])
 
 
