@@ -5,8 +5,9 @@
     ROUGE-1, ROUGE-2 and ROUGE-L of the answers, and their self-BLEU (how alike one policy's answers
     are). ``--data xsum`` is BUZZ's setting; a ``.jsonl`` file has ``document`` and ``summary``.
 ``qa``
-    Exact match with ten documents in the prompt. A ``.jsonl`` file has ``question``, ``answers``
-    and ``ctxs`` (each with ``title`` and ``text``), as in "Lost in the Middle".
+    Ten documents in the prompt: exact match, and whether the answer holds what is right, the
+    measure of "Lost in the Middle" (Liu et al., section 2.2). A ``.jsonl`` file is as that paper's:
+    ``question``, ``answers`` and ``ctxs`` (each with ``title`` and ``text``).
 
 Without ``--data`` the documents are passages of the shipped book, whose next sentences stand in for
 a summary, and made-up facts for the questions: that proves the path, not a model.
@@ -186,9 +187,20 @@ def normalise(answer: str) -> str:
 
 def exact_match(answer: str, example: Example) -> bool:
     """Whether the answer's first line is one of the right ones, or begins with it."""
-    given = normalise(answer.strip().split("\n")[0])
+    given, right = _first_line(answer, example)
+    return any(f"{given} ".startswith(f"{text} ") for text in right)
+
+
+def holds_answer(answer: str, example: Example) -> bool:
+    """Whether one of the right ones is somewhere in the answer's first line, in whole words."""
+    given, right = _first_line(answer, example)
+    return any(f" {text} " in f" {given} " for text in right)
+
+
+def _first_line(answer: str, example: Example) -> tuple[str, list[str]]:
+    """What is compared: the answer's first line, and the right ones."""
     right = [normalise(text) for text in example.answers]
-    return any(given == text or given.startswith(text + " ") for text in right if text)
+    return normalise(answer.strip().split("\n")[0]), [text for text in right if text]
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -234,11 +246,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         columns = ("policy", "ROUGE-1", "ROUGE-2", "ROUGE-L", "geometric mean", "self-BLEU")
     else:
-        title, columns = f"Questions with {DOCUMENTS} documents", ("policy", "exact match")
+        title = f"Questions with {DOCUMENTS} documents"
+        columns = ("policy", "exact match", "holds the answer")
         rows = []
         for arm, texts in found.done.items():
-            right = [exact_match(t, e) for t, e in zip(texts, examples, strict=True)]
-            rows.append((arm, f"{np.mean(right):.1%}"))
+            pairs = list(zip(texts, examples, strict=True))
+            shares = [np.mean([m(*pair) for pair in pairs]) for m in (exact_match, holds_answer)]
+            rows.append((arm, *(f"{share:.1%}" for share in shares)))
     rows += failure_rows(found.failed, len(columns))
     data = {"answers": found.done, **results.failures(found.failed)}
     results.save(args.out, [Table(title, columns, tuple(rows), size)], data, vars(args), argv)

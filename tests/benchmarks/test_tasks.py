@@ -60,6 +60,16 @@ def test_exact_match_is_squads() -> None:
     assert not generation.exact_match("", example)
 
 
+def test_an_answer_in_a_sentence_is_found() -> None:
+    """In whole words of the first line, which is how a chat model answers."""
+    example = generation.Example("", ("The Hague", "114"))
+    assert generation.holds_answer("The number of James is 114.", example)
+    assert generation.holds_answer("It is The Hague!\nmore", example)
+    assert not generation.exact_match("The number of James is 114.", example)
+    for wrong in ("The number of James is 1145.", "Well.\n114", "", "hagues"):
+        assert not generation.holds_answer(wrong, example)
+
+
 def test_rouge_and_self_bleu() -> None:
     examples = [generation.Example("", ("a cat sat on the mat",))] * 2
     perfect = generation.rouge(["a cat sat on the mat"] * 2, examples)
