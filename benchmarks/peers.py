@@ -16,7 +16,7 @@ default, with a context of ``--kept``, and once more with the stride of the othe
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,7 +148,7 @@ def llama_entries(kept: int, stride: int, sinks: int, positions: int) -> list[En
 
 
 def items(args: argparse.Namespace, tokenizer: Any, positions: int) -> dict[str, list[Any]]:
-    """What is asked, by question: token ids, the same for every entry.
+    """What is asked, by question of ``--questions``: token ids, the same for every entry.
 
     Raises:
         ValueError: a text that is too short, or a prompt that full attention could not read.
@@ -165,15 +165,16 @@ def items(args: argparse.Namespace, tokenizer: Any, positions: int) -> dict[str,
     documents = [tokenizer(text)["input_ids"] for text in found.values()]
     longest = max(documents, key=len)
     starts = spread_out(len(longest) - args.speed_prompt, args.trials)
-    return {
-        "stream": [ids[: args.tokens] for ids in documents],
-        "continuation": continuations(documents, args.prompt, args.stride, args.prompts),
-        "passkey": asked_keys(args, tokenizer, max(found.values(), key=len)),
-        "speed": [
+    made: dict[str, Callable[[], list[Any]]] = {
+        "stream": lambda: [ids[: args.tokens] for ids in documents],
+        "continuation": lambda: continuations(documents, args.prompt, args.stride, args.prompts),
+        "passkey": lambda: asked_keys(args, tokenizer, max(found.values(), key=len)),
+        "speed": lambda: [
             {"prompt": longest[start : start + args.speed_prompt], "new": args.new_tokens}
             for start in starts
         ],
     }
+    return {question: make() for question, make in made.items() if question in args.questions}
 
 
 def asked_keys(args: argparse.Namespace, tokenizer: Any, text: str) -> list[dict[str, Any]]:

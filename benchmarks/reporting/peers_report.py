@@ -52,7 +52,7 @@ class Report:
     """Tables and numbers of a run.
 
     Attributes:
-        asked: what was asked, by question.
+        asked: what was asked, by question; others are not spoken of.
         positions: that the model has.
         base: the entry of this project that peers are compared with.
         decode: token ids to text.
@@ -99,7 +99,7 @@ class Report:
     def matches(self, entry: Entry) -> list[float]:
         """Whether each pass key was answered, 0 or 1."""
         texts = [self.decode(ids) for ids in self.found(entry, "passkey")]
-        keys = [item["key"] for item in self.asked["passkey"]]
+        keys = [item["key"] for item in self.asked.get("passkey", [])]
         return [float(is_exact(text, key)) for text, key in zip(texts, keys, strict=False)]
 
     def measures(self) -> list[Measure]:
@@ -142,30 +142,30 @@ class Report:
     # --- tables ---------------------------------------------------------------------------------
 
     def _overall(self) -> Table:
+        """A row an entry, and columns for what was asked."""
+        prompt = _length(self.asked, "continuation", "prompt")
+        columns: dict[str, tuple[tuple[str, ...], Callable[[Entry], tuple[str, ...]]]] = {
+            "stream": (
+                (f"perplexity to {self.limit:,}", "past that"),
+                lambda entry: (
+                    _perplexity(self.streams(entry, False)),
+                    _perplexity(self.streams(entry, True)),
+                ),
+            ),
+            "continuation": (
+                (f"after {prompt:,} tokens",),
+                lambda entry: (_perplexity(self.continuations(entry)),),
+            ),
+            "passkey": (("pass key",), lambda entry: (_share(self.matches(entry)),)),
+            "speed": (("read tok/s", "write tok/s", "memory MiB", "KV MiB"), self._speed),
+        }
+        shown = [columns[question] for question in columns if question in self.asked]
+        names = ("entry", *(name for group, _ in shown for name in group))
         rows = [
-            (
-                entry.label,
-                _perplexity(self.streams(entry, False)),
-                _perplexity(self.streams(entry, True)),
-                _perplexity(self.continuations(entry)),
-                _share(self.matches(entry)),
-                *self._speed(entry),
-            )
+            (entry.label, *(cell for _, cells in shown for cell in cells(entry)))
             for entry in self.entries
         ]
-        prompt = _length(self.asked, "continuation", "prompt")
-        columns = (
-            "entry",
-            f"perplexity to {self.limit:,}",
-            "past that",
-            f"after {prompt:,} tokens",
-            "pass key",
-            "read tok/s",
-            "write tok/s",
-            "memory MiB",
-            "KV MiB",
-        )
-        return Table("The same model, tokens and cached tokens", columns, tuple(rows), self._note())
+        return Table("The same model, tokens and cached tokens", names, tuple(rows), self._note())
 
     def speeds(self, entry: Entry) -> dict[str, list[float]]:
         """Tokens a second of each trial, read and written; MiB of the process and of its cache."""
@@ -195,24 +195,31 @@ class Report:
         )
 
     def _note(self) -> str:
+        """What the columns are, of what was asked."""
         stream = sum(len(ids) for ids in self.asked.get("stream", []))
         following = _length(self.asked, "continuation", "following")
-        count = len(self.asked.get("continuation", []))
-        read, keys = _length(self.asked, "speed", "prompt"), len(self.asked.get("passkey", []))
+        count, keys = (len(self.asked.get(name, [])) for name in ("continuation", "passkey"))
+        read = _length(self.asked, "speed", "prompt")
+        parts = {
+            "stream": f"perplexity of {stream:,} tokens that go through one cache a text",
+            "continuation": f"perplexity of the {following} tokens that follow each of {count} "
+            "prompts, once their cache was bounded",
+            "passkey": f"exact answers to {keys} pass keys",
+            "speed": f"speed with {read:,} tokens to read, where memory is the most that the "
+            "process had resident while it read and wrote (weights and program included; *: and "
+            f"while it loaded) and KV the most in use{self._when()}",
+        }
+        said = "; ".join(text for question, text in parts.items() if question in self.asked)
         return (
-            f"Perplexity of {stream:,} tokens that go through one cache a text; of the {following} "
-            f"tokens that follow each of {count} prompts, once their cache was bounded; exact "
-            f"answers to {keys} pass keys. Speed with {read:,} tokens to read; memory is the most "
-            "that the process had resident while it read and wrote (weights and program included; "
-            f"*: and while it loaded), KV the most in use{self._when()}. The presses read a whole "
-            "prompt with full attention and bound the cache layer by layer after it; this project "
-            f"and llama.cpp never hold more while they read. {versions()}"
+            f"{said[:1].upper()}{said[1:]}. The presses read a whole prompt with full attention "
+            "and bound the cache layer by layer after it; this project and llama.cpp never hold "
+            f"more while they read. {versions()}"
         )
 
     def _when(self) -> str:
         """Over which part of a day the times were taken: they are to be compared if it is short."""
         at = [one["at"] for entry in self.entries for one in self.found(entry, "speed")]
-        return f"; timed from {_clock(min(at))} to {_clock(max(at))} UTC" if at else ""
+        return f", timed from {_clock(min(at))} to {_clock(max(at))} UTC" if at else ""
 
     def _verdicts(self) -> Table:
         """Every peer beside the base, with intervals."""
@@ -226,15 +233,16 @@ class Report:
                 if verdict == "better":
                     better.append(f"{entry.label} ({measure.name})")
         better += self._faster(peers)
+        also = ", in speed or in memory" if "speed" in self.asked else ""
         said = (
             f"Better than {self.base}: {', '.join(better)}."
             if better
-            else f"No peer is better than {self.base} in any of these, in speed or in memory."
+            else f"No peer is better than {self.base} in any of these{also}."
         )
+        share = " (or share of pass keys)" if "passkey" in self.asked else ""
         note = (
-            f"Nats a token (or share of pass keys) more than {self.base}, with 95 % intervals; "
-            f"undecided where they hold 0. {said} Programs round differently: compare their rows "
-            "of full attention."
+            f"Nats a token{share} more than {self.base}, with 95 % intervals; undecided where they "
+            f"hold 0. {said} Programs round differently: compare their rows of full attention."
         )
         columns = ("peer", *(measure.name for measure in measures))
         return Table(f"Peers against {self.base}", columns, tuple(rows if measures else ()), note)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers, without any installed: equal sizes, how a program is asked, what is kept and reported."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -280,6 +281,8 @@ def test_items_are_of_the_asked_lengths(tmp_path: Path) -> None:
         context, question = (Letters().decode(item[part]) for part in ("context", "question"))
         assert 300 < len(context + question) <= 400 and context.count(item["key"]) == 2
         assert question == "What is the pass key?</user><answer>", "the context ends before it"
+    args.questions = ["stream"]
+    assert peers.items(args, Letters(), positions=1024) == {"stream": asked["stream"]}
     args.prompt = 1000
     with pytest.raises(ValueError, match="--prompt 1000: more than --kept 260"):
         peers.items(args, Letters(), positions=1024)
@@ -589,6 +592,22 @@ def test_overall_table(report: Report) -> None:
     assert "timed from 01:00 to 01:00 UTC" in table.note
     assert "kvpress 0.5.5 on transformers 5.2.0" in table.note
     assert "llama-cpp-python 0.3.36" in table.note
+
+
+def test_a_report_speaks_of_what_was_asked(report: Report) -> None:
+    """Of streams only: no column, sentence or verdict about prompts, pass keys or speed."""
+    for key in [key for key in report.answers.found if key[1] != "stream"]:
+        del report.answers.found[key]
+    report.answers.failed.clear()
+    only = dataclasses.replace(report, asked={"stream": report.asked["stream"]})
+    overall, verdicts, missing = only.tables()
+    assert overall.columns == ("entry", "perplexity to 998", "past that")
+    assert overall.rows[1] == ("cascade", "7.39", "7.39")
+    assert overall.note.startswith("Perplexity of 6,000 tokens that go through one cache a text. ")
+    assert verdicts.columns == ("peer", "stream to 998", "stream past that")
+    for word in ("pass key", "prompts", "peed", "memory"):
+        assert word not in overall.note and word not in verdicts.note
+    assert missing.title == "What is missing"
 
 
 def test_who_is_better(report: Report) -> None:
