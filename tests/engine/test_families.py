@@ -145,7 +145,7 @@ def check(
     path: Path,
     named: tuple[str, Family],
     policy: dict[str, Any],
-    prompt_len: int = 700,
+    prompt_len: int = 1000,
     native: bool = True,
 ) -> None:
     """Log-probabilities and kept tokens of a prompt and 60 more."""

@@ -27,7 +27,6 @@ FAST = [
 ]
 HOW = [("cascade-heads", {}), ("sink", {}), ("cascade", dict(PYTORCH))]
 SLOW = [(name, *how) for name in ALL for how in HOW if (name, *how) not in FAST]
-NUM = 1000
 
 
 def written(name: str, made: pytest.TempPathFactory, known: dict[str, Path]) -> Path:
@@ -71,7 +70,7 @@ def test_family(
     llm = engine(engine_pool, path, settings, env)
     named = family.architecture or model_class(family.model_type)
     assert llm.llm_engine.vllm_config.model_config.architectures == [named]
-    check(llm, path, (name, family), settings, NUM, native=not env)
+    check(llm, path, (name, family), settings, native=not env)
     if policy == "cascade-heads":
         check_company(llm, settings["prefill_stride"])
 

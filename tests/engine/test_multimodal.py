@@ -33,7 +33,7 @@ CASES = [
 def test_text(
     name: str, policy: str, env: dict[str, str], engine_pool: EnginePool, tmp_path: Path
 ) -> None:
-    """700 tokens and 60 more: past the budget and the model's 512 positions."""
+    """1,000 tokens and 60 more: past the budget and the model's 512 positions."""
     pytest.importorskip("torchvision", reason="vLLM's models that see pictures import it")
     seed = 1 if name == "gemma4" else 0  # with 0 it writes the token of a picture
     path, settings = write_multimodal(tmp_path, name, seed), POLICIES[policy]
@@ -49,8 +49,8 @@ def test_text(
     error, grown = compare(
         llm,
         name,
-        lambda tokens: run_text(path, name, tokens, 700, settings),
-        prompt_len=700,
+        lambda tokens: run_text(path, name, tokens, 1000, settings),
+        prompt_len=1000,
         kept_at_most=settings["budget"] + 8,
     )
     assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR

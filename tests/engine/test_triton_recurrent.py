@@ -2,7 +2,7 @@
 """Attention beside recurrent layers on the Triton kernels, interpreted, against the oracle.
 
 The recurrent layers are those of vLLM's CPU platform, gated delta nets those of the tests in fp32;
-pages hold both kinds' caches. Log-probabilities and kept tokens of 900 tokens and 60 more; alone,
+pages hold both kinds' caches. Log-probabilities and kept tokens of 1,000 tokens and 60 more; alone,
 in a batch and from a snapshot.
 """
 
