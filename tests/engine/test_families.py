@@ -157,7 +157,7 @@ def check(
             run_family, path, family, tokens, prompt_len, policy
         ),
         prompt_len=prompt_len,
-        kept_at_most=max(policy["budget"] + 8, WINDOW),
+        kept_at_most=max(policy["budget"] + 8 + policy.get("unit", 1) - 1, WINDOW),
     )
     assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
     assert grown["moved_reads"] > 0
