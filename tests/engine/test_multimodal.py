@@ -35,7 +35,7 @@ def test_text(
 ) -> None:
     """1,000 tokens and 60 more: past the budget and the model's 512 positions."""
     pytest.importorskip("torchvision", reason="vLLM's models that see pictures import it")
-    seed = 2 if name == "gemma4" else 0  # with 0 it writes the token of a picture
+    seed = 2 if name == "gemma4" else 0  # with 0 and 1 it writes a picture
     path, settings = write_multimodal(tmp_path, name, seed), POLICIES[policy]
     llm = engine_pool.get(
         {**settings, "trace": True},
