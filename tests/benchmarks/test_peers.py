@@ -608,6 +608,8 @@ def test_a_report_speaks_of_what_was_asked(report: Report) -> None:
     for word in ("pass key", "prompts", "peed", "memory"):
         assert word not in overall.note and word not in verdicts.note
     assert missing.title == "What is missing"
+    del report.answers.found["kvpress A", "stream"]
+    assert "No peer is better than cascade in any of these." in only.tables()[1].note
 
 
 def test_who_is_better(report: Report) -> None:
