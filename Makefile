@@ -30,7 +30,7 @@ setup: ## make .venv with everything (every target below does this by itself)
 demo: setup ## a novel and a chat past a real model's positions, beside stock vLLM
 	@$(PY) -m benchmarks.demo
 
-bench: setup ## the quick form of every benchmark, into benchmarks/results and docs/RESULTS.md
+bench: setup ## the quick form of every benchmark, on this machine; JSON in results/
 	@$(PY) -m benchmarks.quick
 
 results: setup ## write docs/RESULTS.md and the README's block from benchmarks/results

@@ -2,21 +2,21 @@
 """The quick form of every benchmark, one after the other: ``make bench``.
 
 Each question is a command of its own, with small built-in inputs; a run that fails is named at the
-end, and the others still run. What comes out goes to ``--folder``, and into docs/RESULTS.md where
-that is ``benchmarks/results``.
+end, and the others still run. Tables are printed, and kept as JSON in ``--folder``. What
+docs/RESULTS.md shows is not touched: most of it comes from longer runs with another model.
 """
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.reporting.results import FOLDER
 from benchmarks.running import leash
 from benchmarks.running.environment import ROOT
 
+FOLDER = ROOT / "results"
+"""For the JSON, unless ``--folder`` says otherwise; git ignores it."""
 AT_A_TIME = str(min(2, os.cpu_count() or 1))
 FEW = ["--policies", "sink", "cascade", "dgc", "--engines", AT_A_TIME]  # an engine starts in 15 s
 SMALL_TABLES = ["--engines", AT_A_TIME, "--tokens", "4000", "--limit", "20", "--samples", "6"]
@@ -54,18 +54,10 @@ PLAN: dict[str, list[str]] = {
 }
 
 
-NOT_SHOWN = ("perplexity", "recall-associative", "recall-passkey")
-"""The page has longer runs of these, with a model that can do them; here they only run."""
-
-
-def command(name: str, folder: Path) -> list[str]:
+def command(name: str, folder: Path = FOLDER) -> list[str]:
     """A question's command line."""
     module, *options = PLAN[name]
-    out = folder / f"{name}.json"
-    if name == "train":
-        out = ROOT / "results/lm-quick"
-    elif name in NOT_SHOWN and folder.resolve() == FOLDER:
-        out = ROOT / f"results/{name}.json"
+    out = folder / ("lm-quick" if name == "train" else f"{name}.json")
     return [sys.executable, "-m", f"benchmarks.{module}", *options, "--out", str(out)]
 
 
@@ -86,8 +78,6 @@ def main() -> None:
         print(f"== {name}: {time.perf_counter() - start:,.0f} s", flush=True)
         if done.returncode:
             failed.append(name)
-    if args.folder.resolve() == FOLDER:
-        subprocess.run([sys.executable, "-m", "benchmarks.reporting.results"], cwd=ROOT, check=True)
     print(f"All in {time.perf_counter() - begin:,.0f} s.")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -43,7 +43,7 @@ def test_documented_commands_parse(line: str) -> None:
 
 @pytest.mark.parametrize("name", quick.PLAN)
 def test_make_bench_commands_parse(name: str) -> None:
-    _, _, module, *words = quick.command(name, ROOT / "results")
+    _, _, module, *words = quick.command(name)
     parse(module, words)
 
 
