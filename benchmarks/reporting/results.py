@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting.tables import Table, show
+from benchmarks.running.arms import ITEMS
 from benchmarks.running.environment import ROOT, fingerprint
 from benchmarks.running.parts import Parts
 
@@ -107,6 +108,7 @@ def save(
     content = {
         "command": command(argv),
         "seconds": round(time.perf_counter() - _STARTED, 1),
+        **({"items": dict(ITEMS)} if ITEMS["taken up"] else {}),
         "environment": fingerprint(),
         "settings": {key: _plain(value) for key, value in settings.items() if key not in PLACES},
         "tables": [table.as_json() for table in tables],
@@ -160,11 +162,13 @@ def section(result: dict[str, Any]) -> str:
     where = result["environment"]
     machine = where.get("gpu") or f"{where['cores']} cores of {where['cpu']}"
     commit = (where.get("git_commit") or "unknown")[:10] + ("+" if where.get("git_dirty") else "")
+    items = result.get("items")
+    kept = f", {items['taken up']} of {items['asked']} items kept from before" if items else ""
     lines = [
         f"```\n{result['command']}\n```",
         "",
         f"{machine}; torch {where['torch']}, vLLM {where['vllm']}, commit {commit}, "
-        f"{where['time'][:10]}; {result['seconds']:,.0f} s.",
+        f"{where['time'][:10]}; {result['seconds']:,.0f} s{kept}.",
     ]
     for table in result["tables"]:
         lines += ["", Table.from_json(table).markdown()]

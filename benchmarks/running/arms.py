@@ -2,6 +2,7 @@
 """The arms of a benchmark: each in a process of its own, kept when finished, told when failed."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -35,6 +36,9 @@ class Job(Protocol):
         ...
 
 
+ITEMS = Counter[str]()
+"""Of all arms so far in this process: ``asked`` for, and ``taken up`` from what was kept."""
+
 AnyJob = TypeVar("AnyJob", bound=Job)
 Result = TypeVar("Result")
 
@@ -60,6 +64,7 @@ def run_all(
     for job in jobs:
         kept = job.arm.read() if job.arm is not None else {}
         here = [key for key in job.keys if key in kept]
+        ITEMS.update({"asked": len(job.keys), "taken up": len(here)})
         if here and job.arm is not None:
             say = f"{job.label}: {len(here)} of {len(job.keys)} taken up from {job.arm.own.parent}"
             print(say, file=sys.stderr, flush=True)

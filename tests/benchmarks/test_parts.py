@@ -2,6 +2,7 @@
 """What is kept of arms: taken up again where nothing that matters has changed, and only there."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,17 +58,22 @@ def ran(log: Path) -> list[str]:
     return lines
 
 
-def test_a_failed_arm_is_taken_up_where_it_ended(tmp_path: Path) -> None:
+def test_a_failed_arm_is_taken_up_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "ITEMS", Counter())
     log, kept = tmp_path / "log", Parts(tmp_path / "parts")
     jobs = [Squares("a", (1, 2, 3), str(log), fails_at=3), Squares("b", (4,), str(log))]
     found = arms.run_all(squares, jobs, 1, kept)
     assert found.done == {"b": [16]}
     assert found.failed == {"a": "MemoryError: the pool is too small"}
     assert ran(log) == ["a 1", "a 2", "a 3", "b 4"]
+    assert arms.ITEMS == {"asked": 4, "taken up": 0}
     whole = [replace(job, fails_at=None) for job in jobs]
     found = arms.run_all(squares, whole, 1, kept)
     assert found.done == {"a": [1, 4, 9], "b": [16]} and not found.failed
     assert ran(log) == ["a 3"], "only what was missing"
+    assert arms.ITEMS == {"asked": 8, "taken up": 3}
     more = [replace(whole[0], numbers=(3, 5, 1)), whole[1]]
     assert arms.run_all(squares, more, 1, kept).done == {"a": [9, 25, 1], "b": [16]}
     assert ran(log) == ["a 5"]

@@ -2,6 +2,7 @@
 """Tables, results and the document: nothing is shown that no run printed."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_cells() -> None:
     assert spread([3.0, 1.0, 2.0, 10.0], 1) == "2.5 (1.0-10.0)"
     assert spread([7.0], 0) == "7" and spread([]) == "-"
     assert mean_std([1.0, 3.0], 2) == "2.00 ± 1.41" and mean_std([5.0], 0) == "5"
+
+
+def test_a_result_says_what_was_kept_from_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for taken_up, said in ((0, " s.\n"), (3, " s, 3 of 8 items kept from before.\n")):
+        monkeypatch.setattr(results, "ITEMS", Counter({"asked": 8, "taken up": taken_up}))
+        results.save(tmp_path / "one.json", [table()], {}, {}, [])
+        assert said in results.fill("<!-- result one -->\n<!-- end -->\n", tmp_path)
 
 
 def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
