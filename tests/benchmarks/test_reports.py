@@ -98,6 +98,34 @@ def test_the_document_is_in_step_with_the_results() -> None:
     assert kept, "no result is kept"
 
 
+def row_of(name: str, arm: str) -> tuple[str, ...]:
+    """A row of a kept result's first table."""
+    (row,) = [row for row in results.load(name)["tables"][0]["rows"] if row[0] == arm]
+    return tuple(row[1:])
+
+
+def test_the_readme_says_what_the_results_say() -> None:
+    """A result that is measured anew takes the README's words about it along."""
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+
+    def keys_found(arm: str) -> int:
+        whole = [cell.split(" / ")[1] for cell in row_of("recall-passkey", arm)[1:]]
+        return sum(round(8 * float(share.rstrip("%")) / 100) for share in whole)
+
+    def less(of: str, arm: str, column: int, base: str = "sink") -> float:
+        return 100 - 100 * float(row_of(of, arm)[column]) / float(row_of(of, base)[column])
+
+    assert f"sink found {keys_found('sink')} of 16 and cascade {keys_found('cascade')} " in text
+    novels = less("perplexity-books-516", "cascade", 1)
+    assert f"five whole novels have {novels:.1f} % less with 516 cached" in text
+    again = less("units-1088-rewind", "cascade", 1)
+    assert f"has {again:.0f} % less perplexity than with sink" in text
+    order = ("sink", "sink, recall 8", "full")
+    second = [float(row_of("study-recall-rewind", arm)[1]) for arm in order]
+    said = "a perplexity of {:.1f} with sink, {:.1f} with recall and {:.1f} with the whole cache"
+    assert said.format(*second) in text
+
+
 def record(arm: str, context: int, speed: float, tpot: float = 10.0, trial: int = 0) -> dict:
     return {
         "arm": arm,
