@@ -91,7 +91,7 @@ def settings_at(policy: Mapping[str, Any], budget: int, stride: int) -> dict[str
     Raises:
         KVPolicyError: a policy that this version does not have.
     """
-    from vllm_cascade.policies import policy_class
+    from vllm_cascade.policies.registry import policy_class
 
     chosen = {**policy, "prefill_stride": stride}
     step = policy_class(chosen["name"]).budget_step(chosen)
@@ -115,7 +115,7 @@ def arms(
     table: PaperTable, budgets: Sequence[int], stride: int
 ) -> dict[tuple[int, int], dict[str, Any] | None]:
     """(row, budget) -> settings (None: recomputed), for the cells that can be run."""
-    from vllm_cascade.policies import POLICIES
+    from vllm_cascade.policies.registry import POLICIES
 
     made: dict[tuple[int, int], dict[str, Any] | None] = {}
     for index, row in enumerate(table.rows):

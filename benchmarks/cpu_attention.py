@@ -75,9 +75,9 @@ class Ours:
         from vllm_cascade.attention.cpu.builder import CPUBuilder
         from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
         from vllm_cascade.cache.layout import page_views
-        from vllm_cascade.cache.manager import KVPolicySpec
-        from vllm_cascade.cache.positions import Rotary
-        from vllm_cascade.policies import resolve
+        from vllm_cascade.cache.spec import KVPolicySpec
+        from vllm_cascade.models.rotary import Rotary
+        from vllm_cascade.policies.registry import resolve
 
         sinks = sinks_of(unit)
         settings = {"budget": cached - sinks, "num_sinks": sinks, "prefill_stride": STRIDE}

@@ -99,7 +99,7 @@ def settle(args: argparse.Namespace) -> tuple[Model, int]:
         SystemExit: a size that cannot show anything, or cannot work; it is named.
     """
     from vllm_cascade import KVPolicyError
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies.registry import resolve
 
     path = args.model
     model = Model(Path(path), Path(path).name, real=True) if path else best_model()
@@ -171,7 +171,7 @@ def arms(
 
 def read_novel(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Any]:
     """The novel under every arm, as what is kept of it."""
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies.registry import resolve
 
     tokenizer = load_tokenizer(str(model.path))
     token_ids, ago = with_note(args, tokenizer, positions)

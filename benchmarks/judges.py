@@ -23,7 +23,7 @@ from benchmarks.models import real_model
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table
 from benchmarks.running.engines import BOOK, load_tokenizer, quiet
-from vllm_cascade.recall.evidence import asking
+from vllm_cascade.attention.torch.recall import asking
 
 LOOKUP = 0.1
 """Of a query's attention: what makes a unit one that is looked up."""

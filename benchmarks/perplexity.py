@@ -137,7 +137,7 @@ def load(args: argparse.Namespace) -> list[texts.Stream]:
 def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]:
     """Settings of every arm, all of the same capacity, by policy name."""
     from benchmarks.running import controls
-    from vllm_cascade.policies import POLICIES
+    from vllm_cascade.policies.registry import POLICIES
 
     controls.register()
     shared = {"num_sinks": args.num_sinks, "prefill_stride": stride}
@@ -218,7 +218,7 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
 
 def spike_jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]:
     """One stream, token by token, under the base and every policy that evicts in batches."""
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies.registry import resolve
 
     head = streams[0].cut(args.spike_tokens)
     arms = {
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     quiet()
     args.dtype = settle_dtype(args.dtype, args.model)
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies.registry import resolve
 
     streams = load(args)
     plan, kept_in = jobs(args, streams), results.parts_of(args)

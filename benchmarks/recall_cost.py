@@ -168,7 +168,7 @@ def table(points: Sequence[dict[str, Any]], args: argparse.Namespace) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure in a process that ends with its engines."""
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies.registry import resolve
 
     args = parse_args(argv)
     args.model = args.model or str(real_model())

@@ -2,7 +2,7 @@
 """The columns of a step row, of a rule and of a row of recall: the one place that names them, for
 every device.
 
-A *step row* is what one request does in one stride, int32 ``[STEP_COLUMNS]``. ``attention/step.py``
+A *step row* is what one request does in one stride, int32 ``[STEP_COLUMNS]``. ``step/plan.py``
 makes rows with numpy; C++ and PyTorch read them as they are, CUDA reads a copy, and in decode the
 kernel ``triton/schedule.py`` makes them on the device. ``STREAM`` is -1 in a row that only pads a
 batch: it has no tokens, and nothing may be written for it. C++ has the same names in ``step.h``.

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from vllm_cascade.patches import max_model_len
-from vllm_cascade.policies import CHOICES, policy_class
+from vllm_cascade.policies.registry import CHOICES, policy_class
 from vllm_cascade.policies.settings import (
     ARGUMENTS,
     CONFIG_KEY,

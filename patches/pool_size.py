@@ -26,12 +26,12 @@ def apply() -> None:
     def _check_enough_kv_cache_memory(
         available_memory: int, get_needed_memory: Callable[[], int], *args
     ) -> None:
-        from vllm_cascade.engine.lookup import policy_of
+        from vllm_cascade.policies.registry import policy_of
 
         # a partial of _max_memory_usage_bytes_from_groups, to which the configuration is bound
         bound = getattr(get_needed_memory, "args", ())
         config = next((value for value in bound if isinstance(value, VllmConfig)), None)
-        if available_memory <= 0 or config is None or policy_of(config) is None:
+        if available_memory <= 0 or config is None or policy_of(config.additional_config) is None:
             original(available_memory, get_needed_memory, *args)
 
     planning._check_enough_kv_cache_memory = _check_enough_kv_cache_memory

@@ -30,10 +30,10 @@ def _wrap_init(original):
     @functools.wraps(original)
     def __init__(self, vllm_config, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        from vllm_cascade.engine.lookup import policy_of
         from vllm_cascade.engine.metrics import KVPolicyStatLogger
+        from vllm_cascade.policies.registry import policy_of
 
-        if policy_of(vllm_config) is not None:
+        if policy_of(vllm_config.additional_config) is not None:
             self.stat_loggers.append(KVPolicyStatLogger(vllm_config, self.engine_indexes))
 
     return __init__

@@ -15,7 +15,7 @@ from tests.oracle.settings import make_sim
 from tests.oracle.unit_cases import CASES as UNIT_CASES
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cli import main, runs
-from vllm_cascade.policies import POLICIES
+from vllm_cascade.policies.registry import POLICIES
 
 
 def trace(tmp_path: Path, settings: dict[str, Any], *flags: str) -> dict[str, Any]:

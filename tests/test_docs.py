@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from vllm_cascade.engine.refusals import REFUSALS
-from vllm_cascade.policies import CHOICES, POLICIES
+from vllm_cascade.policies.registry import CHOICES, POLICIES
 from vllm_cascade.policies.settings import DEFAULT_BUDGET, KVPolicyConfig
 
 ROOT = Path(__file__).resolve().parent.parent

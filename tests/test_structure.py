@@ -22,7 +22,7 @@ POLICIES = sorted((PACKAGE / "policies").glob("**/*.py"))
 SOURCES = sorted(path for room in (PACKAGE, ROOT / "kernels") for path in room.glob("**/*.py"))
 
 COMPILE = {
-    "vllm_cascade/cache/manager.py": "a cache group's schedule, once for each spec",
+    "vllm_cascade/cache/spec.py": "a cache group's schedule, once for each spec",
     "vllm_cascade/engine/configure.py": "a warning at start",
     "vllm_cascade/engine/lookup.py": "the front-end's, once for each engine",
     "vllm_cascade/policies/per_request.py": "a request's own, once for its values",
@@ -127,11 +127,13 @@ import vllm_cascade.policies as policies
 for module in pkgutil.walk_packages(policies.__path__, policies.__name__ + "."):
     importlib.import_module(module.name)
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.simulate import simulate
-for name in policies.POLICIES:
-    policy = policies.resolve({"name": name, "budget": 32})
+for name in POLICIES:
+    policy = resolve({"name": name, "budget": 32})
     assert len(list(simulate(policy, 50))) == 50
-    assert PerRequest(policies.compiled(policy)).schedule({}).policy is policy
+    assert PerRequest(compiled(policy)).schedule({}).policy is policy
 rooms = {name.split(".")[1] for name in sys.modules if name.startswith("vllm_cascade.")}
 print(*sorted(rooms))
 print(*sorted(name for name in sys.modules if name.startswith("vllm.")))

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_cascade.policies import POLICIES, Policy, resolve
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 from vllm_cascade.policies.simulate import Step, simulate
 

@@ -24,9 +24,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import Rotary
-from vllm_cascade.policies import resolve
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.models.rotary import Rotary
+from vllm_cascade.policies.registry import resolve
 
 HEADS, GROUP, SIZE, BLOCK = 8, 4, 128, 16
 POLICIES = ("sink", "lazy", "cascade", "h2o", "beehive")

@@ -110,7 +110,7 @@ def positions(scored: Mapping[str, Scored], base: str) -> Table:
 
 def spikes(scored: Mapping[str, Scored], settings: Mapping[str, Any], base: str) -> Table:
     """Whether tokens right after an eviction are predicted worse than those right before it."""
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.policies.registry import resolve
 
     rows = []
     (reference,) = scored[base].nll

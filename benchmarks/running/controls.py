@@ -10,9 +10,10 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from vllm_cascade.policies import POLICIES, Policy
 from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import POLICIES
 from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
 
 DRAWS = 1 << 16

@@ -110,7 +110,7 @@ class EngineSettings:
 
     def determines(self) -> dict[str, Any]:
         """All of it that a result depends on, as JSON: not how much room or time there is."""
-        from vllm_cascade.policies import resolve
+        from vllm_cascade.policies.registry import resolve
 
         policy = None
         if self.policy:

@@ -27,7 +27,8 @@ def pages_of_request(settings: EngineSettings) -> int:
     """Most pages that one request ever holds."""
     from vllm.utils.math_utils import cdiv
 
-    from vllm_cascade.policies import compiled, resolve
+    from vllm_cascade.policies.registry import resolve
+    from vllm_cascade.policies.schedule import compiled
 
     longest = settings.max_model_len or _model(settings).max_model_len
     held = compiled(resolve(settings.policy)).peak_at(longest) if settings.policy else longest
@@ -40,8 +41,8 @@ def page_bytes(settings: EngineSettings) -> int:
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
     from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
-    from vllm_cascade.cache.manager import KVPolicySpec
-    from vllm_cascade.policies import resolve
+    from vllm_cascade.cache.spec import KVPolicySpec
+    from vllm_cascade.policies.registry import resolve
 
     model, parallel = _model(settings), ParallelConfig()
     cache_dtype = settings.arguments.get("kv_cache_dtype", "auto")

@@ -15,7 +15,7 @@ from benchmarks.running.engines import EngineSettings
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from vllm_cascade.policies import Policy
+    from vllm_cascade.policies.policy import Policy
 
 REFERENCE = "full, recomputed"
 """Stock attention over the last tokens, recomputed: what a bounded cache could at best equal."""
@@ -227,7 +227,7 @@ def equal_policy(name: str, capacity: int, **settings: Any) -> dict[str, Any]:
         KVPolicyError: a setting that the policy does not have, or no budget that fits.
     """
     from vllm_cascade import KVPolicyError
-    from vllm_cascade.policies import policy_class, resolve
+    from vllm_cascade.policies.registry import policy_class, resolve
 
     cls = policy_class(name)
     if name == "window":
@@ -247,7 +247,7 @@ def equal_policy(name: str, capacity: int, **settings: Any) -> dict[str, Any]:
 
 def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
     """Least, mean and most tokens cached over a long stream, once the cache has been full."""
-    from vllm_cascade.policies import compiled
+    from vllm_cascade.policies.schedule import compiled
 
     counts = compiled(policy).positions(np.arange(num_tokens + 1))
     full = int(counts.argmax())
@@ -257,7 +257,7 @@ def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
 
 def eviction_batches(policy: "Policy", num_tokens: int) -> np.ndarray:
     """Tokens after whose step at least two tokens were dropped at once."""
-    from vllm_cascade.policies import compiled
+    from vllm_cascade.policies.schedule import compiled
 
     counts = compiled(policy).counts(np.arange(num_tokens + 1))
     return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)

@@ -18,9 +18,9 @@ from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.engine.lookup import policy_of
-from vllm_cascade.policies import compiled
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.schedule import compiled
 
 USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 
@@ -105,7 +105,7 @@ def stream(
     """
     assert max_new_tokens >= 2, "one token more is needed to see the pages"
     config = llm.llm_engine.vllm_config
-    policy = policy_of(config)
+    policy = policy_of(config.additional_config)
     params = SamplingParams(
         max_tokens=max_new_tokens,
         ignore_eos=True,
@@ -220,7 +220,10 @@ def bytes_per_page(config: VllmConfig) -> tuple[int, int]:
         head_size=model.get_head_size(),
         dtype=model.dtype,
     )
-    num_layers, policy = model.get_num_layers(config.parallel_config), policy_of(config)
+    num_layers, policy = (
+        model.get_num_layers(config.parallel_config),
+        policy_of(config.additional_config),
+    )
     full = num_layers * spec.page_size_bytes
     used = full
     if policy is not None:
@@ -264,11 +267,14 @@ def _steps(
 
 def _chunk(config: VllmConfig) -> int:
     """Prompt tokens that an engine with one request reads in a step."""
-    most, policy = config.scheduler_config.max_num_batched_tokens, policy_of(config)
+    most, policy = (
+        config.scheduler_config.max_num_batched_tokens,
+        policy_of(config.additional_config),
+    )
     return most if policy is None else most // policy.prefill_stride * policy.prefill_stride
 
 
 def _counters(llm: LLM) -> dict[str, int]:
-    if policy_of(llm.llm_engine.vllm_config) is None:
+    if policy_of(llm.llm_engine.vllm_config.additional_config) is None:
         return {}
     return dict(llm.collective_rpc("kv_policy_counters")[0])

@@ -11,7 +11,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from vllm_cascade.cache.architectures import ELSEWHERE, SKIPPING
+from vllm_cascade.models.architectures import ELSEWHERE, SKIPPING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 

@@ -31,11 +31,12 @@ from tests.attention.test_step import literal_rules
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda.tables import SPARE
+from vllm_cascade.attention.cuda.mail import SPARE
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
-from vllm_cascade.policies import Schedule, resolve
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import Schedule
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 RULES: dict[str, dict[str, Any]] = {

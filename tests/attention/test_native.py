@@ -22,7 +22,8 @@ from tests.conftest import ROOT
 from vllm_cascade.attention.cpu import native, paths
 from vllm_cascade.kernels.cpp import build
 from vllm_cascade.kernels.cpp.library import load
-from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
 
 POLICIES = [

@@ -22,12 +22,12 @@ from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH, PyTorchPath
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cache.layout import page_views
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import Rotary
 from vllm_cascade.cache.quantised import Quantised
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.kernels.cpp.library import load
-from vllm_cascade.policies import resolve
+from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tests.oracle.recall import in_8_bits, in_15_bits
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
+from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.cache.positions import Rotary, rotate
 from vllm_cascade.kernels.cpp.library import load, row_addresses
-from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.models.rotary import Rotary, rotate
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.recall import evidence
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
-from vllm_cascade.recall.memory import check_host_memory, store_bytes
-from vllm_cascade.recall.stores import Stores
+from vllm_cascade.recall.stores import Stores, check_host_memory, store_bytes
 
 
 def layer_of(num_kv_heads: int, head_size: int, num_sets: int = 1) -> LayerConfig:

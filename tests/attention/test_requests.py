@@ -13,9 +13,10 @@ from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.states import RequestState
 
 from tests.attention.steps import step_of
-from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
-from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.text_importance import TokenImportance
+from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
 
 SCHEDULE = compiled(resolve({"name": "dgc", "budget": 10, "global_size": 7}))
 LAG = SCHEDULE.lag

@@ -25,18 +25,19 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.attention.recorder import kept_tokens
-from vllm_cascade.attention.requests import RunnerV1Requests, RunnerV2Requests
-from vllm_cascade.attention.step import StrideRows
 from vllm_cascade.engine import gpu_worker
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.recall import judge_units
-from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Log, UnitShape
-from vllm_cascade.recall.plan import plan_recall
 from vllm_cascade.recall.rings import Rings, check_memory, ring_bytes, round_up
 from vllm_cascade.recall.stores import Stores
+from vllm_cascade.step.recall import plan_recall
+from vllm_cascade.step.requests import RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.step.rows import StrideRows
 
 CPU = torch.device("cpu")
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
@@ -164,7 +165,9 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gpu_worker, "policy_of", lambda config: policy)
     layer = PagedLayer(Shape(), RECALL, 2)
     worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
-    worker.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=5))
+    worker.vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=5), additional_config={}
+    )
     worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
     specs = {"a": layer.spec, "b": layer.spec}
     monkeypatch.setattr(worker, "get_kv_cache_spec", lambda: order.append("specs") or specs)

@@ -12,11 +12,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention.steps import step_of
 from vllm_cascade.attention.cpu.builder import CPUBuilder
-from vllm_cascade.attention.step import RuleBook
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.strides import cut_strides
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.kernels import columns
-from vllm_cascade.policies import Schedule, compiled, resolve
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.policies.strides import cut_strides
+from vllm_cascade.step.plan import RuleBook
 
 SHARED = {"num_sinks": 4, "prefill_stride": 16}
 POLICY = resolve({"name": "cascade", "budget": 64, **SHARED})

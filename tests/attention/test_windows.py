@@ -23,11 +23,11 @@ from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import page_views
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import Rotary, rotate
 from vllm_cascade.cache.quantised import Quantised
-from vllm_cascade.policies import resolve
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.registry import resolve
 
 SINK = {"name": "sink", "budget": 13, "num_sinks": 3}
 CASES: dict[str, tuple[Shape, int, dict[str, Any]]] = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_cascade.policies import POLICIES
+from vllm_cascade.policies.registry import POLICIES
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,9 @@ from benchmarks.running.controls import (
 from benchmarks.running.scoring import cached, equal_policy, eviction_batches
 from tests.conftest import ROOT
 from vllm_cascade import KVPolicyError
-from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.simulate import simulate
 
 

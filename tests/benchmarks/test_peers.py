@@ -31,7 +31,7 @@ from benchmarks.running.peers.questions import (
     removed_share,
 )
 from tests.conftest import ROOT
-from vllm_cascade.policies import resolve
+from vllm_cascade.policies.registry import resolve
 
 WORDS, CACHED = 23, 7
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.recall_cost import PLAIN, RECALL, STOCK, main, parse_args, policies, token_ms
 from tests.conftest import MODEL
-from vllm_cascade.policies import resolve
+from vllm_cascade.policies.registry import resolve
 
 
 def test_both_arms_attend_to_as_many_tokens() -> None:

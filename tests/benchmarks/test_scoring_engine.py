@@ -16,7 +16,7 @@ from benchmarks.running.engines import EngineSettings
 from benchmarks.running.parts import Parts
 from benchmarks.running.scoring import Job, prompt_nll
 from tests.engine.pool import EnginePool
-from vllm_cascade.policies import POLICIES
+from vllm_cascade.policies.registry import POLICIES
 
 SETTINGS = EngineSettings(
     policy={"name": "cascade", "budget": 64, "prefill_stride": 32},

@@ -15,7 +15,7 @@ from benchmarks.reporting.tables import Table
 from benchmarks.running import controls
 from benchmarks.train_lm import length_at, rate_at
 from benchmarks.train_lm import parse_args as train_args
-from vllm_cascade.policies import POLICIES, resolve
+from vllm_cascade.policies.registry import POLICIES, resolve
 
 # --- recall -------------------------------------------------------------------------------------
 
@@ -108,7 +108,9 @@ def test_harness_metrics_and_suites() -> None:
 
 @pytest.mark.parametrize("key", TABLES)
 def test_every_row_of_every_table_resolves(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_cascade.policies.POLICIES", {**POLICIES, **controls.CONTROLS})
+    monkeypatch.setattr(
+        "vllm_cascade.policies.registry.POLICIES", {**POLICIES, **controls.CONTROLS}
+    )
     table = TABLES[key]
     for row in table.rows:
         assert len(row.paper) == len(table.columns), row.name

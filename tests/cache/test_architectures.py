@@ -16,9 +16,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tests.cache.test_positions import Layer, block, rope
 from tests.oracle.families import COMMON, FAMILIES
 from tests.oracle.full_attention import OWN_MODULES
-from vllm_cascade.cache import architectures, positions
-from vllm_cascade.cache.architectures import frequencies, is_unrotated, may_be_unrotated
+from vllm_cascade.models import architectures
+from vllm_cascade.models.architectures import frequencies, is_unrotated, may_be_unrotated
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step import positions
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
 COHERE2_MOE = OWN_MODULES["cohere2-moe"]

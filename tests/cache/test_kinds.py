@@ -13,10 +13,12 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_cascade.cache.kinds import bounded, request_bytes, stock_bytes
-from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
+from vllm_cascade.cache.kinds import bounded
+from vllm_cascade.cache.manager import KVPolicyManager
+from vllm_cascade.cache.spec import KVPolicySpec, request_bytes, stock_bytes
 from vllm_cascade.engine.metrics import saved_bytes
-from vllm_cascade.policies import Policy, resolve
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
 OPERATING = Path(__file__).resolve().parents[2] / "docs/OPERATING.md"

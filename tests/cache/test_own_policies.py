@@ -6,7 +6,8 @@ import pytest
 from tests.cache.test_snapshots import Worker, drain, request
 from tests.engine.test_scheduler import make_scheduler
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
-from vllm_cascade.policies import POLICIES, Schedule, resolve
+from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.schedule import Schedule
 
 
 def test_pages_are_counted_per_request() -> None:

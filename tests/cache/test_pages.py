@@ -13,8 +13,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.cache.layout import page_views
-from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
-from vllm_cascade.policies import resolve
+from vllm_cascade.cache.manager import KVPolicyManager
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.registry import resolve
 
 
 def full(block_size: int = 16, dtype: torch.dtype = torch.bfloat16) -> FullAttentionSpec:

@@ -10,8 +10,9 @@ from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from vllm_cascade.cache.positions import CachePositions, find_rotaries, rotary_of, rotate
+from vllm_cascade.models.rotary import find_rotaries, rotary_of, rotate
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step.positions import CachePositions
 
 HEAD, LENGTH = 32, 512
 ROPES: dict[str, dict[str, Any]] = {
@@ -88,7 +89,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def fake_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_cascade.cache.positions.Attention", Layer)
+    monkeypatch.setattr("vllm_cascade.models.rotary.Attention", Layer)
 
 
 def block(*rotaries: nn.Module, slopes: Any = None) -> nn.Module:

@@ -11,9 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
 from tests.oracle.families import COMMON, FAMILIES, Family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS
-from vllm_cascade.cache import probe
-from vllm_cascade.cache.architectures import frequencies
-from vllm_cascade.cache.positions import Rotary
+from vllm_cascade.models import probe
+from vllm_cascade.models.architectures import frequencies
+from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.settings import KVPolicyError
 
 ROTATED = {**BY_TRANSFORMERS, **{name: FAMILIES[name] for name in ("smollm3", "olmo3")}}

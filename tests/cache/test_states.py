@@ -17,11 +17,13 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_cascade.cache.kinds import bounded
-from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
+from vllm_cascade.cache.manager import KVPolicyManager
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateManager, StateSpec, apart, beside_states
 from vllm_cascade.engine.metrics import saved_bytes
 from vllm_cascade.patches import kv_cache_planning
-from vllm_cascade.policies import Policy, resolve
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
 OPERATING = Path(__file__).resolve().parents[2] / "docs/OPERATING.md"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from vllm_cascade.cache.positions import CachePositions
 from vllm_cascade.cache.transfer import sent
+from vllm_cascade.step.positions import CachePositions
 
 PACKAGE = Path(__file__).resolve().parents[2] / "vllm_cascade"
 STEPS = [

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.conftest import MODEL
 from tests.policies.test_per_request import CASCADE, UNMET
-from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine import admission
 from vllm_cascade.engine.admission import (
     check_arguments,
@@ -27,10 +27,12 @@ from vllm_cascade.engine.admission import (
     longest_stream,
     usable_pages,
 )
-from vllm_cascade.engine.lookup import policy_of, requests_of
+from vllm_cascade.engine.lookup import requests_of
 from vllm_cascade.patches import kv_cache_planning
-from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import POLICIES, policy_of, resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
 
 POLICY = {"name": "sink", "budget": 64, "prefill_stride": 16}
@@ -101,7 +103,7 @@ def test_only_engines_with_a_policy_may_have_a_small_pool() -> None:
         spec: Any = FullAttentionSpec(
             block_size=16, num_kv_heads=2, head_size=8, dtype=engine.model_config.dtype
         )
-        policy = policy_of(engine)
+        policy = policy_of(engine.additional_config)
         if policy is not None:
             spec = KVPolicySpec.from_full(spec, policy)
         specs, memory = [{"a": spec}], [(num_pages + 1) * spec.page_size_bytes]
@@ -196,7 +198,7 @@ def test_a_front_end_keeps_its_schedules() -> None:
     assert requests_of(config(None)) is None
     requests = requests_of(first)
     assert requests_of(again) is requests is requests_of(first) is not requests_of(other)
-    assert requests.engine is compiled(policy_of(first))
+    assert requests.engine is compiled(policy_of(first.additional_config))
 
 
 def test_a_policy_with_too_many_rules_is_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

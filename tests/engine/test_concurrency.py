@@ -14,7 +14,8 @@ from vllm import SamplingParams
 
 from tests.engine.pool import EnginePool
 from tests.engine.server import ASYNC_VLLM, VLLM, Server
-from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
 BLOCK = 32

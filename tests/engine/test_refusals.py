@@ -18,7 +18,7 @@ import vllm_cascade.engine.refusals as refusals
 from tests.conftest import MODEL
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine.devices import DEVICES
-from vllm_cascade.policies import resolve
+from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
 LLAMA = {

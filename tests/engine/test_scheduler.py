@@ -15,11 +15,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.conftest import MODEL
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.strides import aligned_chunk, cut_strides
-from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
 from vllm_cascade.patches import kv_cache_planning
+from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.strides import aligned_chunk, cut_strides
 
 STRIDE = 16
 
@@ -82,7 +82,7 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
     full = FullAttentionSpec(
         block_size=16, num_kv_heads=2, head_size=8, dtype=config.model_config.dtype
     )
-    spec = KVPolicySpec.from_full(full, policy_of(config))
+    spec = KVPolicySpec.from_full(full, policy_of(config.additional_config))
     planning = kv_cache_planning()
     groups = planning.get_kv_cache_groups(config, {"a": spec, "b": spec})
     kv_cache = planning.get_kv_cache_config_from_groups(config, groups, 0)

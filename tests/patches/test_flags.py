@@ -15,8 +15,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 import vllm_cascade.engine.configure
 from tests.conftest import MODEL
 from vllm_cascade import patches
-from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 
 try:
@@ -137,7 +137,7 @@ def test_recall_is_an_argument_and_a_flag() -> None:
     config = EngineArgs(
         model=str(MODEL), kv_policy="sink", kv_budget=256, kv_recall=8
     ).create_engine_config()
-    policy = policy_of(config)
+    policy = policy_of(config.additional_config)
     assert policy is not None
     assert (policy.recall, policy.unit, policy.num_sinks, policy.recalled) == (8, 16, 16, 128)
 

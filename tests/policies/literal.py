@@ -3,8 +3,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.rules import Rule
+from vllm_cascade.policies.schedule import Schedule
 
 Values = Mapping[int, float] | Sequence[float]
 """What is compared, by token."""

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.oracle.policies import CascadeSim
 from tests.policies.literal import apply, rules_of
-from vllm_cascade.policies import compiled
 from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.schedule import compiled
 
 
 def cascade(window: int, num_subcaches: int, num_sinks: int = 1, **kwargs: Any) -> Cascade:

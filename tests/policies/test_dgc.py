@@ -11,8 +11,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
 from vllm_cascade.engine.configure import apply_policy
-from vllm_cascade.policies import resolve
 from vllm_cascade.policies.idf import sentence_ends
+from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.simulate import simulate
 from vllm_cascade.policies.text_importance import IdfTable

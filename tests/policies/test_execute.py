@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from tests.policies.cases import TIES, raw_settings
 from tests.policies.literal import apply, insert, rules_of
-from vllm_cascade.policies import POLICIES, compiled, resolve
 from vllm_cascade.policies.execute import (
     Plan,
     apply_rule,
@@ -26,8 +25,9 @@ from vllm_cascade.policies.execute import (
     rule_by_rule,
     survivors,
 )
+from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.rules import Rule, Rules
-from vllm_cascade.policies.schedule import MAX_PLANS
+from vllm_cascade.policies.schedule import MAX_PLANS, compiled
 
 
 def kind(plan: Plan | None) -> str:

@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_cascade.policies import POLICIES, Policy, compiled, resolve
 from vllm_cascade.policies import per_request as module
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
 
 CASCADE = resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64, "num_sinks": 8})

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.oracle.settings import make_sim
 from tests.policies.cases import literal_scores, raw_settings
 from tests.policies.literal import apply, rules_of
-from vllm_cascade.policies import POLICIES, Schedule, compiled, resolve
+from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.rules import Rule, Rules
-from vllm_cascade.policies.schedule import Table
+from vllm_cascade.policies.schedule import Schedule, Table, compiled
 
 TOKENS = 1000
 """At most; less where three periods are over earlier."""

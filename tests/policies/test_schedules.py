@@ -22,9 +22,9 @@ from tests.oracle.test_oracle_policies import LAZY as LAZY_PERIODS
 from tests.oracle.units import UnitSim
 from tests.policies.cases import literal_scores, raw_settings, raw_unit_settings
 from tests.policies.literal import rules_of
-from vllm_cascade.policies import POLICIES, Schedule, compiled, resolve
+from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.rules import Scoring
-from vllm_cascade.policies.schedule import compared
+from vllm_cascade.policies.schedule import Schedule, compared, compiled
 
 
 def regions_of(sim: Any) -> list[str]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_cascade.policies import CHOICES, POLICIES, Policy, compiled, resolve
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import CHOICES, POLICIES, resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError, raw_settings
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

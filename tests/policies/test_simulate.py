@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.oracle.settings import make_sim, score_rule
 from tests.policies.cases import raw_settings, raw_unit_settings
-from vllm_cascade.policies import POLICIES, resolve
 from vllm_cascade.policies.beehive import Beehive
+from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.simulate import simulate
 
 TOKENS = 90

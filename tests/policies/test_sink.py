@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from tests.oracle.policies import WindowSim
 from tests.policies.literal import rules_of
-from vllm_cascade.policies import compiled, resolve
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 
 
 @settings(max_examples=100, deadline=None)

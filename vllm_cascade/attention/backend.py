@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
 
@@ -52,7 +52,7 @@ class KVPolicyBackend(AttentionBackend):
         config = get_current_vllm_config_or_none()
         if config is None:  # vLLM compares a token's bytes with a recurrent state's
             return spec
-        policy = policy_of(config)
+        policy = policy_of(config.additional_config)
         if spec.head_size_v != spec.head_size:
             raise KVPolicyError(
                 f"kv_policy: a layer's values have {spec.head_size_v} channels and its keys "

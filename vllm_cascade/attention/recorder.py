@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_cascade.attention.step import StrideRows
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import LENGTH, NEW_SLOTS, STREAM
+from vllm_cascade.step.rows import StrideRows
 
 
 @dataclass(frozen=True)

@@ -8,49 +8,16 @@ the kind's tokens to fit on the pages that the policy needs anyway.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec, replace_as
 
-from vllm_cascade.policies import Policy
+from vllm_cascade.cache.spec import Kind, KVPolicySpec
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.window import Window
-
-if TYPE_CHECKING:
-    from vllm_cascade.cache.manager import KVPolicySpec
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The caches of all layers of one kind.
-
-    Attributes:
-        policy: what they run under.
-        slots: tokens of a page.
-        window: tokens that a query sees, its own included; None: all that the policy keeps.
-        token_bytes: keys and values of a token and their scales, in all layers of the kind.
-        page_bytes: a page of them, with what it holds besides keys and values.
-    """
-
-    policy: Policy
-    slots: int
-    window: int | None = None
-    token_bytes: int = 0
-    page_bytes: int = 0
-
-    @property
-    def most_pages(self) -> int:
-        """Pages of a stream that has any length."""
-        return cdiv(self.policy.capacity, self.slots)
-
-    def stock_bytes(self, num_tokens: int, block_size: int) -> int:
-        """What vLLM without a policy holds after ``num_tokens`` tokens: whole blocks."""
-        blocks = cdiv(num_tokens, block_size)
-        if self.window is not None:  # those that a query still sees, and no others
-            blocks = min(blocks, cdiv(self.window - 1, block_size) + 1)
-        return blocks * block_size * self.token_bytes
 
 
 def window_policy(policy: Policy, window: int) -> Policy:
@@ -92,8 +59,6 @@ def bounded(
     Raises:
         KVPolicyError: a layer with another kind of cache, or recall beside windows.
     """
-    from vllm_cascade.cache.manager import KVPolicySpec
-
     for name, spec in specs.items():
         if not isinstance(spec, KVPolicySpec | SlidingWindowSpec):
             raise KVPolicyError(
@@ -133,7 +98,7 @@ def bounded(
     return {name: replace(spec, kinds=kinds) for name, spec in bounded_specs.items()}
 
 
-def kinds_of(specs: Iterable["KVPolicySpec"], policy: Policy, block_size: int) -> tuple[Kind, ...]:
+def kinds_of(specs: Iterable[KVPolicySpec], policy: Policy, block_size: int) -> tuple[Kind, ...]:
     """All kinds of some layers; the first one is the policy's, whether or not it has any."""
     kinds = {None: Kind(policy, block_size)}
     for spec in specs:
@@ -144,19 +109,3 @@ def kinds_of(specs: Iterable["KVPolicySpec"], policy: Policy, block_size: int) -
             page_bytes=kind.page_bytes + spec.page_size_bytes,
         )
     return tuple(kinds.values())
-
-
-def request_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
-    """What a request of ``num_tokens`` tokens holds under a policy, in all of its layers.
-
-    Args:
-        specs: by layer, as ``bounded`` makes them.
-    """
-    pages = next(iter(specs.values())).num_pages(num_tokens)
-    return pages * sum(spec.page_size_bytes for spec in specs.values())
-
-
-def stock_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
-    """What vLLM without a policy holds for the same request, its windows cut as it cuts them."""
-    spec = next(iter(specs.values()))
-    return sum(kind.stock_bytes(num_tokens, spec.block_size) for kind in spec.kinds)

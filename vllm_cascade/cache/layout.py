@@ -10,23 +10,12 @@ clearing. Nothing here knows which tokens are kept, or who owns a page (``manage
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from vllm_cascade.cache.quantised import Quantised
-
-if TYPE_CHECKING:
-    from vllm_cascade.cache.manager import KVPolicySpec
-
-UNIT_WORDS = ("rank", "born", "score")
-TRACE_WORDS = (*UNIT_WORDS, "token")
-WORD_BYTES = 4
-PAGE_ALIGNMENT = 64
-"""Bytes that a page is a multiple of: a GPU reads 16 at once only where it knows that rows of every
-page begin at a multiple of that, and Triton knows it of strides that 16 divides, of words, too."""
-ROW_SCALES = 2
-"""Of a slot and KV head, where rows have their own: the key's, the value's."""
+from vllm_cascade.cache.spec import ROW_SCALES, WORD_BYTES, KVPolicySpec
 
 
 @dataclass(frozen=True)
@@ -88,7 +77,7 @@ class Pages:
 
 
 def page_views(
-    kv_cache: torch.Tensor, spec: "KVPolicySpec", quantised: Quantised | None = None
+    kv_cache: torch.Tensor, spec: KVPolicySpec, quantised: Quantised | None = None
 ) -> Pages:
     """Split vLLM's view of a layer's pool into K/V and the numbers in each page's tail.
 

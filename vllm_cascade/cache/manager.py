@@ -6,144 +6,16 @@ nothing here knows which tokens are kept; what a page holds is in ``layout.py``.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
-from vllm.config import VllmConfig
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_cascade.cache.kinds import Kind
-from vllm_cascade.cache.layout import (
-    PAGE_ALIGNMENT,
-    ROW_SCALES,
-    TRACE_WORDS,
-    UNIT_WORDS,
-    WORD_BYTES,
-)
 from vllm_cascade.cache.snapshots import SnapshotStore
-from vllm_cascade.policies import Policy, Schedule, compiled
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVPolicySpec(AttentionSpec):
-    """One layer's cache under a policy: bounded, private, addressed by the backend itself."""
-
-    policy: Policy
-    """What this layer runs under: the engine's policy, or that of its window."""
-    slots: int | None = None
-    """Tokens of a page, where they are not ``block_size``, which all layers share."""
-    window: int | None = None
-    """Tokens that a query sees, its own included; None: all that the policy keeps."""
-    least_page_bytes: int = 0
-    """What a page is padded to, as pages of other layers are as large."""
-    kinds: tuple[Kind, ...] = ()
-    """All kinds of the model's layers, the engine's policy first; none where there is only one."""
-    num_layers: int | None = None
-    """Layers of the model that have such a cache, where a worker has only some of them."""
-
-    prefix_cacheable = uses_slot_mapping = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        units = self.num_sets * (self.page_slots // self.policy.unit)
-        own = self.row_bytes + units * len(self.words) * WORD_BYTES
-        aligned = cdiv(own, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
-        object.__setattr__(self, "page_size_padded", max(aligned, self.least_page_bytes))
-
-    @classmethod
-    def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
-        """The bounded counterpart of a full-attention layer's spec."""
-        return replace_as(
-            spec,
-            cls,
-            drop=("sliding_window", "attention_chunk_size", "non_causal"),
-            policy=policy,
-            page_size_padded=None,
-        )
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The layer's policy, compiled; all layers of a kind share it."""
-        return compiled(self.policy)
-
-    @cached_property
-    def engine_schedule(self) -> Schedule:
-        """The engine's policy, compiled: what requests run under, and whose positions all share."""
-        return compiled(self.kinds[0].policy) if self.kinds else self.schedule
-
-    @cached_property
-    def _windows(self) -> tuple[tuple[Schedule, int], ...]:
-        """Schedule and slots of every kind of window."""
-        return tuple((compiled(kind.policy), kind.slots) for kind in self.kinds[1:])
-
-    @property
-    def page_slots(self) -> int:
-        """Tokens of this layer's page."""
-        return self.block_size if self.slots is None else self.slots
-
-    def get_num_kernel_states(self, kernel_block_size: int) -> int:
-        """vLLM's hook: tokens of a page, which is never cut."""
-        assert kernel_block_size == self.block_size, kernel_block_size
-        return self.page_slots
-
-    @property
-    def max_distance(self) -> int:
-        """Most positions that a cached key can have moved since it was written.
-
-        In a window, positions fall behind the stream while a key stays: by no more than the tokens
-        that come meanwhile and those that the policy may evict at once.
-        """
-        if self.window is None:
-            return self.policy.max_position
-        engine = self.kinds[0].policy
-        return engine.capacity + engine.prefill_stride + self.window
-
-    @property
-    def num_sets(self) -> int:
-        """Head sets that keep tokens of their own."""
-        return self.num_kv_heads if self.policy.head_policy == "per_kv_head" else 1
-
-    @property
-    def scale_bytes(self) -> int:
-        """Of a page: the scales of its rows, where every row has its own."""
-        if not self.kv_quant_mode.is_per_token_head:
-            return 0
-        return self.num_kv_heads * self.page_slots * ROW_SCALES * WORD_BYTES
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a page: keys and values with their scales, which vLLM without a policy has, too."""
-        return self.unpadded_page_size_bytes + self.scale_bytes
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return TRACE_WORDS if self.policy.keeps_ages else UNIT_WORDS
-
-    def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
-        """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
-        slots = self.kinds[0].slots if self.kinds else self.page_slots
-        own = cdiv((schedule or self.engine_schedule).peak_at(num_tokens), slots)
-        windows = (cdiv(window.peak_at(num_tokens), slots) for window, slots in self._windows)
-        return max(own, *windows) if self._windows else own
-
-    @property
-    def most_pages(self) -> int:
-        """Pages of a request of any length."""
-        if self.kinds:
-            return max(kind.most_pages for kind in self.kinds)
-        return cdiv(self.policy.capacity, self.page_slots)
-
-    def max_num_blocks_per_req(self, vllm_config: VllmConfig, max_len: int) -> int:
-        return self.num_pages(max_len)
-
-    def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        return self.num_pages(vllm_config.model_config.max_model_len) * self.page_size_bytes
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.schedule import Schedule
 
 
 class KVPolicyManager(SingleTypeKVCacheManager):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
 
-from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.schedule import Schedule
 
 MAX_SEEN = 1 << 14
 """Prefixes remembered without a snapshot, to find where prompts part."""

@@ -23,8 +23,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_cascade.cache.kinds import kinds_of
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.policies import Policy
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 

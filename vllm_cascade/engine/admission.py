@@ -12,7 +12,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 
 from vllm_cascade.engine.lookup import requests_of
-from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.per_request import (
     BUDGET,
     KEYS,
@@ -22,6 +21,7 @@ from vllm_cascade.policies.per_request import (
     PerRequest,
     plain_key,
 )
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 
 VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")

@@ -11,7 +11,9 @@ from vllm_cascade.engine import refusals
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.log import logger
-from vllm_cascade.policies import Policy, compiled, resolve
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import ARGUMENTS, CONFIG_KEY
 
 CPU_PAGE_TOKENS = 128

@@ -8,8 +8,8 @@ from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.engine.devices import DEVICES
-from vllm_cascade.engine.lookup import policy_of
 from vllm_cascade.engine.worker import KVPolicyWorker
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 
 
@@ -20,7 +20,7 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
-        policy = policy_of(self.vllm_config)
+        policy = policy_of(self.vllm_config.additional_config)
         if policy is not None and policy.recall:  # before vLLM measures what is left for pages
             specs = list(self.get_kv_cache_spec().values())
             self._make_stores(specs, next(self.model_runner.get_model().parameters()).device)

@@ -7,24 +7,18 @@ import numpy as np
 from vllm.config import ModelConfig, VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_cascade.policies import Policy, compiled, policy_class
 from vllm_cascade.policies.idf import fingerprint, sentence_ends
 from vllm_cascade.policies.per_request import PerRequest
-from vllm_cascade.policies.settings import KVPolicyError, raw_settings
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.text_importance import IdfTable, TokenImportance
-
-
-def policy_of(vllm_config: VllmConfig) -> Policy | None:
-    """The policy of an engine whose settings are already resolved; None for stock vLLM."""
-    settings = raw_settings(vllm_config.additional_config)
-    if settings is None:
-        return None
-    return policy_class(settings.pop("name")).model_validate(settings)
 
 
 def requests_of(vllm_config: VllmConfig) -> PerRequest | None:
     """The schedules of an engine's requests, for its front-end; None for stock vLLM."""
-    policy = policy_of(vllm_config)
+    policy = policy_of(vllm_config.additional_config)
     return None if policy is None else _per_request(policy)
 
 

@@ -18,10 +18,11 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 from vllm.v1.request import Request
 
-from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
-from vllm_cascade.cache.strides import count_strides
-from vllm_cascade.engine.lookup import policy_of
-from vllm_cascade.policies import Schedule
+from vllm_cascade.cache.manager import KVPolicyManager
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.policies.strides import count_strides
 
 PREFIX = "vllm:kv_policy_"
 GAUGES = {
@@ -151,7 +152,7 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
     """``vllm:kv_policy_*`` on ``/metrics``; only engines with a policy have one."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
-        policy = policy_of(vllm_config)
+        policy = policy_of(vllm_config.additional_config)
         assert policy is not None
         labels = ("model_name", "engine", "policy")
         model = vllm_config.model_config.served_model_name

@@ -7,6 +7,7 @@ is loaded. An entry leaves this list when a test shows that it works.
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from vllm.config import ModelConfig, VllmConfig
@@ -14,13 +15,12 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_cascade.cache.architectures import may_be_unrotated, needs_no_positions
-from vllm_cascade.cache.positions import SUPPORTED_ROPE_TYPES
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.devices import this_device
-from vllm_cascade.engine.recall_refusals import RECALL_REFUSALS
-from vllm_cascade.engine.refusal import Refusal, layer_types
-from vllm_cascade.policies import Policy
+from vllm_cascade.kernels.columns import MOST_UNIT
+from vllm_cascade.models.architectures import may_be_unrotated, needs_no_positions
+from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
@@ -32,6 +32,67 @@ DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 TRY_CUDA = "VLLM_CASCADE_CUDA"
 """Environment variable that lets policies run on CUDA, where nobody has run them yet."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``message`` says what is set, why it cannot work and what to do instead."""
+
+    name: str
+    applies: Callable[[VllmConfig, Policy], bool]
+    message: str
+
+
+def layer_types(model: ModelConfig) -> set[str]:
+    return set(getattr(model.hf_text_config, "layer_types", None) or ())
+
+
+def windowed(model: ModelConfig) -> bool:
+    kinds = layer_types(model)
+    return "sliding_attention" in kinds or (model.get_sliding_window() is not None and not kinds)
+
+
+def _recalls_on_cuda(policy: Policy) -> bool:
+    return policy.recall > 0 and current_platform.is_cuda()
+
+
+RECALL_REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "recall over ranks on CUDA",
+        lambda config, policy: (
+            _recalls_on_cuda(policy) and config.parallel_config.tensor_parallel_size > 1
+        ),
+        "recall is not tested with --tensor-parallel-size above 1 on CUDA yet; set --kv-recall 0",
+    ),
+    Refusal(
+        "recall beside snapshots on CUDA",
+        lambda config, policy: (
+            _recalls_on_cuda(policy) and config.cache_config.enable_prefix_caching
+        ),
+        "on CUDA evicted units are stored for running requests only, and a request that starts "
+        "from a snapshot would miss them; add --no-enable-prefix-caching, or set --kv-recall 0",
+    ),
+    Refusal(
+        "recall of long units on CUDA",
+        lambda _, policy: _recalls_on_cuda(policy) and policy.unit > MOST_UNIT,
+        f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
+        "--kv-recall 0",
+    ),
+    Refusal(
+        "recall beside windows",
+        lambda config, policy: policy.recall > 0 and windowed(config.model_config),
+        "recall moves positions in a way that layers with sliding windows do not follow yet; "
+        "set --kv-recall 0 for this model",
+    ),
+    Refusal(
+        "recall over stages",
+        lambda config, policy: (
+            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
+        "--tensor-parallel-size",
+    ),
+)
 
 
 def _rope_types(config: VllmConfig) -> set[str]:

@@ -18,15 +18,16 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
-from vllm_cascade.cache.manager import KVPolicyManager, KVPolicySpec
+from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.snapshots import SnapshotCounters, SnapshotStore
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateManager
-from vllm_cascade.cache.strides import aligned_chunk
 from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.log import logger
-from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.strides import aligned_chunk
 
 
 @dataclass

@@ -14,7 +14,7 @@ from vllm.distributed import get_pp_group
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.spec import KVPolicySpec
 
 
 def of_all_stages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:

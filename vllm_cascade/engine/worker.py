@@ -18,22 +18,23 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_cascade.attention.builder import StepBuilder
 from vllm_cascade.attention.recorder import Recorder
-from vllm_cascade.attention.requests import Requests, RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.cache.kinds import bounded
-from vllm_cascade.cache.layout import ROW_SCALES, whole_pages
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import choose_long_tables
-from vllm_cascade.cache.probe import rotaries_of
+from vllm_cascade.cache.layout import whole_pages
+from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.devices import DEVICES, Device
-from vllm_cascade.engine.lookup import policy_of, token_importance
+from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.engine.stages import expect_hidden_states, of_all_stages, own_part
 from vllm_cascade.log import logger
+from vllm_cascade.models.probe import rotaries_of
+from vllm_cascade.models.rotary import choose_long_tables
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.step.builder import StepBuilder
+from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
 
 
 def scales_of(layer: AttentionLayer) -> tuple[float, float]:
@@ -75,7 +76,7 @@ class KVPolicyWorker:
         self._block_size = self.vllm_config.cache_config.block_size
         with self._our_backend():
             super().load_model(**kwargs)
-        policy = policy_of(self.vllm_config)
+        policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
         choose_long_tables(self.model_runner.get_model(), policy.max_position)
 
@@ -85,7 +86,7 @@ class KVPolicyWorker:
         cache_config.block_size = block_size
         with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
             specs = super().get_kv_cache_spec()
-        policy = policy_of(self.vllm_config)
+        policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
         model = self.model_config.hf_text_config
         last = getattr(model, "max_position_embeddings", None)

@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_cascade.policies import POLICIES, Policy, resolve
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.schedule import MAX_SCHEDULES, Schedule, compiled
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 

@@ -17,9 +17,9 @@ that had been evicted as there are, ``recall`` at most, and rules are about the 
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ import torch
 from vllm_cascade.policies.execute import Plan, make_plan, survivors
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Rules, Scoring
+
+if TYPE_CHECKING:
+    pass
 
 MAX_SCHEDULES = 512
 """Schedules that a process remembers: requests may bring policies of their own."""
@@ -319,3 +322,17 @@ def compared(scoring: Scoring, scores: torch.Tensor, age: torch.Tensor | None) -
 def compiled(policy: Policy) -> Schedule:
     """A policy's schedule; for the start of an engine or a request, never for a step."""
     return Schedule(policy)
+
+
+def by_schedule(schedules: Sequence[Schedule]) -> Iterator[tuple[Schedule, np.ndarray | slice]]:
+    """Each schedule with its places; one slice for all where there is only one."""
+    if not schedules:
+        return
+    numbers = [schedule.number for schedule in schedules]
+    if numbers.count(numbers[0]) == len(numbers):
+        yield schedules[0], slice(0, len(numbers))
+        return
+    array = np.asarray(numbers)
+    for number in dict.fromkeys(numbers):
+        rows = np.flatnonzero(array == number)
+        yield schedules[int(rows[0])], rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_cascade.policies import Policy
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compared, compiled
 
 

@@ -14,7 +14,6 @@ import psutil
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_cascade.attention.step import by_schedule
 from vllm_cascade.kernels.columns import (
     BEFORE,
     BEGIN,
@@ -30,7 +29,7 @@ from vllm_cascade.kernels.columns import (
     TAKES_ALL,
 )
 from vllm_cascade.log import logger
-from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.stores import begun

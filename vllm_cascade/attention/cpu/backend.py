@@ -11,8 +11,7 @@ from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.recall.log import UnitShape
-from vllm_cascade.recall.memory import check_host_memory
-from vllm_cascade.recall.stores import Stores
+from vllm_cascade.recall.stores import Stores, check_host_memory
 
 
 class CPUKVPolicyBackend(KVPolicyBackend):

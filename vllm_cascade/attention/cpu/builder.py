@@ -12,12 +12,13 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from vllm_cascade.attention.builder import StepBuilder
-from vllm_cascade.attention.inputs import Singles, Stride, singles_of, strides_of
-from vllm_cascade.attention.step import RuleBook, StrideRows, split
-from vllm_cascade.policies import Schedule
-from vllm_cascade.recall.plan import plan_recall
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.stores import Stores
+from vllm_cascade.step.builder import StepBuilder
+from vllm_cascade.step.inputs import Singles, Stride, singles_of, strides_of
+from vllm_cascade.step.plan import RuleBook
+from vllm_cascade.step.recall import plan_recall
+from vllm_cascade.step.rows import StrideRows, split
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ import torch
 from vllm_cascade.attention.cpu.builder import CPUMetadata
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import Path, choose
-from vllm_cascade.attention.inputs import Singles, Stride
-from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import Rotary
-from vllm_cascade.recall.layer import LayerRecall
+from vllm_cascade.attention.cpu.recall import LayerRecall
+from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.layer import NewTokens
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.recall.stores import Stores
+from vllm_cascade.step.inputs import Singles, Stride
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from vllm_cascade.attention.cpu import native
-from vllm_cascade.attention.inputs import Singles, Stride
+from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import strides as stride_path
 from vllm_cascade.attention.torch import tokens as token_path
@@ -19,9 +19,9 @@ from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp.build import BuildError, cache_folder
 from vllm_cascade.kernels.cpp.library import Library, load
 from vllm_cascade.log import logger
-from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.recall.evicted import Evicted
+from vllm_cascade.step.inputs import Singles, Stride
 
 SWITCH = "VLLM_CASCADE_CPU"
 CHOICES = ("native", "pytorch")

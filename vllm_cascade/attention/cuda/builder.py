@@ -4,7 +4,7 @@
 A batch of single tokens is described by persistent buffers that the kernel ``schedule`` rewrites
 from the sequence lengths, so that a captured CUDA graph finds the next step in the same memory and
 the host reads nothing back. A step with a prompt in it is planned on the host as for any device
-(``attention/step.py``), wave by wave, and runs outside full graphs; so does every step of a policy
+(``step/plan.py``), wave by wave, and runs outside full graphs; so does every step of a policy
 that moves tokens, which rules do not say and PyTorch runs on the device.
 """
 
@@ -17,23 +17,16 @@ from vllm.config import SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
-from vllm_cascade.attention.builder import StepBuilder
-from vllm_cascade.attention.cuda.metadata import DecodeRows, DeviceWave, TritonMetadata
-from vllm_cascade.attention.cuda.strides import (
-    ChunkDraft,
+from vllm_cascade.attention.cuda.mail import DeviceTables, Mail, Plans
+from vllm_cascade.attention.cuda.metadata import (
     ChunkRows,
-    Mail,
-    Plans,
+    DecodeRows,
+    DeviceWave,
     PrefillRows,
-    mail_chunks,
-    plan_of,
-    stride_rows,
-    widest,
+    TritonMetadata,
 )
-from vllm_cascade.attention.cuda.tables import DeviceTables
-from vllm_cascade.attention.inputs import NOBODY, strides_of
-from vllm_cascade.attention.step import Step, StrideRows, by_schedule, split
-from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.attention.cuda.rows import ChunkDraft, mail_chunks, plan_of, stride_rows, widest
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
     CACHED,
@@ -45,9 +38,12 @@ from vllm_cascade.kernels.columns import (
     STREAM,
 )
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
-from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.execute import Plan
+from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.recall.rings import Rings
+from vllm_cascade.step.builder import StepBuilder
+from vllm_cascade.step.inputs import NOBODY, strides_of
+from vllm_cascade.step.rows import Step, StrideRows, split
 
 
 class CUDABuilder(StepBuilder[TritonMetadata]):

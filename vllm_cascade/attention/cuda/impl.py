@@ -12,26 +12,29 @@ from typing import Any, NamedTuple
 import torch
 from vllm.config import get_current_vllm_config_or_none
 
-from vllm_cascade.attention.cuda.metadata import DecodeRows, DeviceWave, TritonMetadata
-from vllm_cascade.attention.cuda.recall import LayerRings
-from vllm_cascade.attention.cuda.strides import (
+from vllm_cascade.attention.cuda.metadata import (
     ChunkRows,
+    DecodeRows,
+    DeviceWave,
     PrefillRows,
+    TritonMetadata,
+)
+from vllm_cascade.attention.cuda.recall import LayerRings
+from vllm_cascade.attention.cuda.workspace import (
     counters_of,
     memory_of,
+    size_of,
     split_of,
     stride_shapes,
+    workspace_of,
     worst_shapes,
 )
-from vllm_cascade.attention.cuda.workspace import size_of, workspace_of
-from vllm_cascade.attention.inputs import Stride
-from vllm_cascade.attention.layer import KVPolicyImpl, NewTokens
+from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.kinds import window_slots
-from vllm_cascade.cache.layout import TRACE_WORDS, Pages, page_views
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import Rotary
-from vllm_cascade.engine.lookup import policy_of
+from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
@@ -45,7 +48,10 @@ from vllm_cascade.kernels.triton.keep import StrideChoice
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.strides import Strides, Tokens
+from vllm_cascade.models.rotary import Rotary
+from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.recall.rings import Rings
+from vllm_cascade.step.inputs import Stride
 
 
 class StrideKernels(NamedTuple):
@@ -79,7 +85,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def reserve(self, query: torch.Tensor) -> None:
         """The strides' workspace, for good; what decode needs at a time, for the profile only."""
-        policy = None if self._config is None else policy_of(self._config)
+        policy = None if self._config is None else policy_of(self._config.additional_config)
         if policy is None:
             return
         limits, device = self._config.scheduler_config, query.device

@@ -2,15 +2,16 @@
 """What all layers of a step share on CUDA: its waves, single tokens and longer strides apart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
-from vllm_cascade.attention.cuda.strides import ChunkRows, PrefillRows
-from vllm_cascade.attention.inputs import Stride
-from vllm_cascade.attention.step import StrideRows
-from vllm_cascade.cache.manager import KVPolicySpec
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.kernels.triton.strides import Strides
+from vllm_cascade.policies.rules import Scoring
+from vllm_cascade.step.inputs import Stride
+from vllm_cascade.step.rows import StrideRows
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,58 @@ class DecodeRows:
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
     recall: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """Strides of ``R`` requests whose scores are made and compared alike.
+
+    Attributes:
+        steps: int32 ``[R, STEP_COLUMNS]`` (``kernels/triton/stride_columns.py``).
+        table: int32 ``[R, P]``.
+        plans: int32, what the rows point into.
+        scoring: how scores are made and compared.
+        decays: fp32 ``[prefill_stride]``: ``weight * decay ** i``.
+        given: fp32 ``[num_tokens]`` of the whole step, scores by the host, or None.
+        max_length, max_slots: the longest stride, and the most slots in use before.
+        width: of the longest line, or of the most slots afterwards, in units.
+        recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
+        strides: these rows and what their kernels leave each other, as launches read it, by the
+            layer's query heads and their size; the first layer makes it for all.
+    """
+
+    steps: torch.Tensor
+    table: torch.Tensor
+    plans: torch.Tensor
+    scoring: Scoring
+    decays: torch.Tensor
+    given: torch.Tensor | None
+    max_length: int
+    max_slots: int
+    width: int
+    recall: torch.Tensor | None = None
+    strides: dict[tuple[int, int], Strides] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChunkRows:
+    """Strides of ``M`` requests for whom nobody is compared, all of them at once.
+
+    Attributes:
+        steps: int32 ``[K, STEP_COLUMNS]``, strides.
+        chunks: int32 ``[M, STEP_COLUMNS]``, what all of a request's strides are together.
+        table: int32 ``[M, P]``.
+        positions: int64 ``[num_tokens]``, the tokens' positions.
+        finished: int32 zeros, where programs count who is done.
+        max_length: the longest stride.
+    """
+
+    steps: torch.Tensor
+    chunks: torch.Tensor
+    table: torch.Tensor
+    positions: torch.Tensor
+    finished: torch.Tensor
+    max_length: int
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ launched for all rows alike and leave out the others.
 
 import torch
 
-from vllm_cascade.attention.inputs import Stride
+from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import END, RING, STORED
 from vllm_cascade.kernels.triton.recall import judge_units
 from vllm_cascade.kernels.triton.recall_choose import recall_units
 from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
-from vllm_cascade.recall import evidence
-from vllm_cascade.recall.evicted import Evicted
 from vllm_cascade.recall.rings import Rings
+from vllm_cascade.step.inputs import Stride
 
 
 class LayerRings:

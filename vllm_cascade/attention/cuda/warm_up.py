@@ -16,10 +16,11 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.attention.requests import Requests
-from vllm_cascade.policies import POLICIES, Schedule
 from vllm_cascade.policies.per_request import NAME, PerRequest
+from vllm_cascade.policies.registry import POLICIES
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step.requests import Requests
 
 
 def warm_up(

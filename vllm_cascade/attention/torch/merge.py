@@ -13,10 +13,10 @@ Shapes: as in ``strides.py``; ``C`` centres, ``M`` tokens to merge.
 
 import torch
 
-from vllm_cascade.attention.inputs import Stride
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.cache.positions import rotate
+from vllm_cascade.models.rotary import rotate
+from vllm_cascade.step.inputs import Stride
 
 
 def merge_deleted(

@@ -7,8 +7,8 @@ requests, ``S`` head sets, ``M`` places (slots, and the new tokens); rules are `
 
 import torch
 
-from vllm_cascade.attention.inputs import Singles
 from vllm_cascade.kernels.columns import LO, MORE, NEWEST_STAYS, NUM_MORE, RULE_COLUMNS
+from vllm_cascade.step.inputs import Singles
 
 NEVER = torch.iinfo(torch.int64).max
 

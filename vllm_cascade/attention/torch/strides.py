@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_cascade.attention.inputs import Stride
+from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.torch.merge import merge_deleted
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.cache.positions import rotate, signed_rotation
-from vllm_cascade.policies import Schedule
-from vllm_cascade.policies.schedule import compared
-from vllm_cascade.recall.evicted import Evicted
+from vllm_cascade.models.rotary import rotate, signed_rotation
+from vllm_cascade.policies.schedule import Schedule, compared
+from vllm_cascade.step.inputs import Stride
 
 QUERY_TILE_ELEMENTS = 1 << 23
 """Logits held at once, per stride: 32 MiB in fp32."""

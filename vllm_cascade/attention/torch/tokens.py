@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_cascade.attention.inputs import Singles
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.torch.rules import apply_rules
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.cache.positions import rotate, signed_rotation
 from vllm_cascade.kernels.columns import (
     CACHED,
     DECAY,
@@ -23,6 +21,8 @@ from vllm_cascade.kernels.columns import (
     STREAM,
     WEIGHT,
 )
+from vllm_cascade.models.rotary import rotate, signed_rotation
+from vllm_cascade.step.inputs import Singles
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vllm_cascade.attention.step import StrideRows
 from vllm_cascade.kernels.columns import LENGTH, STREAM
 from vllm_cascade.recall.log import Log, Part
+from vllm_cascade.step.rows import StrideRows
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,8 @@ import numpy as np
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_cascade.policies import Schedule
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.text_importance import TokenImportance
 
 

@@ -21,8 +21,8 @@ from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.transformers_utils.config import iter_rope_parameters
 
-from vllm_cascade.cache.architectures import frequencies
-from vllm_cascade.cache.positions import Rotary, find_rotaries, rotate
+from vllm_cascade.models.architectures import frequencies
+from vllm_cascade.models.rotary import Rotary, find_rotaries, rotate
 from vllm_cascade.policies.settings import KVPolicyError
 
 POSITIONS = (0, 1, 7, 93, 700)

@@ -16,11 +16,12 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
-from vllm_cascade.attention.requests import Requests
-from vllm_cascade.attention.step import RequestTokens, Step, describe
-from vllm_cascade.cache.manager import KVPolicySpec
-from vllm_cascade.cache.positions import CachePositions
-from vllm_cascade.policies import Schedule
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.step.plan import describe
+from vllm_cascade.step.positions import CachePositions
+from vllm_cascade.step.requests import Requests
+from vllm_cascade.step.rows import RequestTokens, Step
 
 Metadata = TypeVar("Metadata", bound=AttentionMetadata)
 

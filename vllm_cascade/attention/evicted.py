@@ -2,13 +2,12 @@
 """Units that a stride evicts, on their way to a log."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
-if TYPE_CHECKING:
-    from vllm_cascade.attention.layer import LayerConfig
-    from vllm_cascade.cache.layout import Pages
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.cache.layout import Pages
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +27,7 @@ class Evicted:
     scale: torch.Tensor | None = None
 
     @classmethod
-    def room(cls, layer: "LayerConfig", pages: "Pages", num_units: int) -> Self:
+    def room(cls, layer: LayerConfig, pages: Pages, num_units: int) -> Self:
         """Memory for so many, to be written."""
         words = torch.empty(2, layer.num_sets, num_units, dtype=torch.int32)
         keys = (layer.num_kv_heads, num_units, pages.unit)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from vllm_cascade.attention.step import Step, StrideRows, may_have_moved
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STREAM
-from vllm_cascade.policies import Schedule
+from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.step.rows import Step, StrideRows, may_have_moved
 
 if TYPE_CHECKING:
-    from vllm_cascade.recall.plan import RecallStride
+    from vllm_cascade.step.recall import RecallStride
 
 NOBODY = -2
 """A rank that no slot has, not even an empty one: for tokens that get no score from the host."""

@@ -11,16 +11,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_cascade.attention.inputs import Singles, Stride
+from vllm_cascade.attention.cpu.native import NativeJudge
+from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
+from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import NEW_SLOTS, OLD_SLOTS, START
 from vllm_cascade.kernels.cpp.library import Rows, row_addresses
-from vllm_cascade.recall import evidence
-from vllm_cascade.recall.evicted import Evicted
 from vllm_cascade.recall.log import CHUNK_UNITS, Part
-from vllm_cascade.recall.native import NativeJudge
-from vllm_cascade.recall.plan import RecallStride
+from vllm_cascade.step.inputs import Singles, Stride
+from vllm_cascade.step.recall import RecallStride
 
 
 class _Line:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.cache.positions import rotate
+from vllm_cascade.models.rotary import rotate
 from vllm_cascade.recall.log import Part
 
 LEVELS = 127

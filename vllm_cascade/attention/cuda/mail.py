@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host sends to the device before a step: rows, plans and tables of schedules."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from vllm_cascade.cache.transfer import sent
+from vllm_cascade.kernels.columns import (
+    RULE_COLUMNS,
+    STEP_COLUMNS,
+    STREAM,
+)
+from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables
+from vllm_cascade.policies.execute import Plan
+from vllm_cascade.policies.per_request import MAX_OWN_RULES
+from vllm_cascade.policies.schedule import Schedule
+
+
+class Mail:
+    """Rows of a step on their way to the device, in one piece.
+
+    They are known by their places until it is sent.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+        self._requests: list[np.ndarray] = []
+        self._others: list[np.ndarray] = []
+        self._num = self._num_others = 0
+
+    def add(self, steps: np.ndarray, requests: np.ndarray) -> slice:
+        """Rows with block tables: those of ``requests``, rows of the batch."""
+        self._rows.append(steps)
+        self._requests.append(requests)
+        self._num += len(steps)
+        return slice(self._num - len(steps), self._num)
+
+    def add_without(self, steps: np.ndarray) -> slice:
+        """Rows without block tables."""
+        self._others.append(steps)
+        self._num_others += len(steps)
+        return slice(self._num_others - len(steps), self._num_others)
+
+    def send(self, table: torch.Tensor) -> None:
+        """Send all of it to where the batch's block table is."""
+        parts = [*self._rows, *self._others, *self._requests]
+        if not parts:
+            return
+        flat = np.concatenate([part.astype(np.int32).ravel() for part in parts])
+        device = sent(torch.from_numpy(flat), table.device)
+        rows = (self._num + self._num_others) * STEP_COLUMNS
+        steps = device[:rows].view(-1, STEP_COLUMNS)
+        self.steps, self.others = steps[: self._num], steps[self._num :]
+        self.table = table.index_select(0, device[rows:])
+        # Warm-up brings block tables of nothing but the null block: those rows are padding.
+        self.steps[:, STREAM].masked_fill_(self.table[:, 0] == 0, -1)
+
+
+class Plans:
+    """Plans of strides on the device, which repeat with their schedules' periods.
+
+    Attributes:
+        table: int32, one plan after another, the first of which leaves everything.
+    """
+
+    ROOM = 1 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        self.table = torch.zeros(self.ROOM, dtype=torch.int32, device=device)
+        self._places: dict[Plan, int] = {}
+        self._end = 3
+
+    def places(self, plans: Sequence[Plan | None]) -> list[int]:
+        """Where each plan is, once the table is used as it is then; 0 for None."""
+        missing = [plan for plan in dict.fromkeys(plans) if plan and plan not in self._places]
+        if missing:
+            self._load(missing, [plan for plan in dict.fromkeys(plans) if plan])
+        return [self._places[plan] if plan else 0 for plan in plans]
+
+    def _load(self, missing: list[Plan], all_of_step: list[Plan]) -> None:
+        arrays = [_numbers(plan) for plan in missing]
+        if self._end + sum(map(len, arrays)) > len(self.table):
+            self._places, self._end, missing = {}, 3, all_of_step
+            arrays = [_numbers(plan) for plan in missing]
+            needed = self._end + sum(map(len, arrays))
+            if needed > len(self.table):
+                self.table = self.table.new_zeros(2 * needed)
+        for plan, array in zip(missing, arrays, strict=True):
+            self._places[plan] = self._end
+            self._end += len(array)
+        flat = np.concatenate(arrays)
+        place = slice(self._end - len(flat), self._end)
+        self.table[place].copy_(sent(torch.from_numpy(flat), self.table.device), non_blocking=True)
+
+
+def _numbers(plan: Plan) -> np.ndarray:
+    """A plan as ``kernels/triton/choose.py`` reads it."""
+    if plan.lowest is not None:
+        return np.asarray(plan.lowest, dtype=np.int32)
+    assert plan.groups is not None, "rule by rule it is done in PyTorch"
+    groups = plan.groups.numpy()
+    real = groups >= 0
+    begins = np.concatenate([[0], real.sum(1).cumsum()]) + len(groups) + 1
+    return np.concatenate([begins, groups[real]]).astype(np.int32)
+
+
+SPARE = 64
+"""Schedules remembered besides those that can be in one batch."""
+
+
+MORE_IN_TABLE = 4
+"""The column of ``Schedule.leading`` that points to further rules."""
+
+
+class DeviceTables:
+    """What the kernels ``schedule`` and ``insert`` read, for all schedules in use.
+
+    Attributes:
+        engine: the schedule of a row that has none of its own.
+        schedules: the tables of ``kernels/triton/schedule.py``.
+        rules: int32 ``[n, 4]``, further rules of all schedules; never moves.
+    """
+
+    def __init__(self, engine: Schedule, device: torch.device, max_requests: int) -> None:
+        self.engine, self._device = engine, device
+        self._most = max_requests + SPARE
+        room = 1 + len(engine.further) + self._most * MAX_OWN_RULES
+        self.rules = torch.zeros(room, RULE_COLUMNS, dtype=torch.int32, device=device)
+        self._numbers: dict[Schedule, int] = {}
+        self._begins: dict[Schedule, int] = {}
+        self._load([engine])
+
+    def numbers(self, schedules: Sequence[Schedule]) -> np.ndarray:
+        """int32, each schedule's row of ``heads``; those not there yet are added."""
+        missing = [s for s in dict.fromkeys(schedules) if s not in self._numbers]
+        if missing:
+            kept = [*self._numbers, *missing]
+            if len(kept) > self._most:
+                kept = list(dict.fromkeys((self.engine, *schedules)))
+            self._load(kept)
+        return np.asarray([self._numbers[schedule] for schedule in schedules], dtype=np.int32)
+
+    def begin(self, schedule: Schedule) -> int:
+        """Where a schedule's further rules begin."""
+        self.numbers([schedule])
+        return self._begins[schedule]
+
+    def _load(self, schedules: list[Schedule]) -> None:
+        self._numbers = {schedule: number for number, schedule in enumerate(schedules)}
+        steps, heads, rules = [], [], [np.zeros((1, RULE_COLUMNS), dtype=np.int32)]
+        first_row, self._begins = 0, {}
+        for schedule in schedules:
+            begin = self._begins[schedule] = sum(map(len, rules))
+            columns = np.column_stack([schedule.leading, schedule.count, schedule.peak])
+            columns[:, MORE_IN_TABLE] += begin
+            ways = schedule.score_columns.tolist()
+            recall = schedule.policy.recall
+            heads.append([first_row, schedule.transient, schedule.period, *ways, recall])
+            steps.append(columns)
+            rules.append(schedule.further)
+            first_row += len(columns)
+        self.schedules = ScheduleTables(
+            table=self._to_device(np.concatenate(steps).reshape(-1, TABLE_COLUMNS)),
+            heads=self._to_device(np.asarray(heads).reshape(-1, HEAD_COLUMNS)),
+            unit=self.engine.unit,
+        )
+        further = self._to_device(np.concatenate(rules))
+        self.rules[: len(further)].copy_(further)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return sent(torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)), self._device)

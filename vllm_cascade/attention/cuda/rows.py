@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt's strides on the device: rows, plans and the memory that their kernels share.
+
+All rows of a step are sent at once, and each layer finds its arguments ready: what a stride of a
+layer takes the host is three launches.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_cascade.attention.cuda.mail import Mail
+from vllm_cascade.kernels.columns import (
+    CACHED,
+    LENGTH,
+    NEW_SLOTS,
+    STREAM,
+)
+from vllm_cascade.kernels.triton import stride_columns as columns
+from vllm_cascade.policies.execute import Plan
+from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.step.rows import StrideRows
+
+
+def plan_of(schedule: Schedule, step: list[int]) -> Plan | None:
+    """How a stride with these numbers is inserted; None where all of it stays."""
+    stream, cached, length = step[STREAM], step[CACHED], step[LENGTH]
+    if schedule.policy.recall:
+        cached -= int(schedule.recalled(np.asarray(stream))) * schedule.unit
+    if cached + length == schedule.count_at(stream + length):
+        return None
+    plan = schedule.plan(stream, length)
+    assert plan is not None, "something is deleted"
+    return plan
+
+
+def stride_rows(rows: StrideRows, plans: Sequence[Plan | None], places: list[int]) -> np.ndarray:
+    """Step rows that say how each stride's units are inserted."""
+    steps = rows.steps.copy()
+    numbers = [
+        (place, 0, 0, 0)
+        if plan is None
+        else (place, int(plan.groups is not None), plan.num_line, _stay(plan))
+        for plan, place in zip(plans, places, strict=True)
+    ]
+    steps[:, columns.PLAN : columns.STAY + 1] = numbers
+    steps[:, columns.LAG] = [schedule.lag for schedule in rows.schedules]
+    decay = np.asarray([schedule.scoring.decay for schedule in rows.schedules])
+    fades = (decay ** steps[:, LENGTH]).astype(np.float32)
+    steps[:, columns.FADE] = fades.view(np.int32)
+    return steps
+
+
+def _stay(plan: Plan) -> int:
+    if plan.groups is not None:
+        return len(plan.groups)
+    assert plan.lowest is not None
+    return plan.num_line - plan.lowest[2]
+
+
+ChunkDraft = tuple[slice, slice, int]
+"""Where strides are among the rows without block tables, and chunks among the others; the longest
+stride."""
+
+
+def mail_chunks(mail: Mail, waves: Sequence[StrideRows]) -> ChunkDraft:
+    """Rows of strides, and of chunks: what all strides of a request are together."""
+    steps = np.concatenate([rows.steps for rows in waves])
+    request = np.concatenate([rows.request for rows in waves])
+    schedules = [schedule for rows in waves for schedule in rows.schedules]
+    owners, first, chunk = np.unique(request, return_index=True, return_inverse=True)
+    steps[:, columns.CHUNK] = chunk
+    chunks = steps[first]  # waves are in order: the first stride of each
+    chunks[:, LENGTH] = np.bincount(chunk, weights=steps[:, LENGTH])
+    chunks[:, columns.STRIDES] = np.bincount(chunk)
+    np.maximum.at(chunks[:, NEW_SLOTS], chunk, steps[:, NEW_SLOTS])
+    ends = (chunks[:, STREAM] + chunks[:, LENGTH]).tolist()
+    for row, (place, end) in enumerate(zip(first.tolist(), ends, strict=True)):
+        chunks[row, columns.SINKS] = schedules[place].keeps_newest
+        chunks[row, columns.LEFT] = schedules[place].count_at(end)
+    longest = int(steps[:, LENGTH].max())
+    return mail.add_without(steps), mail.add(chunks, owners), longest
+
+
+def widest(steps: np.ndarray, unit: int) -> int:
+    """Of the lines of some strides, or of their slots afterwards, in units."""
+    line = int((steps[:, CACHED] + steps[:, LENGTH]).max())
+    return max(-(-line // unit), int(steps[:, NEW_SLOTS].max()) // unit)

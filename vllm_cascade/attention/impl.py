@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One attention layer under a policy, on any device: vLLM calls it, a device runs it."""
+
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
+
+from vllm_cascade.attention.layer import LayerConfig, NewTokens, gather_kv_heads, over_ranks
+from vllm_cascade.attention.recorder import Recorder
+from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.quantised import CODES, Quantised
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.models.rotary import Rotary
+from vllm_cascade.models.rotary import alibi_slopes as _slopes
+from vllm_cascade.policies.settings import KVPolicyError
+
+
+class KVPolicyImpl(AttentionImpl[Any]):
+    """One layer on any device; a device says how it rotates and how it runs a step's waves.
+
+    Attributes:
+        knows_windows, knows_sinks, knows_codes: whether the device's code has sliding windows,
+            learned sinks, quantised rows.
+    """
+
+    knows_windows: ClassVar[bool] = False
+    knows_sinks: ClassVar[bool] = False
+    knows_codes: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        refused = {
+            "sliding windows": sliding_window is not None and not self.knows_windows,
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "KV caches shared between layers": kv_sharing_target_layer_name is not None,
+            "learned attention sinks": sinks is not None and not self.knows_sinks,
+        }
+        for feature, present in refused.items():
+            if present:
+                raise KVPolicyError(
+                    f"kv_policy: the model uses {feature}, which no policy supports on this "
+                    "device; use --kv-policy full"
+                )
+        if kv_cache_dtype in CODES and not self.knows_codes:
+            raise KVPolicyError(
+                f"kv_policy: --kv-cache-dtype {kv_cache_dtype} is not built for this device; set "
+                "it to auto"
+            )
+        self.window = sliding_window
+        self.sinks = sinks  # weights are loaded later
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.softcap = float(logits_soft_cap or 0.0)
+        self.alibi_slopes = _slopes(alibi_slopes)
+        self.recorder: Recorder | None = None
+        self._layer: LayerConfig | None = None
+        self._pages: Pages | None = None
+
+    def prepare(
+        self,
+        spec: KVPolicySpec,
+        kv_cache: torch.Tensor,
+        rotary: Rotary | None,
+        num_ranks: int = 1,
+        dtype: torch.dtype | None = None,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        """Fix what no step changes; called once the page pool exists.
+
+        Args:
+            num_ranks: tensor-parallel ranks that the model's heads are spread over.
+            dtype: of new rows; None: the cache's, where that is not quantised.
+            scales: of all keys and all values, where they are quantised in steps of these.
+        """
+        slopes, device = self.alibi_slopes, kv_cache.device
+        if slopes is not None:
+            self.alibi_slopes = slopes = slopes.to(device)
+            slopes = slopes.view(self.num_kv_heads, -1)
+        shared = spec.policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
+        scores, sinks = spec.window is None, self.sinks  # windows compare none
+        rotation = None
+        if rotary is not None:
+            rotation = self.rotation_table(rotary, spec, device)
+        self._pages = page_views(kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales))
+        self._layer = LayerConfig(
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            num_sets=spec.num_sets,
+            scale=self.scale,
+            softcap=self.softcap,
+            slopes=slopes,
+            rotation=rotation,
+            is_neox=rotary is None or rotary.is_neox,
+            uses_attention=spec.policy.uses_attention,
+            reduction=spec.policy.head_reduction,
+            gather_heads=gather_kv_heads if num_ranks > 1 and shared and scores else None,
+            over_ranks=over_ranks if num_ranks > 1 and shared and scores else None,
+            window=spec.window,
+            sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
+            dtype=dtype,
+        )
+
+    def rotation_table(
+        self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
+    ) -> torch.Tensor:
+        """cos and sin of a rotation back, for every distance that a key of the layer can move."""
+        raise NotImplementedError
+
+    def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:
+        """Attend and move the cache to its next state.
+
+        Args:
+            name: the layer's.
+            metadata: what the device's builder made.
+            kv_cache: the layer's page pool, for a step before ``prepare`` has been called.
+        """
+        raise NotImplementedError
+
+    def reserve(self, query: torch.Tensor) -> None:
+        """Take the memory that the worst batch needs beside pages, so that a profile counts it."""
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """vLLM's call; ``attn_metadata`` is None in a profiling run, which touches no cache."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("fused output quantization is not supported")
+        if attn_metadata is None:
+            self.reserve(query)
+            return output.zero_()
+        self.run(layer.layer_name, attn_metadata, NewTokens(query, key, value, output), kv_cache)
+        return output

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policies by name, and how raw settings become one."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_cascade.policies.beehive import Beehive
+from vllm_cascade.policies.cascade import Cascade
+from vllm_cascade.policies.dgc import DGC
+from vllm_cascade.policies.h2o import H2O
+from vllm_cascade.policies.lazy import Lazy
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.settings import (
+    DEFAULT_BUDGET,
+    DEFAULT_PREFILL_STRIDE,
+    RECALL_UNIT,
+    KVPolicyError,
+    raw_settings,
+)
+from vllm_cascade.policies.settings import describe_errors as _describe_errors
+from vllm_cascade.policies.sink import Sink
+from vllm_cascade.policies.window import Window
+
+POLICIES: dict[str, type[Policy]] = {
+    cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, DGC, H2O)
+}
+
+
+CHOICES = ("full", *POLICIES)
+
+
+def policy_class(name: Any) -> type[Policy]:
+    """The class of a policy.
+
+    Raises:
+        KVPolicyError: no policy has this name; the message lists those that exist.
+    """
+    if isinstance(name, str) and name in POLICIES:
+        return POLICIES[name]
+    close = difflib.get_close_matches(str(name), CHOICES, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:60]}..."
+    raise KVPolicyError(f"kv_policy: unknown name {shown}, choose from {', '.join(CHOICES)}{hint}")
+
+
+def resolve(
+    raw: dict[str, Any],
+    *,
+    max_position: int | None = None,
+    max_num_batched_tokens: int | None = None,
+    block_size: int | None = None,
+) -> Policy:
+    """Check raw settings, fill in the defaults, and return the policy.
+
+    Args:
+        raw: the user's keys, ``name`` among them.
+        max_position: positions the model has (None: unbounded, as with ALiBi).
+        max_num_batched_tokens: most tokens vLLM schedules in a step (None: unknown).
+        block_size: tokens of a page, which units of a page are and others divide (None: unknown).
+
+    Raises:
+        KVPolicyError: an unknown key, a wrong type or an impossible size.
+    """
+    given = dict(raw)
+    cls = policy_class(given.pop("name", None))
+    preset = given.get("preset")
+    given = {**getattr(cls, "presets", {}).get(preset, {}), **given}
+    if given.get("recall"):
+        given.setdefault("unit", RECALL_UNIT)
+    if given.get("unit") == "page" and block_size is not None:
+        given["unit"] = block_size
+    unit = cls.unit_of(given)
+    if unit > 1:
+        given = {**cls.unit_defaults(unit), **given}
+    if "prefill_stride" not in given:
+        given["prefill_stride"] = _default_stride(unit, max_position, max_num_batched_tokens)
+    if "budget" not in given:
+        given["budget"] = _default_budget(cls, given, max_position)
+    try:
+        policy = cls.model_validate(given)
+    except ValidationError as error:
+        keys = ["name", *cls.model_fields]
+        raise KVPolicyError(_describe_errors(error, cls.name, keys)) from None
+    _check_fit(policy, max_position, max_num_batched_tokens)
+    if block_size is not None and block_size % policy.unit:
+        raise KVPolicyError(
+            f"kv_policy: unit {policy.unit} does not divide a page of {block_size} tokens; choose "
+            "a divisor of --block-size, or 'page'"
+        )
+    return policy
+
+
+def _default_stride(unit: int, max_position: int | None, max_num_batched_tokens: int | None) -> int:
+    """256, or the power of two that leaves room in a short model or a small batch; whole units."""
+    limit = DEFAULT_PREFILL_STRIDE
+    if max_position is not None:
+        limit = min(limit, max(max_position // 4, 1))
+    if max_num_batched_tokens is not None:
+        limit = min(limit, max(max_num_batched_tokens, 1))
+    return max((1 << (limit.bit_length() - 1)) // unit * unit, unit)
+
+
+def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int | None) -> int:
+    """2048, or the largest valid budget whose positions fit the model."""
+    limit, step = DEFAULT_BUDGET, cls.budget_step(given)
+    if step > limit:
+        steps = [key for key in ("num_subcaches", "cascade_base", "unit") if key in given]
+        raise KVPolicyError(
+            f"kv_policy: with {', '.join(f'{key} {given[key]}' for key in steps)} a budget must be "
+            f"a multiple of {step}, more than the default of {limit}; lower {' or '.join(steps)}, "
+            "or set budget"
+        )
+    others = [
+        given.get(key, cls.model_fields[key].default)
+        for key in ("num_sinks", "overflow", "prefill_stride", "recall")
+    ]
+    if max_position is not None and all(isinstance(value, int) for value in others):
+        unit = cls.unit_of(given)
+        waiting = max(others[1] - unit, 0)
+        limit = min(limit, max_position - others[0] - waiting - others[2] - others[3] * unit)
+    return max(limit // step * step, step)
+
+
+def _largest(policy: Policy) -> str:
+    """The settings that take most positions, but the budget."""
+    keys = {key: getattr(policy, key) for key in ("num_sinks", "overflow", "prefill_stride")}
+    keys["recall"] = policy.recalled
+    key = max(keys, key=keys.__getitem__)
+    return "prefill_stride and the budget" if key == "prefill_stride" else key
+
+
+def _check_fit(
+    policy: Policy, max_position: int | None, max_num_batched_tokens: int | None
+) -> None:
+    if max_position is not None and policy.max_position > max_position:
+        room = max_position - (policy.max_position - policy.budget)
+        step = policy.budget_step(policy.model_dump())
+        fix = (
+            f"lower the budget to at most {room // step * step}"
+            if room >= step
+            else f"lower {_largest(policy)}"
+        )
+        extra = f" + overflow {policy.overflow} - {policy.unit}" if policy.waiting else ""
+        if policy.recall:
+            extra += f" + recall {policy.recall} x unit {policy.unit}"
+        raise KVPolicyError(
+            f"kv_policy: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
+            f"{policy.prefill_stride}{extra} = {policy.max_position} positions, but the model has "
+            f"{max_position}; {fix}"
+        )
+    if max_num_batched_tokens is not None and policy.prefill_stride > max_num_batched_tokens:
+        raise KVPolicyError(
+            f"kv_policy: prefill_stride {policy.prefill_stride} is larger than "
+            f"max_num_batched_tokens {max_num_batched_tokens}, so no prompt could ever be "
+            f"scheduled; set prefill_stride to at most {max_num_batched_tokens} or raise "
+            "--max-num-batched-tokens"
+        )
+
+
+def policy_of(additional_config: Mapping[str, Any]) -> Policy | None:
+    """The policy in an engine's resolved ``additional_config``; None for stock vLLM."""
+    settings = raw_settings(additional_config)
+    if settings is None:
+        return None
+    return policy_class(settings.pop("name")).model_validate(settings)
