@@ -6,12 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import columns
-from ..triton import stride_columns
-from ..triton.chunk import attend_chunks
-from ..triton.prefill import attend_strides_reference
-from ..triton.rotate import decode_dtype, rotate_reference
-from .random_pool import (
+from tests.kernels.random_pool import (
     TOLERANCE,
     Cache,
     Case,
@@ -25,7 +20,12 @@ from .random_pool import (
     same,
     table_of,
 )
-from .stride_checks import insert_literally
+from tests.kernels.stride_checks import insert_literally
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton import stride_columns
+from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.prefill import attend_strides_reference
+from vllm_cascade.kernels.triton.rotate import decode_dtype, rotate_reference
 
 SINKS = 2
 """Units that are never deleted."""

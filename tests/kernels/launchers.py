@@ -5,23 +5,28 @@ from dataclasses import dataclass
 
 import torch
 
-from ..triton.assign import assign
-from ..triton.attend import attend
-from ..triton.chunk import attend_chunks
-from ..triton.column_sums import column_sums, num_sums
-from ..triton.combine import merge, update
-from ..triton.configs import WHOLE, Split, prefill_config
-from ..triton.insert import insert
-from ..triton.insert_stride import insert_strides
-from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
-from ..triton.prefill import LINE_WORDS, attend_strides
-from ..triton.recall import RECALL, judge_units
-from ..triton.recall_choose import recall_units
-from ..triton.recall_store import ranks_before, store_units
-from ..triton.rotate import decode_dtype
-from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
-from ..triton.split import MARKS, Partial
-from ..triton.tiles import STEP_COLUMNS
+from vllm_cascade.kernels.triton.assign import assign
+from vllm_cascade.kernels.triton.attend import attend
+from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
+from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.configs import WHOLE, Split, prefill_config
+from vllm_cascade.kernels.triton.insert import insert
+from vllm_cascade.kernels.triton.insert_stride import insert_strides
+from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
+from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.recall import RECALL, judge_units
+from vllm_cascade.kernels.triton.recall_choose import recall_units
+from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.kernels.triton.rotate import decode_dtype
+from vllm_cascade.kernels.triton.schedule import (
+    HEAD_COLUMNS,
+    TABLE_COLUMNS,
+    ScheduleTables,
+    schedule,
+)
+from vllm_cascade.kernels.triton.split import MARKS, Partial
+from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS
 
 
 @dataclass(frozen=True)

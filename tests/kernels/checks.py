@@ -10,36 +10,10 @@ import random
 
 import torch
 
-from .. import columns
-from ..triton.attend import attend
-from ..triton.combine import (
-    head_masses,
-    in_units,
-    merge,
-    update,
-    update_from,
-    update_reference,
-)
-from ..triton.configs import attend_splits
-from ..triton.prefill import attend_strides_reference
-from ..triton.rotate import (
-    decode_dtype,
-    gather_reference,
-    rotate_reference,
-    rotation_table,
-)
-from ..triton.schedule import (
-    HEAD_COLUMNS,
-    TABLE_COLUMNS,
-    ScheduleTables,
-    schedule,
-    schedule_reference,
-)
-from ..triton.tiles import float_bits
-from .chunk_checks import check_chunks
-from .insertion_checks import NUM_RULES, check_assign, check_insert
-from .prefill_checks import check_prefill, check_split
-from .random_pool import (
+from tests.kernels.chunk_checks import check_chunks
+from tests.kernels.insertion_checks import NUM_RULES, check_assign, check_insert
+from tests.kernels.prefill_checks import check_prefill, check_split
+from tests.kernels.random_pool import (
     TOLERANCE,
     Cache,
     Case,
@@ -53,8 +27,34 @@ from .random_pool import (
     same,
     table_of,
 )
-from .stride_checks import check_insert_strides
-from .unit_checks import check_insert_units
+from tests.kernels.stride_checks import check_insert_strides
+from tests.kernels.unit_checks import check_insert_units
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.attend import attend
+from vllm_cascade.kernels.triton.combine import (
+    head_masses,
+    in_units,
+    merge,
+    update,
+    update_from,
+    update_reference,
+)
+from vllm_cascade.kernels.triton.configs import attend_splits
+from vllm_cascade.kernels.triton.prefill import attend_strides_reference
+from vllm_cascade.kernels.triton.rotate import (
+    decode_dtype,
+    gather_reference,
+    rotate_reference,
+    rotation_table,
+)
+from vllm_cascade.kernels.triton.schedule import (
+    HEAD_COLUMNS,
+    TABLE_COLUMNS,
+    ScheduleTables,
+    schedule,
+    schedule_reference,
+)
+from vllm_cascade.kernels.triton.tiles import float_bits
 
 __all__ = [
     "NUM_RULES",

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from .. import columns
-from ..triton.rotate import rotation_table
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.rotate import rotation_table
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POISON = 0xFF

@@ -3,10 +3,8 @@
 
 import torch
 
-from .. import columns
-from ..triton.insert import insert, survivors_reference
-from .insertion_checks import NUM_RULES, compared, lists_of_rules
-from .random_pool import (
+from tests.kernels.insertion_checks import NUM_RULES, compared, lists_of_rules
+from tests.kernels.random_pool import (
     Cache,
     Case,
     chronological,
@@ -16,6 +14,8 @@ from .random_pool import (
     real_rows,
     same,
 )
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.insert import insert, survivors_reference
 
 
 def _steps(

@@ -3,10 +3,7 @@
 
 import torch
 
-from .. import columns
-from ..triton.assign import assign, assign_reference
-from ..triton.insert import insert, survivors_reference
-from .random_pool import (
+from tests.kernels.random_pool import (
     Cache,
     Case,
     chronological,
@@ -17,6 +14,9 @@ from .random_pool import (
     real_rows,
     same,
 )
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.assign import assign, assign_reference
+from vllm_cascade.kernels.triton.insert import insert, survivors_reference
 
 
 def _cells(lo: int, hi: int, size: int) -> tuple[int, int, int, int]:

@@ -8,16 +8,7 @@ import random
 
 import torch
 
-from .. import columns
-from ..triton import stride_columns
-from ..triton.column_sums import num_sums
-from ..triton.combine import reduce_reference
-from ..triton.insert_stride import insert_strides
-from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
-from ..triton.prefill import LINE_WORDS
-from ..triton.rotate import rotate_reference, rotation_table
-from ..triton.tiles import float_bits
-from .random_pool import (
+from tests.kernels.random_pool import (
     TOLERANCE,
     Cache,
     Case,
@@ -31,6 +22,15 @@ from .random_pool import (
     stride_steps,
     table_of,
 )
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton import stride_columns
+from vllm_cascade.kernels.triton.column_sums import num_sums
+from vllm_cascade.kernels.triton.combine import reduce_reference
+from vllm_cascade.kernels.triton.insert_stride import insert_strides
+from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
+from vllm_cascade.kernels.triton.prefill import LINE_WORDS
+from vllm_cascade.kernels.triton.rotate import rotate_reference, rotation_table
+from vllm_cascade.kernels.triton.tiles import float_bits
 
 FADE = 0.5
 
