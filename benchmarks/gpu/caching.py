@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.timings import AVERAGE, Bench, Layer, Row, Sizes
+from tests.kernels.random_pool import float_bits
 from vllm_cascade.kernels.triton.combine import update
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.schedule import ScheduleTables, schedule
-from vllm_cascade.kernels.triton.tiles import float_bits
 
 
 def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int) -> ScheduleTables:

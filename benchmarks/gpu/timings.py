@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.xformers_attention import attend_with_xformers, has_xformers
+from tests.kernels.random_pool import float_bits
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.attend import attend
@@ -25,7 +26,7 @@ from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS
 from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.split import MARKS, Partial
-from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS, float_bits
+from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS
 
 Row = dict[str, Any]
 GIB = 1 << 30

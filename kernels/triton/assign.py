@@ -79,11 +79,3 @@ def assign(
         UNIT=unit,
         num_warps=4,
     )
-
-
-def assign_reference(
-    given: float, wanted: int, ranks: torch.Tensor, scores: torch.Tensor, unit: int = 1
-) -> torch.Tensor:
-    """One request: scores ``[S, N]`` by slot with ``given`` where ``ranks [S, N]`` says so."""
-    there = given if unit == 1 else scores + given
-    return torch.where((ranks == wanted) & (ranks >= 0), there, scores)

@@ -249,9 +249,3 @@ def _num_sums(
     parts = unit // chunk_of(unit, config.tile)
     waits = reduced(reduction, parts) == "none"
     return num_queries if waits else num_heads, parts
-
-
-def column_sums_reference(probs: torch.Tensor, decay: float, weight: float) -> torch.Tensor:
-    """``[Hq, n + T]``: ``weight * sum_q decay ** (T - 1 - q) * probs[:, q]``."""
-    power = torch.arange(probs.shape[1] - 1, -1, -1, dtype=torch.float64)
-    return torch.einsum("htn,t->hn", probs.double(), weight * decay**power)

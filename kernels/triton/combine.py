@@ -358,29 +358,3 @@ def _launch(
         LEAVES=score is None,
         num_warps=4,
     )
-
-
-def reduce_reference(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Tensor:
-    """``[Hq, n]`` masses to ``[S, n]``."""
-    mass = mass.unflatten(0, (num_sets, -1))
-    if reduction == "mean":
-        return mass.mean(1)
-    return mass.amax(1) if reduction == "max" else mass.median(1).values
-
-
-def update_reference(
-    probs: torch.Tensor, old: torch.Tensor, decay: float, weight: float, reduction: str
-) -> torch.Tensor:
-    """One request in fp64: probabilities ``[Hq, n + 1]``, scores ``[S, n]`` to ``[S, n + 1]``.
-
-    Chronological, the new token's last. Of units, one that the token joins is the last.
-    """
-    mass = reduce_reference(probs, old.shape[0], reduction) * weight
-    mass[:, : old.shape[1]] += decay * old.double()
-    return mass
-
-
-def in_units(mass: torch.Tensor, unit: int) -> torch.Tensor:
-    """``[..., n]`` of tokens, from the first of a unit on, to ``[..., ceil(n / unit)]`` sums."""
-    padded_mass = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % unit))
-    return padded_mass.unflatten(-1, (-1, unit)).sum(-1)

@@ -356,34 +356,3 @@ def insert(
         num_warps=8 if tile > 1024 else 4,
         maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more
     )
-
-
-def survivors_reference(
-    cached: int, rules: list[list[int]], compared: torch.Tensor, newest_stays: bool
-) -> list[list[int]]:
-    """Ranks among ``cached + 1`` that stay, per head set, from literal lists.
-
-    Args:
-        rules: lo, hi, evicts and cell of each.
-        compared: fp64 ``[S, cached + 1]``, what is compared, chronological.
-    """
-    kept = []
-    for row in compared.tolist():
-        line = list(range(cached + 1))
-
-        def order(r: int, row: list[float] = row) -> tuple[float, int]:
-            return row[r], r if newest_stays else -r
-
-        for lo, hi, evicts, cell in rules:
-            middle = line[lo:hi] if evicts else []
-            if cell:
-                cells = [middle[i : i + abs(cell)] for i in range(0, len(middle), abs(cell))]
-                stay = [max(one, key=order) if cell > 0 else one[0] for one in cells]
-            elif evicts == len(middle):
-                stay = []
-            else:
-                victim = min(middle, key=order)
-                stay = [r for r in middle if r != victim]
-            line = line[:lo] + stay + line[lo + len(middle) :]
-        kept.append(line)
-    return kept

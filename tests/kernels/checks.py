@@ -19,6 +19,7 @@ from tests.kernels.random_pool import (
     Case,
     chronological,
     close,
+    float_bits,
     make_cache,
     new_tokens,
     on,
@@ -27,34 +28,27 @@ from tests.kernels.random_pool import (
     same,
     table_of,
 )
+from tests.kernels.references import (
+    attend_strides_reference,
+    gather_reference,
+    in_units,
+    rotate_reference,
+    schedule_reference,
+    update_reference,
+)
 from tests.kernels.stride_checks import check_insert_strides
 from tests.kernels.unit_checks import check_insert_units
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.combine import (
-    head_masses,
-    in_units,
-    merge,
-    update,
-    update_from,
-    update_reference,
-)
+from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
 from vllm_cascade.kernels.triton.configs import attend_splits
-from vllm_cascade.kernels.triton.prefill import attend_strides_reference
-from vllm_cascade.kernels.triton.rotate import (
-    decode_dtype,
-    gather_reference,
-    rotate_reference,
-    rotation_table,
-)
+from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.schedule import (
     HEAD_COLUMNS,
     TABLE_COLUMNS,
     ScheduleTables,
     schedule,
-    schedule_reference,
 )
-from vllm_cascade.kernels.triton.tiles import float_bits
 
 __all__ = [
     "NUM_RULES",

@@ -20,12 +20,12 @@ from tests.kernels.random_pool import (
     same,
     table_of,
 )
+from tests.kernels.references import attend_strides_reference, rotate_reference
 from tests.kernels.stride_checks import insert_literally
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton import stride_columns
 from vllm_cascade.kernels.triton.chunk import attend_chunks
-from vllm_cascade.kernels.triton.prefill import attend_strides_reference
-from vllm_cascade.kernels.triton.rotate import decode_dtype, rotate_reference
+from vllm_cascade.kernels.triton.rotate import decode_dtype
 
 SINKS = 2
 """Units that are never deleted."""

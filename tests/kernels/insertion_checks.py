@@ -14,9 +14,10 @@ from tests.kernels.random_pool import (
     real_rows,
     same,
 )
+from tests.kernels.references import assign_reference, survivors_reference
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.assign import assign, assign_reference
-from vllm_cascade.kernels.triton.insert import insert, survivors_reference
+from vllm_cascade.kernels.triton.assign import assign
+from vllm_cascade.kernels.triton.insert import insert
 
 
 def _cells(lo: int, hi: int, size: int) -> tuple[int, int, int, int]:

@@ -16,17 +16,17 @@ from tests.kernels.random_pool import (
     stride_steps,
     table_of,
 )
-from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.column_sums import (
-    column_sums,
+from tests.kernels.references import (
+    attend_strides_reference,
     column_sums_reference,
-    num_sums,
-    reduced,
+    gather_reference,
+    in_units,
 )
-from vllm_cascade.kernels.triton.combine import in_units
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums, reduced
 from vllm_cascade.kernels.triton.configs import WHOLE, Split
-from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides, attend_strides_reference
-from vllm_cascade.kernels.triton.rotate import decode_dtype, gather_reference
+from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.rotate import decode_dtype
 from vllm_cascade.kernels.triton.split import MARKS, Partial
 
 DECAY, WEIGHT = 0.97, 0.03

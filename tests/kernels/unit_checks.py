@@ -14,8 +14,9 @@ from tests.kernels.random_pool import (
     real_rows,
     same,
 )
+from tests.kernels.references import survivors_reference
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.insert import insert, survivors_reference
+from vllm_cascade.kernels.triton.insert import insert
 
 
 def _steps(
