@@ -287,16 +287,56 @@ def graph_equals_eager(device: Any) -> float:
     def step(i: int) -> None:
         layer = twins[i]
         lengths[i].add_((lengths[i] > 0).int())
-        schedule(*(lengths[i], layer.table, tables, schedule_of, layer.steps, positions))
+        schedule(
+            seq_lens=lengths[i],
+            blocks=layer.table,
+            tables=tables,
+            schedule_of=schedule_of,
+            steps=layer.steps,
+            positions=positions,
+        )
         parts, parts_lse, logits, own = attend(
-            *(query, key, key, layer.kv, layer.rank, layer.born, layer.table, layer.steps),
-            *(layer.decode_rotation, None, None, 0.088, 0.0, False, 4, True),
+            query=query,
+            key=key,
+            value=key,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            table=layer.table,
+            steps=layer.steps,
+            rotation=layer.decode_rotation,
+            slopes=None,
+            logit_scale=None,
+            scale=0.088,
+            softcap=0.0,
+            interleaved=False,
+            splits=4,
+            keep_logits=True,
         )
         lse = merge(parts, parts_lse, layer.steps, outputs[i])
-        new = update(*(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps, "mean"))
+        new = update(
+            logits=logits,
+            own=own,
+            lse=lse,
+            rank=layer.rank,
+            score=layer.score,
+            table=layer.table,
+            steps=layer.steps,
+            reduction="mean",
+        )
         insert(
-            *(key, key, new, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, rules, True),
+            key=key,
+            value=key,
+            new_score=new,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            score=layer.score,
+            token=None,
+            table=layer.table,
+            steps=layer.steps,
+            rules=rules,
+            has_cells=True,
         )
 
     step(0)  # compiles; the twin makes the same first step eagerly

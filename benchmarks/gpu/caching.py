@@ -90,11 +90,28 @@ def _our_caching(bench: Bench, sizes: Sizes, dtype: torch.dtype, levels: int) ->
         new = fixed
         if levels > 1:
             new = update(
-                *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps, "mean")
+                logits=logits,
+                own=own,
+                lse=lse,
+                rank=layer.rank,
+                score=layer.score,
+                table=layer.table,
+                steps=layer.steps,
+                reduction="mean",
             )
         insert(
-            *(key, value, new, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, no_rules, False),
+            key=key,
+            value=value,
+            new_score=new,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            score=layer.score,
+            token=None,
+            table=layer.table,
+            steps=layer.steps,
+            rules=no_rules,
+            has_cells=False,
         )
 
     if not bench.on_gpu:

@@ -169,14 +169,36 @@ class Layer:
         batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
         splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
         parts, parts_lse, logits, own = attend(
-            *(query, key, key, self.kv, self.rank, self.born, self.table, self.steps),
-            *(self.decode_rotation if featured else None, None, None, query.shape[2] ** -0.5, 0.0),
-            *(False, splits, featured),
+            query=query,
+            key=key,
+            value=key,
+            kv=self.kv,
+            rank=self.rank,
+            born=self.born,
+            table=self.table,
+            steps=self.steps,
+            rotation=self.decode_rotation if featured else None,
+            slopes=None,
+            logit_scale=None,
+            scale=query.shape[2] ** -0.5,
+            softcap=0.0,
+            interleaved=False,
+            splits=splits,
+            keep_logits=featured,
         )
         output = torch.empty_like(query)
         lse = merge(parts, parts_lse, self.steps, output)
         if featured:
-            update(*(logits, own, lse, self.rank, self.score, self.table, self.steps, "mean"))
+            update(
+                logits=logits,
+                own=own,
+                lse=lse,
+                rank=self.rank,
+                score=self.score,
+                table=self.table,
+                steps=self.steps,
+                reduction="mean",
+            )
         return output
 
 
@@ -367,9 +389,26 @@ class _Prompt:
             *(self.lse, self.decays, "mean", self.budget, self.sums),
         )
         insert_strides(
-            *(self.key, self.value, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, layer.rotation, False, self.sums, None, self.line),
-            *(self.plan, "mean", self.query.shape[1], 1, self.notes, self.values),
+            key=self.key,
+            value=self.value,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            score=layer.score,
+            token=None,
+            table=layer.table,
+            steps=layer.steps,
+            rotation=layer.rotation,
+            interleaved=False,
+            sums=self.sums,
+            given=None,
+            line=self.line,
+            plans=self.plan,
+            reduction="mean",
+            query_heads=self.query.shape[1],
+            parts=1,
+            notes=self.notes,
+            values=self.values,
         )
 
     def run(self, length: int) -> None:

@@ -73,7 +73,14 @@ def assign(
     num_places = table.shape[1] * page
     tile = min(1024, triton.next_power_of_2(num_places))
     _assign[(num_rows, num_sets, triton.cdiv(num_places, tile))](
-        *(given, ranks, rank, score, table, steps, rank.stride(0), table.stride(0)),
+        given=given,
+        ranks=ranks,
+        rank=rank,
+        score=score,
+        table=table,
+        steps=steps,
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
         PAGE=page,
         TILE=tile,
         UNIT=unit,

@@ -206,8 +206,16 @@ def _insert(
         opens = stream % UNIT == 0
         own = tl.where(opens, cached // UNIT, -1)
         home = _unit_of(
-            *(rank, table, slots, new_slots, head_set, word_stride, opens, cached // UNIT),
-            *(PAGE, TILE),
+            rank=rank,
+            table=table,
+            slots=slots,
+            new_slots=new_slots,
+            head_set=head_set,
+            word_stride=word_stride,
+            opens=opens,
+            filling=cached // UNIT,
+            PAGE=PAGE,
+            TILE=TILE,
         )
         # Most tokens only join a unit. Then no rank and no older page changes.
         num_rules = tl.where(tl.load(step + EVICTS) > 0, num_rules, 0)
@@ -238,9 +246,22 @@ def _insert(
         if HAS_CELLS:
             if cell != 0:
                 _thin_cells(
-                    *(rank, score, token, values, table, slots, head_set, word_stride),
-                    *(lo, hi, cell, stream + 1, per_age, newest_stays),
-                    *(PAGE, CELL_TILE),
+                    rank=rank,
+                    score=score,
+                    token=token,
+                    values=values,
+                    table=table,
+                    slots=slots,
+                    head_set=head_set,
+                    word_stride=word_stride,
+                    lo=lo,
+                    hi=hi,
+                    cell=cell,
+                    now=stream + 1,
+                    per_age=per_age,
+                    newest_stays=newest_stays,
+                    PAGE=PAGE,
+                    TILE=CELL_TILE,
                 )
                 lo = hi - evicts  # survivors now have the lowest of these ranks
 
@@ -342,9 +363,25 @@ def insert(
     tile = min(4096, triton.next_power_of_2(num_places))
     values = score.new_empty((num_rows, num_sets, num_places) if has_cells else (1,))
     _insert[(num_rows, num_sets)](
-        *(key, value, new_score, kv, rank, born, score, token, table, steps, rules, values),
-        *(positions, key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
-        num_places,
+        key=key,
+        value=value,
+        new_score=new_score,
+        kv=kv,
+        rank=rank,
+        born=born,
+        score=score,
+        token=token,
+        table=table,
+        steps=steps,
+        rules=rules,
+        values=values,
+        positions=positions,
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        page_stride=kv.stride(0),
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        values_stride=num_places,
         NUM_SETS=num_sets,
         HEADS=heads,
         HEAD=head_size,

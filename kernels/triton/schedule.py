@@ -139,8 +139,15 @@ def schedule(
         return
     tile = 128  # whatever the batch
     _schedule[(triton.cdiv(num_rows, tile),)](
-        *(seq_lens, blocks, tables.table, tables.heads, schedule_of, steps, positions),
-        *(num_rows, blocks.stride(0)),
+        seq_lens=seq_lens,
+        blocks=blocks,
+        table=tables.table,
+        heads=tables.heads,
+        schedule_of=schedule_of,
+        steps=steps,
+        positions=positions,
+        num_rows=num_rows,
+        blocks_stride=blocks.stride(0),
         TILE=tile,
         UNIT=tables.unit,
         num_warps=1,

@@ -105,16 +105,37 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     splits = 1 << (splits - 1).bit_length()
     before = ours.pool.clone()
     parts, parts_lse, logits, own = attend(
-        *(dq, dk, dv, ours.kv, ours.rank, ours.born, ours.table, dsteps),
-        *(table_of(case, device, decode_dtype(case.dtype)), slopes, dfactors, scale),
-        *(case.softcap, case.interleaved, splits, True, dpositions),
+        query=dq,
+        key=dk,
+        value=dv,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        table=ours.table,
+        steps=dsteps,
+        rotation=table_of(case, device, decode_dtype(case.dtype)),
+        slopes=slopes,
+        logit_scale=dfactors,
+        scale=scale,
+        softcap=case.softcap,
+        interleaved=case.interleaved,
+        splits=splits,
+        keep_logits=True,
+        positions=dpositions,
     )
     output = torch.full_like(dq, torch.nan)
     lse = merge(parts, parts_lse, dsteps, output, sinks)
     same("attend writes no page", ours.pool, before.cpu())
     new_score = update(
-        *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction),
-        case.unit,
+        logits=logits,
+        own=own,
+        lse=lse,
+        rank=ours.rank,
+        score=ours.score,
+        table=ours.table,
+        steps=dsteps,
+        reduction=case.reduction,
+        unit=case.unit,
     )
     if case.reduction != "median" and not case.per_head and case.num_heads * case.group % 2 == 0:
         _check_ranks(ours, new_score, cache.to(device), (logits, own, lse), dsteps)

@@ -139,11 +139,30 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
     output = torch.full_like(dq, torch.nan)
     finished = dsteps.new_zeros(len(chunks), 2 * case.num_heads)
     attend_chunks(
-        *(dq, dk, dv, ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table),
-        *(dsteps, dchunks, dpositions, finished),
-        *(table_of(far, device, decode_dtype(case.dtype)), table_of(far, device)),
-        *(case.interleaved, slopes, dfactors, case.head_size**-0.5, case.softcap),
-        *(max(case.strides) + unit, output, sinks, case.window),
+        query=dq,
+        key=dk,
+        value=dv,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        table=ours.table,
+        steps=dsteps,
+        chunks=dchunks,
+        positions=dpositions,
+        finished=finished,
+        rotation=table_of(far, device, decode_dtype(case.dtype)),
+        new_rotation=table_of(far, device),
+        interleaved=case.interleaved,
+        slopes=slopes,
+        logit_scale=dfactors,
+        scale=case.head_size**-0.5,
+        softcap=case.softcap,
+        max_length=max(case.strides) + unit,
+        output=output,
+        sinks=sinks,
+        window=case.window,
     )
     same("counters", finished, torch.zeros_like(finished, device="cpu"))
     after, error = ours.to("cpu"), 0.0

@@ -80,8 +80,19 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
     parts = steps, key, value, new_score, more, positions
     dsteps, dk, dv, dscore, dmore, dpositions = on(device, *parts)
     insert(
-        *(dk, dv, dscore, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, dmore, True, dpositions),
+        key=dk,
+        value=dv,
+        new_score=dscore,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        table=ours.table,
+        steps=dsteps,
+        rules=dmore,
+        has_cells=True,
+        positions=dpositions,
     )
     after = ours.to("cpu")
     for row in real_rows(case):

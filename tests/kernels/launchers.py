@@ -124,9 +124,23 @@ class Layer:
         schedule(lengths, self.table, tables, lengths, self.steps, own)
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
-            *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
-            *(self.steps, self.decode_rotation, self.slopes, scale, 0.088, shape.softcap),
-            *(shape.interleaved, shape.splits, shape.keep_logits, shared),
+            query=self.query,
+            key=self.key,
+            value=self.key,
+            kv=self.kv,
+            rank=self.rank,
+            born=self.born,
+            table=self.table,
+            steps=self.steps,
+            rotation=self.decode_rotation,
+            slopes=self.slopes,
+            logit_scale=scale,
+            scale=0.088,
+            softcap=shape.softcap,
+            interleaved=shape.interleaved,
+            splits=shape.splits,
+            keep_logits=shape.keep_logits,
+            positions=shared,
         )
         output = torch.empty_like(self.query)
         lse = merge._init_fn(parts, parts_lse, self.steps, output, self.sinks)
@@ -200,8 +214,20 @@ class Layer:
             asking,
         )
         recall_units._init_fn(
-            *(evidence, rows, words, words, self.kv, self.rank, self.born, self.score, token),
-            *(self.table, self.steps, recall, _meta(1, dtype=i32), shape.recall),
+            evidence=evidence,
+            rows=rows,
+            stored_born=words,
+            stored_token=words,
+            kv=self.kv,
+            rank=self.rank,
+            born=self.born,
+            score=self.score,
+            token=token,
+            table=self.table,
+            steps=self.steps,
+            recall=recall,
+            exchanged=_meta(1, dtype=i32),
+            most=shape.recall,
         )
         lines = self.kv, self.rank, self.born, token, self.table, self.steps, recall
         store = *turning, rows, codes, scales, words, words, capacity
@@ -218,8 +244,19 @@ class Layer:
         sums = _meta(shape.batch, heads, width * parts, dtype=torch.float32)
         plans = _meta(9000, dtype=i32)
         keep = keep_of_strides(
-            *(token, self.steps, recall, shape.unit, sums, None, line, plans, shape.reduction),
-            *(self.queries // self.sets, parts, notes, values),
+            token=token,
+            steps=self.steps,
+            recall=recall,
+            unit=shape.unit,
+            sums=sums,
+            given=None,
+            line=line,
+            plans=plans,
+            reduction=shape.reduction,
+            query_heads=self.queries // self.sets,
+            parts=parts,
+            notes=notes,
+            values=values,
         )
         store_units._init_fn(keep, None, key, key, *lines, *store)
         insert_strides(

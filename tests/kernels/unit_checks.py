@@ -54,8 +54,18 @@ def check_insert_units(case: Case, device: torch.device | str, variant: int = 0)
     ours = cache.to(device)
     dsteps, dk, dv, dscore, dmore = on(device, steps, key, value, new_score, more)
     insert(
-        *(dk, dv, dscore, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, dmore, True),
+        key=dk,
+        value=dv,
+        new_score=dscore,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        table=ours.table,
+        steps=dsteps,
+        rules=dmore,
+        has_cells=True,
     )
     after = ours.to("cpu")
     for row in real_rows(case):
