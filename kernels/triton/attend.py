@@ -299,8 +299,27 @@ def attend(
         return outputs
     assert positions is None or (unit == 1 and positions.dtype == torch.int64), unit
     if unit % TURNED == 0:
-        tensors = query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale
-        attend_units(tensors, outputs, scale, softcap, interleaved, splits, keep_logits, unit)
+        attend_units(
+            query=query,
+            key=key,
+            value=value,
+            kv=kv,
+            rank=rank,
+            born=born,
+            table=table,
+            steps=steps,
+            rotation=rotation,
+            slopes=slopes,
+            logit_scale=logit_scale,
+            partial=partial,
+            partial_lse=partial_lse,
+            masses=logits,
+            own=own,
+            scale=scale,
+            softcap=softcap,
+            interleaved=interleaved,
+            keep_masses=keep_logits,
+        )
         return outputs
     sets = rank.shape[1]
     config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, sets)
