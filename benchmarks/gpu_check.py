@@ -3,8 +3,9 @@
 
     python -m benchmarks.gpu_check --out results/
 
-Needs torch, triton and the folder ``kernels/``; no vLLM. ``--interpret`` runs the same code on the
-CPU with tiny sizes in Triton's interpreter: it checks this script, its times mean nothing.
+Needs torch, triton and the folders ``kernels/`` and ``tests/kernels/``; no vLLM. ``--interpret``
+runs the same code on the CPU with tiny sizes in Triton's interpreter: it checks this script, its
+times mean nothing.
 """
 
 import argparse
@@ -19,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.kernels_alone import without_the_plugin
+
 Row = dict[str, Any]
 
 
@@ -30,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    without_the_plugin()
     import torch
 
     if not options.interpret and not torch.cuda.is_available():
@@ -100,20 +104,19 @@ def cases(interpret: bool) -> dict[str, Any]:
     """Shapes to check: every head size and type, group sizes, and all that changes logits."""
     import torch
 
-    from benchmarks.gpu.kernels_alone import load
+    from tests.kernels.random_pool import Case
 
-    case = load("testing.checks").Case
     if interpret:
         small = {"head_size": 16, "num_heads": 1, "lengths": (0, 17, None), "strides": (9,)}
-        return {"fp32": case(**small), "bf16": case(**small, group=1, dtype=torch.bfloat16)}
+        return {"fp32": Case(**small), "bf16": Case(**small, group=1, dtype=torch.bfloat16)}
     base = {"lengths": (0, 1, 15, 16, 17, None, 250, 611), "num_heads": 2, "splits": None}
     base["strides"] = (1, 7, 64, 33, 200)
     found = {}
     for size in (64, 80, 96, 128, 256):
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             name = f"{size} {str(dtype).removeprefix('torch.')}"
-            found[name] = case(**base, head_size=size, dtype=dtype)
-    found["long"] = case(**base | {"lengths": (2052, 8197)}, head_size=128, dtype=torch.float16)
+            found[name] = Case(**base, head_size=size, dtype=dtype)
+    found["long"] = Case(**base | {"lengths": (2052, 8197)}, head_size=128, dtype=torch.float16)
     options: dict[str, Row] = {
         "gqa 1": {"group": 1},
         "gqa 4": {"group": 4},
@@ -131,24 +134,23 @@ def cases(interpret: bool) -> dict[str, Any]:
         "per query": {"per_age": True},
     }
     for name, option in options.items():
-        found[name] = case(**base, **option)
+        found[name] = Case(**base, **option)
     return found
 
 
 def unit_cases(interpret: bool) -> dict[str, Any]:
     """Pages of units; strides begin where units do, so lengths are their multiples."""
-    from benchmarks.gpu.kernels_alone import load
+    from tests.kernels.random_pool import Case
 
-    case = load("testing.checks").Case
     found = {}
     for unit in (16,) if interpret else (8, 16, 32, 64):
         lengths = (unit,) if interpret else (0, unit, None, 5 * unit, 512)
         base = {"unit": unit, "block_size": max(unit, 16), "lengths": lengths, "strides": (9,)}
         if interpret:
-            return {"units": case(**base, head_size=16, num_heads=1)}
+            return {"units": Case(**base, head_size=16, num_heads=1)}
         base |= {"num_heads": 2, "splits": None, "strides": (1, 7, 64, 33, 200)}
         for option in ({}, {"group": 1}, {"group": 4, "per_head": True}, {"head_size": 128}):
-            found[f"units of {unit} {option}"] = case(**base, **option)
+            found[f"units of {unit} {option}"] = Case(**base, **option)
     return found
 
 
@@ -156,12 +158,12 @@ def split_cases(interpret: bool) -> dict[str, tuple[Any, Any]]:
     """Strides whose attention is split over keys, each with its parts: some end in each of them."""
     import torch
 
-    from benchmarks.gpu.kernels_alone import load
+    from tests.kernels.random_pool import Case
+    from vllm_cascade.kernels.triton.configs import Split
 
-    case, split = load("testing.checks").Case, load("triton.configs").Split
     if interpret:
-        small = case(head_size=16, num_heads=1, group=1, lengths=(0, 17, None), strides=(9,))
-        return {"fp32": (small, split(2, 16))}
+        small = Case(head_size=16, num_heads=1, group=1, lengths=(0, 17, None), strides=(9,))
+        return {"fp32": (small, Split(2, 16))}
     base = {"lengths": (0, 190, None, 250, 611, 2052), "num_heads": 2, "strides": (7, 64, 200)}
     options: dict[str, Row] = {
         f"{size} {str(dtype).removeprefix('torch.')}": {"head_size": size, "dtype": dtype}
@@ -171,17 +173,16 @@ def split_cases(interpret: bool) -> dict[str, tuple[Any, Any]]:
     options["per head"] = {"per_head": True, "alibi": True}
     options["sinks"] = {"sinks": True, "softcap": 2.0, "logit_scale": True, "group": 4}
     options["units"] = {"unit": 16, "lengths": (0, 192, 608), "dtype": torch.bfloat16}
-    found = {name: (case(**base | option), split(4, 192)) for name, option in options.items()}
+    found = {name: (Case(**base | option), Split(4, 192)) for name, option in options.items()}
     large = {"head_size": 128, "num_heads": 1, "group": 8, "dtype": torch.bfloat16}
-    found["a rank of 8"] = case(**large, lengths=(2052,), strides=(256,)), split(8, 320)
+    found["a rank of 8"] = Case(**large, lengths=(2052,), strides=(256,)), Split(8, 320)
     return found
 
 
 def correctness(device: Any, interpret: bool) -> list[Row]:
     """Every kernel against its reference, and a captured step against an eager one."""
-    from benchmarks.gpu.kernels_alone import load
+    from tests.kernels import checks, recall_checks
 
-    checks = load("testing.checks")
     rows = []
 
     def check(name: str, call: Any) -> None:
@@ -218,14 +219,13 @@ def correctness(device: Any, interpret: bool) -> list[Row]:
         insert_strides(name, case)
     for name, (case, split) in split_cases(interpret).items():
         check(f"in parts {name}", lambda c=case, s=split: checks.check_split(c, device, s))
-    recall = load("testing.recall_checks")
     for name, case in unit_cases(interpret).items():
         last = replace(case, lengths=tuple(n and max(n - 1, 0) for n in case.lengths))
-        check(f"judge {name}", lambda c=case: recall.check_judge(c, device))
-        check(f"judge strides {name}", lambda c=case: recall.check_judge(c, device, 40, 20))
-        check(f"recall {name}", lambda c=case: recall.check_recall(c, device))
-        check(f"store {name}", lambda c=last: recall.check_store_tokens(c, device))
-        check(f"store strides {name}", lambda c=case: recall.check_store_strides(c, device))
+        check(f"judge {name}", lambda c=case: recall_checks.check_judge(c, device))
+        check(f"judge strides {name}", lambda c=case: recall_checks.check_judge(c, device, 40, 20))
+        check(f"recall {name}", lambda c=case: recall_checks.check_recall(c, device))
+        check(f"store {name}", lambda c=last: recall_checks.check_store_tokens(c, device))
+        check(f"store strides {name}", lambda c=case: recall_checks.check_store_strides(c, device))
     check("schedule", lambda: checks.check_schedule(device))
     check("schedule, units", lambda: checks.check_schedule(device, unit=16))
     check("rotation table", lambda: checks.check_rotation_table(device))
@@ -243,7 +243,7 @@ def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
     import torch
 
     from benchmarks.gpu.caching import cascade_schedule
-    from benchmarks.gpu.kernels_alone import load
+    from vllm_cascade.kernels.triton.schedule import ScheduleTables
 
     one = cascade_schedule(device, 4, 64, 4)
     grow = [[0, 0, 0, 0, 0, 0, cached + j, cached + 3] for j in (1, 2, 3)]
@@ -253,7 +253,7 @@ def two_policies(device: Any, cached: int) -> tuple[Any, Any]:
     head[0, :3] = torch.tensor([len(one.table), 0, 4])
     tables = torch.cat([one.table, other]), torch.cat([one.heads, head])
     rules = torch.tensor([[50, 54, 2, -2]], dtype=torch.int32, device=device)
-    return load("triton.schedule").ScheduleTables(*tables), rules
+    return ScheduleTables(*tables), rules
 
 
 def graph_equals_eager(device: Any) -> float:
@@ -262,10 +262,12 @@ def graph_equals_eager(device: Any) -> float:
 
     import torch
 
-    from benchmarks.gpu.kernels_alone import load
     from benchmarks.gpu.timings import Layer
+    from vllm_cascade.kernels.triton.attend import attend
+    from vllm_cascade.kernels.triton.combine import merge, update
+    from vllm_cascade.kernels.triton.insert import insert
+    from vllm_cascade.kernels.triton.schedule import schedule
 
-    ops = {name: load(f"triton.{name}") for name in ("combine", "insert", "schedule")}
     torch.manual_seed(0)
     batch, heads, cached = 5, 8, 4 + 4 * 64
     tables, rules = two_policies(device, cached)
@@ -285,21 +287,56 @@ def graph_equals_eager(device: Any) -> float:
     def step(i: int) -> None:
         layer = twins[i]
         lengths[i].add_((lengths[i] > 0).int())
-        ops["schedule"].schedule(
-            *(lengths[i], layer.table, tables, schedule_of, layer.steps, positions)
+        schedule(
+            seq_lens=lengths[i],
+            blocks=layer.table,
+            tables=tables,
+            schedule_of=schedule_of,
+            steps=layer.steps,
+            positions=positions,
         )
-        attend = load("triton.attend").attend
         parts, parts_lse, logits, own = attend(
-            *(query, key, key, layer.kv, layer.rank, layer.born, layer.table, layer.steps),
-            *(layer.decode_rotation, None, None, 0.088, 0.0, False, 4, True),
+            query=query,
+            key=key,
+            value=key,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            table=layer.table,
+            steps=layer.steps,
+            rotation=layer.decode_rotation,
+            slopes=None,
+            logit_scale=None,
+            scale=0.088,
+            softcap=0.0,
+            interleaved=False,
+            splits=4,
+            keep_logits=True,
         )
-        lse = ops["combine"].merge(parts, parts_lse, layer.steps, outputs[i])
-        new = ops["combine"].update(
-            *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps, "mean")
+        lse = merge(parts, parts_lse, layer.steps, outputs[i])
+        new = update(
+            logits=logits,
+            own=own,
+            lse=lse,
+            rank=layer.rank,
+            score=layer.score,
+            table=layer.table,
+            steps=layer.steps,
+            reduction="mean",
         )
-        ops["insert"].insert(
-            *(key, key, new, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, rules, True),
+        insert(
+            key=key,
+            value=key,
+            new_score=new,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            score=layer.score,
+            token=None,
+            table=layer.table,
+            steps=layer.steps,
+            rules=rules,
+            has_cells=True,
         )
 
     step(0)  # compiles; the twin makes the same first step eagerly

@@ -13,7 +13,12 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-from benchmarks.gpu.kernels_alone import load
+from benchmarks.gpu.kernels_alone import without_the_plugin
+
+without_the_plugin()
+
+from tests.kernels import aot  # noqa: E402
+from tests.kernels import machine_code as code  # noqa: E402
 
 ABOUT_DECODE = """\
 # What the kernels execute and need
@@ -70,7 +75,6 @@ SHARES = ["issue", "L2", "latency"]
 
 def resources() -> list[str]:
     """What every kernel needs, one line a kernel and shape."""
-    aot = load("testing.aot")
     found: dict[tuple[str, str, int], dict[int, Any]] = {}
     shapes = [(shape, aot.resources_of) for shape in aot.TABLED_SHAPES]
     shapes += [(shape, aot.recall_resources) for shape in aot.TABLED_RECALL]
@@ -92,7 +96,6 @@ def resources() -> list[str]:
 
 def decode() -> list[str]:
     """What decode attention executes for a cached key and KV head, one line a binary."""
-    code = load("testing.machine_code")
     lines = [
         "| for | kernel | shape | " + " | ".join(HEADS) + " | registers | shared memory | programs"
         " | bytes beyond K, V | buffers | " + " | ".join(SHARES) + " |",
@@ -115,7 +118,6 @@ def decode() -> list[str]:
 
 def judge() -> list[str]:
     """What the judge of recall executes for a stored key, one line a binary."""
-    aot, code = load("testing.aot"), load("testing.machine_code")
     kinds = ["instructions", "integers", "MUFU", "shared loads", "global loads", "barriers"]
     heads = [*kinds, "registers", "shared memory", "bytes", "buffers", "issue"]
     lines = ["| for | shape | " + " | ".join(heads) + " |", "|---|---|" + "---|" * len(heads)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's rooms: who may import whom, no circle, and no file that has grown too long."""
+"""The package's rooms: which room may import which, and no import circle."""
 
 import ast
 from collections.abc import Iterator

@@ -184,6 +184,7 @@ def test_wheel(tmp_path: Path) -> None:
             if file.suffix in (".py", ".cpp", ".h"):
                 assert prefix + file.relative_to(source).as_posix() in files
     assert "vllm_cascade/kernels/cpp/tokens.cpp" in files
+    assert not [name for name in files if "test" in name], "what tests share stays in tests/"
 
 
 def test_the_vllm_command_works(tmp_path: Path) -> None:

@@ -7,18 +7,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.kernels_alone import load
 from benchmarks.gpu.timings import AVERAGE, Bench, Layer, Row, Sizes
-
-combine_ops, insert_ops, schedule_ops = (
-    load("triton.combine"),
-    load("triton.insert"),
-    load("triton.schedule"),
-)
-tile_ops = load("triton.tiles")
+from tests.kernels.random_pool import float_bits
+from vllm_cascade.kernels.triton.combine import update
+from vllm_cascade.kernels.triton.insert import insert
+from vllm_cascade.kernels.triton.schedule import ScheduleTables, schedule
 
 
-def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int) -> Any:
+def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int) -> ScheduleTables:
     """Step tables of a full cascade: an eviction at every step, periods of ``2**(levels - 1)``.
 
     Step ``j`` ends with a contest between the newest token of the first sub-cache that does not
@@ -32,12 +28,12 @@ def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int)
         contest = level < levels
         lo, hi = (newest, newest + 2) if contest else (sinks, sinks + 1)
         rows.append([lo, hi, 1, 0, 0, 0, total, total])
-    average = [tile_ops.float_bits(value) for value in AVERAGE]
+    average = [float_bits(value) for value in AVERAGE]
     table, heads = (
         torch.tensor(lines, dtype=torch.int32, device=device)
         for lines in (rows, [[0, 0, len(rows), 0, 1, *average, 0]])
     )
-    return schedule_ops.ScheduleTables(table, heads)
+    return ScheduleTables(table, heads)
 
 
 def caching_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
@@ -90,15 +86,32 @@ def _our_caching(bench: Bench, sizes: Sizes, dtype: torch.dtype, levels: int) ->
 
     def step() -> None:
         seq_lens.add_(1)
-        schedule_ops.schedule(seq_lens, layer.table, tables, schedule_of, layer.steps, positions)
+        schedule(seq_lens, layer.table, tables, schedule_of, layer.steps, positions)
         new = fixed
         if levels > 1:
-            new = combine_ops.update(
-                *(logits, own, lse, layer.rank, layer.score, layer.table, layer.steps, "mean")
+            new = update(
+                logits=logits,
+                own=own,
+                lse=lse,
+                rank=layer.rank,
+                score=layer.score,
+                table=layer.table,
+                steps=layer.steps,
+                reduction="mean",
             )
-        insert_ops.insert(
-            *(key, value, new, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, no_rules, False),
+        insert(
+            key=key,
+            value=value,
+            new_score=new,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            score=layer.score,
+            token=None,
+            table=layer.table,
+            steps=layer.steps,
+            rules=no_rules,
+            has_cells=False,
         )
 
     if not bench.on_gpu:

@@ -1,34 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder ``kernels/`` as a package of its own, where there is no vLLM to import.
+"""Kernels without the plugin: ``vllm_cascade.kernels`` where vLLM is not installed or not wanted.
 
-``import vllm_cascade`` imports vLLM, and the bare name ``kernels`` belongs to a package on PyPI.
+``import vllm_cascade`` patches vLLM and so imports it, and the bare name ``kernels`` belongs to a
+package on PyPI.
 """
 
-import importlib
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
 
-NAME = "cascade_kernels"
-INSTALLED = "vllm_cascade.kernels"
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(module: str) -> ModuleType:
-    """``kernels.<module>`` under the name ``cascade_kernels.<module>``.
+def without_the_plugin() -> None:
+    """Let ``vllm_cascade`` be an empty package around the checkout's ``kernels/``.
 
-    A process that has the plugin gets the plugin's own module: a kernel that is loaded twice
-    registers its operators twice, and the first ones are then freed while others hold them.
+    For processes that run or compile kernels only; call it before the first import of a kernel. A
+    process that has imported the plugin keeps it, and its kernels.
     """
-    if INSTALLED in sys.modules:
-        return importlib.import_module(f"{INSTALLED}.{module}")
-    if NAME not in sys.modules:
-        folder = Path(__file__).resolve().parents[2] / "kernels"
-        spec = importlib.util.spec_from_file_location(
-            NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None and spec.loader is not None, folder
-        package = importlib.util.module_from_spec(spec)
-        sys.modules[NAME] = package
-        spec.loader.exec_module(package)
-    return importlib.import_module(f"{NAME}.{module}")
+    if "vllm_cascade" not in sys.modules:
+        package = ModuleType("vllm_cascade")
+        package.__path__ = [str(ROOT)]
+        sys.modules[package.__name__] = package

@@ -3,7 +3,7 @@
 
     python -m benchmarks.gpu.roofline --out results/       # a table, and roofline.json
 
-From the machine code of decode attention (``kernels/testing/machine_code.py``), a card's published
+From the machine code of decode attention (``tests/kernels/machine_code.py``), a card's published
 numbers, and assumptions that are all fields of ``Assumptions``, ``Path`` and ``Card``. A
 measurement on a card can refute each term by itself: the JSON has every term of every line. Left
 out: the scores that ranks exchange where all heads keep the same tokens.
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path as File
 from typing import Any
 
-from benchmarks.gpu.kernels_alone import load
+from benchmarks.gpu.kernels_alone import without_the_plugin
 
 Row = dict[str, Any]
 CONTEXTS = (8192, 32768, 131072)
@@ -229,7 +229,10 @@ def main() -> None:
     parser.add_argument("--card", choices=("H100", "A100"), default="H100")
     options = parser.parse_args()
     os.environ.pop("TRITON_INTERPRET", None)  # what is counted is compiled
-    code, aot = load("testing.machine_code"), load("testing.aot")
+    without_the_plugin()
+    from tests.kernels import aot
+    from tests.kernels import machine_code as code
+
     card, capability = getattr(code, options.card), {"H100": 90, "A100": 80}[options.card]
     bf16 = {"dtype": aot.torch.bfloat16, "unit": 16}
     counts = {g: code.decode_counts(aot.Shape(group=g, **bf16), capability) for g in (4, 8)}

@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.kernels_alone import load
 from benchmarks.gpu.xformers_attention import attend_with_xformers, has_xformers
-
-attend_ops, combine_ops = load("triton.attend"), load("triton.combine")
-prefill_ops, mass_ops = load("triton.prefill"), load("triton.column_sums")
-rotate_ops, configs = load("triton.rotate"), load("triton.configs")
-stride_ops, columns = load("triton.insert_stride"), load("triton.stride_columns")
-keep_ops, split_ops = load("triton.keep"), load("triton.split")
-tile_ops = load("triton.tiles")
+from tests.kernels.random_pool import float_bits
+from vllm_cascade.kernels.triton import configs
+from vllm_cascade.kernels.triton import stride_columns as columns
+from vllm_cascade.kernels.triton.attend import attend
+from vllm_cascade.kernels.triton.column_sums import column_sums
+from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.insert_stride import insert_strides, num_programs
+from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS
+from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.kernels.triton.split import MARKS, Partial
+from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS
 
 Row = dict[str, Any]
 GIB = 1 << 30
@@ -144,7 +148,7 @@ class Layer:
         rank = torch.full((blocks, 1, page), -1, dtype=torch.int32, device=device)
         rank[table.long(), 0] = one.view(pages, page)
         born = rank + torch.randint_like(rank, 0, cached)
-        average = [tile_ops.float_bits(value) for value in AVERAGE]
+        average = [float_bits(value) for value in AVERAGE]
         first = [10 * cached, cached, cached, cached, 0, 1, 4, 5, 1, 0, 0, 0, 0, 1, *average]
         steps = torch.tensor(first, dtype=torch.int32)
         exponent = torch.arange(0, head_size, 2) / head_size
@@ -156,24 +160,44 @@ class Layer:
             score=torch.rand(rank.shape, device=device),
             table=table,
             steps=steps.to(device).repeat(batch, 1),
-            rotation=rotate_ops.rotation_table(*turning),
-            decode_rotation=rotate_ops.rotation_table(*turning, rotate_ops.decode_dtype(dtype)),
+            rotation=rotation_table(*turning),
+            decode_rotation=rotation_table(*turning, decode_dtype(dtype)),
         )
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, featured: bool) -> torch.Tensor:
         """One decode step's attention; ``featured``: with rotation and score update."""
         batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
         splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
-        parts, parts_lse, logits, own = attend_ops.attend(
-            *(query, key, key, self.kv, self.rank, self.born, self.table, self.steps),
-            *(self.decode_rotation if featured else None, None, None, query.shape[2] ** -0.5, 0.0),
-            *(False, splits, featured),
+        parts, parts_lse, logits, own = attend(
+            query=query,
+            key=key,
+            value=key,
+            kv=self.kv,
+            rank=self.rank,
+            born=self.born,
+            table=self.table,
+            steps=self.steps,
+            rotation=self.decode_rotation if featured else None,
+            slopes=None,
+            logit_scale=None,
+            scale=query.shape[2] ** -0.5,
+            softcap=0.0,
+            interleaved=False,
+            splits=splits,
+            keep_logits=featured,
         )
         output = torch.empty_like(query)
-        lse = combine_ops.merge(parts, parts_lse, self.steps, output)
+        lse = merge(parts, parts_lse, self.steps, output)
         if featured:
-            combine_ops.update(
-                *(logits, own, lse, self.rank, self.score, self.table, self.steps, "mean")
+            update(
+                logits=logits,
+                own=own,
+                lse=lse,
+                rank=self.rank,
+                score=self.score,
+                table=self.table,
+                steps=self.steps,
+                reduction="mean",
             )
         return output
 
@@ -308,14 +332,14 @@ class _Prompt:
     ) -> None:
         device, size, budget = bench.device, sizes.head_size, sizes.prefill_budget
         self.layer = Layer.make(device, 1, heads, size, budget, dtype, spare=0)
-        self.layer.rotation = rotate_ops.rotation_table(
+        self.layer.rotation = rotation_table(
             10000.0 ** -(torch.arange(0, size, 2) / size), budget + stride, device
         )
         self.stride, self.budget = stride, budget
-        step = [0] * tile_ops.STEP_COLUMNS
+        step = [0] * STEP_COLUMNS
         step[:6] = [10 * budget, budget, budget, budget, 0, stride]
         step[columns.PLAN : columns.STAY + 1] = [0, 1, budget + stride, budget]
-        step[columns.FADE] = tile_ops.float_bits(0.5)
+        step[columns.FADE] = float_bits(0.5)
         self.layer.steps = torch.tensor([step], dtype=torch.int32, device=device)
         self.query = torch.randn(stride, queries, size, device=device).to(dtype)
         self.key, self.value = torch.randn(2, stride, heads, size, device=device).to(dtype)
@@ -324,11 +348,11 @@ class _Prompt:
         self.decays = 0.991 ** torch.arange(stride, device=device, dtype=torch.float32)
         self.scale, self.output = size**-0.5, torch.empty_like(self.query)
         self.lse = torch.empty(stride, queries, device=device)
-        width, programs = budget + stride, stride_ops.num_programs(1, 1)
+        width, programs = budget + stride, num_programs(1, 1)
         int32 = {"dtype": torch.int32, "device": device}
-        self.line = torch.empty(1, 1, prefill_ops.LINE_WORDS, width, **int32)
-        self.notes = torch.empty(1, 1, programs, keep_ops.NUMBER_ROWS, width, **int32)
-        shape = 1, 1, programs, keep_ops.VALUE_ROWS, width
+        self.line = torch.empty(1, 1, LINE_WORDS, width, **int32)
+        self.notes = torch.empty(1, 1, programs, NUMBER_ROWS, width, **int32)
+        shape = 1, 1, programs, VALUE_ROWS, width
         self.values = torch.empty(shape, device=device)
         self.sums = torch.empty(1, heads, width, device=device)
         self.partials: dict[Any, Any] = {}
@@ -344,14 +368,14 @@ class _Prompt:
         if split not in self.partials:
             shape, device = (*self.query.shape[:2], split.splits), self.query.device
             sums = torch.empty(*shape, self.query.shape[2], device=device)
-            marks = torch.empty(*shape, split_ops.MARKS, device=device)
+            marks = torch.empty(*shape, MARKS, device=device)
             arrived = torch.zeros(self.query[..., 0].numel(), dtype=torch.int32, device=device)
-            self.partials[split] = split_ops.Partial(sums, marks, arrived)
+            self.partials[split] = Partial(sums, marks, arrived)
         return self.partials[split]
 
     def attend(self, split: Any = configs.WHOLE) -> None:
         layer = self.layer
-        prefill_ops.attend_strides(
+        attend_strides(
             *(self.query, self.key, self.value, layer.kv, layer.rank, layer.born, layer.score),
             *(None, *self._common, self.output, self.lse, self.line, None, split),
             None if split == configs.WHOLE else self._partial(split),
@@ -360,14 +384,31 @@ class _Prompt:
     def one(self) -> None:
         layer = self.layer
         self.attend()
-        mass_ops.column_sums(
+        column_sums(
             *(self.query, self.key, layer.kv, layer.rank, layer.born, *self._common),
             *(self.lse, self.decays, "mean", self.budget, self.sums),
         )
-        stride_ops.insert_strides(
-            *(self.key, self.value, layer.kv, layer.rank, layer.born, layer.score, None),
-            *(layer.table, layer.steps, layer.rotation, False, self.sums, None, self.line),
-            *(self.plan, "mean", self.query.shape[1], 1, self.notes, self.values),
+        insert_strides(
+            key=self.key,
+            value=self.value,
+            kv=layer.kv,
+            rank=layer.rank,
+            born=layer.born,
+            score=layer.score,
+            token=None,
+            table=layer.table,
+            steps=layer.steps,
+            rotation=layer.rotation,
+            interleaved=False,
+            sums=self.sums,
+            given=None,
+            line=self.line,
+            plans=self.plan,
+            reduction="mean",
+            query_heads=self.query.shape[1],
+            parts=1,
+            notes=self.notes,
+            values=self.values,
         )
 
     def run(self, length: int) -> None:

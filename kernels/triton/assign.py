@@ -73,17 +73,16 @@ def assign(
     num_places = table.shape[1] * page
     tile = min(1024, triton.next_power_of_2(num_places))
     _assign[(num_rows, num_sets, triton.cdiv(num_places, tile))](
-        *(given, ranks, rank, score, table, steps, rank.stride(0), table.stride(0)),
+        given=given,
+        ranks=ranks,
+        rank=rank,
+        score=score,
+        table=table,
+        steps=steps,
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
         PAGE=page,
         TILE=tile,
         UNIT=unit,
         num_warps=4,
     )
-
-
-def assign_reference(
-    given: float, wanted: int, ranks: torch.Tensor, scores: torch.Tensor, unit: int = 1
-) -> torch.Tensor:
-    """One request: scores ``[S, N]`` by slot with ``given`` where ``ranks [S, N]`` says so."""
-    there = given if unit == 1 else scores + given
-    return torch.where((ranks == wanted) & (ranks >= 0), there, scores)

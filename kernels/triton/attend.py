@@ -170,8 +170,17 @@ def _attend(
         if HALF > 0:
             for part in tl.static_range(PARTS):
                 products = turned_products(
-                    *(products, q1[part], q2[part], rows, valid, rotation, distance),
-                    *(part * (padded(HALF) // PARTS), HALF, INTERLEAVED, FLAT),
+                    products=products,
+                    q1=q1[part],
+                    q2=q2[part],
+                    rows=rows,
+                    valid=valid,
+                    rotation=rotation,
+                    distance=distance,
+                    FROM=part * (padded(HALF) // PARTS),
+                    HALF=HALF,
+                    INTERLEAVED=INTERLEAVED,
+                    FLAT=FLAT,
                 )
         if 2 * HALF < HEAD:
             rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
@@ -290,16 +299,56 @@ def attend(
         return outputs
     assert positions is None or (unit == 1 and positions.dtype == torch.int64), unit
     if unit % TURNED == 0:
-        tensors = query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale
-        attend_units(tensors, outputs, scale, softcap, interleaved, splits, keep_logits, unit)
+        attend_units(
+            query=query,
+            key=key,
+            value=value,
+            kv=kv,
+            rank=rank,
+            born=born,
+            table=table,
+            steps=steps,
+            rotation=rotation,
+            slopes=slopes,
+            logit_scale=logit_scale,
+            partial=partial,
+            partial_lse=partial_lse,
+            masses=logits,
+            own=own,
+            scale=scale,
+            softcap=softcap,
+            interleaved=interleaved,
+            keep_masses=keep_logits,
+        )
         return outputs
     sets = rank.shape[1]
     config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, sets)
     _attend[(num_rows, num_heads // heads, splits)](
-        *(query, key, value, kv, rank, born, table, steps, rotation, slopes, logit_scale),
-        *(positions, partial, partial_lse, logits, own, scale, softcap or None),
-        *(query.stride(0), key.stride(0), value.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0), masses_of(num_slots, unit)),
+        query=query,
+        key=key,
+        value=value,
+        kv=kv,
+        rank=rank,
+        born=born,
+        table=table,
+        steps=steps,
+        rotation=rotation,
+        slopes=slopes,
+        logit_scale=logit_scale,
+        positions=positions,
+        partial=partial,
+        partial_lse=partial_lse,
+        logits=logits,
+        own=own,
+        scale=scale,
+        cap=softcap or None,
+        query_stride=query.stride(0),
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        page_stride=kv.stride(0),
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        logits_stride=masses_of(num_slots, unit),
         NUM_HEADS=num_heads,
         NUM_SETS=rank.shape[1],
         HEADS=heads,

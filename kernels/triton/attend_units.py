@@ -220,32 +220,63 @@ def _attend_units(
 
 
 def attend_units(
-    tensors: tuple[torch.Tensor | None, ...],
-    outputs: tuple[torch.Tensor, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    rotation: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    logit_scale: torch.Tensor | None,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    masses: torch.Tensor,
+    own: torch.Tensor,
     scale: float,
     softcap: float,
     interleaved: bool,
-    splits: int,
     keep_masses: bool,
-    unit: int,
 ) -> None:
-    """Launch the kernel.
+    """Launch the kernel with the arguments of ``attend``; writes the four tensors it returns.
 
     Args:
-        tensors: the first eleven arguments of ``attend``.
-        outputs: what it returns.
+        masses: the log-sum-exps per chunk that ``attend`` returns as logits.
+        keep_masses: whether ``masses`` and ``own`` are written.
     """
-    query, key, value, kv, rank, _, table, _, rotation, *_ = tensors
     num_rows, num_queries, head_size = query.shape
     num_heads, page = kv.shape[1], kv.shape[2]
+    unit, splits = page // rank.shape[2], partial.shape[2]
     group = num_queries // num_heads
     config = units_config(query.device, query.dtype, head_size, group)
     chunk = chunk_of(unit, config.tile)
     _attend_units[(num_rows, num_heads, splits)](
-        *tensors,
-        *outputs,
-        *(scale, softcap or None, query.stride(0), key.stride(0), value.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0), table.shape[1] * page // chunk),
+        query=query,
+        key=key,
+        value=value,
+        kv=kv,
+        rank=rank,
+        born=born,
+        table=table,
+        steps=steps,
+        rotation=rotation,
+        slopes=slopes,
+        logit_scale=logit_scale,
+        partial=partial,
+        partial_lse=partial_lse,
+        masses=masses,
+        own=own,
+        scale=scale,
+        cap=softcap or None,
+        query_stride=query.stride(0),
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        page_stride=kv.stride(0),
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        masses_stride=table.shape[1] * page // chunk,
         NUM_HEADS=num_heads,
         NUM_SETS=rank.shape[1],
         GROUP=group,

@@ -120,8 +120,20 @@ def _attend_chunks(
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):
             slot, unit, _word, rows, distance = page_tile(
-                *(kv, rank, born, table, first, slots, head, page_stride, word_stride),
-                *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
+                kv=kv,
+                rank=rank,
+                born=born,
+                table=table,
+                first=first,
+                slots=slots,
+                head=head,
+                page_stride=page_stride,
+                word_stride=word_stride,
+                NUM_SETS=NUM_SETS,
+                HEAD=HEAD,
+                PAGE=PAGE,
+                TILE=TILE,
+                UNIT=UNIT,
             )
             at = unit * UNIT + slot % UNIT
             is_kept = at < kept
@@ -182,17 +194,44 @@ def _attend_chunks(
     if tl.atomic_add(finished + head, 1) == programs - 1:
         tl.store(finished + head, 0)
         write_rows(
-            *(key, value, kv, rank, table, chunk, positions, new_rotation, head),
-            *(key_stride, value_stride, page_stride, word_stride),
-            *(NUM_SETS, HEAD, HALF, INTERLEAVED, PAGE, UNIT, COPY),
+            key=key,
+            value=value,
+            kv=kv,
+            rank=rank,
+            table=table,
+            chunk=chunk,
+            positions=positions,
+            rotation=new_rotation,
+            head=head,
+            key_stride=key_stride,
+            value_stride=value_stride,
+            page_stride=page_stride,
+            word_stride=word_stride,
+            NUM_SETS=NUM_SETS,
+            HEAD=HEAD,
+            HALF=HALF,
+            INTERLEAVED=INTERLEAVED,
+            PAGE=PAGE,
+            UNIT=UNIT,
+            TILE=COPY,
         )
         tl.debug_barrier()
         head_set = head % NUM_SETS
         if tl.atomic_add(finished + NUM_HEADS + head_set, 1) == NUM_HEADS // NUM_SETS - 1:
             tl.store(finished + NUM_HEADS + head_set, 0)
             write_words(
-                *(rank, born, score, token, table, chunk, positions, head_set, word_stride),
-                *(PAGE // UNIT, UNIT, RENUMBER),
+                rank=rank,
+                born=born,
+                score=score,
+                token=token,
+                table=table,
+                chunk=chunk,
+                positions=positions,
+                head_set=head_set,
+                word_stride=word_stride,
+                PAGE=PAGE // UNIT,
+                UNIT=UNIT,
+                TILE=RENUMBER,
             )
 
 
@@ -255,11 +294,35 @@ def attend_chunks(
         return
     config = prefill_config(query.device, query.dtype, query.shape[2])
     _attend_chunks[(triton.cdiv(max_length, config.queries), query.shape[1], len(steps))](
-        *(query, key, value, kv, rank, born, score, token, table, steps, chunks, positions),
-        *(finished, rotation, new_rotation if unit > 1 else None, slopes, sinks),
-        *(logit_scale, output, scale, softcap or None, window),
-        *(query.stride(0), key.stride(0), value.stride(0), output.stride(0)),
-        *(kv.stride(0), rank.stride(0), table.stride(0)),
+        query=query,
+        key=key,
+        value=value,
+        kv=kv,
+        rank=rank,
+        born=born,
+        score=score,
+        token=token,
+        table=table,
+        steps=steps,
+        chunks=chunks,
+        positions=positions,
+        finished=finished,
+        rotation=rotation,
+        new_rotation=new_rotation if unit > 1 else None,
+        slopes=slopes,
+        sinks=sinks,
+        logit_scale=logit_scale,
+        output=output,
+        scale=scale,
+        cap=softcap or None,
+        window=window,
+        query_stride=query.stride(0),
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        output_stride=output.stride(0),
+        page_stride=kv.stride(0),
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
         RENUMBER=RENUMBERED,
         COPY=COPIED,
         maxnreg=MOST_REGISTERS,

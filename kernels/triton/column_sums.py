@@ -77,8 +77,20 @@ def _column_sums(
         slots = tl.load(steps + row * STEP + OLD_SLOTS)
         pages = table + row.to(tl.int64) * table_stride
         slot, unit, _, rows, distance = page_tile(
-            *(kv, rank, born, pages, tile * TILE, slots, head, page_stride, word_stride),
-            *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
+            kv=kv,
+            rank=rank,
+            born=born,
+            table=pages,
+            first=tile * TILE,
+            slots=slots,
+            head=head,
+            page_stride=page_stride,
+            word_stride=word_stride,
+            NUM_SETS=NUM_SETS,
+            HEAD=HEAD,
+            PAGE=PAGE,
+            TILE=TILE,
+            UNIT=UNIT,
         )
         seen = unit >= 0
         at = unit * UNIT + slot % UNIT
@@ -153,8 +165,17 @@ class ColumnSums:
         config = mass_config(kv.device, kv.dtype, kv.shape[3] // 2, slopes is not None)
         self._sums_heads, self.parts = _num_sums(config, num_queries, kv.shape[1], unit, reduction)
         self._heads, self._tile = heads_of(num_queries, kv), config.tile
-        self._pages, self._places = (kv, rank, born), (kv.stride(0), rank.stride(0))
-        self._turning, self._slopes, self._factors = rotation, slopes, (scale, softcap or None)
+        self._fixed = {
+            "kv": kv,
+            "rank": rank,
+            "born": born,
+            "rotation": rotation,
+            "slopes": slopes,
+            "scale": scale,
+            "cap": softcap or None,
+            "page_stride": kv.stride(0),
+            "word_stride": rank.stride(0),
+        }
         self._constants = {
             "CHUNK": unit // self.parts,
             "REDUCED": reduced(reduction, self.parts),
@@ -171,10 +192,20 @@ class ColumnSums:
         old_tiles = -(-strides.max_slots // self._tile)
         tiles = old_tiles - (-strides.max_length // self._tile)
         _column_sums[(tiles, self._heads[1], strides.num_rows)](
-            *(tokens.query, tokens.key, *self._pages, strides.table, strides.lse, strides.decays),
-            *(strides.steps, self._turning, self._slopes, tokens.logit_scale, strides.sums),
-            *(*self._factors, *tokens.places[:2], *self._places, strides.table_place),
-            *(strides.sums_width, old_tiles),
+            query=tokens.query,
+            key=tokens.key,
+            table=strides.table,
+            lse=strides.lse,
+            decays=strides.decays,
+            steps=strides.steps,
+            logit_scale=tokens.logit_scale,
+            sums=strides.sums,
+            query_stride=tokens.places[0],
+            key_stride=tokens.places[1],
+            table_stride=strides.table_place,
+            sums_stride=strides.sums_width,
+            old_tiles=old_tiles,
+            **self._fixed,
             **self._constants,
         )
 
@@ -249,9 +280,3 @@ def _num_sums(
     parts = unit // chunk_of(unit, config.tile)
     waits = reduced(reduction, parts) == "none"
     return num_queries if waits else num_heads, parts
-
-
-def column_sums_reference(probs: torch.Tensor, decay: float, weight: float) -> torch.Tensor:
-    """``[Hq, n + T]``: ``weight * sum_q decay ** (T - 1 - q) * probs[:, q]``."""
-    power = torch.arange(probs.shape[1] - 1, -1, -1, dtype=torch.float64)
-    return torch.einsum("htn,t->hn", probs.double(), weight * decay**power)

@@ -100,7 +100,14 @@ def merge(
     if num_rows == 0:
         return lse
     _merge[(num_rows, num_queries)](
-        *(partial, partial_lse, steps, sinks, output, lse, output.stride(0), splits),
+        partial=partial,
+        partial_lse=partial_lse,
+        steps=steps,
+        sinks=sinks,
+        output=output,
+        lse=lse,
+        output_stride=output.stride(0),
+        splits=splits,
         NUM_QUERIES=num_queries,
         HEAD=head_size,
         MOST=MAX_SPLITS,
@@ -212,8 +219,19 @@ def _update(
         valid = place >= 0
         if logits is not None:
             mass = _mass_of_slots(
-                *(logits, own, norm, head, real, place, slot, step, logits_stride),
-                *(HEADS, REDUCTION, UNIT, PARTS),
+                logits=logits,
+                own=own,
+                norm=norm,
+                head=head,
+                real=real,
+                place=place,
+                slot=slot,
+                step=step,
+                logits_stride=logits_stride,
+                HEADS=HEADS,
+                REDUCTION=REDUCTION,
+                UNIT=UNIT,
+                PARTS=PARTS,
             )
         else:
             mass = tl.load(masses + slot, mask=valid, other=0.0)
@@ -346,8 +364,18 @@ def _launch(
     heads = num_queries // num_sets
     tile = 64 if heads > 8 else 128
     _update[(num_rows, num_sets, triton.cdiv(num_places, tile))](
-        *(logits, own, lse, masses, rank, score, table, steps, new_score),
-        *(rank.stride(0), table.stride(0), num_logits),
+        logits=logits,
+        own=own,
+        lse=lse,
+        masses=masses,
+        rank=rank,
+        score=score,
+        table=table,
+        steps=steps,
+        new_score=new_score,
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        logits_stride=num_logits,
         NUM_QUERIES=num_queries,
         HEADS=heads,
         REDUCTION=reduction,
@@ -358,29 +386,3 @@ def _launch(
         LEAVES=score is None,
         num_warps=4,
     )
-
-
-def reduce_reference(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Tensor:
-    """``[Hq, n]`` masses to ``[S, n]``."""
-    mass = mass.unflatten(0, (num_sets, -1))
-    if reduction == "mean":
-        return mass.mean(1)
-    return mass.amax(1) if reduction == "max" else mass.median(1).values
-
-
-def update_reference(
-    probs: torch.Tensor, old: torch.Tensor, decay: float, weight: float, reduction: str
-) -> torch.Tensor:
-    """One request in fp64: probabilities ``[Hq, n + 1]``, scores ``[S, n]`` to ``[S, n + 1]``.
-
-    Chronological, the new token's last. Of units, one that the token joins is the last.
-    """
-    mass = reduce_reference(probs, old.shape[0], reduction) * weight
-    mass[:, : old.shape[1]] += decay * old.double()
-    return mass
-
-
-def in_units(mass: torch.Tensor, unit: int) -> torch.Tensor:
-    """``[..., n]`` of tokens, from the first of a unit on, to ``[..., ceil(n / unit)]`` sums."""
-    padded_mass = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % unit))
-    return padded_mass.unflatten(-1, (-1, unit)).sum(-1)

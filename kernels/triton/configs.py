@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile sizes, warps and splits by rule from the shape; nothing is tuned while serving.
+"""Launch configurations: tile sizes, warps and splits from a layer's shape, without autotuning.
 
-``TUNED`` holds what measurement on a card found better than the rule (``benchmarks.gpu_check``);
-it is empty until there is one.
+``TUNED`` overrides the rules with values measured on a GPU (``benchmarks.gpu_check``). It is empty
+so far.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import triton
 
 @dataclass(frozen=True)
 class Config:
-    """``tile`` keys at a time (and ``queries`` queries in prefill), by ``warps`` warps."""
+    """``tile`` keys per iteration, ``warps`` and, in prefill, ``queries`` per program."""
 
     tile: int
     warps: int
@@ -22,20 +22,20 @@ class Config:
 
 
 TUNED: dict[tuple[str, int, str, int], Config] = {}
-"""(kernel, compute capability, dtype, head size) to a configuration."""
+"""Configuration by (kernel, compute capability, dtype, head size)."""
 
 TURNED = 16
-"""Tokens that are worth a rotated query in decode, and that a tensor core takes at a time; a unit
-is a multiple of so many, or has less."""
+"""Tokens per rotated query in decode, which is one tensor-core tile; a unit is a multiple of it, or
+smaller."""
 DEFAULT_SMS = 132
 MAX_SPLITS = 32
 HEADS_PER_SM = 4
-"""KV heads of requests that each multiprocessor should have at least, a warp each in decode; up to
-twice as many by rounding, which it can hold at a time."""
+"""Fewest KV heads of a batch per multiprocessor in decode, one warp each. Rounding up to a power of
+two gives at most twice as many, which still fit."""
 LEAST_PART = 256
-"""Cached slots of a stride that are worth a program of their own, whose sums others must add up."""
+"""Fewest cached slots per part when a stride's attention is split; fewer cost more to merge."""
 ENOUGH = 15 / 16
-"""Of the multiprocessors; where so many have a program of a stride, splitting gains nothing."""
+"""Share of busy multiprocessors from which splitting a stride gains nothing."""
 
 
 def capability(device: torch.device) -> int:
@@ -47,7 +47,7 @@ def capability(device: torch.device) -> int:
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a CUDA device; an H100's elsewhere, so that shapes stay realistic."""
+    """Multiprocessors of a CUDA device; an H100's count elsewhere, for realistic launch shapes."""
     if device.type != "cuda":
         return DEFAULT_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -65,18 +65,18 @@ def attend_config(
     num_heads: int,
     num_sets: int,
 ) -> tuple[Config, int]:
-    """Decode in single tokens, or in units too small for a query of their own.
+    """Decode of single tokens, and of units smaller than ``TURNED``.
 
     Returns:
-        The configuration, and the KV heads that one program takes, a warp each: they share a
-        tile's rotations. Heads with tokens of their own have nothing to share. What does not fit a
-        warp's registers is a head alone, of several warps.
+        The configuration, and the KV heads per program, one warp each. Heads of one head set share
+        a tile's rotations; with a head set per head, a program takes one head. A head that does not
+        fit one warp's registers gets a program with several warps.
     """
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
     tuned = _tuned("attend", device, dtype, head_size)
-    long = head_size > 128  # where registers are short
+    long = head_size > 128  # registers are scarce
     if dtype.itemsize == 4 or wide > 2048:
-        several = long and dtype.itemsize < 4  # tiles of keys that warps share out
+        several = long and dtype.itemsize < 4  # warps share a tile of keys
         shared = Config(tile=32, warps=8, stages=2)
         alone = Config(tile=16, warps=4, stages=2 if long else 3)
         return tuned or (shared if several else alone), 1
@@ -85,10 +85,10 @@ def attend_config(
 
 
 def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> Config:
-    """Decode in units of ``TURNED`` or more tokens: ``TURNED`` at a time, by one warp.
+    """Decode of units of at least ``TURNED`` tokens: ``TURNED`` keys per iteration, by one warp.
 
-    A tensor core's tile has 8 columns for query heads. More of them, longer heads or fp32 share
-    out the sums of values, which stay in registers, over more warps.
+    A tensor-core tile has 8 columns for query heads. With more query heads, longer heads or fp32,
+    the accumulated values are spread over more warps so that they stay in registers.
     """
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size) // 1024
     warps = 4 if dtype.itemsize == 4 else max(1, min(wide, 8))
@@ -98,17 +98,17 @@ def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group
 
 
 def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots: int) -> int:
-    """Parts that one request's slots are split into, so that a small batch fills the card.
+    """Number of splits of a request's slots in decode, so that a small batch fills the GPU.
 
-    A function of shapes alone: a captured graph keeps its own number.
+    It depends on shapes only, so every captured CUDA graph has a fixed value.
     """
     wanted = triton.cdiv(HEADS_PER_SM * num_sms(device), max(batch * num_kv_heads, 1))
-    longest = max(num_slots // 128, 1)  # a part of fewer keys is not worth its merge
+    longest = max(num_slots // 128, 1)  # a smaller part costs more to merge than it saves
     return triton.next_power_of_2(max(1, min(wanted, longest, MAX_SPLITS)))
 
 
 def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
-    """Prefill: queries by keys of one flash-attention tile; keys are rotated in registers."""
+    """Prefill: queries by keys of a flash-attention tile; keys are rotated in registers."""
     tuned = _tuned("prefill", device, dtype, head_size)
     if tuned is not None:
         return tuned
@@ -121,9 +121,9 @@ def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> 
 
 @dataclass(frozen=True)
 class Split:
-    """The cached slots of a stride in ``splits`` parts of ``slots`` each; 1 is no split.
+    """A stride's cached slots in ``splits`` parts of ``slots`` each; one part means no split.
 
-    The last part has what is left, and the stride itself.
+    The last part has the remaining slots and the stride's own tokens.
     """
 
     splits: int
@@ -142,16 +142,16 @@ def stride_split(
     most_slots: int,
     least: int = LEAST_PART,
 ) -> Split:
-    """How attention of a stride is split over keys, so that few query heads fill the card as well.
+    """How a stride's attention is split over keys, so that few query heads still fill the GPU.
 
-    A function of what is fixed for a layer: not of how many strides are in a launch, nor of what
-    they have cached, so that a request gets the same bytes alone and in any batch.
+    The split depends only on what is fixed per layer, not on the strides in a launch or their
+    cached tokens. A request's outputs are therefore bit-identical in any batch.
 
     Args:
         num_queries: query heads.
-        longest: tokens of the longest stride.
-        most_slots: that a request may have cached.
-        least: slots that are worth a part.
+        longest: tokens of the longest possible stride.
+        most_slots: slots a request may have cached.
+        least: fewest slots per part.
     """
     config, sms = prefill_config(device, dtype, head_size), num_sms(device)
     programs = num_queries * triton.cdiv(longest, config.queries)
@@ -159,11 +159,11 @@ def stride_split(
     if most < 2 or programs >= ENOUGH * sms:
         return WHOLE
     wanted = min(triton.cdiv(sms, programs), most)
-    # The busiest multiprocessor runs so many programs, one after another.
+    # Minimise the programs that the busiest multiprocessor runs one after another.
     splits = min(
         range(wanted, min(2 * wanted, most) + 1), key=lambda n: triton.cdiv(programs * n, sms) / n
     )
-    # The stride's own tokens are not split: as much work as other parts have, or a part alone.
+    # The stride's own tokens are not split: balance them with the other parts, or give them a part.
     slots = min(triton.cdiv(most_slots + longest, splits), triton.cdiv(most_slots, splits - 1))
     return Split(splits, triton.cdiv(slots, config.tile) * config.tile)
 
@@ -171,10 +171,10 @@ def stride_split(
 def mass_config(
     device: torch.device, dtype: torch.dtype, head_size: int, slopes: bool = False
 ) -> Config:
-    """Column sums: keys resident, rotated once, and queries streamed.
+    """Column sums: a program holds a tile of rotated keys and streams the queries.
 
     Args:
-        slopes: whether logits change with distance (ALiBi): numbers of a tile's own size.
+        slopes: whether logits have ALiBi biases, which need another tile of registers.
     """
     tuned = _tuned("mass", device, dtype, head_size)
     if tuned is not None:

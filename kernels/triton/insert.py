@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put one new token a request into its pages: find victims, close the gaps, write the row.
+"""Decode-time insertion: evict by the request's rules, then write one new token into its pages.
 
-A policy's step is a short list of rules, each on the ranks that the last one left, the new token's
-being the highest. Of the ranks ``[lo, hi)`` a rule deletes none (the cache grows), all, the one
-with the lowest score, or all but one of every cell of so many ranks. A fixed victim is a range of
-one, a contest of two neighbours a range of two, heavy hitters the range between sinks and window,
-a beehive's comb two rules of cells, a batch of tokens that waited the rules of each of them.
-The new token takes a freed or fresh slot and the highest rank; nothing else moves.
+A step carries a short list of rules. Each rule applies to the ranks that the previous one left; the
+new token has the highest rank. Within the ranks ``[lo, hi)`` a rule deletes one of:
+
+- nothing (the cache grows),
+- everything,
+- the token with the lowest score,
+- all but one token of every cell of ``cell`` ranks.
+
+A fixed victim is a range of one rank, a contest of two neighbours a range of two. Heavy hitters use
+the range between sinks and window, a beehive's comb two rules of cells. Deferred insertions carry
+the rules of each deferred token.
+
+The new token takes the first free slot and the highest rank. No other row moves.
 Source: Algorithm 1 of Cascading KV Cache (https://arxiv.org/abs/2406.17808) on slots with ranks;
 cells: BUZZ (https://arxiv.org/abs/2410.23079).
 """
@@ -44,7 +51,7 @@ from .tiles import (
 
 @triton.jit
 def _compared(score, token, word, candidate, now, per_age):
-    """Scores of candidates as they are compared: as they are, or per query that saw the token."""
+    """The candidates' sort keys: scores, divided by the number of queries if ``per_age``."""
     value = tl.load(score + word, mask=candidate, other=0.0)
     if token is not None:
         if per_age != 0:
@@ -55,10 +62,10 @@ def _compared(score, token, word, candidate, now, per_age):
 
 @triton.jit
 def _best_of_cells(place, inside, values, lo, hi, cell, newest_stays):
-    """New ranks of ranks ``place`` in ``[lo, hi)``, -1 for all that do not stay.
+    """New ranks of the ranks ``place`` in ``[lo, hi)``; -1 for evicted ones.
 
-    ``values`` holds what is compared, by rank. Successive contests of neighbours end with the
-    highest ``victim_key`` of a cell, so a cell is one maximum.
+    ``values`` holds the compared scores by rank. Pairwise contests within a cell leave the highest
+    ``victim_key``, so one maximum per cell gives the survivor.
     """
     size = tl.abs(cell)
     index = (place - lo) // size
@@ -94,9 +101,9 @@ def _thin_cells(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Delete all but one token of every cell of ``[lo, hi)``; higher ranks stay as they are.
+    """Delete all but one token of every cell of ``[lo, hi)``; higher ranks keep their values.
 
-    In tiles of its own: a comb comes once in many steps, and must not take registers from all.
+    It uses its own, smaller tile: combs are rare, and a large tile would cost every step registers.
     """
     if cell > 0:
         for first in range(0, slots, TILE):
@@ -105,7 +112,7 @@ def _thin_cells(
             candidate = (place >= lo) & (place < hi)
             theirs = _compared(score, token, word, candidate, now, per_age)
             tl.store(values + place, theirs, mask=candidate)
-        tl.debug_barrier()  # every slot looks at all of its cell
+        tl.debug_barrier()  # every slot reads its whole cell
     for first in range(0, slots, TILE):
         _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
         place = tl.load(rank + word, mask=inside, other=-1)
@@ -128,17 +135,20 @@ def _unit_of(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The first free unit of slots, or the one of rank ``filling``; all numbers count units."""
+    """The first free unit if the token ``opens`` one, else the unit of rank ``filling``.
+
+    All numbers count units.
+    """
     found = tl.full([], NEVER, tl.int32)
     for first in range(0, new_slots, TILE):
         unit, inside, _, word = slot_tile(
             table, first, new_slots, head_set, word_stride, PAGE, TILE
         )
         place = tl.load(rank + word, mask=unit < slots, other=-1)
-        tl.store(rank + word, place, mask=inside & (unit >= slots))  # fresh ones are empty
+        tl.store(rank + word, place, mask=inside & (unit >= slots))  # fresh units are empty
         wanted = inside & tl.where(opens, place < 0, place == filling)
         found = tl.minimum(found, tl.min(tl.where(wanted, unit, NEVER), axis=0))
-    tl.debug_barrier()  # who opens a unit writes its rank after this
+    tl.debug_barrier()  # a new unit's rank is written after this
     return found
 
 
@@ -179,7 +189,7 @@ def _insert(
     if stream < 0:
         return
     cached = tl.load(step + CACHED)
-    slots = tl.load(step + OLD_SLOTS)  # that hold valid metadata
+    slots = tl.load(step + OLD_SLOTS)  # with valid metadata
     new_slots = tl.load(step + NEW_SLOTS)
     per_age = tl.load(step + PER_AGE)
     newest_stays = tl.load(step + NEWEST_STAYS)
@@ -188,18 +198,26 @@ def _insert(
     table += row * table_stride
     mine = tl.load(new_score + row * NUM_SETS + head_set)
     values += (row * NUM_SETS + head_set) * values_stride
-    own = cached  # the new token's rank; -1 once it is deleted itself
+    own = cached  # the new token's rank; -1 once a rule deletes it
     target = tl.full([], NEVER, tl.int32)
-    if UNIT > 1:  # in units from here on, also PAGE: one is opened, joined, and judged when whole
+    if UNIT > 1:  # counts of units from here on, PAGE included; rules apply to complete units
         slots = slots // UNIT
         new_slots = new_slots // UNIT
         opens = stream % UNIT == 0
         own = tl.where(opens, cached // UNIT, -1)
         home = _unit_of(
-            *(rank, table, slots, new_slots, head_set, word_stride, opens, cached // UNIT),
-            *(PAGE, TILE),
+            rank=rank,
+            table=table,
+            slots=slots,
+            new_slots=new_slots,
+            head_set=head_set,
+            word_stride=word_stride,
+            opens=opens,
+            filling=cached // UNIT,
+            PAGE=PAGE,
+            TILE=TILE,
         )
-        # Most tokens only join: nothing is renumbered then, and no older page changes.
+        # Most tokens only join a unit. Then no rank and no older page changes.
         num_rules = tl.where(tl.load(step + EVICTS) > 0, num_rules, 0)
 
     for i in range(num_rules):
@@ -208,7 +226,7 @@ def _insert(
         hi = tl.load(rule + (HI - LO))
         evicts = tl.load(rule + (EVICTS - LO))
         cell = tl.load(rule + (CELL - LO))
-        if (cell == 0) & (evicts > 0) & (evicts < hi - lo):  # one of several: the lowest score
+        if (cell == 0) & (evicts > 0) & (evicts < hi - lo):  # the lowest score of several
             best = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
             if (own >= lo) & (own < hi):
                 best = victim_key(mine, own, newest_stays)
@@ -224,17 +242,30 @@ def _insert(
                 best = tl.minimum(best, tl.min(keys, axis=0))
             lo = victim_rank(best, newest_stays)
             hi = lo + 1
-        hi = tl.where(evicts > 0, hi, lo)  # from here on: all of [lo, hi) are deleted
+        hi = tl.where(evicts > 0, hi, lo)  # from here on the rule deletes all of [lo, hi)
         if HAS_CELLS:
             if cell != 0:
                 _thin_cells(
-                    *(rank, score, token, values, table, slots, head_set, word_stride),
-                    *(lo, hi, cell, stream + 1, per_age, newest_stays),
-                    *(PAGE, CELL_TILE),
+                    rank=rank,
+                    score=score,
+                    token=token,
+                    values=values,
+                    table=table,
+                    slots=slots,
+                    head_set=head_set,
+                    word_stride=word_stride,
+                    lo=lo,
+                    hi=hi,
+                    cell=cell,
+                    now=stream + 1,
+                    per_age=per_age,
+                    newest_stays=newest_stays,
+                    PAGE=PAGE,
+                    TILE=CELL_TILE,
                 )
-                lo = hi - evicts  # what stays has the lowest of these ranks now
+                lo = hi - evicts  # survivors now have the lowest of these ranks
 
-        # Renumber, and find the first slot that is free afterwards.
+        # Close the gaps in the ranks and find the first free slot.
         target = tl.full([], NEVER, tl.int32)
         for first in range(0, new_slots, TILE):
             slot, inside, _, word = slot_tile(
@@ -253,10 +284,10 @@ def _insert(
     fresh = None
     if UNIT > 1:
         target = home
-        fresh = opens  # a token that joins a unit has nothing of its own but its row
+        fresh = opens  # a joining token writes its K/V row only
         own = tl.maximum(own, 0)
     if (own < 0) | (target == NEVER):
-        return  # the new token was deleted itself
+        return  # a rule deleted the new token
     block = tl.load(table + target // PAGE).to(tl.int64)
     word = block * word_stride + head_set * PAGE + target % PAGE
     tl.store(rank + word, own, mask=fresh)
@@ -297,23 +328,23 @@ def insert(
     has_cells: bool,
     positions: torch.Tensor | None = None,
 ) -> None:
-    """Insert one token a request; ``steps`` and ``rules`` say which ranks may be deleted.
+    """Insert one token per request, evicting by the rules in ``steps`` and ``rules``.
 
-    In pages of units ranks are those of units. A token whose place in the stream is a multiple of
-    the unit opens one, in the first free unit of slots; any other joins the unit of rank ``cached``
-    over unit. Rules come with a unit's last token.
+    In pages of units, ranks number units. A token whose stream index is a multiple of ``unit``
+    opens a unit in the first free place; any other token joins the unit of rank ``cached // unit``.
+    Rules apply when a unit is complete.
 
     Args:
         key, value: ``[B, H, D]``, keys rotated at position ``cached``.
-        new_score: fp32 ``[B, S]``, the new tokens' scores, or those of units that they open.
-        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
+        new_score: fp32 ``[B, S]``, scores of the new tokens, or of the units they open.
+        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None if not stored.
         table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing. Rows that
-            compare scores per query need ``token``.
-        rules: int32 ``[n, 4]``, what rows have beyond their first rule.
-        has_cells: whether any rule may be one of cells.
-        positions: int64, of all tokens of the step, where keys are rotated to in layers with a
-            window; None: at ``cached``.
+        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 are padding and write nothing.
+            Rows with ``PER_AGE`` need ``token``.
+        rules: int32 ``[n, RULE_COLUMNS]``, the rules after each row's first.
+        has_cells: whether any rule may have cells.
+        positions: int64 key positions of all tokens of the step, in layers with a window; None:
+            keys are at ``cached``.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
@@ -327,14 +358,30 @@ def insert(
         return
     num_sets, page = rank.shape[1:]
     heads = num_heads // num_sets
-    # One program a request and set: latency decides, so all slots are one tile where they can be.
+    # One program per request and head set. Latency dominates: one tile for all slots if possible.
     num_places = table.shape[1] * page
     tile = min(4096, triton.next_power_of_2(num_places))
     values = score.new_empty((num_rows, num_sets, num_places) if has_cells else (1,))
     _insert[(num_rows, num_sets)](
-        *(key, value, new_score, kv, rank, born, score, token, table, steps, rules, values),
-        *(positions, key.stride(0), value.stride(0), kv.stride(0), rank.stride(0), table.stride(0)),
-        num_places,
+        key=key,
+        value=value,
+        new_score=new_score,
+        kv=kv,
+        rank=rank,
+        born=born,
+        score=score,
+        token=token,
+        table=table,
+        steps=steps,
+        rules=rules,
+        values=values,
+        positions=positions,
+        key_stride=key.stride(0),
+        value_stride=value.stride(0),
+        page_stride=kv.stride(0),
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        values_stride=num_places,
         NUM_SETS=num_sets,
         HEADS=heads,
         HEAD=head_size,
@@ -344,36 +391,5 @@ def insert(
         CELL_TILE=min(tile, 512),
         UNIT=unit,
         num_warps=8 if tile > 1024 else 4,
-        maxnreg=128,  # two blocks a multiprocessor; left to itself, ptxas may spill for more
+        maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more
     )
-
-
-def survivors_reference(
-    cached: int, rules: list[list[int]], compared: torch.Tensor, newest_stays: bool
-) -> list[list[int]]:
-    """Ranks among ``cached + 1`` that stay, per head set, from literal lists.
-
-    Args:
-        rules: lo, hi, evicts and cell of each.
-        compared: fp64 ``[S, cached + 1]``, what is compared, chronological.
-    """
-    kept = []
-    for row in compared.tolist():
-        line = list(range(cached + 1))
-
-        def order(r: int, row: list[float] = row) -> tuple[float, int]:
-            return row[r], r if newest_stays else -r
-
-        for lo, hi, evicts, cell in rules:
-            middle = line[lo:hi] if evicts else []
-            if cell:
-                cells = [middle[i : i + abs(cell)] for i in range(0, len(middle), abs(cell))]
-                stay = [max(one, key=order) if cell > 0 else one[0] for one in cells]
-            elif evicts == len(middle):
-                stay = []
-            else:
-                victim = min(middle, key=order)
-                stay = [r for r in middle if r != victim]
-            line = line[:lo] + stay + line[lo + len(middle) :]
-        kept.append(line)
-    return kept

@@ -183,9 +183,27 @@ def _insert_strides(
     ranks = notes + NEW_RANK * notes_stride
     who = notes + WHO * notes_stride
     total = choose_ranks(
-        *(sums, given, line, token, step, plans, recall, notes, values, mine, row),
-        *(sums_stride, line_stride, notes_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT),
-        *(TILE, SCORE_TILE),
+        sums=sums,
+        given=given,
+        line=line,
+        token=token,
+        step=step,
+        plans=plans,
+        recall=recall,
+        notes=notes,
+        values=values,
+        mine=mine,
+        row=row,
+        sums_stride=sums_stride,
+        line_stride=line_stride,
+        notes_stride=notes_stride,
+        SUMMED=SUMMED,
+        QUERY_HEADS=QUERY_HEADS,
+        REDUCTION=REDUCTION,
+        PARTS=PARTS,
+        UNIT=UNIT,
+        TILE=TILE,
+        SCORE_TILE=SCORE_TILE,
     )
     more = tl.full([], 0, tl.int32)
     if recall is not None:
@@ -196,9 +214,28 @@ def _insert_strides(
         left = tl.load(ranks + column, mask=column < old, other=-1) >= 0
         old_stay += tl.sum(left.to(tl.int32), axis=0)
     _place(
-        *(line, rank, born, score, token, table, step, notes, scores, columns, old, old_stay),
-        *(total, more, part == 0, head_set, word_stride, line_stride, notes_stride),
-        *(PAGE, UNIT, TILE),
+        line=line,
+        rank=rank,
+        born=born,
+        score=score,
+        token=token,
+        table=table,
+        step=step,
+        notes=notes,
+        scores=scores,
+        columns=columns,
+        old=old,
+        old_stay=old_stay,
+        total=total,
+        more=more,
+        writes=part == 0,
+        head_set=head_set,
+        word_stride=word_stride,
+        line_stride=line_stride,
+        notes_stride=notes_stride,
+        PAGE=PAGE,
+        UNIT=UNIT,
+        TILE=TILE,
     )
     tl.debug_barrier()
 
@@ -253,8 +290,17 @@ class StrideInsertion:
         unit = check_pages(kv, *words)
         assert reduction in ("mean", "max", "median"), reduction
         self._heads, self._num_sets = heads_of(0, kv)[1:], rank.shape[1]
-        self._pages, self._places = (kv, rank, born, score, token), (kv.stride(0), rank.stride(0))
-        self._turning = turned = rotation if unit > 1 else None
+        turned = rotation if unit > 1 else None
+        self._fixed = {
+            "kv": kv,
+            "rank": rank,
+            "born": born,
+            "score": score,
+            "token": token,
+            "rotation": turned,
+            "page_stride": kv.stride(0),
+            "word_stride": rank.stride(0),
+        }
         self._constants = {
             "NUM_SETS": self._num_sets,
             "HEADS": kv.shape[1] // self._num_sets,
@@ -277,10 +323,24 @@ class StrideInsertion:
         if strides.num_rows == 0:
             return
         _insert_strides[(strides.num_rows, self._num_sets, strides.num_parts)](
-            *(tokens.key, tokens.value, strides.sums, strides.given, strides.line, *self._pages),
-            *(strides.table, strides.steps, strides.plans, strides.recall, self._turning),
-            *(strides.notes, strides.values, *tokens.places[1:3], *self._places),
-            *(strides.table_place, strides.sums_width, strides.line_width, strides.notes_width),
+            key=tokens.key,
+            value=tokens.value,
+            sums=strides.sums,
+            given=strides.given,
+            line=strides.line,
+            table=strides.table,
+            steps=strides.steps,
+            plans=strides.plans,
+            recall=strides.recall,
+            notes=strides.notes,
+            values=strides.values,
+            key_stride=tokens.places[1],
+            value_stride=tokens.places[2],
+            table_stride=strides.table_place,
+            sums_stride=strides.sums_width,
+            line_stride=strides.line_width,
+            notes_stride=strides.notes_width,
+            **self._fixed,
             SUMMED=strides.summed,
             QUERY_HEADS=strides.query_heads,
             PARTS=strides.parts,

@@ -66,8 +66,23 @@ def choose_ranks(
     if sums is not None:
         sums += mine * SUMMED * sums_stride
     score_columns(
-        *(sums, given, line, compared, scores, token, step, columns, old),
-        *(sums_stride, line_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT, SCORE_TILE),
+        sums=sums,
+        given=given,
+        line=line,
+        compared=compared,
+        scores=scores,
+        token=token,
+        step=step,
+        columns=columns,
+        old=old,
+        sums_stride=sums_stride,
+        line_stride=line_stride,
+        SUMMED=SUMMED,
+        QUERY_HEADS=QUERY_HEADS,
+        REDUCTION=REDUCTION,
+        PARTS=PARTS,
+        UNIT=UNIT,
+        TILE=SCORE_TILE,
     )
     tl.debug_barrier()
 
@@ -129,9 +144,27 @@ def _keep_of_strides(
     values += mine * SHARE * VALUES * notes_stride
     line += mine * LINE * line_stride
     choose_ranks(
-        *(sums, given, line, token, step, plans, recall, notes, values, mine, row),
-        *(sums_stride, line_stride, notes_stride, SUMMED, QUERY_HEADS, REDUCTION, PARTS, UNIT),
-        *(TILE, SCORE_TILE),
+        sums=sums,
+        given=given,
+        line=line,
+        token=token,
+        step=step,
+        plans=plans,
+        recall=recall,
+        notes=notes,
+        values=values,
+        mine=mine,
+        row=row,
+        sums_stride=sums_stride,
+        line_stride=line_stride,
+        notes_stride=notes_stride,
+        SUMMED=SUMMED,
+        QUERY_HEADS=QUERY_HEADS,
+        REDUCTION=REDUCTION,
+        PARTS=PARTS,
+        UNIT=UNIT,
+        TILE=TILE,
+        SCORE_TILE=SCORE_TILE,
     )
 
 
@@ -147,9 +180,18 @@ class StrideChoice:
         assert strides.notes is not None and strides.recall is not None
         if strides.num_rows:
             _keep_of_strides[(strides.num_rows, strides.num_sets)](
-                *(strides.sums, strides.given, strides.line, self._token, strides.steps),
-                *(strides.plans, strides.recall, strides.notes, strides.values),
-                *(strides.sums_width, strides.line_width, strides.notes_width),
+                sums=strides.sums,
+                given=strides.given,
+                line=strides.line,
+                token=self._token,
+                steps=strides.steps,
+                plans=strides.plans,
+                recall=strides.recall,
+                notes=strides.notes,
+                values=strides.values,
+                sums_stride=strides.sums_width,
+                line_stride=strides.line_width,
+                notes_stride=strides.notes_width,
                 SHARE=strides.num_parts,
                 SUMMED=strides.summed,
                 QUERY_HEADS=strides.query_heads,

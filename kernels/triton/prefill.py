@@ -144,8 +144,20 @@ def _attend_strides(
     line += (row * NUM_SETS + head % NUM_SETS).to(tl.int64) * LINE * line_stride
     for first in range(begin_slot, slots, TILE):
         slot, unit, word, rows, distance = page_tile(
-            *(kv, rank, born, table, first, slots, head, page_stride, word_stride),
-            *(NUM_SETS, HEAD, PAGE, TILE, UNIT),
+            kv=kv,
+            rank=rank,
+            born=born,
+            table=table,
+            first=first,
+            slots=slots,
+            head=head,
+            page_stride=page_stride,
+            word_stride=word_stride,
+            NUM_SETS=NUM_SETS,
+            HEAD=HEAD,
+            PAGE=PAGE,
+            TILE=TILE,
+            UNIT=UNIT,
         )
         seen = unit >= 0
         keys = load_turned(rows, seen, rotation, distance, HEAD, HALF, INTERLEAVED)
@@ -244,10 +256,20 @@ class StrideAttention:
         self._heads, self._num_sets = heads_of(num_queries, kv), rank.shape[1]
         config = prefill_config(kv.device, kv.dtype, kv.shape[3] // 2)
         self._queries = config.queries
-        self._pages = kv, rank, born, score, token
-        self._turning, self._factors = rotation, (scale, softcap or None)
-        self._logits = slopes, sinks
-        self._places = kv.stride(0), rank.stride(0)
+        self._fixed = {
+            "kv": kv,
+            "rank": rank,
+            "born": born,
+            "score": score,
+            "token": token,
+            "rotation": rotation,
+            "slopes": slopes,
+            "sinks": sinks,
+            "scale": scale,
+            "cap": softcap or None,
+            "page_stride": kv.stride(0),
+            "word_stride": rank.stride(0),
+        }
         constants = stride_constants(config, num_queries, kv, rank, rotation, interleaved)
         self.split, self._partial = split, (num_queries, split.splits, kv.shape[3] // 2)
         assert split.slots % config.tile == 0, (split, config)
@@ -260,17 +282,32 @@ class StrideAttention:
         assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
         if strides.num_rows == 0 or strides.max_length == 0:
             return
-        splits, partial = self.split.splits, (None, None, None)
+        splits, partial = self.split.splits, None
         if splits > 1:
-            given = strides.partial
-            assert given is not None and given.shape == self._partial, self._partial
-            partial = given.output, given.marks, given.arrived
+            partial = strides.partial
+            assert partial is not None and partial.shape == self._partial, self._partial
+        query_stride, key_stride, value_stride, output_stride = tokens.places
         blocks = -(-strides.max_length // self._queries)
         _attend_strides[(blocks * splits, self._heads[0], strides.num_rows)](
-            *(tokens.query, tokens.key, tokens.value, *self._pages, strides.table, strides.steps),
-            *(self._turning, *self._logits, tokens.logit_scale, tokens.output, strides.lse),
-            *(strides.line, *partial, *self._factors, *tokens.places, *self._places),
-            *(strides.table_place, strides.line_width),
+            query=tokens.query,
+            key=tokens.key,
+            value=tokens.value,
+            table=strides.table,
+            steps=strides.steps,
+            logit_scale=tokens.logit_scale,
+            output=tokens.output,
+            lse=strides.lse,
+            line=strides.line,
+            partial=None if partial is None else partial.output,
+            marks=None if partial is None else partial.marks,
+            arrived=None if partial is None else partial.arrived,
+            query_stride=query_stride,
+            key_stride=key_stride,
+            value_stride=value_stride,
+            output_stride=output_stride,
+            table_stride=strides.table_place,
+            line_stride=strides.line_width,
+            **self._fixed,
             **self._constants,
         )
 
@@ -327,52 +364,3 @@ def attend_strides(
     )
     strides = Strides(steps, table, max_length, lse=lse, line=line, partial=partial)
     layer(Tokens(query, key, value, output, logit_scale), strides)
-
-
-def attend_strides_reference(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    old_keys: torch.Tensor,
-    old_values: torch.Tensor,
-    *,
-    scale: float,
-    slopes: torch.Tensor | None = None,
-    logit_scale: torch.Tensor | None = None,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One stride in fp64, as one softmax over all keys.
-
-    Args:
-        query: ``[T, H * G, D]``; key, value: ``[T, H, D]``; old_keys, old_values: ``[H, n, D]``.
-        logit_scale: ``[T]`` or None.
-        sinks: ``[H * G]``, logits of nothing, or None.
-        window: tokens that a query sees, its own included; None: all.
-
-    Returns:
-        output ``[T, H * G, D]``, lse ``[T, H * G]``, probabilities ``[H * G, T, n + T]``.
-    """
-    num_tokens, group = query.shape[0], query.shape[1] // key.shape[1]
-    keys = torch.cat([old_keys.double(), key.double().transpose(0, 1)], 1)
-    values = torch.cat([old_values.double(), value.double().transpose(0, 1)], 1)
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    logits = torch.einsum("thd,hnd->htn", query.double(), keys) * scale
-    if logit_scale is not None:
-        logits = logits * logit_scale.double()[:, None]
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    cached = old_keys.shape[1]
-    distance = torch.arange(cached + num_tokens) - (cached + torch.arange(num_tokens))[:, None]
-    if slopes is not None:
-        logits = logits + slopes.double()[:, None, None] * distance
-    logits = logits.masked_fill(distance > 0, -torch.inf)
-    if window is not None:
-        logits = logits.masked_fill(distance <= -window, -torch.inf)
-    if sinks is not None:
-        nothing = sinks.double()[:, None, None].expand(-1, num_tokens, 1)
-        logits = torch.cat([logits, nothing], -1)
-    probs = logits.softmax(-1)[..., : keys.shape[1]]
-    output = torch.einsum("htn,hnd->thd", probs, values)
-    return output, logits.logsumexp(-1).transpose(0, 1), probs

@@ -8,8 +8,6 @@ Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, positions 
 
 import torch
 
-from .tiles import CACHED, OLD_SLOTS
-
 _tables: dict[tuple, torch.Tensor] = {}
 
 
@@ -46,58 +44,3 @@ def rotation_table(
         angle = -distance[:, None] * inv_freq.double().cpu()
         _tables[key] = torch.stack([angle.cos(), angle.sin()], dim=1).to(device, dtype)
     return _tables[key][forward:]
-
-
-def rotate_reference(
-    x: torch.Tensor, distance: torch.Tensor, inv_freq: torch.Tensor | None, interleaved: bool
-) -> torch.Tensor:
-    """fp64 ``[..., D]`` rotated back by ``distance [...]``; channels past the rotary ones pass."""
-    x = x.double().clone()
-    if inv_freq is None:
-        return x
-    half = inv_freq.numel()
-    angle = -distance.double()[..., None] * inv_freq.double()
-    turn = torch.polar(torch.ones_like(angle), angle)
-    if interleaved:
-        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    else:
-        first, second = slice(0, half), slice(half, 2 * half)
-    turned = torch.complex(x[..., first], x[..., second]) * turn
-    x[..., first], x[..., second] = turned.real, turned.imag
-    return x
-
-
-def gather_reference(
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    score: torch.Tensor,
-    blocks: torch.Tensor,
-    step: list[int],
-    inv_freq: torch.Tensor | None,
-    interleaved: bool,
-    shift: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One request: fp64 keys and values ``[H, n, D]``, its units' scores and places ``[S, u]``.
-
-    ``shift``: by how much positions are beyond ranks.
-    """
-    cached, old_slots, unit = (
-        step[CACHED.value],
-        step[OLD_SLOTS.value],
-        kv.shape[2] // rank.shape[2],
-    )
-    num_heads, head_size, count = kv.shape[1], kv.shape[3] // 2, -(-cached // unit)
-    ranks = rank[blocks.long()].transpose(0, 1).flatten(1)[:, : old_slots // unit]
-    units = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :count]
-    assert (ranks.gather(1, units) == torch.arange(count)).all(), "not a cache of this many tokens"
-    slots = (units[..., None] * unit + torch.arange(unit)).flatten(1)[:, :cached]
-    rows = kv[blocks.long()].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
-    index = slots.expand(num_heads, -1)
-    rows = rows.gather(1, index[..., None].expand(-1, -1, rows.shape[2])).double()
-    births = born[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
-    moved = (births - torch.arange(count) * unit - shift).repeat_interleave(unit, dim=1)
-    distance = moved[:, :cached].expand(num_heads, -1)
-    keys = rotate_reference(rows[..., :head_size], distance, inv_freq, interleaved)
-    scores = score[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
-    return keys, rows[..., head_size:], scores.double(), units

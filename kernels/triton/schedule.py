@@ -139,51 +139,16 @@ def schedule(
         return
     tile = 128  # whatever the batch
     _schedule[(triton.cdiv(num_rows, tile),)](
-        *(seq_lens, blocks, tables.table, tables.heads, schedule_of, steps, positions),
-        *(num_rows, blocks.stride(0)),
+        seq_lens=seq_lens,
+        blocks=blocks,
+        table=tables.table,
+        heads=tables.heads,
+        schedule_of=schedule_of,
+        steps=steps,
+        positions=positions,
+        num_rows=num_rows,
+        blocks_stride=blocks.stride(0),
         TILE=tile,
         UNIT=tables.unit,
         num_warps=1,
     )
-
-
-def schedule_reference(
-    seq_lens: list[int],
-    first_blocks: list[int],
-    rows: list[list[int]],
-    heads: list[list[int]],
-    schedule_of: list[int],
-    unit: int = 1,
-) -> list[list[int]]:
-    """The same, row by row; ``rows`` and ``heads`` are those of ``ScheduleTables``."""
-    result = []
-    for row, (length, block) in enumerate(zip(seq_lens, first_blocks, strict=True)):
-        if length == 0 or block == 0:
-            result.append([-1] + [0] * (STEP.value - 1))
-            continue
-        first, transient, period, *scores, most = heads[schedule_of[row]]
-        own = rows[first : first + transient + period]
-        done, offset = divmod(length - 1, unit)
-        *rules, _, peak = _at(own, transient, done)
-        *_, left, _ = _at(own, transient, done)
-        *_, cached, old_peak = _at(own, transient, done - 1)
-        slots, old_slots = peak, old_peak
-        if unit > 1:
-            recalled = min(done - cached, most)
-            soon = min(done + 1 - left, most) if offset == unit - 1 else recalled
-            slots = (old_peak + soon + 1) * unit
-            then = _at(own, transient, (length - 2) // unit - 1)[-1]
-            old_slots = (then + recalled + 1) * unit if length > 1 else 0
-            rules = rules if offset == unit - 1 else [0] * len(rules)
-            cached += recalled
-        cached = cached * unit + offset
-        result.append([length - 1, cached, old_slots, slots, row, 1, *rules, *scores])
-    return result
-
-
-def _at(rows: list[list[int]], transient: int, t: int) -> list[int]:
-    """The row of inserting unit ``t``; of zeros before the first."""
-    if t < 0:
-        return [0] * TABLE_COLUMNS
-    period = len(rows) - transient
-    return rows[t if t < transient else transient + (t - transient) % period]

@@ -65,11 +65,6 @@ def check_steps(steps: torch.Tensor, table: torch.Tensor) -> None:
     assert table.shape[0] >= steps.shape[0], (table.shape, steps.shape)
 
 
-def float_bits(value: float) -> int:
-    """The int32 that holds the same bits as an fp32, for a step row."""
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
-
-
 def chunk_of(unit: int, tile: int) -> int:
     """Tokens of a unit that a tile of ``tile`` holds together: a power of two; they divide it."""
     return min(unit & -unit, tile)

@@ -3,8 +3,8 @@
 
 from .row import called, given, overridden, read, replaced, rows
 
-AOT = "kernels/testing/aot.py"
-LAUNCHERS = "kernels/testing/launchers.py"
+AOT = "tests/kernels/aot.py"
+LAUNCHERS = "tests/kernels/launchers.py"
 BACKEND = "vllm_cascade/attention/backend.py"
 BUILDER = "vllm_cascade/attention/builder.py"
 CONFIGURE = "vllm_cascade/engine/configure.py"

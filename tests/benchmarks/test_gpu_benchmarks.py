@@ -33,31 +33,34 @@ def test_gpu_check_needs_neither_vllm_nor_the_plugin() -> None:
     code = """
 import os, sys
 os.environ["TRITON_INTERPRET"] = "1"
+from benchmarks.gpu.kernels_alone import ROOT, without_the_plugin
+without_the_plugin()
 import benchmarks.gpu_check, benchmarks.gpu.timings
-from benchmarks.gpu.kernels_alone import load
-load("testing.checks").check_schedule("cpu")
-print([name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_cascade")])
+from tests.kernels.checks import check_schedule
+check_schedule("cpu")
+kernels = sys.modules["vllm_cascade.kernels.triton.schedule"]
+assert kernels.__file__ == str(ROOT / "kernels" / "triton" / "schedule.py")
+ours = {name.split(".")[1] for name in sys.modules if name.startswith("vllm_cascade.")}
+print(sorted(ours), "vllm" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+    assert done.stdout.strip() == "['kernels'] False", done.stdout + done.stderr
 
 
-def test_beside_the_plugin_the_kernels_are_loaded_once() -> None:
-    """Registered twice, the plugin's operators would be freed while it holds them."""
-    from benchmarks.gpu.kernels_alone import load
-    from vllm_cascade.kernels.triton import attend
+def test_a_process_with_the_plugin_keeps_it() -> None:
+    import vllm_cascade
+    from benchmarks.gpu.kernels_alone import without_the_plugin
 
-    assert load("triton.attend") is attend
+    without_the_plugin()
+    assert sys.modules["vllm_cascade"] is vllm_cascade and callable(vllm_cascade.register)
 
 
 def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that raises is a failed check, not a crash, and the verdict says so."""
     from benchmarks import gpu_check
-    from benchmarks.gpu.kernels_alone import load
-
-    checks = load("testing.checks")
+    from tests.kernels import checks
 
     def broken(*_: object) -> None:
         raise AssertionError("output: error 1e+00 > 3e-05")

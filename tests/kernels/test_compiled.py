@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from vllm_cascade.kernels.testing.aot import MAX_SHARED
+from tests.kernels.aot import MAX_SHARED
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
 import json, sys
 from dataclasses import asdict
-from benchmarks.gpu.kernels_alone import load
-aot = load("testing.aot")
+from benchmarks.gpu.kernels_alone import without_the_plugin
+without_the_plugin()
+from tests.kernels import aot
 shapes = eval(sys.argv[1], vars(aot))
 rows = []
 for shape in shapes:

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.kernels.checks import Case, check_insert
 from tests.kernels.conftest import Guard
-from vllm_cascade.kernels.testing.checks import Case, check_insert
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every kernel in Triton's interpreter against its fp64 reference, over a grid of odd shapes.
 
-The checks (``kernels/checks.py``) poison what must not be read and compare what must not be
+The checks (``checks.py``) poison what must not be read and compare what must not be
 written byte by byte; ``benchmarks.gpu_check`` runs the same on a GPU.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_cascade.kernels.testing import checks
-from vllm_cascade.kernels.testing.checks import NUM_RULES, Case
+from tests.kernels import checks
+from tests.kernels.checks import NUM_RULES, Case
 
 FP16, BF16 = torch.float16, torch.bfloat16
 SMALL = {"head_size": 16, "num_heads": 2}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllm_cascade.kernels.testing.aot import Resources
-from vllm_cascade.kernels.testing.machine_code import (
+from tests.kernels.aot import Resources
+from tests.kernels.machine_code import (
     INSTRUCTION,
     LoopCounts,
     buffers,
@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNT = """
 import json, sys
 from dataclasses import asdict
-from benchmarks.gpu.kernels_alone import load
-aot, code = load("testing.aot"), load("testing.machine_code")
+from benchmarks.gpu.kernels_alone import without_the_plugin
+without_the_plugin()
+from tests.kernels import aot, machine_code as code
 found = []
 for shape in eval(sys.argv[1], vars(aot)):
     for capability in map(int, sys.argv[2:]):
@@ -150,8 +151,9 @@ def test_on_every_gpu() -> None:
 
 
 LIST = """
-from benchmarks.gpu.kernels_alone import load
-aot, launchers = load("testing.aot"), load("testing.launchers")
+from benchmarks.gpu.kernels_alone import without_the_plugin
+without_the_plugin()
+from tests.kernels import aot, launchers
 launches = aot.launches_of(launchers.Layer(aot.SPLIT_SHAPE).prefill)
 (launch,) = [one for one in launches if one.name == "attend_strides"]
 print(aot.run_tool("nvdisasm", "-c", aot.binary_of(launch, 90).asm["cubin"]))

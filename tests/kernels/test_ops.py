@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.kernels.checks import Case, make_cache
+from tests.kernels.recall_checks import Rings
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.testing.checks import Case, make_cache
-from vllm_cascade.kernels.testing.recall_checks import Rings
 from vllm_cascade.kernels.triton import (
     assign,
     attend,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recall's kernels in Triton's interpreter: evidence against fp64, the rest against literal lists.
 
-``kernels/testing/recall_checks.py`` fills rings and pages with junk and compares all of them.
+``tests/kernels/recall_checks.py`` fills rings and pages with junk and compares all of them.
 """
 
 from dataclasses import replace
@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_cascade.kernels.testing import recall_checks as checks
-from vllm_cascade.kernels.testing.random_pool import Case
-from vllm_cascade.kernels.testing.stride_checks import check_insert_strides
+from tests.kernels import recall_checks as checks
+from tests.kernels.random_pool import Case
+from tests.kernels.stride_checks import check_insert_strides
 from vllm_cascade.kernels.triton.recall import span_of, tile_of_units
 from vllm_cascade.kernels.triton.recall_choose import chosen_reference
 

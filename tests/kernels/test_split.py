@@ -9,9 +9,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from vllm_cascade.kernels.testing import checks
-from vllm_cascade.kernels.testing.checks import Case
-from vllm_cascade.kernels.testing.prefill_checks import StrideBatch, bits
+from tests.kernels import checks
+from tests.kernels.checks import Case
+from tests.kernels.prefill_checks import StrideBatch, bits
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_split
 

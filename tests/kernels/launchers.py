@@ -5,23 +5,28 @@ from dataclasses import dataclass
 
 import torch
 
-from ..triton.assign import assign
-from ..triton.attend import attend
-from ..triton.chunk import attend_chunks
-from ..triton.column_sums import column_sums, num_sums
-from ..triton.combine import merge, update
-from ..triton.configs import WHOLE, Split, prefill_config
-from ..triton.insert import insert
-from ..triton.insert_stride import insert_strides
-from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
-from ..triton.prefill import LINE_WORDS, attend_strides
-from ..triton.recall import RECALL, judge_units
-from ..triton.recall_choose import recall_units
-from ..triton.recall_store import ranks_before, store_units
-from ..triton.rotate import decode_dtype
-from ..triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables, schedule
-from ..triton.split import MARKS, Partial
-from ..triton.tiles import STEP_COLUMNS
+from vllm_cascade.kernels.triton.assign import assign
+from vllm_cascade.kernels.triton.attend import attend
+from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
+from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.configs import WHOLE, Split, prefill_config
+from vllm_cascade.kernels.triton.insert import insert
+from vllm_cascade.kernels.triton.insert_stride import insert_strides
+from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
+from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.recall import RECALL, judge_units
+from vllm_cascade.kernels.triton.recall_choose import recall_units
+from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.kernels.triton.rotate import decode_dtype
+from vllm_cascade.kernels.triton.schedule import (
+    HEAD_COLUMNS,
+    TABLE_COLUMNS,
+    ScheduleTables,
+    schedule,
+)
+from vllm_cascade.kernels.triton.split import MARKS, Partial
+from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -119,9 +124,23 @@ class Layer:
         schedule(lengths, self.table, tables, lengths, self.steps, own)
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
-            *(self.query, self.key, self.key, self.kv, self.rank, self.born, self.table),
-            *(self.steps, self.decode_rotation, self.slopes, scale, 0.088, shape.softcap),
-            *(shape.interleaved, shape.splits, shape.keep_logits, shared),
+            query=self.query,
+            key=self.key,
+            value=self.key,
+            kv=self.kv,
+            rank=self.rank,
+            born=self.born,
+            table=self.table,
+            steps=self.steps,
+            rotation=self.decode_rotation,
+            slopes=self.slopes,
+            logit_scale=scale,
+            scale=0.088,
+            softcap=shape.softcap,
+            interleaved=shape.interleaved,
+            splits=shape.splits,
+            keep_logits=shape.keep_logits,
+            positions=shared,
         )
         output = torch.empty_like(self.query)
         lse = merge._init_fn(parts, parts_lse, self.steps, output, self.sinks)
@@ -195,8 +214,20 @@ class Layer:
             asking,
         )
         recall_units._init_fn(
-            *(evidence, rows, words, words, self.kv, self.rank, self.born, self.score, token),
-            *(self.table, self.steps, recall, _meta(1, dtype=i32), shape.recall),
+            evidence=evidence,
+            rows=rows,
+            stored_born=words,
+            stored_token=words,
+            kv=self.kv,
+            rank=self.rank,
+            born=self.born,
+            score=self.score,
+            token=token,
+            table=self.table,
+            steps=self.steps,
+            recall=recall,
+            exchanged=_meta(1, dtype=i32),
+            most=shape.recall,
         )
         lines = self.kv, self.rank, self.born, token, self.table, self.steps, recall
         store = *turning, rows, codes, scales, words, words, capacity
@@ -213,8 +244,19 @@ class Layer:
         sums = _meta(shape.batch, heads, width * parts, dtype=torch.float32)
         plans = _meta(9000, dtype=i32)
         keep = keep_of_strides(
-            *(token, self.steps, recall, shape.unit, sums, None, line, plans, shape.reduction),
-            *(self.queries // self.sets, parts, notes, values),
+            token=token,
+            steps=self.steps,
+            recall=recall,
+            unit=shape.unit,
+            sums=sums,
+            given=None,
+            line=line,
+            plans=plans,
+            reduction=shape.reduction,
+            query_heads=self.queries // self.sets,
+            parts=parts,
+            notes=notes,
+            values=values,
         )
         store_units._init_fn(keep, None, key, key, *lines, *store)
         insert_strides(

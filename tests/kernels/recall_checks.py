@@ -9,12 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import columns
-from ..triton.recall import asking_reference, evidence_reference, judge_units
-from ..triton.recall_choose import chosen_reference, recall_units
-from ..triton.recall_store import ranks_before, store_units
-from ..triton.rotate import rotate_reference, rotation_table
-from .random_pool import (
+from tests.kernels.random_pool import (
     Cache,
     Case,
     chronological,
@@ -26,6 +21,12 @@ from .random_pool import (
     same,
     stride_steps,
 )
+from tests.kernels.references import rotate_reference
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.recall import asking_reference, evidence_reference, judge_units
+from vllm_cascade.kernels.triton.recall_choose import chosen_reference, recall_units
+from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.kernels.triton.rotate import rotation_table
 
 JUNK = 0x7FC07FC0
 """NaN as fp32, and as bf16; a large number as int32."""

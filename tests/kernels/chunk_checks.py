@@ -6,12 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .. import columns
-from ..triton import stride_columns
-from ..triton.chunk import attend_chunks
-from ..triton.prefill import attend_strides_reference
-from ..triton.rotate import decode_dtype, rotate_reference
-from .random_pool import (
+from tests.kernels.random_pool import (
     TOLERANCE,
     Cache,
     Case,
@@ -25,7 +20,12 @@ from .random_pool import (
     same,
     table_of,
 )
-from .stride_checks import insert_literally
+from tests.kernels.references import attend_strides_reference, rotate_reference
+from tests.kernels.stride_checks import insert_literally
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton import stride_columns
+from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.rotate import decode_dtype
 
 SINKS = 2
 """Units that are never deleted."""
@@ -139,11 +139,30 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
     output = torch.full_like(dq, torch.nan)
     finished = dsteps.new_zeros(len(chunks), 2 * case.num_heads)
     attend_chunks(
-        *(dq, dk, dv, ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table),
-        *(dsteps, dchunks, dpositions, finished),
-        *(table_of(far, device, decode_dtype(case.dtype)), table_of(far, device)),
-        *(case.interleaved, slopes, dfactors, case.head_size**-0.5, case.softcap),
-        *(max(case.strides) + unit, output, sinks, case.window),
+        query=dq,
+        key=dk,
+        value=dv,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        table=ours.table,
+        steps=dsteps,
+        chunks=dchunks,
+        positions=dpositions,
+        finished=finished,
+        rotation=table_of(far, device, decode_dtype(case.dtype)),
+        new_rotation=table_of(far, device),
+        interleaved=case.interleaved,
+        slopes=slopes,
+        logit_scale=dfactors,
+        scale=case.head_size**-0.5,
+        softcap=case.softcap,
+        max_length=max(case.strides) + unit,
+        output=output,
+        sinks=sinks,
+        window=case.window,
     )
     same("counters", finished, torch.zeros_like(finished, device="cpu"))
     after, error = ours.to("cpu"), 0.0

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from triton.compiler import CompiledKernel
 
-from .aot import Launch, Resources, binary_of, launches_of, resources, run_tool
-from .launchers import Layer, Shape
+from tests.kernels.aot import Launch, Resources, binary_of, launches_of, resources, run_tool
+from tests.kernels.launchers import Layer, Shape
 
 LABEL = re.compile(r"\s*(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from .. import columns
-from ..triton.rotate import rotation_table
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.rotate import rotation_table
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POISON = 0xFF
@@ -300,3 +300,8 @@ def chronological(cache: Cache, row: int, step: list[int]) -> tuple[torch.Tensor
     count = -(-step[columns.CACHED] // unit)
     order = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :count]
     return order, *(cache.words(w, row).gather(1, order) for w in ("score", "token"))
+
+
+def float_bits(value: float) -> int:
+    """The int32 that holds the same bits as an fp32, for a step row."""
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))

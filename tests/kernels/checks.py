@@ -10,41 +10,16 @@ import random
 
 import torch
 
-from .. import columns
-from ..triton.attend import attend
-from ..triton.combine import (
-    head_masses,
-    in_units,
-    merge,
-    update,
-    update_from,
-    update_reference,
-)
-from ..triton.configs import attend_splits
-from ..triton.prefill import attend_strides_reference
-from ..triton.rotate import (
-    decode_dtype,
-    gather_reference,
-    rotate_reference,
-    rotation_table,
-)
-from ..triton.schedule import (
-    HEAD_COLUMNS,
-    TABLE_COLUMNS,
-    ScheduleTables,
-    schedule,
-    schedule_reference,
-)
-from ..triton.tiles import float_bits
-from .chunk_checks import check_chunks
-from .insertion_checks import NUM_RULES, check_assign, check_insert
-from .prefill_checks import check_prefill, check_split
-from .random_pool import (
+from tests.kernels.chunk_checks import check_chunks
+from tests.kernels.insertion_checks import NUM_RULES, check_assign, check_insert
+from tests.kernels.prefill_checks import check_prefill, check_split
+from tests.kernels.random_pool import (
     TOLERANCE,
     Cache,
     Case,
     chronological,
     close,
+    float_bits,
     make_cache,
     new_tokens,
     on,
@@ -53,8 +28,27 @@ from .random_pool import (
     same,
     table_of,
 )
-from .stride_checks import check_insert_strides
-from .unit_checks import check_insert_units
+from tests.kernels.references import (
+    attend_strides_reference,
+    gather_reference,
+    in_units,
+    rotate_reference,
+    schedule_reference,
+    update_reference,
+)
+from tests.kernels.stride_checks import check_insert_strides
+from tests.kernels.unit_checks import check_insert_units
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.attend import attend
+from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
+from vllm_cascade.kernels.triton.configs import attend_splits
+from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.kernels.triton.schedule import (
+    HEAD_COLUMNS,
+    TABLE_COLUMNS,
+    ScheduleTables,
+    schedule,
+)
 
 __all__ = [
     "NUM_RULES",
@@ -111,16 +105,37 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     splits = 1 << (splits - 1).bit_length()
     before = ours.pool.clone()
     parts, parts_lse, logits, own = attend(
-        *(dq, dk, dv, ours.kv, ours.rank, ours.born, ours.table, dsteps),
-        *(table_of(case, device, decode_dtype(case.dtype)), slopes, dfactors, scale),
-        *(case.softcap, case.interleaved, splits, True, dpositions),
+        query=dq,
+        key=dk,
+        value=dv,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        table=ours.table,
+        steps=dsteps,
+        rotation=table_of(case, device, decode_dtype(case.dtype)),
+        slopes=slopes,
+        logit_scale=dfactors,
+        scale=scale,
+        softcap=case.softcap,
+        interleaved=case.interleaved,
+        splits=splits,
+        keep_logits=True,
+        positions=dpositions,
     )
     output = torch.full_like(dq, torch.nan)
     lse = merge(parts, parts_lse, dsteps, output, sinks)
     same("attend writes no page", ours.pool, before.cpu())
     new_score = update(
-        *(logits, own, lse, ours.rank, ours.score, ours.table, dsteps, case.reduction),
-        case.unit,
+        logits=logits,
+        own=own,
+        lse=lse,
+        rank=ours.rank,
+        score=ours.score,
+        table=ours.table,
+        steps=dsteps,
+        reduction=case.reduction,
+        unit=case.unit,
     )
     if case.reduction != "median" and not case.per_head and case.num_heads * case.group % 2 == 0:
         _check_ranks(ours, new_score, cache.to(device), (logits, own, lse), dsteps)

@@ -3,10 +3,8 @@
 
 import torch
 
-from .. import columns
-from ..triton.insert import insert, survivors_reference
-from .insertion_checks import NUM_RULES, compared, lists_of_rules
-from .random_pool import (
+from tests.kernels.insertion_checks import NUM_RULES, compared, lists_of_rules
+from tests.kernels.random_pool import (
     Cache,
     Case,
     chronological,
@@ -16,6 +14,9 @@ from .random_pool import (
     real_rows,
     same,
 )
+from tests.kernels.references import survivors_reference
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.insert import insert
 
 
 def _steps(
@@ -53,8 +54,18 @@ def check_insert_units(case: Case, device: torch.device | str, variant: int = 0)
     ours = cache.to(device)
     dsteps, dk, dv, dscore, dmore = on(device, steps, key, value, new_score, more)
     insert(
-        *(dk, dv, dscore, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, dmore, True),
+        key=dk,
+        value=dv,
+        new_score=dscore,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        table=ours.table,
+        steps=dsteps,
+        rules=dmore,
+        has_cells=True,
     )
     after = ours.to("cpu")
     for row in real_rows(case):

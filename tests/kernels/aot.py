@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
-from .launchers import Layer, Shape
+from tests.kernels.launchers import Layer, Shape
 
 CAPABILITIES = (80, 90, 100)
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}

@@ -3,14 +3,7 @@
 
 import torch
 
-from .. import columns
-from ..triton.column_sums import column_sums, column_sums_reference, num_sums, reduced
-from ..triton.combine import in_units
-from ..triton.configs import WHOLE, Split
-from ..triton.prefill import LINE_WORDS, attend_strides, attend_strides_reference
-from ..triton.rotate import decode_dtype, gather_reference
-from ..triton.split import MARKS, Partial
-from .random_pool import (
+from tests.kernels.random_pool import (
     TOLERANCE,
     Case,
     chronological,
@@ -23,6 +16,18 @@ from .random_pool import (
     stride_steps,
     table_of,
 )
+from tests.kernels.references import (
+    attend_strides_reference,
+    column_sums_reference,
+    gather_reference,
+    in_units,
+)
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums, reduced
+from vllm_cascade.kernels.triton.configs import WHOLE, Split
+from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.rotate import decode_dtype
+from vllm_cascade.kernels.triton.split import MARKS, Partial
 
 DECAY, WEIGHT = 0.97, 0.03
 

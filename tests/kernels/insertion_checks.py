@@ -3,10 +3,7 @@
 
 import torch
 
-from .. import columns
-from ..triton.assign import assign, assign_reference
-from ..triton.insert import insert, survivors_reference
-from .random_pool import (
+from tests.kernels.random_pool import (
     Cache,
     Case,
     chronological,
@@ -17,6 +14,10 @@ from .random_pool import (
     real_rows,
     same,
 )
+from tests.kernels.references import assign_reference, survivors_reference
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.assign import assign
+from vllm_cascade.kernels.triton.insert import insert
 
 
 def _cells(lo: int, hi: int, size: int) -> tuple[int, int, int, int]:
@@ -79,8 +80,19 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
     parts = steps, key, value, new_score, more, positions
     dsteps, dk, dv, dscore, dmore, dpositions = on(device, *parts)
     insert(
-        *(dk, dv, dscore, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-        *(ours.table, dsteps, dmore, True, dpositions),
+        key=dk,
+        value=dv,
+        new_score=dscore,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        table=ours.table,
+        steps=dsteps,
+        rules=dmore,
+        has_cells=True,
+        positions=dpositions,
     )
     after = ours.to("cpu")
     for row in real_rows(case):

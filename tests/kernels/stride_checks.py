@@ -8,21 +8,13 @@ import random
 
 import torch
 
-from .. import columns
-from ..triton import stride_columns
-from ..triton.column_sums import num_sums
-from ..triton.combine import reduce_reference
-from ..triton.insert_stride import insert_strides
-from ..triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
-from ..triton.prefill import LINE_WORDS
-from ..triton.rotate import rotate_reference, rotation_table
-from ..triton.tiles import float_bits
-from .random_pool import (
+from tests.kernels.random_pool import (
     TOLERANCE,
     Cache,
     Case,
     chronological,
     close,
+    float_bits,
     make_cache,
     new_tokens,
     on,
@@ -31,6 +23,14 @@ from .random_pool import (
     stride_steps,
     table_of,
 )
+from tests.kernels.references import reduce_reference, rotate_reference
+from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton import stride_columns
+from vllm_cascade.kernels.triton.column_sums import num_sums
+from vllm_cascade.kernels.triton.insert_stride import insert_strides
+from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
+from vllm_cascade.kernels.triton.prefill import LINE_WORDS
+from vllm_cascade.kernels.triton.rotate import rotation_table
 
 FADE = 0.5
 

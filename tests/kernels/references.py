@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""References of the kernels: one request at a time, in fp64 PyTorch or literal lists."""
+
+import torch
+
+from vllm_cascade.kernels.columns import CACHED, OLD_SLOTS, STEP_COLUMNS
+from vllm_cascade.kernels.triton.schedule import TABLE_COLUMNS
+
+
+def rotate_reference(
+    x: torch.Tensor, distance: torch.Tensor, inv_freq: torch.Tensor | None, interleaved: bool
+) -> torch.Tensor:
+    """fp64 ``[..., D]`` rotated back by ``distance [...]``; channels past the rotary ones pass."""
+    x = x.double().clone()
+    if inv_freq is None:
+        return x
+    half = inv_freq.numel()
+    angle = -distance.double()[..., None] * inv_freq.double()
+    turn = torch.polar(torch.ones_like(angle), angle)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    turned = torch.complex(x[..., first], x[..., second]) * turn
+    x[..., first], x[..., second] = turned.real, turned.imag
+    return x
+
+
+def gather_reference(
+    kv: torch.Tensor,
+    rank: torch.Tensor,
+    born: torch.Tensor,
+    score: torch.Tensor,
+    blocks: torch.Tensor,
+    step: list[int],
+    inv_freq: torch.Tensor | None,
+    interleaved: bool,
+    shift: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One request: fp64 keys and values ``[H, n, D]``, its units' scores and places ``[S, u]``.
+
+    ``shift``: by how much positions are beyond ranks.
+    """
+    cached, old_slots, unit = (
+        step[CACHED],
+        step[OLD_SLOTS],
+        kv.shape[2] // rank.shape[2],
+    )
+    num_heads, head_size, count = kv.shape[1], kv.shape[3] // 2, -(-cached // unit)
+    ranks = rank[blocks.long()].transpose(0, 1).flatten(1)[:, : old_slots // unit]
+    units = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :count]
+    assert (ranks.gather(1, units) == torch.arange(count)).all(), "not a cache of this many tokens"
+    slots = (units[..., None] * unit + torch.arange(unit)).flatten(1)[:, :cached]
+    rows = kv[blocks.long()].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    index = slots.expand(num_heads, -1)
+    rows = rows.gather(1, index[..., None].expand(-1, -1, rows.shape[2])).double()
+    births = born[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
+    moved = (births - torch.arange(count) * unit - shift).repeat_interleave(unit, dim=1)
+    distance = moved[:, :cached].expand(num_heads, -1)
+    keys = rotate_reference(rows[..., :head_size], distance, inv_freq, interleaved)
+    scores = score[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
+    return keys, rows[..., head_size:], scores.double(), units
+
+
+def attend_strides_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    old_keys: torch.Tensor,
+    old_values: torch.Tensor,
+    *,
+    scale: float,
+    slopes: torch.Tensor | None = None,
+    logit_scale: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One stride in fp64, as one softmax over all keys.
+
+    Args:
+        query: ``[T, H * G, D]``; key, value: ``[T, H, D]``; old_keys, old_values: ``[H, n, D]``.
+        logit_scale: ``[T]`` or None.
+        sinks: ``[H * G]``, logits of nothing, or None.
+        window: tokens that a query sees, its own included; None: all.
+
+    Returns:
+        output ``[T, H * G, D]``, lse ``[T, H * G]``, probabilities ``[H * G, T, n + T]``.
+    """
+    num_tokens, group = query.shape[0], query.shape[1] // key.shape[1]
+    keys = torch.cat([old_keys.double(), key.double().transpose(0, 1)], 1)
+    values = torch.cat([old_values.double(), value.double().transpose(0, 1)], 1)
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    logits = torch.einsum("thd,hnd->htn", query.double(), keys) * scale
+    if logit_scale is not None:
+        logits = logits * logit_scale.double()[:, None]
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    cached = old_keys.shape[1]
+    distance = torch.arange(cached + num_tokens) - (cached + torch.arange(num_tokens))[:, None]
+    if slopes is not None:
+        logits = logits + slopes.double()[:, None, None] * distance
+    logits = logits.masked_fill(distance > 0, -torch.inf)
+    if window is not None:
+        logits = logits.masked_fill(distance <= -window, -torch.inf)
+    if sinks is not None:
+        nothing = sinks.double()[:, None, None].expand(-1, num_tokens, 1)
+        logits = torch.cat([logits, nothing], -1)
+    probs = logits.softmax(-1)[..., : keys.shape[1]]
+    output = torch.einsum("htn,hnd->thd", probs, values)
+    return output, logits.logsumexp(-1).transpose(0, 1), probs
+
+
+def in_units(mass: torch.Tensor, unit: int) -> torch.Tensor:
+    """``[..., n]`` of tokens, from the first of a unit on, to ``[..., ceil(n / unit)]`` sums."""
+    padded_mass = torch.nn.functional.pad(mass, (0, -mass.shape[-1] % unit))
+    return padded_mass.unflatten(-1, (-1, unit)).sum(-1)
+
+
+def reduce_reference(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Tensor:
+    """``[Hq, n]`` masses to ``[S, n]``."""
+    mass = mass.unflatten(0, (num_sets, -1))
+    if reduction == "mean":
+        return mass.mean(1)
+    return mass.amax(1) if reduction == "max" else mass.median(1).values
+
+
+def update_reference(
+    probs: torch.Tensor, old: torch.Tensor, decay: float, weight: float, reduction: str
+) -> torch.Tensor:
+    """One request in fp64: probabilities ``[Hq, n + 1]``, scores ``[S, n]`` to ``[S, n + 1]``.
+
+    Chronological, the new token's last. Of units, one that the token joins is the last.
+    """
+    mass = reduce_reference(probs, old.shape[0], reduction) * weight
+    mass[:, : old.shape[1]] += decay * old.double()
+    return mass
+
+
+def column_sums_reference(probs: torch.Tensor, decay: float, weight: float) -> torch.Tensor:
+    """``[Hq, n + T]``: ``weight * sum_q decay ** (T - 1 - q) * probs[:, q]``."""
+    power = torch.arange(probs.shape[1] - 1, -1, -1, dtype=torch.float64)
+    return torch.einsum("htn,t->hn", probs.double(), weight * decay**power)
+
+
+def assign_reference(
+    given: float, wanted: int, ranks: torch.Tensor, scores: torch.Tensor, unit: int = 1
+) -> torch.Tensor:
+    """One request: scores ``[S, N]`` by slot with ``given`` where ``ranks [S, N]`` says so."""
+    there = given if unit == 1 else scores + given
+    return torch.where((ranks == wanted) & (ranks >= 0), there, scores)
+
+
+def survivors_reference(
+    cached: int, rules: list[list[int]], compared: torch.Tensor, newest_stays: bool
+) -> list[list[int]]:
+    """Ranks among ``cached + 1`` that stay, per head set, from literal lists.
+
+    Args:
+        rules: lo, hi, evicts and cell of each.
+        compared: fp64 ``[S, cached + 1]``, what is compared, chronological.
+    """
+    kept = []
+    for row in compared.tolist():
+        line = list(range(cached + 1))
+
+        def order(r: int, row: list[float] = row) -> tuple[float, int]:
+            return row[r], r if newest_stays else -r
+
+        for lo, hi, evicts, cell in rules:
+            middle = line[lo:hi] if evicts else []
+            if cell:
+                cells = [middle[i : i + abs(cell)] for i in range(0, len(middle), abs(cell))]
+                stay = [max(one, key=order) if cell > 0 else one[0] for one in cells]
+            elif evicts == len(middle):
+                stay = []
+            else:
+                victim = min(middle, key=order)
+                stay = [r for r in middle if r != victim]
+            line = line[:lo] + stay + line[lo + len(middle) :]
+        kept.append(line)
+    return kept
+
+
+def schedule_reference(
+    seq_lens: list[int],
+    first_blocks: list[int],
+    rows: list[list[int]],
+    heads: list[list[int]],
+    schedule_of: list[int],
+    unit: int = 1,
+) -> list[list[int]]:
+    """The same, row by row; ``rows`` and ``heads`` are those of ``ScheduleTables``."""
+    result = []
+    for row, (length, block) in enumerate(zip(seq_lens, first_blocks, strict=True)):
+        if length == 0 or block == 0:
+            result.append([-1] + [0] * (STEP_COLUMNS - 1))
+            continue
+        first, transient, period, *scores, most = heads[schedule_of[row]]
+        own = rows[first : first + transient + period]
+        done, offset = divmod(length - 1, unit)
+        *rules, _, peak = _at(own, transient, done)
+        *_, left, _ = _at(own, transient, done)
+        *_, cached, old_peak = _at(own, transient, done - 1)
+        slots, old_slots = peak, old_peak
+        if unit > 1:
+            recalled = min(done - cached, most)
+            soon = min(done + 1 - left, most) if offset == unit - 1 else recalled
+            slots = (old_peak + soon + 1) * unit
+            then = _at(own, transient, (length - 2) // unit - 1)[-1]
+            old_slots = (then + recalled + 1) * unit if length > 1 else 0
+            rules = rules if offset == unit - 1 else [0] * len(rules)
+            cached += recalled
+        cached = cached * unit + offset
+        result.append([length - 1, cached, old_slots, slots, row, 1, *rules, *scores])
+    return result
+
+
+def _at(rows: list[list[int]], transient: int, t: int) -> list[int]:
+    """The row of inserting unit ``t``; of zeros before the first."""
+    if t < 0:
+        return [0] * TABLE_COLUMNS
+    period = len(rows) - transient
+    return rows[t if t < transient else transient + (t - transient) % period]
