@@ -35,6 +35,9 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "OMP_NUM_THREADS": "1",
+    # The scheduler visits sets of request ids: their order decides which pages snapshots take.
+    "PYTHONHASHSEED": "0",
+    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
 }
 
 

@@ -2,6 +2,7 @@
 """The arms of a comparison: engines with policies, models and requests, by name."""
 
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BOOKS = ROOT / "benchmarks/inputs/models/books-5m"
 TEXT = ROOT / "benchmarks/inputs/books/persuasion.txt"
 ATTENTION = {**FAMILIES, **full_attention.OWN_MODULES, **full_attention.BY_TRANSFORMERS}
+NOT_ON_CPUS = ("minimax-m2",)
+"""Families whose experts vLLM's router for CPUs cannot choose."""
 PYTORCH = {"VLLM_CASCADE_CPU": "pytorch"}
 """The environment in which no layer runs in C++."""
 LENGTHS = (200, 47), 40, 32
@@ -145,12 +148,14 @@ OTHER_POLICIES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "granite4-rope-units": ("granite4-rope", in_units("cascade", unit=8, budget=64), {}),
     "lfm2-pytorch": ("lfm2", CASCADE, PYTORCH),
     "bloom-pytorch": ("bloom", {**CASCADE, **EACH}, PYTORCH),
-    "gemma3-recall": ("gemma3", in_units("cascade", RECALL, recall_store=128), {}),
+    "qwen3-recall": ("qwen3", in_units("cascade", RECALL, recall_store=128), {}),
 }
 FAMILY_ARMS = {
     **{
         name: Arm({**CASCADE, **EACH}, name, rounds=2)
         for name in ("llama", "bloom", *ATTENTION, *RECURRENT)
+        # vLLM's module of Qwen 3.5 also has the models with pictures.
+        if name not in NOT_ON_CPUS and (find_spec("torchvision") or "qwen3.5" not in name)
     },
     **{
         name: Arm(policy, model, env=env, rounds=2)
@@ -162,7 +167,7 @@ TRITON_ARMS = {
     "triton": Arm({**TINY, "trace": True}, "llama-1", triton=True, own=True),
     "triton-chunks": Arm({**TINY, **EACH}, "bloom", triton=True),
     "triton-recall": Arm(
-        {**TINY, **EACH, "budget": 32, "num_sinks": 8, "unit": 8, "recall": 1, "recall_store": 32},
+        {**TINY, **EACH, "num_sinks": 4, "unit": 4, "recall": 2, "recall_store": 12},
         "llama-1",
         triton=True,
     ),

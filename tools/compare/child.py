@@ -57,16 +57,15 @@ def page_digests(worker: Any) -> list[list[bytes]]:
     """
     import torch
 
-    num_pages = worker.vllm_config.cache_config.num_gpu_blocks
-    pieces: dict[int, Any] = {}
+    pieces: dict[int, tuple[Any, int]] = {}
     for caches in worker.model_runner.kv_caches:
         for cache in caches if isinstance(caches, list | tuple) else [caches]:
-            storage = cache.untyped_storage()
-            pieces.setdefault(storage.data_ptr(), storage)
+            storage, size = cache.untyped_storage(), cache.stride(0) * cache.element_size()
+            _, other = pieces.get(storage.data_ptr(), (storage, size))
+            pieces[storage.data_ptr()] = storage, min(size, other)
     digests = []
-    for storage in pieces.values():
+    for storage, size in pieces.values():
         raw = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        size = -(-len(raw) // num_pages)
         pages = [raw[begin : begin + size] for begin in range(0, len(raw), size)]
         digests.append([sha256(page).digest() if page.any() else b"" for page in pages])
     return digests
