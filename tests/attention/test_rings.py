@@ -35,7 +35,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Log, UnitShape
 from vllm_cascade.recall.rings import Rings, check_memory, ring_bytes, round_up
 from vllm_cascade.recall.stores import Stores
-from vllm_cascade.step.recall import plan_recall
+from vllm_cascade.step.recall import plan_logs, plan_rings
 from vllm_cascade.step.requests import RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.step.rows import StrideRows
 
@@ -68,9 +68,9 @@ def test_rows_are_what_logs_do(name: str) -> None:
         steps[0, [columns.STREAM, columns.LENGTH]] = begin, length
         rows = StrideRows(steps, np.zeros(1, dtype=np.int64), [schedule])
         stored_before, candidates = log.end, log.end - log.begin
-        (planned,) = plan_recall([rows], torch.ones(1, 1), {1: log})
-        (theirs,) = planned.recall
-        row = rings.plan(["a"], [schedule], np.asarray([begin]), np.asarray([length]))[0]
+        (planned,) = plan_logs([rows], torch.ones(1, 1), {1: log})
+        (theirs,) = planned.values()
+        row = plan_rings(rings, ["a"], [schedule], np.asarray([begin]), np.asarray([length]))[0]
         how = 0
         if theirs.selects:
             how = columns.TAKES_ALL if theirs.now == candidates else columns.JUDGED
@@ -96,7 +96,7 @@ def test_rows_of_nobody_do_nothing() -> None:
     names, one = ["a", None, "gone", "b"], np.ones(5, dtype=np.int64)
     stream = np.asarray([-1, 40, 40, 40, 40])  # padding, nobody's, one that is gone, no recall
     schedules = [schedule, schedule, schedule, plain, schedule]
-    assert not rings.plan(names, schedules, stream, one).any()
+    assert not plan_rings(rings, names, schedules, stream, one).any()
 
 
 def test_rings_follow_the_scheduler() -> None:

@@ -97,14 +97,14 @@ class Log:
     Attributes:
         begin, end: the numbers of the units that it has.
         shown: units that are recalled in the pages now.
-        chose_for_many: whether several tokens chose these, of which any may have had its way.
+        selected_by_many: whether a stride of several tokens made the last selection.
         tokens: int32 ``[layers, sets, most_recalled]``, the first tokens of these, ascending.
     """
 
     def __init__(self, shape: UnitShape) -> None:
         self.shape = shape
         self.begin = self.end = self.shown = 0
-        self.chose_for_many = False
+        self.selected_by_many = False
         self.tokens = torch.zeros(
             shape.num_layers, shape.num_sets, shape.most_recalled, dtype=torch.int32
         )
@@ -150,7 +150,7 @@ class Log:
         """The same state, for another user; both may grow."""
         other = type(self)(self.shape)
         other.begin, other.end, other.shown = self.begin, self.end, self.shown
-        other.chose_for_many = self.chose_for_many
+        other.selected_by_many = self.selected_by_many
         other.tokens = self.tokens.clone()
         other._chunks, other._first = list(self._chunks), self._first
         other._shares_last = self._shares_last = True

@@ -14,29 +14,14 @@ import psutil
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_cascade.kernels.columns import (
-    BEFORE,
-    BEGIN,
-    END,
-    HOW,
-    JUDGED,
-    MORE_RECALLED,
-    NOW,
-    RECALL_COLUMNS,
-    RING,
-    SINKS,
-    STORED,
-    TAKES_ALL,
-)
 from vllm_cascade.log import logger
-from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.stores import begun
 
 
 class Rings:
-    """A worker's.
+    """A worker's ring buffers for evicted units.
 
     Attributes:
         shape: of units; a ring has room for ``shape.most_units``.
@@ -45,7 +30,7 @@ class Rings:
         rings: numbers of the running requests' rings, by name.
         end: int64 ``[num_requests]``, units that a ring's request ever evicted.
         shown: int64, units that are recalled in its pages now.
-        chose_for_many: bool, whether several tokens chose these, of which any may have had its way.
+        selected_by_many: bool, whether a stride of several tokens made the last selection.
     """
 
     def __init__(self, shape: UnitShape, num_requests: int, device: torch.device) -> None:
@@ -62,7 +47,7 @@ class Rings:
         self.token = torch.empty(words, dtype=torch.int32, device=device)
         self.rings: dict[str, int] = {}
         self.end, self.shown = np.zeros((2, num_requests), dtype=np.int64)
-        self.chose_for_many = np.zeros(num_requests, dtype=bool)
+        self.selected_by_many = np.zeros(num_requests, dtype=bool)
         self._free = list(range(num_requests))[::-1]
         on_device, on_host = ring_bytes(shape)
         logger.info(
@@ -94,55 +79,11 @@ class Rings:
         for name, _, num_computed in begun(output):
             assert num_computed == 0 and name not in self.rings, "rings have no snapshots"
             number = self.rings[name] = self._free.pop()
-            self.end[number] = self.shown[number] = self.chose_for_many[number] = 0
+            self.end[number] = self.shown[number] = self.selected_by_many[number] = 0
 
-    def plan(
-        self,
-        names: Sequence[str | None],
-        schedules: Sequence[Schedule],
-        stream: np.ndarray,
-        length: np.ndarray,
-    ) -> np.ndarray:
-        """What strides of different requests do; the rings are then as after them.
-
-        Args:
-            names: of the requests; None, or one without a ring: nobody's.
-            stream, length: int64 ``[R]``, the strides' first tokens, and how many they are.
-
-        Returns:
-            int32 ``[R, RECALL_COLUMNS]``, 0 where there is nothing to do.
-        """
-        rows = np.zeros((len(stream), RECALL_COLUMNS), dtype=np.int32)
-        number = [-1 if name is None else self.rings.get(name, -1) for name in names[: len(rows)]]
-        ring = np.full(len(rows), -1)
-        ring[: len(number)] = number
-        for schedule, where in by_schedule(schedules):
-            which = np.arange(len(rows))[where]
-            which = which[(ring[which] >= 0) & (stream[which] >= 0)]
-            if schedule.policy.recall and len(which):
-                rows[which] = self._rows(schedule, ring[which], stream[which], length[which])
-        return rows
-
-    def _rows(
-        self, schedule: Schedule, ring: np.ndarray, stream: np.ndarray, length: np.ndarray
-    ) -> np.ndarray:
-        """``plan`` for rings under one schedule."""
-        policy, room = schedule.policy, self.shape.most_units
-        gone, gone_after = schedule.evicted(stream), schedule.evicted(stream + length)
-        now, before = schedule.recalled(stream), self.shown[ring]
-        assert (self.end[ring] == gone).all(), (self.end[ring], gone)
-        begin, many = np.maximum(gone - room, 0), length > 1
-        due = many | self.chose_for_many[ring] | (stream % policy.recall_every == 0)
-        chooses = (now > 0) & (due | (now != before))
-        self.end[ring], self.shown[ring], self.chose_for_many[ring] = gone_after, now, many
-        rows = np.zeros((len(ring), RECALL_COLUMNS), dtype=np.int32)
-        rows[:, HOW] = np.where(now == gone - begin, TAKES_ALL, JUDGED) * chooses
-        rows[:, RING], rows[:, BEGIN], rows[:, END] = ring * room, begin, gone
-        rows[:, BEFORE], rows[:, NOW] = before, now
-        rows[:, MORE_RECALLED] = schedule.recalled(stream + length) - now
-        rows[:, STORED] = gone_after - gone
-        rows[:, SINKS] = policy.num_sinks // schedule.unit
-        return rows
+    def numbers(self, names: Sequence[str | None]) -> list[int]:
+        """The rings of requests by name; -1 for None and for a request without a ring."""
+        return [-1 if name is None else self.rings.get(name, -1) for name in names]
 
 
 def ring_bytes(shape: UnitShape) -> tuple[int, int]:

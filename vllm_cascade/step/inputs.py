@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strides as an implementation in PyTorch or C++ takes them: a plan's rows, with their pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +11,8 @@ import torch
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STREAM
 from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.step.recall import RecallStride
 from vllm_cascade.step.rows import Step, StrideRows, may_have_moved
-
-if TYPE_CHECKING:
-    from vllm_cascade.step.recall import RecallStride
 
 NOBODY = -2
 """A rank that no slot has, not even an empty one: for tokens that get no score from the host."""
@@ -46,7 +44,7 @@ class Singles:
     logit_scale: torch.Tensor | None = None
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
-    recall: "Sequence[RecallStride | None]" = ()
+    recall: Sequence[RecallStride | None] = ()
     shift: torch.Tensor | None = None
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -95,7 +93,7 @@ class Stride:
     given: torch.Tensor | None = None
     recalled: int = 0
     recalls_more: int = 0
-    recall: "RecallStride | None" = None
+    recall: RecallStride | None = None
     shift: int = 0
 
     @property
@@ -126,9 +124,19 @@ class Stride:
 
 
 def singles_of(
-    rows: StrideRows, step: Step, table: torch.Tensor, rules: np.ndarray, block_size: int
+    rows: StrideRows,
+    step: Step,
+    table: torch.Tensor,
+    rules: np.ndarray,
+    block_size: int,
+    recall: Mapping[int, RecallStride],
 ) -> Singles:
-    """Single tokens with their pages; ``table`` is the batch's, on the CPU."""
+    """Single tokens with their pages.
+
+    Args:
+        table: the batch's block table, on the CPU.
+        recall: strides that use evicted units, by their row in the batch.
+    """
     steps = rows.steps
     most = -(-int(steps[:, NEW_SLOTS].max()) // block_size)
     place = steps[:, START]
@@ -148,13 +156,23 @@ def singles_of(
         logit_scale=scale,
         scored=scored,
         given=given,
-        recall=rows.recall,
+        recall=[recall.get(row) for row in rows.request.tolist()] if recall else (),
         shift=None if rows.shift is None else torch.from_numpy(np.ascontiguousarray(rows.shift)),
     )
 
 
-def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: int) -> list[Stride]:
-    """Longer strides one by one, with their pages on the table's device."""
+def strides_of(
+    rows: StrideRows,
+    step: Step,
+    table: torch.Tensor,
+    block_size: int,
+    recall: Mapping[int, RecallStride] | None = None,
+) -> list[Stride]:
+    """Longer strides one by one, with their pages on the table's device.
+
+    Args:
+        recall: strides that use evicted units, by their row in the batch.
+    """
     strides = []
     for i, schedule in enumerate(rows.schedules):
         numbers = rows.steps[i].tolist()
@@ -179,7 +197,7 @@ def strides_of(rows: StrideRows, step: Step, table: torch.Tensor, block_size: in
                 given=_part(step.given if text else None, part, table.device),
                 recalled=before,
                 recalls_more=after - before,
-                recall=rows.recall[i] if rows.recall else None,
+                recall=recall.get(int(rows.request[i])) if recall else None,
                 shift=0 if rows.shift is None else int(rows.shift[i]),
             )
         )

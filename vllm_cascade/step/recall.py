@@ -1,29 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's strides do with their requests' evicted units, planned on the host.
+"""What strides do with evicted units: when recall selects, and how many units come and go.
 
-How many units are evicted, stored and recalled at any time follows from token counts, so all of it
-is known before the step; a layer only fills in which units, and their rows.
+How many units are evicted, stored and recalled at any time follows from token counts, so the host
+plans all of it before the step. A layer only decides which units, and copies their rows. Both
+devices use the same rows of numbers (``recall_rows``); each finds its requests' stores its own way.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from vllm_cascade.kernels.columns import LENGTH, STREAM
+from vllm_cascade.kernels.columns import (
+    BEFORE,
+    BEGIN,
+    END,
+    HOW,
+    JUDGED,
+    LENGTH,
+    MORE_RECALLED,
+    NOW,
+    RECALL_COLUMNS,
+    RING,
+    SINKS,
+    STORED,
+    STREAM,
+    TAKES_ALL,
+)
+from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.recall.log import Log, Part
+from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.rows import StrideRows
+
+
+def recall_rows(
+    schedule: Schedule,
+    stream: np.ndarray,
+    length: np.ndarray,
+    shown: np.ndarray,
+    many: np.ndarray,
+    most_units: int,
+) -> np.ndarray:
+    """Plan recall for strides of different requests under one schedule.
+
+    A stride of several tokens selects units, and so does the stride after it. A single token
+    selects every ``recall_every`` tokens. Every stride selects if the number of recalled units
+    changes.
+
+    Args:
+        stream, length: int64 ``[R]``, the strides' first tokens and numbers of tokens.
+        shown: int64 ``[R]``, units recalled in the pages before the stride.
+        many: bool ``[R]``, whether a stride of several tokens made the last selection.
+        most_units: units that a request's store holds.
+
+    Returns:
+        int32 ``[R, RECALL_COLUMNS]`` (``kernels/columns.py``); ``RING`` is 0.
+    """
+    policy = schedule.policy
+    gone, gone_after = schedule.evicted(stream), schedule.evicted(stream + length)
+    now, begin = schedule.recalled(stream), np.maximum(gone - most_units, 0)
+    due = (length > 1) | many | (stream % policy.recall_every == 0)
+    selects = (now > 0) & (due | (now != shown))
+    rows = np.zeros((len(stream), RECALL_COLUMNS), dtype=np.int32)
+    rows[:, HOW] = np.where(now == gone - begin, TAKES_ALL, JUDGED) * selects
+    rows[:, BEGIN], rows[:, END] = begin, gone
+    rows[:, BEFORE], rows[:, NOW] = shown, now
+    rows[:, MORE_RECALLED] = schedule.recalled(stream + length) - now
+    rows[:, STORED] = gone_after - gone
+    rows[:, SINKS] = policy.num_sinks // schedule.unit
+    return rows
+
+
+# --- stores on the host: logs -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class RecallStride:
-    """One request's stride.
+    """One request's stride, and the memory that it reads and writes.
 
     Attributes:
         log: the request's.
         candidates: units that may be recalled.
-        selects: whether the stride's queries choose anew; otherwise what is recalled stays.
+        selects: whether the stride's queries select units; otherwise the recalled ones stay.
         before, now: units recalled in the pages as they are, and while the stride is attended.
         stored: memory of the units that the stride evicts.
         sinks: units before the recalled ones.
@@ -43,38 +102,85 @@ class RecallStride:
         return self.sinks + self.now // 2
 
 
-def plan_recall(
+def plan_logs(
     waves: Sequence[StrideRows], table: torch.Tensor, logs: Mapping[int, Log]
-) -> list[StrideRows]:
-    """The waves, each stride with what it does; ``logs`` grow by what will be evicted.
+) -> list[dict[int, RecallStride]]:
+    """Plan recall from logs; the logs grow by the units that the strides will evict.
 
     Args:
         table: int ``[B, P]``, the batch's block table, on the CPU.
-        logs: by a request's first block; a warm-up's rows have none.
+        logs: by a request's first block; rows of a warm-up have none.
+
+    Returns:
+        For each wave, the strides that use a log, by their request's row in the batch.
     """
     first = table[:, 0].tolist()
-    return [
-        replace(
-            rows, recall=[_stride(rows, i, logs.get(first[request])) for i, request in requests]
-        )
-        for rows in waves
-        for requests in [list(enumerate(rows.request.tolist()))]
-    ]
+    planned: list[dict[int, RecallStride]] = []
+    for rows in waves:
+        strides = {}
+        for i, (request, schedule) in enumerate(
+            zip(rows.request.tolist(), rows.schedules, strict=True)
+        ):
+            log = logs.get(first[request])
+            if log is not None and schedule.policy.recall:
+                strides[request] = _stride_of(log, schedule, rows.steps[i])
+        planned.append(strides)
+    return planned
 
 
-def _stride(rows: StrideRows, i: int, log: Log | None) -> RecallStride | None:
-    schedule = rows.schedules[i]
-    if log is None or not schedule.policy.recall:
-        return None
-    begin, length = (int(rows.steps[i, column]) for column in (STREAM, LENGTH))
-    gone, gone_after = schedule.evicted(np.asarray([begin, begin + length])).tolist()
-    assert log.end == gone, (log.end, gone)
-    now, before = int(schedule.recalled(np.asarray(begin))), log.shown
-    due = length > 1 or log.chose_for_many or begin % schedule.policy.recall_every == 0
-    log.chose_for_many = length > 1
+def _stride_of(log: Log, schedule: Schedule, step: np.ndarray) -> RecallStride:
+    stream, length = step[[STREAM, LENGTH]].astype(np.int64)[:, None]
+    shown, many = np.asarray([log.shown]), np.asarray([log.selected_by_many])
+    row = recall_rows(schedule, stream, length, shown, many, log.shape.most_units)[0].tolist()
+    assert (log.begin, log.end) == (row[BEGIN], row[END]), (log.begin, log.end, row)
     candidates = log.part(log.begin, log.end)
-    log.shown = now
-    stored = log.grow(gone_after - gone)
-    selects = now > 0 and (due or now != before)
-    sinks = schedule.policy.num_sinks // schedule.unit
-    return RecallStride(log, candidates, selects, before, now, stored, sinks)
+    log.shown, log.selected_by_many = row[NOW], bool(length[0] > 1)
+    stored = log.grow(row[STORED])
+    return RecallStride(
+        log, candidates, row[HOW] > 0, row[BEFORE], row[NOW], stored, sinks=row[SINKS]
+    )
+
+
+# --- stores that kernels address: rings -----------------------------------------------------------
+
+
+def plan_rings(
+    rings: Rings,
+    names: Sequence[str | None],
+    schedules: Sequence[Schedule],
+    stream: np.ndarray,
+    length: np.ndarray,
+) -> np.ndarray:
+    """Plan recall from rings; the rings are then as after the strides.
+
+    Args:
+        names: of the strides' requests; None: a row of padding or of a warm-up.
+        stream, length: int64 ``[R]``, the strides' first tokens and numbers of tokens.
+
+    Returns:
+        int32 ``[R, RECALL_COLUMNS]``, 0 where a stride does nothing.
+    """
+    rows = np.zeros((len(stream), RECALL_COLUMNS), dtype=np.int32)
+    numbers = rings.numbers(names[: len(rows)])
+    ring = np.full(len(rows), -1)
+    ring[: len(numbers)] = numbers
+    for schedule, where in by_schedule(schedules):
+        which = np.arange(len(rows))[where]
+        which = which[(ring[which] >= 0) & (stream[which] >= 0)]
+        if schedule.policy.recall and len(which):
+            rows[which] = _rows_of(rings, schedule, ring[which], stream[which], length[which])
+    return rows
+
+
+def _rows_of(
+    rings: Rings, schedule: Schedule, ring: np.ndarray, stream: np.ndarray, length: np.ndarray
+) -> np.ndarray:
+    """``plan_rings`` for rings under one schedule."""
+    room = rings.shape.most_units
+    shown, many = rings.shown[ring], rings.selected_by_many[ring]
+    rows = recall_rows(schedule, stream, length, shown, many, room)
+    assert (rings.end[ring] == rows[:, END]).all(), (rings.end[ring], rows[:, END])
+    rows[:, RING] = ring * room
+    rings.end[ring] = rows[:, END] + rows[:, STORED]
+    rings.shown[ring], rings.selected_by_many[ring] = rows[:, NOW], length > 1
+    return rows

@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,9 +12,6 @@ from vllm_cascade.kernels.columns import (
     STREAM,
 )
 from vllm_cascade.policies.schedule import Schedule, by_schedule
-
-if TYPE_CHECKING:
-    from vllm_cascade.step.recall import RecallStride
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,6 @@ class StrideRows:
         steps: int32 ``[R, STEP_COLUMNS]``.
         request: int64 ``[R]``, each one's row in the batch, and in the block table.
         schedules: one a stride.
-        recall: what each does with the request's evicted units, as its device plans it, or None;
-            empty where nobody does.
         shift: int32 ``[R]``, how far positions are beyond ``CACHED`` and what follows: other layers
             keep so many tokens more (or fewer) than these, which have windows. None: no window.
     """
@@ -60,7 +54,6 @@ class StrideRows:
     steps: np.ndarray
     request: np.ndarray
     schedules: Sequence[Schedule]
-    recall: "Sequence[RecallStride | None]" = ()
     shift: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -72,10 +65,9 @@ class StrideRows:
         if len(places) == len(self):
             return self
         chosen = [self.schedules[i] for i in places]
-        recall = [self.recall[i] for i in places] if self.recall else ()
         at = which if places else slice(0, 0)
         shift = None if self.shift is None else self.shift[at]
-        return StrideRows(self.steps[at], self.request[at], chosen, recall, shift)
+        return StrideRows(self.steps[at], self.request[at], chosen, shift)
 
 
 @dataclass(frozen=True)

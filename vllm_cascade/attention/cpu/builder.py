@@ -17,7 +17,7 @@ from vllm_cascade.recall.stores import Stores
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.inputs import Singles, Stride, singles_of, strides_of
 from vllm_cascade.step.plan import RuleBook
-from vllm_cascade.step.recall import plan_recall
+from vllm_cascade.step.recall import RecallStride, plan_logs
 from vllm_cascade.step.rows import StrideRows, split
 
 
@@ -60,13 +60,15 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
     ) -> CPUMetadata:
         table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.page_slots
         step = self.plan(common_attn_metadata)
-        waves, planned = [], step.waves
+        recall: list[dict[int, RecallStride]] = [{}] * len(step.waves)
         if self.stores is not None:
-            planned = plan_recall(planned, table, self.stores.logs)
-        for rows in planned:
+            recall = plan_logs(step.waves, table, self.stores.logs)
+        waves = []
+        for rows, recalling in zip(step.waves, recall, strict=True):
             single, longer = split(rows)
             singles = None
             if len(single):
-                singles = singles_of(single, step, table, self._rules.rules, size)
-            waves.append(CPUWave(rows, singles, strides_of(longer, step, table, size)))
+                singles = singles_of(single, step, table, self._rules.rules, size, recalling)
+            strides = strides_of(longer, step, table, size, recalling)
+            waves.append(CPUWave(rows, singles, strides))
         return CPUMetadata(waves, table)

@@ -9,7 +9,6 @@ that moves tokens, which rules do not say and PyTorch runs on the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -43,6 +42,7 @@ from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.inputs import NOBODY, strides_of
+from vllm_cascade.step.recall import plan_rings
 from vllm_cascade.step.rows import Step, StrideRows, split
 
 
@@ -115,11 +115,11 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             step = self.plan(common)
             if step.logit_scale is not None:
                 scale = self._sent(step.logit_scale)
+            recall: list[np.ndarray | None] = [None] * len(step.waves)
             if self.stores is not None:
                 names = self.requests.names(common)
-                recalling = [self._with_recall(rows, names) for rows in step.waves]
-                step = replace(step, waves=recalling)
-            waves = self._waves(step, scale, table)
+                recall = [self._plan_recall(rows, names, common.num_reqs) for rows in step.waves]
+            waves = self._waves(step, scale, table, recall)
         positions = self.positions.buffer if self.windowed else None
         return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale, positions)
 
@@ -149,7 +149,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         judged = self._judge(common, schedules, stream)
         if self.stores is not None:
             names, one = self.requests.names(common), np.ones_like(stream)
-            rows = self.stores.plan(names, schedules, stream, one)
+            rows = plan_rings(self.stores, names, schedules, stream, one)
             self.recall[:num_rows].copy_(self._sent(rows), non_blocking=True)
         return DecodeRows(
             index=None,
@@ -223,21 +223,36 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     # --- a step planned on the host ---------------------------------------------------------------
 
-    def _with_recall(self, rows: StrideRows, names: list[str | None]) -> StrideRows:
-        """A wave with what its strides do with evicted units; waves are planned in their order."""
-        assert self.stores is not None
-        whose = [names[row] if row < len(names) else None for row in rows.request.tolist()]
-        stream, length = rows.steps[:, [STREAM, LENGTH]].astype(np.int64).T
-        plan = self.stores.plan(whose, rows.schedules, stream, length)
-        return replace(rows, recall=list(plan))
+    def _plan_recall(
+        self, rows: StrideRows, names: list[str | None], num_requests: int
+    ) -> np.ndarray:
+        """int32 ``[B, RECALL_COLUMNS]``: what a wave does with evicted units, by batch row.
 
-    def _recall(self, rows: StrideRows) -> torch.Tensor | None:
-        return self._sent(np.stack(rows.recall)) if rows.recall else None
+        Waves must be planned in order, because each one advances the rings.
+        """
+        assert self.stores is not None
+        requests = [names[row] if row < len(names) else None for row in rows.request.tolist()]
+        stream, length = rows.steps[:, [STREAM, LENGTH]].astype(np.int64).T
+        by_row = np.zeros((num_requests, RECALL_COLUMNS), dtype=np.int32)
+        by_row[rows.request] = plan_rings(self.stores, requests, rows.schedules, stream, length)
+        return by_row
+
+    def _recall_of(self, rows: StrideRows, recall: np.ndarray | None) -> torch.Tensor | None:
+        """int32 ``[R, RECALL_COLUMNS]`` of some strides, on the device."""
+        return None if recall is None else self._sent(recall[rows.request])
 
     def _waves(
-        self, step: Step, scale: torch.Tensor | None, table: torch.Tensor
+        self,
+        step: Step,
+        scale: torch.Tensor | None,
+        table: torch.Tensor,
+        recall: Sequence[np.ndarray | None],
     ) -> list[DeviceWave]:
-        """All that waves need of the device is sent in one piece, between the two loops."""
+        """Send all rows of the step in one copy, and make each wave's metadata.
+
+        Args:
+            recall: int32 ``[B, RECALL_COLUMNS]`` a wave; None where no units are recalled.
+        """
         mail, given = Mail(), None if step.given is None else self._sent(step.given)
         at_once, rest = self._at_once(step.waves)
         kinds = [self._kinds(rows) for rows in rest]
@@ -254,13 +269,19 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             drafts.append((tokens, others, strides, chunks))
         mail.send(table)
         waves = []
-        for rows, (tokens, others, strides, chunks) in zip(step.waves, drafts, strict=True):
+        for rows, draft, own in zip(step.waves, drafts, recall, strict=True):
+            tokens, others, strides, chunks = draft
             in_pytorch = strides_of(others, step, table, self.kv_cache_spec.block_size)
+            in_rows = [None if own is None else own[row] for row in others.request.tolist()]
             wave = DeviceWave(
                 rows,
-                decode=self._singles(*tokens, mail, given, scale) if len(tokens[1]) else None,
-                prefill=[self._strides(*draft, mail, given) for draft in strides],
-                others=[one for one in in_pytorch if int(one.pages[0]) != 0],  # not a warm-up's
+                decode=self._singles(*tokens, mail, given, scale, own) if len(tokens[1]) else None,
+                prefill=[self._strides(*one, mail, given, own) for one in strides],
+                others=[
+                    (stride, row)
+                    for stride, row in zip(in_pytorch, in_rows, strict=True)
+                    if int(stride.pages[0]) != 0  # the null block: a warm-up's
+                ],
                 chunks=None if chunks is None else self._chunks(chunks, mail),
             )
             if wave.decode or wave.prefill or wave.others or wave.chunks:
@@ -294,6 +315,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         mail: Mail,
         given: torch.Tensor | None,
         scale: torch.Tensor | None,
+        recall: np.ndarray | None,
     ) -> DecodeRows:
         index = mail.steps[at, START].long()
         scored = None
@@ -310,11 +332,16 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             no_scores=self.no_scores[: len(rows)],
             scored=scored,
             given=None if given is None else given[index],
-            recall=self._recall(rows),
+            recall=self._recall_of(rows, recall),
         )
 
     def _strides(
-        self, at: slice, rows: StrideRows, mail: Mail, given: torch.Tensor | None
+        self,
+        at: slice,
+        rows: StrideRows,
+        mail: Mail,
+        given: torch.Tensor | None,
+        recall: np.ndarray | None,
     ) -> PrefillRows:
         schedule, most = rows.schedules[0], rows.steps.max(axis=0)
         return PrefillRows(
@@ -327,7 +354,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             max_length=int(most[LENGTH]),
             max_slots=int(most[OLD_SLOTS]),
             width=widest(rows.steps, schedule.unit),
-            recall=self._recall(rows),
+            recall=self._recall_of(rows, recall),
         )
 
     # --- strides in which nobody is compared ------------------------------------------------------

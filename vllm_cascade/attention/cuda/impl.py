@@ -9,6 +9,7 @@ the CPU, and so it is tested.
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.config import get_current_vllm_config_or_none
 
@@ -146,8 +147,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                     self._prefill(*strides, rows)
             if wave.chunks is not None:
                 self._chunks(pages, metadata, wave.chunks, new)
-            for stride in wave.others:
-                self._in_pytorch(pages, stride, new)
+            for stride, recall in wave.others:
+                self._in_pytorch(pages, stride, recall, new)
             if self.recorder is not None:
                 self._record(name, pages, metadata, wave)
 
@@ -375,16 +376,19 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             window=metadata.spec.window,
         )
 
-    def _in_pytorch(self, pages: Pages, stride: Stride, new: NewTokens) -> None:
+    def _in_pytorch(
+        self, pages: Pages, stride: Stride, row: np.ndarray | None, new: NewTokens
+    ) -> None:
+        """One stride in PyTorch; ``row``: int32 ``[RECALL_COLUMNS]``, None without recall."""
         assert self._layer is not None, "warm-up rows are left out"
-        recall, gone = self.recall if stride.recall is not None else None, None
-        if recall is not None:
-            gone = recall.choose_alone(stride, new.query)
+        recall, gone = self.recall, None
+        if recall is not None and row is not None:
+            gone = recall.choose_alone(stride, row, new.query)
         with torch.device(new.query.device):  # where the path makes its index tables
             rows = new.at(stride.rows)
             attended = attend_and_insert(self._layer, pages, stride, *rows, gone)
             if gone is not None:
-                recall.store_evicted(stride, gone)
+                recall.store_evicted(row, gone)
         new.output[stride.rows] = attended.to(new.output.dtype)
 
     def _record(self, layer: str, pages: Pages, metadata: TritonMetadata, wave: DeviceWave) -> None:

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
@@ -98,13 +99,14 @@ class DeviceWave:
 
     Attributes:
         rows: None where the host does not know them.
+        others: strides for PyTorch, each with its int32 ``[RECALL_COLUMNS]`` if units are recalled.
         chunks: strides of requests for whom nobody is compared, in the first wave all of them.
     """
 
     rows: StrideRows | None
     decode: DecodeRows | None = None
     prefill: Sequence[PrefillRows] = ()
-    others: Sequence[Stride] = ()
+    others: Sequence[tuple[Stride, np.ndarray | None]] = ()
     chunks: ChunkRows | None = None
 
 

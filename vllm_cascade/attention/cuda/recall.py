@@ -5,6 +5,7 @@ Which rows choose, and which store, stands in rows of numbers on the device; the
 launched for all rows alike and leave out the others.
 """
 
+import numpy as np
 import torch
 
 from vllm_cascade.attention.evicted import Evicted
@@ -104,18 +105,22 @@ class LayerRings:
 
     # --- a stride that runs in PyTorch ------------------------------------------------------------
 
-    def choose_alone(self, stride: Stride, query: torch.Tensor) -> Evicted | None:
-        """``choose`` for one stride; returns room for the units that it evicts, if any."""
-        device, row = query.device, stride.recall
+    def choose_alone(self, stride: Stride, row: np.ndarray, query: torch.Tensor) -> Evicted | None:
+        """``choose`` for one stride; returns room for the units that it evicts, if any.
+
+        Args:
+            row: int32 ``[RECALL_COLUMNS]``, the stride's.
+        """
+        device = query.device
         steps, recall = (sent(x, device)[None] for x in (stride.step, torch.from_numpy(row)))
         self.choose(query, stride.pages[None].int(), steps, recall, single=False)
         with torch.device(device):
             num = int(row[STORED])
             return Evicted.room(self._layer, self._pages, num) if num else None
 
-    def store_evicted(self, stride: Stride, gone: Evicted) -> None:
+    def store_evicted(self, row: np.ndarray, gone: Evicted) -> None:
         """Units that PyTorch has found to leave, into the request's ring."""
-        layer, (ring, end) = self._layer, stride.recall[[RING, END]].tolist()
+        layer, (ring, end) = self._layer, row[[RING, END]].tolist()
         room = self._shape.most_units
         last = slice(max(len(gone) - room, 0), len(gone))
         place = ring + (end + torch.arange(len(gone))[last]) % room
