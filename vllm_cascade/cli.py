@@ -15,7 +15,7 @@ from vllm_cascade.policies.simulate import Step, simulate
 
 
 def show_policies() -> None:
-    """Print every policy with its own settings, their defaults and its source."""
+    """Print a table of all policies with their settings, defaults and sources."""
     from rich.console import Console
     from rich.table import Table
 
@@ -30,7 +30,7 @@ def show_policies() -> None:
 
 
 def _settings(cls: type[KVPolicyConfig]) -> str:
-    """The settings that ``cls`` adds, or whose default it changes."""
+    """List the settings that ``cls`` adds or gives another default."""
     shared = {} if cls is KVPolicyConfig else KVPolicyConfig.model_fields
     lines = []
     for key, field in cls.model_fields.items():
@@ -43,11 +43,11 @@ def _settings(cls: type[KVPolicyConfig]) -> str:
 
 
 def trace(args: argparse.Namespace) -> None:
-    """Print, and write where asked, what a policy keeps of a stream.
+    """Print which tokens of a stream a policy keeps, and write the JSON and PNG files asked for.
 
     Raises:
-        KVPolicyError: settings that cannot work.
-        ValueError: scores of the wrong shape.
+        KVPolicyError: the settings are invalid.
+        ValueError: ``--head``, ``--every`` or the shape of the scores is invalid.
     """
     settings = {"name": args.kv_policy, **getattr(args, "kv_policy_config", {})}
     if hasattr(args, "kv_budget"):
@@ -78,7 +78,8 @@ def idf(args: argparse.Namespace) -> None:
     """Count a corpus and write its table of document frequencies.
 
     Raises:
-        OSError: a file that cannot be read or written.
+        OSError: a file cannot be read or written.
+        ValueError: the corpus has no text.
     """
     from vllm.tokenizers import get_tokenizer
 
@@ -98,7 +99,7 @@ def idf(args: argparse.Namespace) -> None:
 
 
 def summarise(policy: Policy, step: Step) -> None:
-    """Print the last step, region by region."""
+    """Print the kept tokens of one step by region."""
     print(f"{policy.name} after {step.t} tokens: {len(step.kept)} kept")
     for region in dict.fromkeys(step.region):
         members = [i for i, name in zip(step.kept, step.region, strict=True) if name == region]
@@ -106,7 +107,7 @@ def summarise(policy: Policy, step: Step) -> None:
 
 
 def runs(indices: list[int]) -> str:
-    """``[0, 1, 2, 5, 9, 10]`` as ``0-2, 5, 9-10``."""
+    """Format indices as ranges: ``[0, 1, 2, 5, 9, 10]`` gives ``0-2, 5, 9-10``."""
     parts: list[list[int]] = []
     for index in indices:
         if parts and index == parts[-1][1] + 1:
@@ -117,7 +118,7 @@ def runs(indices: list[int]) -> str:
 
 
 def draw(policy: Policy, steps: list[Step], path: Path) -> None:
-    """A picture: which tokens (x) are cached after how many (y), coloured by region."""
+    """Plot the cached tokens (x) against the tokens seen (y), coloured by region."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our log lines go through vLLM's logger, so they look like its own and obey its settings."""
+"""The package's logger, which uses vLLM's log format and settings."""
 
 from vllm.logger import init_logger
 

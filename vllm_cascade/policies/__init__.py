@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction policies: which tokens stay cached. They know nothing of pages, devices or vLLM."""
+"""Eviction policies: which tokens stay cached, independent of pages, devices and vLLM."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beehive sampling: between sinks and window, one token of every cell of a comb stays."""
+"""Beehive sampling: between sinks and window, one token per cell stays."""
 
 import math
 from functools import lru_cache
@@ -16,13 +16,15 @@ from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
 class Beehive(Policy):
     """BUZZ: segment maxima of accumulated attention for new tokens, intervals for old ones.
 
-    When the tokens between sinks and window are more than ``threshold``, the survivors of the
-    last time are thinned to every ``floor((stride + 1) / 2)``-th, and of every ``stride`` newer
-    ones the one with the most accumulated attention stays (the code's reading;
-    docs/INTERNALS.md, "Beehive").
-    The check runs after every token, also inside a prompt's stride, and again until the middle
-    is within the threshold: the bound always holds, and the count is a function of the tokens
-    seen.
+    The tokens between sinks and window are the middle. When it exceeds ``threshold``, an eviction
+    thins it in two ways, as the authors' code does (docs/INTERNALS.md, "Beehive"):
+
+    - Of the previous eviction's survivors, every ``floor((stride + 1) / 2)``-th stays.
+    - Of every ``stride`` newer tokens, the one with the most accumulated attention stays.
+
+    The check runs after every token, also inside a prompt's stride, and repeats until the middle is
+    within the threshold. The bound therefore always holds, and the count depends only on the
+    number of tokens seen.
     """
 
     name: ClassVar[str] = "beehive"
@@ -94,7 +96,7 @@ class Beehive(Policy):
 
     @property
     def recent(self) -> int:
-        """w. The theorem's ratio T / w is (s^2 + 1) / (s + 1) for odd s, s - 1 for even s."""
+        """The window w. The theorem's T / w is (s^2 + 1) / (s + 1) for odd s, s - 1 for even s."""
         if self.window is not None:
             return self.window
         s = self.stride
@@ -105,13 +107,13 @@ class Beehive(Policy):
 
     @property
     def comb(self) -> int:
-        """T."""
+        """The threshold T."""
         if self.threshold is not None:
             return self.threshold
         left = self.budget - self.recent
         if self.threshold_counts == "middle":
             return left
-        # Survivors come on top of T new tokens: n = n / s_old + T / s at the fixed point.
+        # Survivors add to the T new tokens. At the fixed point n = n / s_old + T / s.
         old = (self.stride + 1) // 2
         return max(int((left - 3) / (1 + old / (self.stride * (old - 1)))), 1)
 
@@ -141,10 +143,10 @@ class Beehive(Policy):
         return ["sink"] * sinks + ["old"] * old + ["new"] * new + ["window"] * recent
 
     def _walk(self) -> tuple[list[Rules], list[int], int]:
-        """Insert tokens until an eviction leaves as many survivors as an earlier one did.
+        """Insert tokens until an eviction leaves the same number of survivors as an earlier one.
 
         Returns:
-            The rules of every token, the survivors in the middle after it, and the period.
+            The rules of every token, the survivors in the middle after every token, and the period.
         """
         length, old, fixed = 0, 0, self.num_sinks + self.recent
         rules: list[Rules] = []
@@ -170,14 +172,13 @@ class Beehive(Policy):
 
     @property
     def interval(self) -> int:
-        """Of so many survivors of earlier evictions the first one stays."""
+        """Cell size for survivors of earlier evictions; the first of each cell stays."""
         return (self.stride + 1) // 2
 
     def _thin(self, length: int, old: int) -> tuple[list[Rule], int]:
-        """One eviction: its rules, and the survivors that it leaves in the middle.
+        """One eviction: its rules and the number of survivors in the middle.
 
-        Of ``stride`` new tokens the one with the highest score stays. They come first: what they
-        leave does not move the older ones.
+        The rule for new tokens runs first, because it does not shift the ranks of older ones.
         """
         first, end = self.num_sinks + old, length - self.recent
         new_left, old_left = -(-(end - first) // self.stride), -(-old // self.interval)
@@ -190,5 +191,5 @@ class Beehive(Policy):
 
 @lru_cache(maxsize=8)
 def _survivors(policy: Beehive) -> list[int]:
-    """Survivors in the middle after every token; a trace asks again and again."""
+    """Survivors in the middle after every token, cached because traces call it repeatedly."""
     return policy._walk()[1]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cascading sub-caches: each keeps a thinner, older part of the stream than the one before.
+"""Cascading sub-caches: each keeps an older, sparser part of the stream than the one before.
 
-Sub-cache ``i`` holds ``window`` tokens and accepts a token at every ``base**i``-th step of the
-stream. A token that its sub-cache pushes out is offered to the next one; where that one does not
-accept at this step, the offered token and the newest resident are compared by score and one of
-them is dropped. The sub-caches are only boundaries in one chronological list: deepest first.
+Sub-cache ``i`` holds ``window`` tokens and accepts a token at every ``base**i``-th step. A full
+sub-cache passes its oldest token to the next one. If that one does not accept at this step, the
+passed token competes with its newest resident, and the lower score is dropped. The sub-caches are
+only boundaries in one chronological list, deepest first.
 """
 
 import math
@@ -81,7 +81,7 @@ class Cascade(Policy):
 
     @property
     def gamma(self) -> float:
-        """The paper's ``exp(-ln(100) / window)`` unless ``ema_gamma`` is given."""
+        """``ema_gamma``; by default the paper's ``exp(-ln(100) / window)``."""
         return math.exp(-math.log(100) / self.window) if self.ema_gamma is None else self.ema_gamma
 
     def derived(self) -> dict[str, Any]:
@@ -99,14 +99,14 @@ class Cascade(Policy):
         full_at = None
         while full_at is None or len(rules) < full_at + period:
             rules.append(self._insert(sizes, len(rules)))
-            # `t <= base_capacity` accepts everywhere under eager_fill: no part of the period yet.
+            # Under eager_fill every level accepts while `t <= base_capacity`, before the period.
             full = sum(sizes) == self.budget and len(rules) > self.base_capacity
             if full_at is None and full:
                 full_at = len(rules)
         return Insertions(rules, period)
 
     def _insert(self, sizes: list[int], t: int) -> Rules:
-        """Walk one token through sub-caches of these ``sizes`` (updated): whom it drives out."""
+        """Pass token ``t`` through the sub-caches, update ``sizes`` and return the rules."""
         if t < self.num_sinks:
             return ()
         for level, size in enumerate(sizes):
@@ -124,7 +124,7 @@ class Cascade(Policy):
         return (Rule(self.num_sinks, self.num_sinks + 1, 1),)
 
     def _accepts(self, level: int, t: int) -> bool:
-        """Whether sub-cache ``level`` accepts while token ``t`` (sinks counted) is inserted."""
+        """Whether sub-cache ``level`` accepts when token ``t`` (sinks included) is inserted."""
         if self.eager_fill and t <= self.base_capacity:
             return True
         return (t - self.num_sinks) % self.cascade_base**level == 0

@@ -10,23 +10,23 @@ from vllm_cascade.policies.policy import Policy, TokenScores
 from vllm_cascade.policies.rules import Insertions, Rule, Scoring
 
 GLOBAL_SHARE = 5
-"""The papers' tables are best with 60 to 160 of 510 tokens in the global part: a fifth."""
+"""By default 1/5 of the budget is global. The papers' best results use 60 to 160 of 510 tokens."""
 
 
 class DGC(Policy):
     """The ``global_size`` most important tokens beside the most recent ones (Algorithm 1).
 
-    A token that leaves the recent part joins the global one, and when that is too large, its least
-    important token is deleted. ``importance``:
+    A token that leaves the recent part joins the global part. If the global part is then too large,
+    its least important token is evicted. ``importance`` is one of:
 
-    - ``tfidf``: the paper's Eq. 4, of token ids: occurrences in the token's sentence over those in
-      the corpus, times ``ln(sentences / sentences with it)``;
-    - ``tfidf_sklearn``: as the authors' code scores: occurrences in the sentence times
-      ``ln((1 + sentences) / (1 + sentences with it)) + 1``, over the sentence's L2 norm;
-    - ``attention``: the mean attention a token got while it was cached (Algorithm 2, but a deleted
-      token is gone for good);
-    - ``cluster``: no token is deleted from the global part: its first ``global_size`` tokens become
-      cluster centres, and a token that leaves the recent part is averaged into the nearest
+    - ``tfidf``: Eq. 4 of the paper over token ids. Occurrences in the token's sentence, divided by
+      occurrences in the corpus, times ``ln(sentences / sentences with it)``.
+    - ``tfidf_sklearn``: the score of the authors' code. Occurrences in the sentence times
+      ``ln((1 + sentences) / (1 + sentences with it)) + 1``, divided by the sentence's L2 norm.
+    - ``attention``: the mean attention a token received while cached (Algorithm 2, but an evicted
+      token never returns).
+    - ``cluster``: the first ``global_size`` tokens of the global part become cluster centres and
+      are never evicted. A token that leaves the recent part is averaged into the nearest centre
       (Algorithms 3 and 4 for a KV cache; ``vllm_cascade/attention/torch/merge.py``).
     """
 
@@ -83,7 +83,7 @@ class DGC(Policy):
 
     @property
     def num_global(self) -> int:
-        """Tokens of the global part."""
+        """Tokens in the global part."""
         if self.global_size is not None:
             return self.global_size
         return max(self.budget // self.unit // GLOBAL_SHARE, 1) * self.unit
@@ -117,7 +117,7 @@ class DGC(Policy):
         return self.order == "importance"
 
     def arrange(self, values: torch.Tensor, t: int) -> torch.Tensor:
-        """Once a token has been deleted, the global part from the most important down."""
+        """Sort the global part by falling importance once a token has been evicted."""
         ranks = torch.arange(values.shape[1]).repeat(len(values), 1)
         if t > self.base_capacity:
             middle = slice(self.num_sinks, self.num_sinks + self.num_global)
@@ -128,7 +128,7 @@ class DGC(Policy):
     def insertions(self) -> Insertions:
         first, candidates = self.num_sinks, self.num_global + 1
         if self.merge_into is not None:
-            first, candidates = first + self.num_global, 1  # what leaves the recent part
+            first, candidates = first + self.num_global, 1  # the token that leaves the recent part
         least = Rule(first, first + candidates, 1)
         return Insertions([()] * self.base_capacity + [(least,)])
 

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Victim rules run over a whole stride in PyTorch: which of its tokens, and of the cached, stay.
+"""Runs the victim rules of a whole stride in PyTorch.
 
-Scores are frozen within a stride, so most rules need not run one by one. A fixed victim is known
-ahead, and a chain of contests between neighbours, or in cells, ends with the best of all that took
-part: ``plan`` follows the rules on *groups* of contenders, and one arg-max over all groups is the
-stride. Where every token drives the lowest of a long range out, as heavy hitters do, the end is the
-same as dropping so many of the lowest at once. Anything else runs rule by rule.
+Scores are frozen within a stride, so most strides need no rule-by-rule loop. ``make_plan`` picks
+one of three forms:
+
+- **groups**: rules that delete a fixed rank or hold a contest (two neighbours, or a cell). Chained
+  contests leave the best of all contenders, so one arg-max per group replaces them.
+- **lowest**: every insertion evicts the lowest of one long range, as heavy hitters do. Evicting
+  the lowest of all at once gives the same result.
+- **rules**: everything else runs rule by rule.
 """
 
 from collections.abc import Sequence
@@ -19,16 +22,17 @@ from vllm_cascade.policies.rules import Rule, Rules
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Inserting some tokens into a line of ``num_line`` tokens in all; the ranks behind wait.
+    """How a stride's tokens are inserted.
 
-    All tokens stay where none of the three fields says otherwise.
+    At most one of ``groups``, ``lowest`` and ``rules`` is set. If none is, all tokens stay.
 
     Attributes:
-        groups: int64 ``[slots, contenders]`` ranks, padded with -1 at the end; the best of each
-            stays, and nothing else.
-        lowest: ``(first, last, excess)``: of the ranks ``[first, last)`` the ``excess`` lowest
-            leave, and nothing else.
-        rules: what every inserted token does, where neither of the two says it.
+        num_line: tokens in the line, cached and inserted. Tokens behind them wait and stay.
+        groups: int64 ``[slots, contenders]``, ranks, padded at the end with -1. Only the best
+            contender of each group stays.
+        lowest: ``(first, last, excess)``. The ``excess`` lowest of the ranks ``[first, last)``
+            are evicted.
+        rules: the rules of every inserted token.
     """
 
     num_line: int
@@ -38,7 +42,7 @@ class Plan:
 
 
 def make_plan(cached: int, rules: Sequence[Rules]) -> Plan:
-    """How to insert a token for each entry of ``rules`` behind ``cached`` ones."""
+    """Plan the insertion of one token per entry of ``rules``, behind ``cached`` tokens."""
     total = cached + len(rules)
     if not any(rules):
         return Plan(total)
@@ -52,7 +56,7 @@ def make_plan(cached: int, rules: Sequence[Rules]) -> Plan:
 
 
 def _groups(cached: int, rules: Sequence[Rules]) -> list[list[int]] | None:
-    """Contenders for every place of the line at the end; None where a rule is no contest."""
+    """Contenders for every place of the final line; None if a rule is no contest."""
     line = [[rank] for rank in range(cached)]
     for token, todo in enumerate(rules):
         line.append([cached + token])
@@ -72,10 +76,10 @@ def _groups(cached: int, rules: Sequence[Rules]) -> list[list[int]] | None:
 
 
 def _lowest(cached: int, rules: Sequence[Rules]) -> tuple[int, int, int] | None:
-    """One range that the lowest is driven out of by every token once it is full; None: otherwise.
+    """``Plan.lowest`` if every insertion evicts the lowest of one full range; else None.
 
-    The range ends a constant number of tokens before the newest. What a token drives out is lower
-    than all that stay, so the survivors are the highest of all that were ever in the range.
+    The range ends a constant number of tokens before the newest. Each eviction takes the lowest,
+    so the survivors are the highest of all tokens that entered the range.
     """
     ranges = set()
     excess, length = 0, cached
@@ -101,13 +105,14 @@ def _padded(groups: list[list[int]]) -> torch.Tensor:
 
 
 def survivors(values: torch.Tensor, plan: Plan, newest_stays: bool) -> torch.Tensor:
-    """Which tokens stay.
+    """Select the tokens that stay.
 
     Args:
-        values: fp32 ``[num_sets, n]``, what is compared, chronological, the new tokens last.
+        values: fp32 ``[num_sets, n]``, compared values in chronological order, new tokens last.
+        newest_stays: which of equal values stays: the newest (True) or the oldest.
 
     Returns:
-        bool of the same shape.
+        bool ``[num_sets, n]``, True for tokens that stay.
     """
     mask = torch.ones(values.shape, dtype=torch.bool, device=values.device)
     line = values[:, : plan.num_line]
@@ -129,8 +134,8 @@ def survivors(values: torch.Tensor, plan: Plan, newest_stays: bool) -> torch.Ten
 def best_of(values: torch.Tensor, groups: torch.Tensor, newest_stays: bool) -> torch.Tensor:
     """The highest-scoring contender of every group, int64 ``[num_sets, slots]``.
 
-    Successive contests keep the last maximum where the newest of equals stays, and the first where
-    the oldest does, so a whole group is one arg-max.
+    Successive contests keep the last maximum if the newest of equals stays, else the first. One
+    arg-max per group gives the same result.
     """
     if groups.shape[1] == 1:
         return groups[:, 0].expand(len(values), -1)
@@ -140,12 +145,15 @@ def best_of(values: torch.Tensor, groups: torch.Tensor, newest_stays: bool) -> t
     # argmax returns the first of equal values only on the CPU; make the order explicit.
     best = (compared == compared.amax(-1, keepdim=True)) & (groups >= 0)
     place = best.int().argmax(-1, keepdim=True)
-    # A warm-up's scores may be no numbers: any place will do then, but it must be one.
+    # Warm-up scores may be NaN. Any place is fine then, but it must be a valid index.
     return groups.expand(compared.shape).gather(-1, place).squeeze(-1).clamp_min(0)
 
 
 def lowest_of(values: torch.Tensor, excess: int, newest_stays: bool) -> torch.Tensor:
-    """int64 ``[num_sets, excess]``: places of the lowest; of equals the older leaves first."""
+    """Places of the ``excess`` lowest values, int64 ``[num_sets, excess]``.
+
+    Of equal values the oldest is evicted first if ``newest_stays``, else the newest.
+    """
     newest_first = not newest_stays
     order = (values.flip(1) if newest_first else values).sort(dim=1, stable=True).indices
     return (values.shape[1] - 1 - order if newest_first else order)[:, :excess]
@@ -154,7 +162,7 @@ def lowest_of(values: torch.Tensor, excess: int, newest_stays: bool) -> torch.Te
 def rule_by_rule(
     values: torch.Tensor, cached: int, rules: Sequence[Rules], newest_stays: bool
 ) -> torch.Tensor:
-    """The line that is left, int64 ``[num_sets, stay]``: what the rules mean, literally."""
+    """Apply the rules one by one and return the final line, int64 ``[num_sets, stay]``."""
     num_sets, total = values.shape
     ranks = torch.arange(total, device=values.device).expand(num_sets, -1)
     line = ranks[:, :cached]
@@ -168,7 +176,12 @@ def rule_by_rule(
 def apply_rule(
     values: torch.Tensor, line: torch.Tensor, rule: Rule, newest_stays: bool
 ) -> torch.Tensor:
-    """A line int64 ``[num_sets, m]`` of places in ``values`` without what one rule deletes."""
+    """Remove the tokens that one rule deletes from a line of places in ``values``.
+
+    Args:
+        values: fp32 ``[num_sets, n]``.
+        line: int64 ``[num_sets, m]``, indices into ``values``.
+    """
     head, middle, tail = line[:, : rule.lo], line[:, rule.lo : rule.hi], line[:, rule.hi :]
     if rule.cell < 0:
         middle = middle[:, :: -rule.cell]

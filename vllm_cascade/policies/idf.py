@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the table of document frequencies that ``importance: tfidf`` reads.
 
-The corpus is streamed: memory does not grow with it. Sentences are found among token ids, by the
-same rule as in a request: at tokens that end one, or after ``MAX_SENTENCE`` tokens.
+The corpus is streamed, so memory use does not grow with its size. Sentences are split as in a
+request: at token ids that end a sentence, or after ``MAX_SENTENCE`` tokens.
 """
 
 import hashlib
@@ -16,19 +16,19 @@ import numpy as np
 from vllm_cascade.policies.text_importance import MAX_SENTENCE, IdfTable
 
 BLOCK_CHARACTERS = 1 << 20
-"""Text that is tokenized at once."""
+"""Characters tokenized at a time."""
 CLOSING = "\"'”’»)]}*_ \t"
-"""What may follow a sentence's last mark."""
+"""Characters that may follow the final mark of a sentence."""
 MARKS = tuple(".!?…。！？")
 
 
 def ends_sentence(text: str) -> bool:
-    """Whether a piece of text ends a sentence: a final mark, or a line's end."""
+    """Whether the text contains a newline or ends with a sentence mark."""
     return "\n" in text or text.rstrip(CLOSING).endswith(MARKS)
 
 
 def sentence_ends(tokenizer: Any) -> np.ndarray:
-    """bool ``[vocab]``: the token ids that end a sentence. Special tokens do."""
+    """bool ``[vocab]``, True for token ids that end a sentence, including special tokens."""
     size = max(tokenizer.get_vocab().values()) + 1
     texts = [tokenizer.decode([token]) for token in range(size)]
     ends = np.fromiter(map(ends_sentence, texts), dtype=bool, count=size)
@@ -37,13 +37,13 @@ def sentence_ends(tokenizer: Any) -> np.ndarray:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Tells tokenizers with different ids apart."""
+    """SHA-256 of the vocabulary and its ids."""
     vocab = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(vocab.encode()).hexdigest()
 
 
 def blocks(path: Path) -> Iterator[tuple[str, int]]:
-    """A text file in pieces that end at a line's end or between words, and the bytes they had."""
+    """Split a text file at newlines or spaces. Yields each piece and its size in bytes."""
     rest = ""
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         while text := file.read(BLOCK_CHARACTERS):
@@ -57,11 +57,15 @@ def blocks(path: Path) -> Iterator[tuple[str, int]]:
 
 
 class SentenceCounter:
-    """How many tokens and sentences there are, and in how many sentences each token stands."""
+    """Counts tokens, sentences, and the sentences that contain each token.
+
+    Args:
+        ends: bool ``[vocab]``, True for tokens that end a sentence.
+    """
 
     def __init__(self, ends: np.ndarray) -> None:
         self.ends = ends
-        self._open = np.zeros(0, dtype=np.int64)  # the tokens of a sentence that has not ended
+        self._open = np.zeros(0, dtype=np.int64)  # tokens of the unfinished sentence
         self.num_sentences = 0
         self.sentences = np.zeros(len(ends), dtype=np.int64)
         self.counts = np.zeros(len(ends), dtype=np.int64)
@@ -69,13 +73,13 @@ class SentenceCounter:
     def add(self, tokens: list[int]) -> None:
         ids = np.concatenate([self._open, np.asarray(tokens, dtype=np.int64)])
         index = _sentence_index(self.ends[ids])
-        # The last sentence waits for more: another end would still be part of it.
+        # Hold back the last sentence: a following end token would still belong to it.
         done = int(np.argmax(index == index[-1])) if len(ids) else 0
         self._count(ids[:done], index[:done])
         self._open = ids[done:]
 
     def close(self) -> None:
-        """The corpus is over, and so is its last sentence."""
+        """Count the last sentence at the end of the corpus."""
         self._count(self._open, np.zeros(len(self._open), dtype=np.int64))
         self._open = self._open[:0]
 
@@ -89,7 +93,11 @@ class SentenceCounter:
 
 
 def _sentence_index(ends: np.ndarray) -> np.ndarray:
-    """Number of the sentence that every token stands in, from which tokens end one."""
+    """int64 ``[n]``, sentence index of every token.
+
+    Args:
+        ends: bool ``[n]``, True for tokens that end a sentence.
+    """
     place = np.arange(len(ends))
     first = np.concatenate([[True], ends[:-1] & ~ends[1:]])[: len(ends)]
     within = place - np.maximum.accumulate(np.where(first, place, 0))
@@ -101,7 +109,7 @@ def build_from_files(tokenizer: Any, paths: list[Path]) -> IdfTable:
 
     Args:
         tokenizer: a Hugging Face tokenizer, or one with its interface.
-        paths: a sentence may go on from one file to the next.
+        paths: UTF-8 text files, read as one text. A sentence may span two files.
     """
     from tqdm import tqdm
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy pruning: a window that is cut back seldom, and then by a bounded amount."""
+"""Lazy pruning: a window that is pruned rarely and by a bounded number of tokens."""
 
 from typing import Any, ClassVar
 
@@ -12,9 +12,9 @@ from vllm_cascade.policies.sink import Sink
 class Lazy(Sink):
     """Sinks and a window that grows by ``overflow`` tokens before it is pruned (Algorithm 1).
 
-    With ``C = num_sinks + budget``, a cache of ``L >= C + overflow`` tokens is cut to ``C``, or
-    with ``max_drop`` to ``min(max(L - max_drop, C), C + slack)``. The check runs after every
-    token, also inside a stride, so that the count is a function of the tokens seen.
+    With ``C = num_sinks + budget``, a cache of ``L >= C + overflow`` tokens is pruned to
+    ``min(max(L - max_drop, C), C + slack)``, or to ``C`` if ``max_drop`` is 0. The check runs after
+    every token, also inside a stride, so the count depends only on the number of tokens seen.
     """
 
     name: ClassVar[str] = "lazy"
@@ -30,13 +30,13 @@ class Lazy(Sink):
 
     @classmethod
     def unit_defaults(cls, unit: int) -> dict[str, Any]:
-        """In the same proportions, with whole units dropped."""
+        """Scale the defaults proportionally so that whole units are dropped."""
         drop = 8 if 8 % unit == 0 else unit
         pruning = {"overflow": 4 * drop, "slack": 3 * drop, "max_drop": drop}
         return {**super().unit_defaults(unit), **pruning}
 
     def pruned(self, length: int) -> int:
-        """Tokens left by one check of a cache of ``length`` (Algorithm 1)."""
+        """Tokens left after one check of a cache of ``length`` tokens (Algorithm 1)."""
         capacity = self.base_capacity
         if length < capacity + self.overflow:
             return length
@@ -46,7 +46,7 @@ class Lazy(Sink):
 
     def insertions(self) -> Insertions:
         peak = self.base_capacity + self.overflow
-        dropped = peak - self.pruned(peak)  # at once, and so many tokens until the next time
+        dropped = peak - self.pruned(peak)  # per pruning; also the tokens between two prunings
         prune = Rule(self.num_sinks, self.num_sinks + dropped, dropped)
         return Insertions([()] * (peak - 1) + [(prune,)] + [()] * (dropped - 1), period=dropped)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy or a budget of one request's own, within what the engine's pages and tables allow.
+"""Per-request policies, budgets and recall, within the limits of the engine's pages and tables.
 
-``SamplingParams(extra_args={"kv_budget": 512, "kv_policy": "sink", "kv_recall": 4})``, or
-``vllm_xargs`` in the OpenAI API. Front-end, scheduler and worker each derive the request's policy
-from these values and the engine's policy, so nothing else has to travel.
+Set them with ``SamplingParams(extra_args={"kv_budget": 512, "kv_policy": "sink", "kv_recall": 4})``
+or with ``vllm_xargs`` in the OpenAI API. Front-end, scheduler and worker each derive the request's
+policy from these values and the engine's policy, so no other data is sent.
 """
 
 import difflib
@@ -19,26 +19,26 @@ from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
 
 BUDGET, NAME, RECALL = KEYS = ("kv_budget", "kv_policy", "kv_recall")
 SHORT = {key.removeprefix("kv_"): key for key in KEYS}
-"""What the flags' settings are called where nothing else has a name."""
+"""Likely short spellings (``budget``, ``policy``, ``recall``), used to suggest the right key."""
 
 MAX_OWN_RULES = 1024
-"""On CUDA: rules, besides the first of every step, in the tables of a request's own policy."""
+"""Most rules of ``Schedule.further`` that CUDA tables hold for a request's own policy."""
 
 
 def plain_key(key: str) -> str:
-    """A key as we spell ours."""
+    """Normalise a key: lower case, underscores."""
     return key.lower().replace("-", "_")
 
 
 class PerRequest:
-    """The schedules of an engine's requests, by the values that a request may set."""
+    """Caches schedules by the values that a request may set."""
 
     def __init__(self, engine: Schedule) -> None:
         self.engine = engine
         self._known: dict[tuple[str | None, int | None, int | None], Schedule] = {}
 
     def schedule(self, extra_args: Mapping[str, Any] | None) -> Schedule:
-        """What a request runs under; the engine's own unless it asks for another.
+        """A request's schedule; the engine's unless the request sets its own values.
 
         Raises:
             KVPolicyError: names the key and the fix.
@@ -66,10 +66,17 @@ class PerRequest:
 def derive(
     policy: Policy, name: str | None, budget: int | None, recall: int | None = None
 ) -> Policy:
-    """A request's policy from the engine's.
+    """Derive a request's policy from the engine's policy.
+
+    Args:
+        policy: the engine's policy.
+        name: the request's policy name; None: the engine's.
+        budget: tokens, at most the engine's budget; None: the engine's for the same policy, else
+            the largest that fits.
+        recall: units, at most the engine's recall; None: the engine's.
 
     Raises:
-        KVPolicyError: names the key and the fix.
+        KVPolicyError: a value is not allowed. The message names the key and the fix.
     """
     name = policy.name if name is None else name
     if budget is not None and not 1 <= budget <= policy.budget:
@@ -106,7 +113,11 @@ def derive(
 
 
 def _allowed_class(policy: Policy, name: str) -> type[Policy]:
-    """The class of a policy that the running one's state can serve."""
+    """The class of policy ``name``, which must work with the engine's state.
+
+    Raises:
+        KVPolicyError: the policy is unknown, ``full``, or needs scores the engine lacks.
+    """
     allowed = [key for key, cls in POLICIES.items() if _missing(policy, cls) is None]
     choices = f"choose from {', '.join(allowed)}"
     if name == "full":
@@ -127,7 +138,7 @@ def _allowed_class(policy: Policy, name: str) -> type[Policy]:
 
 
 def _missing(policy: Policy, cls: type[Policy]) -> str | None:
-    """What a policy of class ``cls``, with its defaults, needs and the running one does not do."""
+    """What ``cls`` with its defaults needs and the engine's policy lacks; None if nothing."""
     if cls is type(policy):
         return None
     other = resolve({"name": cls.name})
@@ -139,10 +150,10 @@ def _missing(policy: Policy, cls: type[Policy]) -> str | None:
 
 
 def _inherited(policy: Policy, cls: type[Policy]) -> dict[str, Any]:
-    """The engine's settings as far as they mean the same to another policy.
+    """The engine's settings that keep their meaning under policy class ``cls``.
 
-    A shared setting whose default one of the two changes is part of what that policy is, and the
-    other has its own; all but ``head_policy``, which the pages' layout fixes.
+    If either class overrides the default of a shared setting, that setting is not inherited.
+    ``head_policy`` is always inherited, because the page layout fixes it.
     """
     if cls is type(policy):
         return policy.model_dump()
@@ -156,7 +167,7 @@ def _inherited(policy: Policy, cls: type[Policy]) -> dict[str, Any]:
 
 
 def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any]) -> int:
-    """Largest budget of a policy of class ``cls`` that the engine's tables have room for."""
+    """Largest budget, in tokens, with which ``cls`` fits the engine's tables."""
     sinks, overflow = (
         settings.get(key, cls.model_fields[key].default) for key in ("num_sinks", "overflow")
     )

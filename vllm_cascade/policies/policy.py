@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a KV policy is: settings, and the victim rules of inserting one token.
+"""The base class of KV policies: settings plus the victim rules of inserting one token.
 
-A subclass is one file and knows nothing of pages, slots, devices or vLLM. It must say what
-inserting a token deletes (``insertions``) and, for traces, what the parts of its cache are called
-(``regions``). How scores are made and compared it says by naming one of a few ways (``scoring``).
-Everything else follows: ``schedule.py`` compiles counts, positions and plans from these.
+Each subclass is one file and independent of pages, slots, devices and vLLM. It implements:
 
-Vocabulary: ``t`` counts the tokens of a stream that came before (sinks included). With ``unit`` of
-more than one token, the rules are those of the policy ``in_units``, where "token" means a unit.
+- ``insertions``: the rules that each insertion applies.
+- ``regions``: names for the parts of its cache, used by traces.
+- ``scoring`` (optional): how scores are computed and compared.
+
+``schedule.py`` compiles counts, positions and plans from these.
+
+``t`` is the number of earlier tokens in the stream, sinks included. If ``unit`` is larger than 1,
+the policy ``in_units`` gives the rules, and "token" there means a unit.
 """
 
 from abc import abstractmethod
@@ -23,13 +26,13 @@ from vllm_cascade.policies.settings import KVPolicyConfig
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores that follow from the text alone, which the host works out from token ids.
+    """Scores that the host computes from token ids alone.
 
     Attributes:
-        rule: how (``text_importance.py``).
-        idf: path of a table of document frequencies; None: from the request's own past.
-        lag: a token's score is set when this many more tokens are known, its own sentence's among
-            them: when it first may be deleted.
+        rule: a key of ``text_importance.RULES``.
+        idf: path of a table of document frequencies. None: use the request's own past.
+        lag: a token's score is set after this many more tokens, when it can first be evicted. The
+            score uses the part of its sentence seen by then.
     """
 
     rule: str
@@ -41,100 +44,104 @@ class Policy(KVPolicyConfig):
     """Base of every policy."""
 
     paper: ClassVar[str]
-    """Title and address of the source, shown in ``vllm-cascade policies`` and the documents."""
+    """Title and URL of the source, shown in ``vllm-cascade policies`` and the documentation."""
     batches_itself: ClassVar[bool] = False
-    """Whether ``overflow`` is part of the policy's own rules instead of added by the schedule."""
+    """True if the policy's own rules implement ``overflow``; else the schedule adds it."""
 
-    # --- what a subclass must say ----------------------------------------------------------------
+    # --- Required --------------------------------------------------------------------------------
 
     @abstractmethod
     def insertions(self) -> Insertions:
-        """The rules of inserting each token, without ``overflow``."""
+        """The rules of every insertion, without ``overflow`` unless ``batches_itself``."""
 
     @abstractmethod
     def regions(self, t: int, count: int) -> list[str]:
-        """What part of the cache each of its tokens is in, oldest first, after ``t`` insertions.
+        """Region name of every cached token after ``t`` insertions, oldest first.
 
         Args:
             t: at most the length of ``insertions().rules``.
-            count: tokens cached then.
+            count: tokens cached after ``t`` insertions.
         """
 
-    # --- what it may say -------------------------------------------------------------------------
+    # --- Optional --------------------------------------------------------------------------------
 
     @property
     def scoring(self) -> Scoring:
-        """How scores are made and compared."""
+        """How scores are computed and compared."""
         return Scoring("none")
 
     @classmethod
     def budget_step(cls, raw: dict[str, Any]) -> int:
-        """Budgets must be multiples of this many tokens, given the other raw settings."""
+        """Number of tokens that a budget must be a multiple of, given the raw settings."""
         return cls.unit_of(raw)
 
     @property
     def token_scores(self) -> TokenScores | None:
-        """Which scores the host works out; None unless the source is ``text``."""
+        """Scores that the host computes; None unless the scoring source is ``text``."""
         return None
 
     @property
     def arranges(self) -> bool:
-        """Whether positions are another order than time: that of ``arrange``."""
+        """True if positions follow ``arrange`` instead of chronological order."""
         return False
 
     def arrange(self, values: torch.Tensor, t: int) -> torch.Tensor:
-        """The cached tokens' chronological ranks in the order of their positions.
+        """Order the cached tokens by position.
 
         Args:
-            values: fp32 ``[num_sets, count]``, as compared, chronological.
-            t: tokens inserted.
+            values: fp32 ``[num_sets, count]``, compared values in chronological order.
+            t: tokens inserted so far.
 
         Returns:
-            int64 of the same shape, a permutation in every row.
+            int64 ``[num_sets, count]``, chronological ranks in position order. Every row is a
+            permutation.
         """
         raise NotImplementedError
 
     @property
     def merge_into(self) -> tuple[int, int] | None:
-        """Ranks ``[lo, hi)`` of the tokens that deleted ones are averaged into; None: dropped."""
+        """Ranks ``[lo, hi)`` that evicted tokens are averaged into; None: they are dropped."""
         return None
 
     def logit_scale(self, t: np.ndarray, cached: np.ndarray) -> np.ndarray | None:
-        """Factors on the logits of queries at stream indices ``t``; None: all 1.
+        """Factors on the logits of ``n`` queries; None if all are 1.
 
         Args:
-            t: int ``[n]``.
+            t: int ``[n]``, stream index of each query.
             cached: int ``[n]``, keys that each query sees, its own included.
+
+        Returns:
+            float ``[n]`` or None.
         """
         return None
 
     def derived(self) -> dict[str, Any]:
-        """What follows from the settings, for the log line at start."""
+        """Values derived from the settings, for the startup log line."""
         return {}
 
     def remarks(self) -> list[str]:
-        """Things worth a warning about these settings."""
+        """Warnings about these settings."""
         return []
 
-    # --- what follows ----------------------------------------------------------------------------
+    # --- Derived ---------------------------------------------------------------------------------
 
     @property
     def base_capacity(self) -> int:
-        """Most tokens cached, without those that wait for a batch or are recalled."""
+        """Most tokens cached, without waiting and recalled ones."""
         return self.num_sinks + self.budget
 
     @property
     def capacity(self) -> int:
-        """Most slots ever needed, between strides: also of the unit that is being filled."""
+        """Most slots needed between strides, including the unit that is being filled."""
         filling = self.unit if self.unit > 1 else 0
         return self.base_capacity + self.recalled + self.waiting + filling
 
     @property
     def uses_attention(self) -> bool:
-        """Whether attention probabilities decide anything."""
+        """Whether scores come from attention probabilities."""
         return self.scoring.source == "attention"
 
     @property
     def keeps_ages(self) -> bool:
-        """Whether pages hold the tokens' indices in the stream: for ages, traces or recall."""
+        """Whether pages store each token's stream index: for ages, traces or recall."""
         return self.trace or self.scoring.per_age or self.recall > 0

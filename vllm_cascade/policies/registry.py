@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policies by name, and how raw settings become one."""
+"""The policy registry: finds policies by name and resolves raw settings."""
 
 import difflib
 from collections.abc import Mapping
@@ -33,10 +33,10 @@ CHOICES = ("full", *POLICIES)
 
 
 def policy_class(name: Any) -> type[Policy]:
-    """The class of a policy.
+    """The class of policy ``name``.
 
     Raises:
-        KVPolicyError: no policy has this name; the message lists those that exist.
+        KVPolicyError: no policy has this name. The message lists the valid names.
     """
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
@@ -56,10 +56,11 @@ def resolve(
     """Check raw settings, fill in the defaults, and return the policy.
 
     Args:
-        raw: the user's keys, ``name`` among them.
-        max_position: positions the model has (None: unbounded, as with ALiBi).
-        max_num_batched_tokens: most tokens vLLM schedules in a step (None: unknown).
-        block_size: tokens of a page, which units of a page are and others divide (None: unknown).
+        raw: the user's settings, including ``name``.
+        max_position: positions of the model. None: unbounded, as with ALiBi.
+        max_num_batched_tokens: most tokens that vLLM schedules in a step. None: unknown.
+        block_size: tokens per page. ``unit: page`` resolves to it; other units must divide it.
+            None: unknown.
 
     Raises:
         KVPolicyError: an unknown key, a wrong type or an impossible size.
@@ -94,7 +95,7 @@ def resolve(
 
 
 def _default_stride(unit: int, max_position: int | None, max_num_batched_tokens: int | None) -> int:
-    """256, or the power of two that leaves room in a short model or a small batch; whole units."""
+    """256, or a smaller power of two for short models and small batches, in whole units."""
     limit = DEFAULT_PREFILL_STRIDE
     if max_position is not None:
         limit = min(limit, max(max_position // 4, 1))
@@ -125,7 +126,7 @@ def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int 
 
 
 def _largest(policy: Policy) -> str:
-    """The settings that take most positions, but the budget."""
+    """Name of the setting, besides the budget, that takes the most positions."""
     keys = {key: getattr(policy, key) for key in ("num_sinks", "overflow", "prefill_stride")}
     keys["recall"] = policy.recalled
     key = max(keys, key=keys.__getitem__)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Victim rules: what a policy does with one token, as every executor runs it.
+"""Victim rules: what a policy evicts when one token is inserted.
 
-A cache is a line of tokens, oldest to newest; a token's *rank* is its place in it. Inserting a
-token appends it with the highest rank and then applies a short list of rules, each on the ranks
-that the one before left. The list follows from the number of tokens seen, never from scores, so
-counts, pages and positions are known ahead of time on the host, and a step can be part of a CUDA
-graph.
+The cache is a **line** of tokens, oldest to newest. A token's **rank** is its index in the line.
+An insertion appends the token with the highest rank, then applies a short list of rules in order.
+Each rule sees the ranks left by the rule before it.
+
+The list depends on the number of tokens seen, never on scores. The host therefore knows counts,
+pages and positions in advance, and a step can be captured in a CUDA graph. Every executor runs the
+same rules.
 """
 
 from collections.abc import Sequence
@@ -15,15 +17,20 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rule:
-    """What one eviction deletes among the ranks ``[lo, hi)`` of the line as it then is.
+    """One eviction among the ranks ``[lo, hi)`` of the current line.
 
     Attributes:
-        lo, hi: the range; the newest token has the highest rank.
-        evicts: how many are deleted.
-        cell: 0: the lowest score (``evicts`` is 1) or the whole range (``hi - lo``). Else the range
-            is cut from ``lo`` into cells of ``abs(cell)`` ranks, the last one possibly shorter, and
-            of every cell one token stays: positive: the one with the highest score; negative: the
-            oldest.
+        lo: first rank of the range.
+        hi: end of the range, exclusive.
+        evicts: number of tokens evicted.
+        cell: how victims are chosen.
+
+            - 0: evict the lowest score (``evicts`` is 1) or the whole range (``hi - lo``).
+            - Positive: split the range from ``lo`` into cells of ``cell`` ranks. The highest score
+              of each cell stays.
+            - Negative: split into cells of ``-cell`` ranks. The oldest token of each cell stays.
+
+            The last cell may be shorter.
     """
 
     lo: int
@@ -38,26 +45,26 @@ class Rule:
 
     @property
     def size(self) -> int:
-        """Ranks in the range."""
+        """Number of ranks in the range."""
         return self.hi - self.lo
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """A row of a table of rules: lo, hi, evicts, cell."""
+        """The rule as a table row: lo, hi, evicts, cell."""
         return self.lo, self.hi, self.evicts, self.cell
 
 
 Rules = tuple[Rule, ...]
-"""What inserting one token deletes, in order."""
+"""Rules of one insertion, in order."""
 
 
 @dataclass(frozen=True)
 class Insertions:
-    """What inserting token 0, 1, 2, ... of a stream deletes: a transient, then a period.
+    """Rules of inserting tokens 0, 1, 2, ... of a stream: a transient, then a period.
 
     Attributes:
-        rules: one entry a token, from the first on.
-        period: how many of the last entries repeat for ever.
+        rules: one entry per token, starting with the first.
+        period: number of trailing entries that repeat forever.
     """
 
     rules: Sequence[Rules]
@@ -66,15 +73,19 @@ class Insertions:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Where scores come from and how two are compared: the ways that every executor knows.
+    """Where scores come from and how they are compared. Every executor supports all options.
 
     Attributes:
-        source: ``attention``: the probabilities that a token receives, reduced over the heads of
-            its set, at every query: ``score = decay * score + weight * probability``. A sum has
-            1 and 1, an average gamma and 1 - gamma. ``text``: the host gives each token its score
-            once (``text_importance.py``). ``none``: nothing is compared.
-        per_age: compare ``score / queries that saw the token``: raw sums favour old tokens.
-        newest_stays: of tokens with equal scores the newest stays, or the oldest.
+        source: origin of the scores.
+
+            - ``attention``: at every query ``score = decay * score + weight * probability``. The
+              probability is reduced over the heads that share a kept set. A sum uses
+              ``decay = weight = 1``, an average ``decay = gamma``, ``weight = 1 - gamma``.
+            - ``text``: the host sets each token's score once (``text_importance.py``).
+            - ``none``: scores are unused.
+        per_age: compare the score divided by the number of queries that saw the token. Raw sums
+            favour old tokens.
+        newest_stays: which of equal scores stays: the newest (True) or the oldest.
     """
 
     source: Literal["none", "attention", "text"]

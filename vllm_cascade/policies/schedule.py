@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy's settings, compiled once: counts, peaks, rules and plans, by the number of tokens seen.
+"""Schedules: a policy's settings compiled into tables of counts, peaks and rules.
 
-How many tokens are cached after ``t`` is a function of ``t`` alone, and every policy's rules are a
-transient followed by a period. So all that a step needs is a look-up in a table's row, for any
-``t``, and a plan for a whole stride depends on its row, not on ``t`` itself. Whoever runs a step
-carries the schedule; nothing is keyed on settings.
+The number of cached tokens depends only on ``t``, the number of tokens seen. Every policy's rules
+are a transient followed by a period. A step therefore reads one table row for any ``t``, and
+strides that start at the same row share a plan. A step carries its schedule; nothing is keyed on
+settings.
 
-Units of several tokens are made here: the rules are those of the policy ``in_units``, and apply
-when the last token of a unit has been attended. All that is asked and answered counts tokens, but
-rules, plans and what is compared, which are about units.
+The schedule adds three features to every policy:
 
-``overflow`` is added here to every policy: tokens wait in the cache, visible and scored, until
-``overflow`` of them are inserted at once. So is ``recall``: after the sinks stand as many units
-that had been evicted as there are, ``recall`` at most, and rules are about the ranks behind them.
+- ``unit``: the policy ``in_units`` gives the rules, which apply once the last token of a unit has
+  been attended. Rules, plans and compared values refer to units. All other arguments and results
+  count tokens.
+- ``overflow``: new tokens wait in the cache, visible and scored, and are inserted ``overflow`` at
+  a time.
+- ``recall``: up to ``recall`` evicted units are cached again, right after the sinks. Rules refer
+  to the ranks behind them.
 """
 
 import itertools
@@ -32,21 +34,21 @@ if TYPE_CHECKING:
     pass
 
 MAX_SCHEDULES = 512
-"""Schedules that a process remembers: requests may bring policies of their own."""
+"""Schedules cached per process; requests may set their own policies."""
 MAX_PLANS = 256
-"""Plans of strides that a schedule remembers; one takes up to 0.1 MB."""
+"""Stride plans cached per schedule; one takes up to 0.1 MB."""
 
 _numbers = itertools.count()
 _arithmetics: dict[Scoring, int] = {}
 
 
 class Table:
-    """Rules by the number of tokens seen: the last ``period`` rows repeat for ever.
+    """Rules by the number of tokens seen. The last ``period`` rows repeat forever.
 
     Attributes:
-        rules: what inserting token ``i`` deletes.
-        count: int32 ``[rows]``, tokens cached after it.
-        transient: rows that occur once.
+        rules: entry ``i`` holds the rules applied when token ``i`` is inserted.
+        count: int32 ``[rows]``, tokens cached after each row.
+        transient: number of leading rows that do not repeat.
     """
 
     def __init__(self, rules: Sequence[Rules], period: int) -> None:
@@ -62,18 +64,18 @@ class Table:
             self._check(rules[row], row)
 
     def _check(self, rules: Rules, row: int) -> None:
-        """Ranges lie in the line as it then is, and a cell never holds the newest token."""
+        """Assert that ranges fit the current line and that cells exclude the newest token."""
         newest = int(self.count[row - 1]) if row else 0
         for rule in rules:
             assert rule.hi <= newest + (rule.cell == 0), (rule, newest)
             newest -= rule.evicts
 
     def row(self, t: int) -> int:
-        """The row of inserting token ``t``."""
+        """The row that applies when token ``t`` is inserted."""
         return t if t < self.transient else self.transient + (t - self.transient) % self.period
 
     def rows(self, t: np.ndarray) -> np.ndarray:
-        """``row`` of an array."""
+        """``row`` for an int array of any shape."""
         return np.where(t < self.transient, t, self.transient + (t - self.transient) % self.period)
 
     def counts(self, t: np.ndarray) -> np.ndarray:
@@ -82,28 +84,29 @@ class Table:
 
 
 class Schedule:
-    """What a policy does at any time of a stream; made by ``compiled``.
+    """What a policy evicts at each point of a stream. Create it with ``compiled``.
 
     Attributes:
-        policy: the settings that it was compiled from.
+        policy: the settings it was compiled from.
         unit: tokens that are kept and evicted together.
-        scoring: how scores are made and compared.
-        number: tells schedules of this process apart.
-        arithmetic: equal where scores are made and compared alike, so that strides can be a batch.
-        moves_tokens: tokens are also merged, or put out of order, which rules do not say.
-        keeps_newest: where all that is ever deleted is the oldest token behind so many first
-            ones, and nobody is compared: that many. None: otherwise.
-        lag: how many tokens later a token gets its score from the host.
-        rules, first: int32 ``[n, 4]`` and ``[rows + 1]``: row ``i`` of the schedule applies the
-            rules ``first[i] .. first[i + 1] - 1``, to a line without recalled units.
-        count, peak: int32 ``[rows]``, tokens cached after a row, and the most slots ever needed,
-            without recalled ones.
-        leading: int32 ``[rows, 6]``: a row's first rule (evicts 0: none), where its others begin
-            in ``further``, and how many they are: ``LO .. NUM_MORE`` of a step row. These are
-            about a single token, whose line has ``recalled`` units.
-        further: int32 ``[m, 4]``, all rules but the rows' first ones.
-        score_columns: int32 ``[4]``, ``PER_AGE .. WEIGHT`` of a step row.
-        scales_logits: whether the policy puts factors on logits.
+        scoring: how scores are computed and compared.
+        number: process-wide id of the schedule.
+        arithmetic: id of the scoring. Strides with equal ids can be batched.
+        moves_tokens: True if the policy also merges or reorders tokens, which rules do not express.
+        keeps_newest: leading tokens kept if scores are unused and only the oldest token behind
+            them is ever evicted; else None.
+        lag: tokens between a token and the step in which the host sets its score.
+        rules: int32 ``[n, 4]``, all rules in row order, for a line without recalled units.
+        first: int32 ``[rows + 1]``. Row ``i`` applies rules ``first[i] .. first[i + 1] - 1``.
+        count: int32 ``[rows]``, units cached after a row, without recalled ones.
+        peak: int32 ``[rows]``, most units cached up to and including a row, without recalled ones.
+        leading: int32 ``[rows, 6]``, columns ``LO .. NUM_MORE`` of a step row: the first rule
+            (``evicts`` is 0 if there is none), the offset of the others in ``further``, and their
+            number. Used for single-token strides; ranks include the recalled units.
+        further: int32 ``[m, 4]``, every rule that is not the first of its row; ranks as in
+            ``leading``.
+        score_columns: int32 ``[4]``, columns ``PER_AGE .. WEIGHT`` of a step row.
+        scales_logits: True if the policy multiplies logits by a factor.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -133,7 +136,7 @@ class Schedule:
         self.leading, self.further = self._leading(np.repeat(shift, lengths))
         bits = np.asarray([self.scoring.decay, self.scoring.weight], dtype=np.float32)
         if self.scoring.source != "attention":
-            bits = np.asarray([1, 0], dtype=np.float32)  # what is there stays as it is
+            bits = np.asarray([1, 0], dtype=np.float32)  # keep existing scores unchanged
         ways = [int(self.scoring.per_age), int(self.scoring.newest_stays)]
         self.score_columns = np.asarray([*ways, *bits.view(np.int32)], dtype=np.int32)
         one = np.ones(1, dtype=np.int64)
@@ -164,7 +167,7 @@ class Schedule:
         return Table(rules, length - transient)
 
     def _until_recalled(self, steps: Table) -> Table:
-        """The same table, whose transient lasts until ``recall`` units have been evicted."""
+        """Extend the transient until ``recall`` units have been evicted."""
         rows = len(steps.rules)
         evicted = np.arange(1, rows + 1) - steps.count
         missing = self._recall - int(evicted[steps.transient - 1]) if steps.transient else 0
@@ -176,12 +179,14 @@ class Schedule:
         return Table(rules, steps.period)
 
     def _evicted(self, units: np.ndarray) -> np.ndarray:
-        """Units that the first ``units`` ones have driven out."""
+        """Units evicted once the first ``units`` units have been seen."""
         return units - self._steps.counts(units)
 
     def _leading(self, shift: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Args:
-        shift: int ``[n]``, by how many ranks each rule stands further behind.
+        """Build ``leading`` and ``further``.
+
+        Args:
+            shift: int ``[n]``, ranks to add to each rule's range for the recalled units.
         """
         rules = self.rules.copy()
         rules[:, :2] += shift[:, None].astype(np.int32)
@@ -196,9 +201,10 @@ class Schedule:
         return leading, rules[~is_first]
 
     def inserted(self, t: np.ndarray) -> np.ndarray:
-        """How many of the first ``t`` tokens are inserted; the others wait, or fill a unit.
+        """How many of the first ``t`` tokens are inserted.
 
-        Batches end where a cache that only grew would be ``overflow`` tokens over its capacity.
+        The others wait for a batch or belong to an incomplete unit. A batch ends where the tokens
+        seen exceed the base capacity by a multiple of ``overflow``.
         """
         return self._units_inserted(t // self.unit) * self.unit
 
@@ -207,14 +213,14 @@ class Schedule:
             return t
         return np.maximum(t - (t - self._units.base_capacity) % self._batch, 0)
 
-    # --- how many tokens, for any number seen -----------------------------------------------------
+    # --- Counts by tokens seen --------------------------------------------------------------------
 
     def rows(self, t: np.ndarray) -> np.ndarray:
-        """Rows of inserting the units of tokens ``t``, an int array of any shape."""
+        """Rows for the units that contain tokens ``t``, an int array of any shape."""
         return self._steps.rows(t // self.unit)
 
     def completes(self, t: np.ndarray) -> np.ndarray:
-        """Whether tokens ``t`` are the last ones of units, whose rules then apply."""
+        """Whether tokens ``t`` complete a unit, so that its rules apply."""
         return (t + 1) % self.unit == 0
 
     def counts(self, t: np.ndarray) -> np.ndarray:
@@ -222,39 +228,40 @@ class Schedule:
         return self._steps.counts(t // self.unit) * self.unit + t % self.unit
 
     def evicted(self, t: np.ndarray) -> np.ndarray:
-        """Units that the first ``t`` tokens have driven out."""
+        """Units evicted once the first ``t`` tokens have been seen."""
         return self._evicted(t // self.unit)
 
     def recalled(self, t: np.ndarray) -> np.ndarray:
-        """Units that were evicted and are cached again where a stride begins with token ``t``."""
+        """Recalled units in the cache when a stride starts at token ``t``."""
         if not self._recall:
             return np.zeros_like(t)
         return np.minimum(self.evicted(t), self._recall)
 
     def positions(self, t: np.ndarray) -> np.ndarray:
-        """Tokens that the stride which begins with token ``t`` finds cached, recalled ones too."""
+        """Cached tokens, recalled ones included, when a stride starts at token ``t``."""
         counts = self.counts(t)
         return counts + self.recalled(t) * self.unit if self._recall else counts
 
     def peaks(self, t: np.ndarray) -> np.ndarray:
-        """The slots that a stream of ``t`` tokens has ever needed.
+        """Most slots in use at any time in a stream of ``t`` tokens.
 
-        A unit of several tokens has its slots from its first token on, before it replaces another.
+        A multi-token unit occupies all its slots from its first token on. It replaces another unit
+        only when it is complete.
         """
         if self.unit > 1:
-            filled = (t - 1) // self.unit  # whole units before the last token's
+            filled = (t - 1) // self.unit  # complete units before the last token's unit
             cached = np.where(filled > 0, self.peak[np.clip(filled - 1, 0, len(self.peak) - 1)], 0)
             cached = cached + self.recalled(t)
             return np.where(t > 0, (cached + 1) * self.unit, 0)
         return np.where(t > 0, self.peak[np.clip(t - 1, 0, len(self.peak) - 1)], 0)
 
     def count_at(self, t: int) -> int:
-        """``counts`` of one number, without recalled tokens."""
+        """Scalar ``counts``."""
         units, rest = divmod(t, self.unit)
         return (int(self.count[self._steps.row(units - 1)]) * self.unit if units else 0) + rest
 
     def peak_at(self, t: int) -> int:
-        """``peaks`` of one number, which the scheduler asks for every request in every step."""
+        """Scalar ``peaks``. The scheduler calls it for every request in every step."""
         if self.unit > 1 and t > 0:
             filled = (t - 1) // self.unit
             cached = int(self.peak[min(filled, len(self.peak)) - 1]) if filled else 0
@@ -264,9 +271,9 @@ class Schedule:
         return int(self.peak[min(t, len(self.peak)) - 1]) if t > 0 else 0
 
     def regions(self, t: int) -> list[str]:
-        """What part of the cache each of its tokens is in.
+        """Region name of every cached token after ``t`` tokens, without recalled ones.
 
-        ``waiting``: for a batch; ``filling``: of a unit that is not complete.
+        ``waiting`` tokens wait for a batch. ``filling`` tokens belong to an incomplete unit.
         """
         units, rest = divmod(t, self.unit)
         inserted = int(self._units_inserted(np.asarray(units)))
@@ -276,12 +283,13 @@ class Schedule:
         names = self._units.regions(row, count) + ["waiting"] * (units - inserted)
         return [name for name in names for _ in range(self.unit)] + ["filling"] * rest
 
-    # --- which tokens, in PyTorch -----------------------------------------------------------------
+    # --- Token selection in PyTorch ---------------------------------------------------------------
 
     def plan(self, t: int, num_tokens: int) -> Plan | None:
-        """How the units that tokens ``t .. t + num_tokens - 1`` complete are inserted.
+        """Plan for inserting the units completed by tokens ``t .. t + num_tokens - 1``.
 
-        None: all that is cached stays.
+        Returns:
+            None if no unit is inserted. All cached units then stay.
         """
         ends = np.asarray([t, t + num_tokens]) // self.unit
         begin, end = self._units_inserted(ends).tolist()
@@ -295,15 +303,15 @@ class Schedule:
         return make_plan(cached, [base.rules[base.row(row + i)] for i in range(num_units)])
 
     def survivors(self, values: torch.Tensor, plan: Plan | None) -> torch.Tensor:
-        """Which units a stride leaves in the cache.
+        """Select the units that stay after a stride.
 
         Args:
-            values: fp32 ``[num_sets, n]``, what is compared (``compared``) of every cached unit,
-                chronological, those of the stride last.
-            plan: ``plan(t, T)``.
+            values: fp32 ``[num_sets, n]``, the values from ``compared`` in chronological order.
+                The stride's units come last.
+            plan: the stride's ``plan(t, num_tokens)``.
 
         Returns:
-            bool of the same shape, with as many True values in every row as units stay.
+            bool ``[num_sets, n]``, True for units that stay. Every row has the same count.
         """
         if plan is None:
             return torch.ones(values.shape, dtype=torch.bool, device=values.device)
@@ -311,7 +319,12 @@ class Schedule:
 
 
 def compared(scoring: Scoring, scores: torch.Tensor, age: torch.Tensor | None) -> torch.Tensor:
-    """The values that rules compare, from scores and ages (queries seen, own included)."""
+    """The values that rules compare.
+
+    Args:
+        scores: fp32, any shape.
+        age: queries that saw each token, its own included. Required if ``scoring.per_age``.
+    """
     if not scoring.per_age:
         return scores
     assert age is not None
@@ -320,12 +333,12 @@ def compared(scoring: Scoring, scores: torch.Tensor, age: torch.Tensor | None) -
 
 @lru_cache(maxsize=MAX_SCHEDULES)
 def compiled(policy: Policy) -> Schedule:
-    """A policy's schedule; for the start of an engine or a request, never for a step."""
+    """A policy's schedule, cached. Call it when an engine or a request starts, never in a step."""
     return Schedule(policy)
 
 
 def by_schedule(schedules: Sequence[Schedule]) -> Iterator[tuple[Schedule, np.ndarray | slice]]:
-    """Each schedule with its places; one slice for all where there is only one."""
+    """Group indices by schedule. A single schedule yields one slice over all indices."""
     if not schedules:
         return
     numbers = [schedule.number for schedule in schedules]

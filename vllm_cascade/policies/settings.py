@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings every KV policy shares, and how raw settings become a policy.
+"""The settings shared by all KV policies, and how they are read from ``additional_config``.
 
-``KVPolicyConfig`` is what a user writes (as flags, as ``additional_config["kv_policy"]`` or as
-``LLM`` arguments) once it has been checked. A policy subclasses it, so that the checked settings
-and the behaviour are one frozen, hashable, picklable object that can travel to every process.
+``KVPolicyConfig`` holds the validated settings. Users write them as flags, as
+``additional_config["kv_policy"]`` or as ``LLM`` arguments. A policy subclasses it, so settings and
+behaviour are one frozen, hashable, picklable object that can be sent to every process.
 """
 
 import difflib
@@ -19,33 +19,33 @@ from pydantic import (
 )
 
 CONFIG_KEY = "kv_policy"
-"""Where the settings travel: ``VllmConfig.additional_config[CONFIG_KEY]``."""
+"""Key of the settings in ``VllmConfig.additional_config``."""
 ARGUMENTS = (CONFIG_KEY, "kv_budget", "kv_policy_config", "kv_recall")
-"""The flags' names, which work in ``additional_config``, too."""
+"""Flag names, which also work as keys of ``additional_config``."""
 
 DEFAULT_BUDGET = 2048
 DEFAULT_PREFILL_STRIDE = 256
 RECALL_UNIT = 16
-"""The default of ``unit`` where evicted units are recalled."""
+"""Default of ``unit`` if ``recall`` is set."""
 
 
 class KVPolicyError(ValueError):
-    """A setting that cannot work; the message names the setting and the fix."""
+    """Invalid setting. The message names the setting and the fix."""
 
 
 class KVPolicyConfig(BaseModel):
-    """Settings shared by every policy (``vllm_cascade/policies``); each adds its own.
+    """Settings shared by every policy (``vllm_cascade/policies``); each policy adds its own.
 
-    ``extra="forbid"`` makes a mistyped key an error instead of a setting that does nothing.
+    ``extra="forbid"`` turns a mistyped key into an error instead of ignoring it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str]
     inert_keys: ClassVar[frozenset[str]] = frozenset()
-    """Shared keys that cannot change what this policy does; setting one is worth a warning."""
+    """Shared keys that have no effect on this policy. Setting one logs a warning."""
     token_keys: ClassVar[tuple[str, ...]] = ("budget", "num_sinks", "overflow", "prefill_stride")
-    """Settings that count tokens: whole units of them."""
+    """Settings that count tokens and must be multiples of ``unit``."""
 
     budget: int = Field(ge=1, description="cached tokens per layer and head, besides the sinks")
     num_sinks: int = Field(4, ge=0, description="first tokens of a stream, kept for ever")
@@ -130,18 +130,18 @@ class KVPolicyConfig(BaseModel):
 
     @classmethod
     def unit_of(cls, raw: dict[str, Any]) -> int:
-        """The unit of raw settings; 1 where theirs is none, which the checks will say."""
+        """The unit in raw settings; 1 if it is invalid, which validation reports later."""
         unit = raw.get("unit", cls.model_fields["unit"].default)
         return unit if isinstance(unit, int) and unit >= 1 else 1
 
     @classmethod
     def unit_defaults(cls, unit: int) -> dict[str, Any]:
-        """Defaults that units of more than one token change."""
+        """Defaults that differ if ``unit`` is larger than 1."""
         return {"num_sinks": unit}
 
     @property
     def in_units(self) -> Self:
-        """The same policy over units: every number of tokens is one of units."""
+        """The same policy with every token count converted to units."""
         if self.unit == 1:
             return self
         tokens = {key: getattr(self, key) for key in self.token_keys}
@@ -152,22 +152,22 @@ class KVPolicyConfig(BaseModel):
 
     @property
     def waiting(self) -> int:
-        """Most tokens of whole units that wait for a batch, besides the one that completes it."""
+        """Most tokens in complete units that wait for a batch, without its last unit."""
         return (self.in_units.overflow - 1) * self.unit
 
     @property
     def recalled(self) -> int:
-        """Most tokens that are recalled at a time."""
+        """Most tokens recalled at a time."""
         return self.recall * self.unit
 
     @property
     def max_position(self) -> int:
-        """Largest rotary position (exclusive) a stream can reach under this policy."""
+        """End (exclusive) of the rotary positions that a stream can reach under this policy."""
         return self.num_sinks + self.recalled + self.budget + self.waiting + self.prefill_stride
 
 
 def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> str:
-    """One line a wrong key, naming it and what would be right."""
+    """Describe every invalid key and its fix in one line."""
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"]) or "kv_policy"
@@ -183,14 +183,14 @@ def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> s
 
 
 def raw_settings(additional_config: Any) -> dict[str, Any] | None:
-    """The policy settings inside ``additional_config``; None where stock vLLM must run.
+    """The policy settings in ``additional_config``; None for stock vLLM.
 
-    ``kv_policy`` is an object of settings or a policy's name; the other flags' names work beside
-    it as the flags do. ``full`` is stock vLLM.
+    ``kv_policy`` is a policy name or an object of settings. The other flag names work beside it.
+    ``full`` means stock vLLM.
 
     Raises:
-        KVPolicyError: neither a name nor an object, no name in it, a setting that is given twice,
-            or one beside ``kv_policy`` that belongs into it.
+        KVPolicyError: ``kv_policy`` is neither a name nor an object, it has no name, a setting is
+            given twice, or a setting stands beside ``kv_policy`` instead of inside it.
     """
     if not isinstance(additional_config, dict):
         return None
@@ -224,7 +224,7 @@ def raw_settings(additional_config: Any) -> dict[str, Any] | None:
 
 
 def _with_flags(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A policy's object, with what ``kv_policy_config`` and ``kv_budget`` beside it add."""
+    """Merge ``kv_policy_config``, ``kv_budget`` and ``kv_recall`` into the settings ``raw``."""
     more = given.get(ARGUMENTS[2]) or {}
     if not isinstance(more, dict):
         raise KVPolicyError(
@@ -240,12 +240,12 @@ def _with_flags(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setting_names(cls: type[KVPolicyConfig]) -> set[str]:
-    """What any policy's object may have."""
+    """All keys that ``cls`` and its subclasses accept."""
     return {"name", *cls.model_fields}.union(*map(_setting_names, cls.__subclasses__()))
 
 
 def _check_keys(additional_config: dict[str, Any]) -> None:
-    """Other plugins' keys are theirs, but a setting of ours must not silently do nothing."""
+    """Reject mistyped or misplaced keys of this plugin; ignore keys of other plugins."""
     for key in additional_config.keys() - set(ARGUMENTS):
         plain = str(key).lower().replace("-", "_")
         close = difflib.get_close_matches(plain, ARGUMENTS, n=1, cutoff=0.85)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a policy keeps, without a model: its own schedule and choices, given scores.
+"""Simulates which tokens a policy keeps, without a model.
 
-The schedule and the choice are the policy's code, the same that the engine calls; only attention
-is replaced, by an array of probabilities (or by nothing: then every score is 0).
+Schedule and selection use the same code as the engine. An array of probabilities replaces
+attention. Without an array, every score is 0.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from vllm_cascade.policies.schedule import compared, compiled
 
 @dataclass(frozen=True)
 class Step:
-    """The cache after ``t`` tokens: stream indices in cache order, and their regions."""
+    """The cache after ``t`` tokens: stream indices in cache order and their regions."""
 
     t: int
     kept: list[int]
@@ -30,13 +30,13 @@ def simulate(
     """Stream tokens one by one through a policy.
 
     Args:
-        probs: ``[T, T]``, row = query, column = key: attention of one head set (already reduced
-            over heads). Columns of tokens that are gone are not looked at. For a policy that
-            scores tokens by their text: ``[T]``, these scores.
+        probs: ``[T, T]``, attention of one head set, reduced over heads; rows are queries, columns
+            keys. Columns of evicted tokens are ignored. For policies that score tokens by their
+            text: ``[T]``, the scores.
         every: yield only steps at multiples of this.
 
     Raises:
-        ValueError: an array that is too small or not of two axes.
+        ValueError: the array is too small or has the wrong number of axes.
     """
     schedule = compiled(policy)
     scoring, unit = schedule.scoring, schedule.unit

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a stride ends: the one place that says it.
+"""Defines where strides end.
 
-A stride is the tokens of one request that are attended before the next eviction. In a prompt
-strides end at absolute multiples of ``prefill_stride`` and at the prompt's end; past the prompt
-every token is a stride of its own, also when generated tokens are replayed after a preemption.
-So what a request computes does not depend on how its prompt is cut into chunks.
+A stride is the tokens of one request that are attended before the next eviction. In a prompt,
+strides end at absolute multiples of ``prefill_stride`` and at the prompt's end. After the prompt
+every token is its own stride, also when generated tokens are replayed after a preemption. The
+result of a request therefore does not depend on how its prompt is chunked.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> 
 def count_strides(
     first: np.ndarray, end: np.ndarray, prompt_len: np.ndarray, prefill_stride: int
 ) -> np.ndarray:
-    """How many strides tokens ``first .. end - 1`` are; int arrays of one shape."""
+    """Number of strides in tokens ``first .. end - 1``; int arrays of one shape."""
     return np.where(
         first < prompt_len, -(-end // prefill_stride) - first // prefill_stride, end - first
     )
@@ -32,9 +32,9 @@ def count_strides(
 def aligned_chunk(
     start: int, num_tokens: int, prompt_len: int, prefill_stride: int, stops: Sequence[int] = ()
 ) -> int:
-    """Largest chunk of at most ``num_tokens`` from ``start`` that ends where a stride ends.
+    """Largest chunk of at most ``num_tokens`` tokens from ``start`` that ends at a stride's end.
 
-    Zero: no whole stride fits. A chunk never crosses the prompt's end.
+    A chunk never crosses the prompt's end. The result is 0 if no whole stride fits.
 
     Args:
         stops: multiples of ``prefill_stride`` that a chunk must not cross.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How important a token is by its text alone: tf-idf over token ids, as a stream goes by.
+"""Scores tokens by their text alone: streaming tf-idf over token ids.
 
-A term is a token id, a document is a sentence. Term frequencies come from the sentence a token
-stands in, document frequencies from a table (``IdfTable``) or from the request's own past. Nothing
-looks ahead: a token is judged when it first may be deleted, ``lag`` tokens after it was read, with
-what its sentence, and the past, had by then.
+A term is a token id; a document is a sentence. Term frequencies come from the token's sentence.
+Document frequencies come from a table (``IdfTable``) or from the request's own past.
+
+A token is scored ``lag`` tokens after it was read, when it can first be evicted. The score uses
+only the text seen so far.
 """
 
 import math
@@ -18,7 +19,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 FORMAT = "vllm-cascade-idf-1"
 MAX_SENTENCE = 256
-"""A run of tokens without a sentence's end is cut here, so that its counts stay small."""
+"""Longest sentence in tokens. Longer ones are split, which bounds their term counts."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class IdfTable:
     """Document frequencies of a corpus, made once by ``vllm-cascade idf``.
 
     Attributes:
-        num_sentences: sentences of the corpus.
-        sentences: int64 ``[vocab]``, how many have each token.
-        counts: int64 ``[vocab]``, how often each token occurs.
-        ends: bool ``[vocab]``, the tokens that end a sentence.
-        tokenizer: fingerprint of the tokenizer whose ids these are.
+        num_sentences: sentences in the corpus.
+        sentences: int64 ``[vocab]``, number of sentences that contain each token.
+        counts: int64 ``[vocab]``, number of occurrences of each token.
+        ends: bool ``[vocab]``, True for tokens that end a sentence.
+        tokenizer: fingerprint of the tokenizer that defines the ids.
     """
 
     num_sentences: int
@@ -40,11 +41,11 @@ class IdfTable:
     tokenizer: str
 
     def occurrences(self, token: int) -> int:
-        """How often the corpus has a token; one that it does not have counts as seen once."""
+        """Occurrences of a token in the corpus; 1 for unseen tokens."""
         return max(int(self.counts[token]), 1) if token < len(self.counts) else 1
 
     def sentences_with(self, token: int) -> int:
-        """How many of its sentences do, likewise."""
+        """Sentences of the corpus that contain a token; 1 for unseen tokens."""
         return max(int(self.sentences[token]), 1) if token < len(self.sentences) else 1
 
     def save(self, path: str | Path) -> None:
@@ -60,7 +61,7 @@ class IdfTable:
         """Read a table.
 
         Raises:
-            KVPolicyError: no such file, or not a table.
+            KVPolicyError: the file cannot be read or is not an IDF table.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -82,7 +83,7 @@ class IdfTable:
 
 
 class OwnPast:
-    """Document frequencies of what a request has read so far, asked for as an ``IdfTable``'s."""
+    """Document frequencies of the text a request has seen, with the interface of ``IdfTable``."""
 
     def __init__(self) -> None:
         self.num_sentences = 0
@@ -100,13 +101,13 @@ Corpus = IdfTable | OwnPast
 
 
 def tfidf(token: int, sentence: Counter[int], corpus: Corpus) -> float:
-    """The DGC paper's Eq. 4."""
+    """Tf-idf as in Eq. 4 of the DGC paper."""
     frequency = sentence[token] / corpus.occurrences(token)
     return frequency * math.log(corpus.num_sentences / corpus.sentences_with(token))
 
 
 def tfidf_sklearn(token: int, sentence: Counter[int], corpus: Corpus) -> float:
-    """What scikit-learn's ``TfidfVectorizer`` gives with its defaults, which the code uses."""
+    """Tf-idf as in scikit-learn's default ``TfidfVectorizer``, which the DGC code uses."""
 
     def weight(term: int) -> float:
         ratio = (1 + corpus.num_sentences) / (1 + corpus.sentences_with(term))
@@ -120,7 +121,7 @@ RULES = {"tfidf": tfidf, "tfidf_sklearn": tfidf_sklearn}
 
 @dataclass
 class _Stream:
-    """One request: its past, the sentence it is in, and the tokens not judged yet."""
+    """State of one request: its corpus, its current sentence and its unscored tokens."""
 
     corpus: Corpus
     num_tokens: int = 0
@@ -131,12 +132,12 @@ class _Stream:
 
 
 class TokenImportance:
-    """Judges the tokens of many requests, each as its stream grows.
+    """Scores the tokens of many requests as their streams grow.
 
     Args:
         rule: a key of ``RULES``.
-        ends: bool ``[vocab]``, the tokens that end a sentence.
-        table: the corpus; None: every request's own past.
+        ends: bool ``[vocab]``, True for tokens that end a sentence.
+        table: corpus statistics. None: use each request's own past.
     """
 
     def __init__(self, rule: str, ends: np.ndarray, table: IdfTable | None) -> None:
@@ -151,17 +152,18 @@ class TokenImportance:
     def advance(
         self, request_id: str, tokens: np.ndarray, begin: int, end: int, lag: int
     ) -> np.ndarray:
-        """Read tokens ``[begin, end)`` of a stream and judge those of ``lag`` tokens before.
+        """Read tokens ``[begin, end)`` of a stream and score tokens ``[begin - lag, end - lag)``.
 
-        A stream that was not followed up to ``begin`` (a preemption, a snapshot) is read again.
+        If the stored stream does not end at ``begin`` (after a preemption or a snapshot), it is
+        read again from the start.
 
         Args:
-            tokens: token ids of the stream, at least ``end``.
-            lag: a token is judged when this many more are known; the same for a whole stream.
+            tokens: int ``[n]``, token ids of the stream, with ``n >= end``.
+            lag: tokens read after a token before it is scored. Constant for a stream.
 
         Returns:
-            fp32 ``[end - begin]``, the importance of tokens ``[begin - lag, end - lag)``; 0 before
-            the stream's start.
+            fp32 ``[end - begin]``, one score per token of ``[begin - lag, end - lag)``; 0 for
+            negative indices.
         """
         stream = self._streams.get(request_id)
         if stream is None or stream.num_tokens != begin:
@@ -172,7 +174,7 @@ class TokenImportance:
         return np.asarray(judged, dtype=np.float32)
 
     def forget(self, alive: set[str]) -> None:
-        """Drop every stream but these."""
+        """Drop all streams except those of the request ids in ``alive``."""
         self._streams = {key: self._streams[key] for key in alive & self._streams.keys()}
 
     def _read(self, stream: _Stream, tokens: list[int], lag: int) -> list[float]:
@@ -190,7 +192,7 @@ class TokenImportance:
         return judged
 
     def _sentence_of(self, stream: _Stream, token: int) -> Counter[int]:
-        """The sentence that the next token stands in; several ends in a row end the same one."""
+        """Term counts of the next token's sentence. Consecutive ends belong to one sentence."""
         is_end = bool(self._ends[token])
         if (stream.ended and not is_end) or stream.sentence_length == MAX_SENTENCE:
             stream.sentence, stream.sentence_length = Counter(), 0

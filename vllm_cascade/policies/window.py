@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The most recent tokens and nothing else: the baseline that attention sinks repair."""
+"""A plain sliding window: the baseline without attention sinks."""
 
 from typing import Any, ClassVar
 
@@ -18,5 +18,5 @@ class Window(Sink):
 
     @classmethod
     def unit_defaults(cls, unit: int) -> dict[str, Any]:
-        """None: there are no sinks."""
+        """No changes, because there are no sinks."""
         return {}
