@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of layers in one model: those that see the whole stream, and those with a sliding window.
+"""Cache specs for models that mix full-attention and sliding-window layers.
 
-The policy bounds the former. A layer with a window of ``W`` tokens sees a query's own token and
-``W - 1`` before it, and no more is kept for it: its cache is under our own ``window`` policy. All
-kinds share a request's pages and block table; a page has as many slots of a kind as it takes for
-the kind's tokens to fit on the pages that the policy needs anyway.
+The engine's policy bounds full-attention layers. In a layer with a window of ``W`` tokens a query
+attends to its own token and the ``W - 1`` tokens before it. Such a layer runs under our ``window``
+policy, which keeps only these tokens. All kinds of layers share a request's pages and block table.
+The number of slots per page differs by kind: a window's tokens fit on the pages that the engine's
+policy needs anyway.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,13 +22,13 @@ from vllm_cascade.policies.window import Window
 
 
 def window_policy(policy: Policy, window: int) -> Policy:
-    """What layers with a window run under beside others under ``policy``.
+    """Return the policy of sliding-window layers in a model that runs under ``policy``.
 
-    Token by token, whatever the policy's unit, and with one set of tokens for all heads: which
-    tokens a window has is the same for all.
+    It evicts single tokens even if ``policy`` evicts units. All heads share one set of tokens,
+    because a window contains the same tokens for every head.
 
     Raises:
-        KVPolicyError: a window in which a token sees nothing but itself.
+        KVPolicyError: If a token attends only to itself (``window < 2``).
     """
     if window < 2:
         raise KVPolicyError(
@@ -38,7 +39,7 @@ def window_policy(policy: Policy, window: int) -> Policy:
 
 
 def window_slots(policy: Policy, window: int, block_size: int) -> int:
-    """Slots of a page, so that a window fits on the pages that the policy ever needs."""
+    """Slots per page with which a window fits on the most pages that the policy needs."""
     return cdiv(window - 1, cdiv(policy.capacity, block_size))
 
 
@@ -48,16 +49,20 @@ def bounded(
     block_size: int,
     max_position: int | None = None,
 ) -> dict[str, KVCacheSpec]:
-    """Every layer's cache, where some layers have windows; the others are bounded already.
+    """Replace the specs of sliding-window layers by bounded ones.
 
     Args:
-        specs: by layer; those without windows are ``KVPolicySpec``.
-        block_size: tokens of a page of the policy's.
-        max_position: positions that the model knows (None: any number). A window that is not
-            smaller never hid a token from it, so the layer is one of the policy's.
+        specs: Specs by layer name. Full-attention layers already have a ``KVPolicySpec``.
+        block_size: Tokens per page under the engine's policy.
+        max_position: Positions that the model supports; None: unlimited. A window at least this
+            large never masks a token, so its layer runs under the engine's policy.
+
+    Returns:
+        Bounded specs by layer name.
 
     Raises:
-        KVPolicyError: a layer with another kind of cache, or recall beside windows.
+        KVPolicyError: If a layer has another kind of cache, or if the policy uses recall and some
+            layers have windows.
     """
     for name, spec in specs.items():
         if not isinstance(spec, KVPolicySpec | SlidingWindowSpec):
@@ -99,7 +104,7 @@ def bounded(
 
 
 def kinds_of(specs: Iterable[KVPolicySpec], policy: Policy, block_size: int) -> tuple[Kind, ...]:
-    """All kinds of some layers; the first one is the policy's, whether or not it has any."""
+    """Kinds of the given layers. The engine's policy comes first, even if no layer has it."""
     kinds = {None: Kind(policy, block_size)}
     for spec in specs:
         kind = kinds.setdefault(spec.window, Kind(spec.policy, spec.page_slots, spec.window))

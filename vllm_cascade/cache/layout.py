@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a page holds: its bytes, and the views of a layer's pool.
+"""Memory layout of a page, and typed views of a layer's page pool.
 
-A page is vLLM's own block: ``[num_kv_heads, block_size, 2 * head_size]`` keys and values in the
-model's dtype or in 8 bits, followed by 4-byte numbers per unit of slots and head set
-(``UNIT_WORDS``) and, where every row has its own scales (``quantised.py``), these. All are counted
-in the page's size. A unit is ``unit`` slots that hold consecutive tokens in order. A request's
-slots ``0 .. peak - 1`` are always initialised, as far as they hold tokens; fresh pages need no
-clearing. Nothing here knows which tokens are kept, or who owns a page (``manager.py``).
+A page is one vLLM block. It holds, in this order:
+
+- keys and values, ``[num_kv_heads, block_size, 2 * head_size]``, in the model's dtype or in 8 bits;
+- 4-byte words for each unit and head set (``UNIT_WORDS``);
+- scales for each row, if the cache quantises rows separately (``quantised.py``).
+
+The page size includes all three. A unit is ``unit`` slots that hold consecutive tokens in order. In
+a request's slots ``0 .. peak - 1``, every slot that holds a token is initialised, so fresh pages
+need no clearing. This module does not decide which tokens are kept or allocate pages
+(``manager.py``).
 """
 
 from dataclasses import dataclass
@@ -26,13 +30,15 @@ class Pages:
         kv: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, K then V.
         rank: int32 ``[num_blocks, num_sets, block_size // unit]``, chronological rank of the unit;
             -1: empty slots.
-        born: int32, the position that its first key was rotated with; the others follow.
-        score: fp32, its tokens' attention scores, summed.
-        token: int32, its first token's index in the stream; None unless the policy asks
-            for ages or its ``trace`` is on.
-        quantised: what the codes in ``kv`` stand for; None: the numbers themselves.
-        scale: fp32 ``[num_blocks, num_kv_heads, block_size, 2]``, of every slot's key and value;
-            in a page a head's keys' stand before its values'. None: rows have none of their own.
+        born: int32, same shape: position at which the unit's first key was rotated. The unit's
+            other keys have the positions after it.
+        score: fp32, same shape: sum of the unit's attention scores.
+        token: int32, same shape: stream index of the unit's first token. None unless the policy
+            needs it (``Policy.keeps_ages``).
+        quantised: Encoding of ``kv``; None: unquantised.
+        scale: fp32 ``[num_blocks, num_kv_heads, block_size, 2]``, scales of each slot's key and
+            value. A page stores a head's key scales before its value scales. None: rows have no
+            scales of their own.
     """
 
     kv: torch.Tensor
@@ -49,22 +55,22 @@ class Pages:
 
     @property
     def unit(self) -> int:
-        """Slots that share one number of each kind."""
+        """Slots per unit."""
         return self.kv.shape[2] // self.rank.shape[2]
 
     def rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """``[..., num_kv_heads, block_size, 2 * head_size]`` of some pages: what rows are read as.
+        """Read pages as ``[..., num_kv_heads, block_size, 2 * head_size]``.
 
-        In the cache's type or, where that is quantised, fp32.
+        The dtype is the cache's, or fp32 if the cache is quantised.
         """
         return self.read(self.kv[blocks], None if self.scale is None else self.scale[blocks])
 
     def read(self, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """What stored rows ``[..., 2 * head_size]`` with their scales are read as."""
+        """Decode stored rows ``[..., 2 * head_size]`` with their scales ``[..., 2]``, if any."""
         return stored if self.quantised is None else self.quantised.decode(stored, scale)
 
     def stored(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows ``[..., 2 * head_size]`` as pages have them, and the scales ``[..., 2]`` of each."""
+        """Encode rows ``[..., 2 * head_size]`` for a page; also returns scales ``[..., 2]``."""
         if self.quantised is None:
             return rows.to(self.kv.dtype), None
         return self.quantised.encode(rows)
@@ -79,10 +85,12 @@ class Pages:
 def page_views(
     kv_cache: torch.Tensor, spec: KVPolicySpec, quantised: Quantised | None = None
 ) -> Pages:
-    """Split vLLM's view of a layer's pool into K/V and the numbers in each page's tail.
+    """Create views of a layer's keys and values and of the tail of each page.
 
     Args:
-        quantised: what the layer's codes stand for.
+        kv_cache: vLLM's tensor for the layer, ``[num_blocks, num_kv_heads, page_slots,
+            2 * head_size]``.
+        quantised: The layer's encoding; None: unquantised.
     """
     num_blocks, num_heads, block_size, width = kv_cache.shape
     assert (num_heads, block_size) == (spec.num_kv_heads, spec.page_slots), kv_cache.shape
@@ -115,7 +123,7 @@ def page_views(
 
 
 def whole_pages(kv_cache: torch.Tensor) -> torch.Tensor:
-    """int8 ``[num_blocks, page bytes]``: a layer's pages with their tails, for copying."""
+    """View a layer's pages, tails included, as int8 ``[num_blocks, page bytes]`` for copying."""
     page_bytes = kv_cache.stride(0) * kv_cache.element_size()
     return torch.empty(0, dtype=torch.int8, device=kv_cache.device).set_(
         kv_cache.untyped_storage(),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who owns the pages of a bounded cache, and how many a request needs.
+"""Allocation of bounded pages to requests, in the scheduler.
 
-Pages are private to a request (``snapshots.py`` makes copies for others to start from), and
-nothing here knows which tokens are kept; what a page holds is in ``layout.py``.
+Each page belongs to one request. Other requests start from copies (``snapshots.py``). The manager
+counts pages and does not know which tokens they hold; ``layout.py`` defines their contents.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,16 @@ from vllm_cascade.policies.schedule import Schedule
 
 
 class KVPolicyManager(SingleTypeKVCacheManager):
-    """Hands out a request's bounded pages and reserves all of them on admission.
+    """Allocates a request's bounded pages and reserves all of them on admission.
 
-    The scheduler says how long a request may become (``set_limit``). A request is admitted only
-    when its final number of pages fits beside what the admitted ones have yet to take, so an
-    admitted request never waits for a page and is never preempted for one.
+    The scheduler sets each request's maximum length (``set_limit``). A request is admitted only if
+    its final number of pages fits beside the pages still promised to admitted requests. An admitted
+    request therefore never waits for a page and is never preempted for lack of one.
 
     Attributes:
-        snapshots: of whole requests, with the pages of their recurrent states; None: no caching.
-        states: who hand out those pages, one a request each (``states.py``).
+        snapshots: Snapshots for prefix caching, including pages of recurrent states; None: prefix
+            caching is off.
+        states: Managers of recurrent states, which allocate one page per request (``states.py``).
     """
 
     kv_cache_spec: KVPolicySpec
@@ -35,7 +36,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
-        self._limits: dict[str, tuple[int, Schedule]] = {}  # how long, and under which policy
+        self._limits: dict[str, tuple[int, Schedule]] = {}  # maximum tokens, and the policy
         self.snapshots: SnapshotStore | None = None
         self.states: Sequence[SingleTypeKVCacheManager] = ()
         if self.enable_caching:
@@ -43,10 +44,10 @@ class KVPolicyManager(SingleTypeKVCacheManager):
             self.snapshots = SnapshotStore(block_pool, block_pool.hash_block_size, stride)
 
     def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
-        """Announce that a request will never hold more than ``num_tokens`` tokens.
+        """Set the most tokens that a request may process.
 
         Args:
-            schedule: the request's own; None: the engine's.
+            schedule: Compiled policy of the request; None: the engine's.
         """
         self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.engine_schedule
 
@@ -56,14 +57,14 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         return self.kv_cache_spec.num_pages(num_tokens, schedule)
 
     def final_pages(self, request_id: str) -> int:
-        """Pages a request may come to hold; without a limit, all that the policy allows."""
+        """Most pages that a request may hold. Without a limit, the policy's maximum."""
         limit = self._limits.get(request_id)
         if limit is None:
             return self.kv_cache_spec.most_pages
         return self.kv_cache_spec.num_pages(*limit)
 
     def reserved_pages(self) -> int:
-        """Pages promised to admitted requests and not taken yet."""
+        """Pages promised to admitted requests but not yet allocated."""
         return sum(
             max(self.final_pages(request_id) - len(blocks), 0)
             for request_id, blocks in self.req_to_blocks.items()
@@ -73,7 +74,11 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     def get_num_blocks_to_allocate(
         self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any
     ) -> int:
-        """Pages the pool must have free: the next ones, or on admission all still promised."""
+        """Free pages that the pool must have.
+
+        For a running request: the pages it needs next. On admission: its final pages plus all
+        reserved pages.
+        """
         held = len(self.req_to_blocks.get(request_id, ()))
         if held:
             return max(self.num_pages(request_id, num_tokens) - held, 0)
@@ -86,10 +91,10 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        """Give an admitted request pages that begin as a copy of a snapshot's.
+        """Give an admitted request pages that start as a copy of a snapshot.
 
         Args:
-            new_computed_blocks: all pages of the snapshot, those of states last.
+            new_computed_blocks: All pages of the snapshot; pages of recurrent states come last.
         """
         assert num_external_computed_tokens == 0 and not self.req_to_blocks[request_id]
         if not new_computed_blocks:
@@ -104,7 +109,10 @@ class KVPolicyManager(SingleTypeKVCacheManager):
             manager.req_to_blocks[request_id] = [block]
 
     def state_after(self, request_id: str, num_tokens: int) -> list[KVCacheBlock]:
-        """All pages of a running request that hold its state after ``num_tokens`` tokens."""
+        """Pages that hold a running request's state after ``num_tokens`` tokens.
+
+        Pages of recurrent states come last.
+        """
         pages = self.req_to_blocks[request_id][: self.num_pages(request_id, num_tokens)]
         return [*pages, *(m.req_to_blocks[request_id][0] for m in self.states)]
 
@@ -125,11 +133,11 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         cls, *args: Any, kv_cache_group_ids: list[int], **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Never a hit on live pages; the scheduler looks for snapshots of them instead."""
+        """Return no hit: live pages are never shared. The scheduler looks for snapshots."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
-# vLLM's own specs first: the registry's check for "not filled yet" is "empty", so registering
-# ours before them would hide them from this process.
+# Register vLLM's specs first. The registry fills itself only while it is empty, so registering ours
+# before them would leave vLLM's specs out of this process.
 KVCacheSpecRegistry._ensure_registered()
 KVCacheSpecRegistry.register(KVPolicySpec, KVPolicyManager)

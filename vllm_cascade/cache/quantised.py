@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values in 8 bits: how a row becomes codes and scales, and what it is read as.
+"""8-bit quantisation of keys and values.
 
-A row is one token's key and value in one head. It is quantised once, as it is written into a page;
-whatever moves afterwards moves codes and scales as they are. vLLM's ``--kv-cache-dtype`` says which
-codes there are, and whose scale they are in steps of: the layer's, from the checkpoint or 1
-(``fp8``), or the row's own, one for its key and one for its value (``fp8_per_token_head``).
+A row is one token's key and value in one KV head. It is quantised once, when it is written into a
+page. Later moves copy its codes and scales unchanged. vLLM's ``--kv-cache-dtype`` selects the code
+dtype and the scales:
+
+- ``fp8`` uses one scale for the layer's keys and one for its values, from the checkpoint or 1;
+- ``fp8_per_token_head`` and ``int8_per_token_head`` compute two scales per row, one for its key and
+  one for its value.
 """
 
 from dataclasses import dataclass
@@ -19,11 +22,11 @@ CODES: dict[str, torch.dtype] = {
     "fp8_per_token_head": torch.float8_e4m3fn,
     "int8_per_token_head": torch.int8,
 }
-"""What stands for one channel, by the value of ``--kv-cache-dtype``."""
+"""Dtype of one channel's code, by the value of ``--kv-cache-dtype``."""
 OF_ROWS = ("fp8_per_token_head", "int8_per_token_head")
-"""Values with a scale for every row, which stands in the page."""
+"""Values of ``--kv-cache-dtype`` that store scales for each row in the page."""
 LEAST_SCALE = 1e-6
-"""vLLM's least scale of a row: one of zeros has it, too."""
+"""vLLM's lower bound for the scale of a row; a row of zeros gets this scale."""
 LARGEST = {
     torch.int8: 127.0,
     **{code: torch.finfo(code).max for code in (torch.float8_e4m3fn, torch.float8_e5m2)},
@@ -35,8 +38,8 @@ class Quantised:
     """How a layer's rows are stored.
 
     Attributes:
-        code: dtype of a channel.
-        scales: of all keys and of all values; None: every row has its own two.
+        code: Dtype of one channel's code.
+        scales: The layer's key scale and value scale; None: each row has its own.
     """
 
     code: torch.dtype
@@ -44,19 +47,24 @@ class Quantised:
 
     @classmethod
     def of(cls, cache_dtype: str, scales: tuple[float, float]) -> Self | None:
-        """What ``--kv-cache-dtype`` says; ``scales`` are the layer's. None: not quantised."""
+        """Return the encoding for ``--kv-cache-dtype``, or None if it does not quantise.
+
+        Args:
+            scales: The layer's key scale and value scale.
+        """
         if cache_dtype not in CODES:
             return None
         return cls(CODES[cache_dtype], None if cache_dtype in OF_ROWS else scales)
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Codes and, where rows have their own, scales.
+        """Quantise rows.
 
         Args:
-            rows: ``[..., 2 * D]``, key then value, in any floating type.
+            rows: ``[..., 2 * D]``, key then value, in any floating-point dtype.
 
         Returns:
-            int8 or uint8 of the same shape, and fp32 ``[..., 2]`` or None.
+            Codes, int8 or uint8 of the same shape, and scales, fp32 ``[..., 2]``. The scales are
+            None if the layer has fixed ones.
         """
         largest = LARGEST[self.code]
         halves = rows.float().unflatten(-1, (2, -1))
@@ -72,7 +80,11 @@ class Quantised:
         return codes.flatten(-2), scale if self.scales is None else None
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """fp32 rows ``[..., 2 * D]`` of codes, with the scales ``[..., 2]`` that rows may have."""
+        """Dequantise codes to fp32 rows ``[..., 2 * D]``.
+
+        Args:
+            scale: fp32 ``[..., 2]``; None: the layer's scales.
+        """
         halves = codes.view(self.code).float().unflatten(-1, (2, -1))
         if scale is None:
             assert self.scales is not None, "every row has a scale"

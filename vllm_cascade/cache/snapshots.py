@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix caching for pages that change in place: copies of a prompt's state at stride boundaries.
+"""Prefix caching for pages that change in place: snapshots of a prompt's state.
 
-A request's pages are written over as its stream goes on, so they cannot be shared. What can be
-reused is a copy of them, taken when the stream stands at an absolute multiple of the stride inside
-its prompt: any prompt that begins with the same tokens passes through exactly this state. A
-snapshot's pages wait at the tail of vLLM's queue of free blocks, as its own cached blocks do: they
-count as free, are handed out last, least recently used first, and so never stand in a request's
-way. A request that finds a snapshot copies it into pages of its own before its first step.
+A request overwrites its pages as it processes tokens, so requests cannot share them. A snapshot is
+a copy of the pages, taken at an absolute multiple of the prefill stride inside the prompt. Every
+prompt that begins with the same tokens passes through exactly this state.
+
+Snapshots never take pages from a request. Their pages stay at the tail of vLLM's free block queue,
+like vLLM's own cached blocks. They count as free and are allocated last, least recently used first.
+A request that hits a snapshot copies it into its own pages before its first step.
 """
 
 import math
@@ -20,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCop
 from vllm_cascade.policies.schedule import Schedule
 
 MAX_SEEN = 1 << 14
-"""Prefixes remembered without a snapshot, to find where prompts part."""
+"""Most prefix hashes remembered to find where prompts diverge."""
 
 Key = tuple[int, BlockHash]
 """A schedule's number and the hash of a prefix."""
@@ -37,14 +38,14 @@ class Snapshot:
 
 @dataclass
 class SnapshotCounters:
-    """What became of snapshots since the engine started.
+    """Snapshot statistics since the engine started.
 
     Attributes:
-        hits: requests that began from one.
-        hit_tokens: prompt tokens that they did not have to compute.
-        stored: snapshots taken.
-        evicted: given up because a page was needed.
-        skipped: not taken because too few pages were free.
+        hits: Requests that started from a snapshot.
+        hit_tokens: Prompt tokens that these requests did not compute.
+        stored: Snapshots taken.
+        evicted: Snapshots dropped because a page was needed.
+        skipped: Snapshots not taken because too few pages were free.
     """
 
     hits: int = 0
@@ -56,13 +57,13 @@ class SnapshotCounters:
 
 @dataclass
 class SnapshotStore:
-    """Finds, takes and gives up snapshots; moves no bytes itself.
+    """Finds, takes and drops snapshots. It schedules copies; workers execute them.
 
     Attributes:
         pool: vLLM's block pool, which also holds the snapshots' pages.
-        hash_block_size: tokens of one of vLLM's chained block hashes. They cover the tokens,
-            LoRA adapter, cache salt and multi-modal inputs of the whole prefix.
-        stride: the policy's prefill stride.
+        hash_block_size: Tokens per block hash of vLLM. The hashes are chained: each covers the
+            tokens, LoRA adapter, cache salt and multi-modal inputs of the whole prefix.
+        stride: The policy's prefill stride.
     """
 
     pool: BlockPool
@@ -80,14 +81,14 @@ class SnapshotStore:
 
     @property
     def interval(self) -> int:
-        """Snapshots are taken at multiples of this: stride boundaries at which a hash ends."""
+        """Tokens between possible snapshots: stride boundaries that are also hash boundaries."""
         return math.lcm(self.stride, self.hash_block_size)
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def last_boundary(self, num_prompt_tokens: int) -> int:
-        """Where a prompt's state is taken: its last token must be left to compute."""
+        """Last boundary for a snapshot in a prompt. It leaves at least one token to compute."""
         return max(num_prompt_tokens - 1, 0) // self.interval * self.interval
 
     def _key(self, schedule: Schedule, hashes: Sequence[BlockHash], num_tokens: int) -> Key:
@@ -96,7 +97,7 @@ class SnapshotStore:
     def _prefixes(
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
     ) -> Iterator[tuple[int, Key]]:
-        """Lengths up to ``max_tokens`` at which a state may be taken, the longest first."""
+        """Prefix lengths up to ``max_tokens`` that allow a snapshot, longest first."""
         most = min(max_tokens, len(hashes) * self.hash_block_size)
         for num_tokens in range(most // self.interval * self.interval, 0, -self.interval):
             yield num_tokens, self._key(schedule, hashes, num_tokens)
@@ -107,28 +108,34 @@ class SnapshotStore:
     def find(
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
     ) -> Snapshot | None:
-        """The snapshot of the longest prefix of at most ``max_tokens`` tokens."""
+        """Find the snapshot of the longest prefix of at most ``max_tokens`` tokens."""
         prefixes = self._prefixes(schedule, hashes, max_tokens) if self._by_key else ()
         return next((self._by_key[key] for _, key in prefixes if key in self._by_key), None)
 
     def junction(
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int, known: int
     ) -> int:
-        """Where a prompt parts from earlier ones, if they share more than ``known`` tokens.
+        """Find where a prompt diverges from earlier prompts.
 
-        Prompts with a common beginning (a system prompt) end in different places, so none of
-        their last boundaries serves the others. The second one to come shows where they part,
-        and a snapshot there serves all that follow. Zero: nothing new is shared.
+        Prompts with a common prefix, such as a system prompt, differ in length. A snapshot at the
+        last boundary of one prompt is of no use to the others. The second such prompt shows where
+        they diverge, and a snapshot at that boundary serves all later ones.
+
+        Args:
+            known: Prefix tokens that a snapshot already covers.
+
+        Returns:
+            Length of the longest prefix seen before, or 0 if it is not longer than ``known``.
         """
         for num_tokens, key in self._prefixes(schedule, hashes, max_tokens):
             if num_tokens <= known:
                 break
-            if hash(key) in self._seen:  # one that collides costs a useless snapshot
+            if hash(key) in self._seen:  # a collision only costs a useless snapshot
                 return num_tokens
         return 0
 
     def remember(self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int) -> None:
-        """Note the prefixes of an admitted prompt, for ``junction``."""
+        """Remember the prefixes of an admitted prompt for ``junction``."""
         for _, key in self._prefixes(schedule, hashes, max_tokens):
             self._seen[hash(key)] = None
             self._seen.move_to_end(hash(key))
@@ -143,11 +150,15 @@ class SnapshotStore:
         pages: Sequence[KVCacheBlock],
         reserved: int,
     ) -> None:
-        """Copy a running request's ``pages``, which hold the state after ``num_tokens``.
+        """Take a snapshot of a running request, unless there is one for the same prefix.
 
-        Uses free pages, those of the least recently used snapshots among them. Where all that are
-        free are ``reserved``, because admitted requests have yet to take them, a copy would be
-        made only to be thrown away.
+        The copy uses free pages, which include those of the least recently used snapshots. It is
+        skipped if too few pages are free beyond the reserved ones: admitted requests would soon
+        take the pages of the copy.
+
+        Args:
+            pages: The request's pages, which hold its state after ``num_tokens`` tokens.
+            reserved: Free pages promised to admitted requests.
         """
         key = self._key(schedule, hashes, num_tokens)
         if key in self._by_key:
@@ -164,15 +175,15 @@ class SnapshotStore:
         self.counters.stored += 1
 
     def adopt(self, blocks: Sequence[KVCacheBlock], needed: int) -> list[KVCacheBlock]:
-        """Pages of a request's own that will hold a snapshot's state.
+        """Provide a request with pages that will hold a snapshot's state.
 
         Args:
-            blocks: the snapshot's, as ``find`` returned them.
-            needed: free pages that this and all admitted requests may come to take.
+            blocks: The snapshot's pages, as ``find`` returned them.
+            needed: Free pages that this request and all admitted requests may still take.
 
         Returns:
-            Fresh pages to be filled by a copy, which leaves the snapshot in place; or the
-            snapshot's own pages where there are not enough for both.
+            New pages that a copy will fill, so that the snapshot stays. If too few pages are free
+            for both, the snapshot's own pages; the snapshot is then dropped.
         """
         snapshot = self._by_block[blocks[0].block_id]
         assert list(snapshot.blocks) == list(blocks)
@@ -186,10 +197,10 @@ class SnapshotStore:
         return own
 
     def end_of_step(self) -> list[KVCacheBlockCopy]:
-        """The copies to make before this step's forward pass; snapshots become evictable again.
+        """Return the copies to make before this step's forward pass, and unpin all snapshots.
 
-        Every page is written by at most one copy and read before anything of this step is
-        written, so their order does not matter.
+        The order of the copies does not matter: at most one copy writes each page, and every
+        source is read before this step writes anything.
         """
         copies, self._copies = self._copies, []
         pinned, self._pinned = self._pinned, []
@@ -197,12 +208,12 @@ class SnapshotStore:
         return copies
 
     def take_dropped(self) -> list[int]:
-        """First pages of the snapshots that were given up since the last call."""
+        """First pages of the snapshots dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def clear(self) -> None:
-        """Drop all snapshots and remembered prefixes; their pages are free already."""
+        """Drop all snapshots and remembered prefixes. The snapshots' pages are already free."""
         self._dropped += [snapshot.blocks[0].block_id for snapshot in self._by_key.values()]
         self._by_key.clear()
         self._by_block.clear()
@@ -221,7 +232,7 @@ class SnapshotStore:
             del self._by_block[block.block_id]
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
-        """The pool handed out one of a snapshot's pages (or a page that was one long ago)."""
+        """Drop the snapshot that owns a page the pool has reallocated, if it still exists."""
         snapshot = self._by_block.get(block.block_id)
         if snapshot is not None:
             self._forget(snapshot)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The spec of a bounded cache: the bytes of a page, and how many pages a request needs."""
+"""KV cache spec of a bounded cache: bytes per page and pages per request."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,22 +20,25 @@ UNIT_WORDS = ("rank", "born", "score")
 TRACE_WORDS = (*UNIT_WORDS, "token")
 WORD_BYTES = 4
 PAGE_ALIGNMENT = 64
-"""Bytes that a page is a multiple of: a GPU reads 16 at once only where it knows that rows of every
-page begin at a multiple of that, and Triton knows it of strides that 16 divides, of words, too."""
+"""Page sizes are a multiple of this many bytes.
+
+A GPU kernel reads 16 bytes at once only if every row is known to start at a multiple of 16 bytes.
+Triton infers this from strides divisible by 16, and our strides may count 4-byte words.
+"""
 ROW_SCALES = 2
-"""Of a slot and KV head, where rows have their own: the key's, the value's."""
+"""Scales per slot and KV head in caches with scales for each row: key scale, value scale."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """The caches of all layers of one kind.
+    """Layers of one kind: full attention, or one sliding-window size.
 
     Attributes:
-        policy: what they run under.
-        slots: tokens of a page.
-        window: tokens that a query sees, its own included; None: all that the policy keeps.
-        token_bytes: keys and values of a token and their scales, in all layers of the kind.
-        page_bytes: a page of them, with what it holds besides keys and values.
+        policy: Policy of these layers.
+        slots: Tokens per page.
+        window: Tokens that a query attends to, its own included; None: all that the policy keeps.
+        token_bytes: Bytes of one token's keys, values and scales, summed over the layers.
+        page_bytes: Bytes of one page, its tail included, summed over the layers.
     """
 
     policy: Policy
@@ -46,33 +49,37 @@ class Kind:
 
     @property
     def most_pages(self) -> int:
-        """Pages of a stream that has any length."""
+        """Most pages of a request of any length."""
         return cdiv(self.policy.capacity, self.slots)
 
     def stock_bytes(self, num_tokens: int, block_size: int) -> int:
-        """What vLLM without a policy holds after ``num_tokens`` tokens: whole blocks."""
+        """Bytes that vLLM without a policy holds after ``num_tokens`` tokens, in whole blocks."""
         blocks = cdiv(num_tokens, block_size)
-        if self.window is not None:  # those that a query still sees, and no others
+        if self.window is not None:  # only blocks that a query can still attend to
             blocks = min(blocks, cdiv(self.window - 1, block_size) + 1)
         return blocks * block_size * self.token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVPolicySpec(AttentionSpec):
-    """One layer's cache under a policy: bounded, private, addressed by the backend itself."""
+    """KV cache spec of one layer under a policy.
+
+    Its pages are bounded in number and private to a request. The attention backend computes slot
+    addresses itself.
+    """
 
     policy: Policy
-    """What this layer runs under: the engine's policy, or that of its window."""
+    """This layer's policy: the engine's, or ``window`` for a sliding-window layer."""
     slots: int | None = None
-    """Tokens of a page, where they are not ``block_size``, which all layers share."""
+    """Tokens per page of this layer; None: ``block_size``, which all layers share."""
     window: int | None = None
-    """Tokens that a query sees, its own included; None: all that the policy keeps."""
+    """Tokens that a query attends to, its own included; None: all that the policy keeps."""
     least_page_bytes: int = 0
-    """What a page is padded to, as pages of other layers are as large."""
+    """Minimum page size in bytes, to match the pages of other layers."""
     kinds: tuple[Kind, ...] = ()
-    """All kinds of the model's layers, the engine's policy first; none where there is only one."""
+    """All kinds of layers in the model, the engine's policy first; empty if there is only one."""
     num_layers: int | None = None
-    """Layers of the model that have such a cache, where a worker has only some of them."""
+    """Cached layers in the whole model; set if a worker runs only some of them."""
 
     prefix_cacheable = uses_slot_mapping = False
 
@@ -85,7 +92,7 @@ class KVPolicySpec(AttentionSpec):
 
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
-        """The bounded counterpart of a full-attention layer's spec."""
+        """Create the bounded counterpart of a full-attention layer's spec."""
         return replace_as(
             spec,
             cls,
@@ -96,35 +103,36 @@ class KVPolicySpec(AttentionSpec):
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The layer's policy, compiled; all layers of a kind share it."""
+        """The compiled policy of this layer; all layers of a kind share it."""
         return compiled(self.policy)
 
     @cached_property
     def engine_schedule(self) -> Schedule:
-        """The engine's policy, compiled: what requests run under, and whose positions all share."""
+        """The engine's compiled policy. It sets token positions for all kinds of layers."""
         return compiled(self.kinds[0].policy) if self.kinds else self.schedule
 
     @cached_property
     def _windows(self) -> tuple[tuple[Schedule, int], ...]:
-        """Schedule and slots of every kind of window."""
+        """Schedule and slots per page of each kind of window."""
         return tuple((compiled(kind.policy), kind.slots) for kind in self.kinds[1:])
 
     @property
     def page_slots(self) -> int:
-        """Tokens of this layer's page."""
+        """Tokens per page of this layer."""
         return self.block_size if self.slots is None else self.slots
 
     def get_num_kernel_states(self, kernel_block_size: int) -> int:
-        """vLLM's hook: tokens of a page, which is never cut."""
+        """Tokens per page, for vLLM's interface. Pages are never split into kernel blocks."""
         assert kernel_block_size == self.block_size, kernel_block_size
         return self.page_slots
 
     @property
     def max_distance(self) -> int:
-        """Most positions that a cached key can have moved since it was written.
+        """Largest distance in positions that a cached key can move after it is written.
 
-        In a window, positions fall behind the stream while a key stays: by no more than the tokens
-        that come meanwhile and those that the policy may evict at once.
+        A sliding-window layer uses the positions of the engine's policy. While a key is in the
+        window, these positions shift by at most the tokens that arrive in that time plus the tokens
+        that the policy can evict at once.
         """
         if self.window is None:
             return self.policy.max_position
@@ -133,19 +141,19 @@ class KVPolicySpec(AttentionSpec):
 
     @property
     def num_sets(self) -> int:
-        """Head sets that keep tokens of their own."""
+        """Head sets per layer. The KV heads of a set keep the same tokens."""
         return self.num_kv_heads if self.policy.head_policy == "per_kv_head" else 1
 
     @property
     def scale_bytes(self) -> int:
-        """Of a page: the scales of its rows, where every row has its own."""
+        """Bytes per page of row scales; 0 if rows have no scales of their own."""
         if not self.kv_quant_mode.is_per_token_head:
             return 0
         return self.num_kv_heads * self.page_slots * ROW_SCALES * WORD_BYTES
 
     @property
     def row_bytes(self) -> int:
-        """Of a page: keys and values with their scales, which vLLM without a policy has, too."""
+        """Bytes per page of keys, values and row scales, as in vLLM without a policy."""
         return self.unpadded_page_size_bytes + self.scale_bytes
 
     @property
@@ -153,7 +161,11 @@ class KVPolicySpec(AttentionSpec):
         return TRACE_WORDS if self.policy.keeps_ages else UNIT_WORDS
 
     def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
-        """Pages of a request after ``num_tokens`` tokens, under its own policy if it has one."""
+        """Pages of a request after ``num_tokens`` tokens.
+
+        Args:
+            schedule: Compiled policy of the request; None: the engine's.
+        """
         slots = self.kinds[0].slots if self.kinds else self.page_slots
         own = cdiv((schedule or self.engine_schedule).peak_at(num_tokens), slots)
         windows = (cdiv(window.peak_at(num_tokens), slots) for window, slots in self._windows)
@@ -161,7 +173,7 @@ class KVPolicySpec(AttentionSpec):
 
     @property
     def most_pages(self) -> int:
-        """Pages of a request of any length."""
+        """Most pages of a request of any length."""
         if self.kinds:
             return max(kind.most_pages for kind in self.kinds)
         return cdiv(self.policy.capacity, self.page_slots)
@@ -174,16 +186,19 @@ class KVPolicySpec(AttentionSpec):
 
 
 def request_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
-    """What a request of ``num_tokens`` tokens holds under a policy, in all of its layers.
+    """Bytes that a request of ``num_tokens`` tokens holds under a policy, in all layers.
 
     Args:
-        specs: by layer, as ``bounded`` makes them.
+        specs: Specs by layer name, as ``bounded`` returns them.
     """
     pages = next(iter(specs.values())).num_pages(num_tokens)
     return pages * sum(spec.page_size_bytes for spec in specs.values())
 
 
 def stock_bytes(specs: Mapping[str, "KVPolicySpec"], num_tokens: int) -> int:
-    """What vLLM without a policy holds for the same request, its windows cut as it cuts them."""
+    """Bytes that vLLM without a policy holds for a request of ``num_tokens`` tokens.
+
+    Sliding-window layers count only the blocks that vLLM retains for a window.
+    """
     spec = next(iter(specs.values()))
     return sum(kind.stock_bytes(num_tokens, spec.block_size) for kind in spec.kinds)

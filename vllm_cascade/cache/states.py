@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of recurrent layers (Mamba-2, gated delta nets, short convolutions) beside a policy.
+"""Recurrent states (Mamba-2, gated delta nets, short convolutions) beside a bounded KV cache.
 
-A recurrent layer has no tokens to evict: what it knows of a stream is one state of fixed size,
-written over at every step, as the policy's pages are. It lies in one private page a request and
-group of layers, of the pool that keys and values are in. A snapshot is a copy of all of a request's
-pages, so the state of the very token where it was taken comes back with them, and a request that
-was preempted starts over, as it does without states.
+A recurrent layer has no tokens to evict. Its state has a fixed size and is overwritten at every
+step. Each request has one private state page per group of layers, in the pool that also holds keys
+and values. A snapshot copies all pages of a request, so it restores the state at exactly its last
+token. A preempted request starts over, as it does without recurrent layers.
 
-All layers' pages have the same bytes, because vLLM gives the same memory to a page of either kind:
-a page of keys and values has as many slots as it takes to be as large as a state. vLLM would raise
-the block size instead, and with it the distance between two snapshots.
+vLLM's pool requires one page size for all layers. A KV page therefore gets enough slots to be as
+large as a state. vLLM itself would raise the block size instead, which would also increase the
+distance between snapshots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,18 +29,18 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 @dataclass(frozen=True)
 class StateSpec(MambaSpec):
-    """One recurrent layer's state: a private page a request, updated in place.
+    """Spec of one recurrent layer's state: one private page per request, updated in place.
 
-    It calls itself cacheable, which it is not by blocks, because vLLM's coordinator of several
-    groups wants one that is; nothing of it is ever looked up by a block's hash.
+    It keeps ``prefix_cacheable`` true, because vLLM's coordinator of several groups requires a
+    cacheable group. States are never looked up by block hash.
     """
 
 
 class StateManager(SingleTypeKVCacheManager):
-    """Hands out the one page of a request's states, when the request is admitted."""
+    """Allocates a request's single state page on admission."""
 
     kv_cache_spec: StateSpec
-    has_positionally_stable_blocks = False  # written over at every step
+    has_positionally_stable_blocks = False  # overwritten at every step
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
         return 0 if self.req_to_blocks.get(request_id) else 1
@@ -49,7 +48,7 @@ class StateManager(SingleTypeKVCacheManager):
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
     ) -> None:
-        """Nothing: who owns the policy's pages hands over the page of a state, too."""
+        """Do nothing: ``KVPolicyManager`` also assigns the state page of a snapshot."""
         assert not new_computed_blocks
 
     def allocate_new_blocks(
@@ -62,13 +61,13 @@ class StateManager(SingleTypeKVCacheManager):
         return list(blocks)
 
     def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Never: a block's hash stands for tokens, and a state changes with every one."""
+        """Do nothing: a state changes with every token, so no block hash identifies it."""
 
     @classmethod
     def find_longest_cache_hit(
         cls, *args: Any, kv_cache_group_ids: list[int], **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Never a hit on a live state; the scheduler looks for snapshots instead."""
+        """Return no hit: live states are never shared. The scheduler looks for snapshots."""
         return tuple([] for _ in kv_cache_group_ids), 0
 
 
@@ -77,11 +76,11 @@ KVCacheSpecRegistry.register(StateSpec, StateManager)
 
 
 Specs = dict[str, KVCacheSpec]
-"""Caches by layer."""
+"""Cache specs by layer name."""
 
 
 def apart(specs: Mapping[str, KVCacheSpec]) -> tuple[Specs, dict[str, MambaSpec]]:
-    """Layers with keys and values, and recurrent ones."""
+    """Split specs into attention layers and recurrent layers."""
     states = {name: spec for name, spec in specs.items() if isinstance(spec, MambaSpec)}
     return {name: spec for name, spec in specs.items() if name not in states}, states
 
@@ -92,15 +91,18 @@ def beside_states(
     policy: Policy,
     block_size: int,
 ) -> Specs:
-    """Every layer's cache in a model with recurrent layers: all pages of one size.
+    """Give all layers of a model with recurrent layers the same page size.
 
     Args:
-        tokens: of layers with keys and values, bounded.
-        states: of recurrent ones, as vLLM has them.
-        block_size: tokens that the scheduler counts in; pages have a multiple of it as slots.
+        tokens: Bounded specs of attention layers.
+        states: vLLM's specs of recurrent layers.
+        block_size: The scheduler's block size in tokens. The slots of a page are a multiple of it.
+
+    Returns:
+        Specs of all layers.
 
     Raises:
-        KVPolicyError: nothing else than recurrent layers, or layers with windows beside them.
+        KVPolicyError: If all layers are recurrent, or if the model also has sliding-window layers.
     """
     bounded = {name: spec for name, spec in tokens.items() if isinstance(spec, KVPolicySpec)}
     assert len(bounded) == len(tokens), "bounded already"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model's layers do with positions, where its modules do not say.
+"""Architecture rules for layers without rotary positions (NoPE).
 
-Some architectures leave layers without rotary positions (NoPE), although these layers may own a
-rotary module and just not call it. They are known by ``model_type``, never guessed; a model whose
-layers may skip their rotary module by a rule that is not known here is refused. Models that vLLM
-runs through transformers are asked (``probe.py``).
+A NoPE layer may own a rotary module and never call it, so modules alone do not tell. The rules are
+looked up by ``model_type`` and never guessed. A model is refused if its layers may skip their
+rotary module by an unknown rule. Models that vLLM runs through transformers are probed instead
+(``probe.py``).
 """
 
 from collections.abc import Callable
@@ -14,11 +14,14 @@ import torch
 from torch import nn
 
 Unrotated = Callable[[Any, int, bool], bool]
-"""From a text model's configuration, a layer's index and whether it has a window."""
+"""Rule for NoPE layers.
+
+Takes the text model's configuration, the layer's index and whether the layer has a window.
+"""
 
 
 def _flagged(key: str) -> Unrotated:
-    """A list in the configuration has 0 for layers without rotary positions."""
+    """A list in the configuration, one entry per layer, has 0 for NoPE layers."""
     return lambda config, index, windowed: not getattr(config, key)[index]
 
 
@@ -31,7 +34,10 @@ def _beside_windows(config: Any, index: int, windowed: bool) -> bool:
 
 
 def _without_window_after_dense_layers(config: Any, index: int, windowed: bool) -> bool:
-    """Without a window, unless it is one of the dense layers before the first experts."""
+    """Layers without a window are NoPE.
+
+    The dense layers before the first experts are an exception if their window pattern is 1.
+    """
     if "sparse" not in config.mlp_layer_types[: index + 1]:
         return not windowed and config.prefix_dense_sliding_window_pattern != 1
     return not windowed
@@ -58,13 +64,13 @@ UNROTATED: dict[str, Unrotated] = {
     "nemotron_h": _always,
     "smollm3": _flagged("no_rope_layers"),
 }
-"""Models that leave layers without rotary positions, by ``model_type``."""
+"""Rules of models with NoPE layers, by ``model_type``."""
 
 ORDERED_BY_STATES = ("granitemoehybrid", "jamba", "nemotron_h")
-"""Models in which all attention layers may be without positions."""
+"""Models whose attention layers may all be NoPE, because recurrent layers encode the order."""
 
 FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
-"""Keys with which a configuration may say that some layers have no rotary positions."""
+"""Configuration keys that may mark NoPE layers."""
 
 SKIPPING = (
     "domyn_edge",
@@ -72,10 +78,10 @@ SKIPPING = (
     "muse_glimmer",
     "step3p5",
 )
-"""vLLM's modules whose layers skip their rotary module by rules that nobody has tested here."""
+"""vLLM model files whose layers skip their rotary module by rules that we have not tested."""
 
 ELSEWHERE = ("k2_horizon", "minicpm3")
-"""vLLM's modules that rotate other channels of a head than the first ones."""
+"""vLLM model files that rotate other channels than the first ones of a head."""
 
 HARMLESS = {
     "afmoe": "known above",
@@ -94,7 +100,7 @@ HARMLESS = {
     "olmo_hybrid": "without a base there is no rotary module",
     "zamba2": "where it is not called there is no rotary module",
 }
-"""vLLM's modules that call a rotary module only sometimes, and why that does no harm."""
+"""vLLM model files that call a rotary module conditionally, and why this is safe."""
 
 
 def _kind(config: Any) -> str:
@@ -102,12 +108,12 @@ def _kind(config: Any) -> str:
 
 
 def skips_unknown(block: nn.Module) -> bool:
-    """Whether how a layer's attention block uses its rotary module is not known here."""
+    """Whether the attention block's model file uses rotary modules in an unsupported way."""
     return type(block).__module__.rpartition(".")[2] in (*SKIPPING, *ELSEWHERE)
 
 
 def may_be_unrotated(config: Any) -> bool:
-    """Whether a configuration speaks of layers without rotary positions that are not known here."""
+    """Whether a configuration marks NoPE layers although its model has no rule here."""
     if _kind(config) in UNROTATED:
         return False
     flags = [getattr(config, key, None) for key in FLAGS]
@@ -115,18 +121,21 @@ def may_be_unrotated(config: Any) -> bool:
 
 
 def is_unrotated(config: Any, index: int, windowed: bool) -> bool:
-    """Whether a layer has no rotary positions although others of its model have."""
+    """Whether the model's rule makes this layer NoPE."""
     rule = UNROTATED.get(_kind(config))
     return rule is not None and rule(config, index, windowed)
 
 
 def needs_no_positions(config: Any) -> bool:
-    """Whether no layer of a model has positions: recurrent ones say what came before what."""
+    """Whether all attention layers are NoPE because recurrent layers encode the order."""
     return is_unrotated(config, 0, False) and _kind(config) in ORDERED_BY_STATES
 
 
 def frequencies(model: nn.Module, config: Any, index: int) -> torch.Tensor | None:
-    """fp32 ``[rotary_dim / 2]`` of a layer with transformers' rotary module; None: none."""
+    """Read a layer's frequencies, fp32 ``[rotary_dim / 2]``, from transformers' rotary module.
+
+    Returns None if the model has no unique buffer of frequencies for the layer.
+    """
     kinds = getattr(config, "layer_types", None)
     names = [f"{kinds[index]}_inv_freq" if kinds else "", "inv_freq"]
     buffers = dict(model.named_buffers())

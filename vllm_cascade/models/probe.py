@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a model that vLLM runs by transformers' classes rotates its keys: the model itself is asked.
+"""Probe for the key rotation of models that vLLM runs through transformers.
 
-transformers' modules do not say which channels of a head they pair up, how many they rotate, or
-whether they do something to a key afterwards. So the loaded model reads one token at a few
-positions, with something in place of its attention that notes queries and keys. A policy runs only
-where those of a position are those of position 0, turned by the frequencies of the model's own
-rotary module: in every layer, for every head, in one of the two layouts that are known.
+transformers' modules do not expose which channels of a head form pairs, how many channels are
+rotated, or whether a key changes after the rotation. The probe therefore runs the loaded model on
+the same input at several positions and records the queries and keys of every attention layer. A
+policy is allowed only if each recorded row equals the row at position 0, rotated by the frequencies
+of the model's rotary module. This must hold in every layer and head, in one of the two known
+layouts.
 """
 
 from collections.abc import Iterator
@@ -28,26 +29,30 @@ from vllm_cascade.policies.settings import KVPolicyError
 POSITIONS = (0, 1, 7, 93, 700)
 TOLERANCES = {torch.float32: 2e-3}
 ROUGH = 3e-2
-"""Largest error beside the largest number of a key, in fp32 and in types of 16 bits: what rounding
-gives is far below, and a wrong layout, or a norm after the rotation, far above."""
+"""Largest allowed error relative to the largest recorded value, for 16-bit dtypes.
+
+``TOLERANCES`` has the value for fp32. Rounding errors are far below these limits; a wrong layout or
+a norm after the rotation gives errors far above.
+"""
 
 BY_TRANSFORMERS = "vllm.model_executor.models.transformers.base"
 Noted = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Queries and keys by layer, ``[positions, heads, head size]``."""
+"""Recorded queries and keys by layer name, each ``[positions, heads, head_size]``."""
 
 
 def rotaries_of(
     model: nn.Module, layers: dict[str, Attention], config: Any
 ) -> dict[str, Rotary | None]:
-    """The rotation of every attention layer; None where it uses ALiBi, or no positions at all.
+    """Find the rotation of every attention layer; None for layers with ALiBi or NoPE.
 
-    Where modules are transformers' all ranks have to call this together: the model is run.
+    For transformers models all ranks must call this together, because it runs the model.
 
     Args:
-        config: the text model's.
+        config: The text model's configuration.
 
     Raises:
-        KVPolicyError: a layer whose keys cannot be moved, or in a way that is not known.
+        KVPolicyError: If a layer's keys cannot be moved to new positions, or its rotation is
+            unknown.
     """
     if not runs_transformers(model):
         return find_rotaries(model, layers, config)
@@ -64,7 +69,7 @@ def rotaries_of(
 
 
 def runs_transformers(model: nn.Module) -> bool:
-    """Whether vLLM has a text model's layers from transformers."""
+    """Whether this is a text model whose layers come from transformers."""
     if supports_multimodal(model):
         return False
     return any(kind.__module__ == BY_TRANSFORMERS for kind in type(model).__mro__)
@@ -73,10 +78,13 @@ def runs_transformers(model: nn.Module) -> bool:
 def rotation(
     name: str, queries: torch.Tensor, keys: torch.Tensor, inv_freq: torch.Tensor | None
 ) -> Rotary | None:
-    """What turns rows at position 0 into those at the others of ``POSITIONS``; None: nothing.
+    """Infer a layer's rotation from its queries and keys at ``POSITIONS``.
+
+    Returns:
+        The rotation, or None if rows are the same at all positions.
 
     Raises:
-        KVPolicyError: neither layout does.
+        KVPolicyError: If the rows match neither layout.
     """
     both = (queries, keys)
     if all(same(rows, rows[:1].float().expand_as(rows)) for rows in both):
@@ -93,14 +101,14 @@ def rotation(
 
 
 def turned(rows: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """fp32 rows of position 0 where the others are."""
+    """Rotate the row at position 0 to each of ``POSITIONS``, in fp32."""
     angle = torch.tensor(POSITIONS)[:, None].double() * rotary.inv_freq.double()
     cos_sin = torch.stack([angle.cos(), angle.sin()], dim=1).float()
     return rotate(rows[:1].float().expand_as(rows), cos_sin[:, None], rotary.is_neox)
 
 
 def same(rows: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether rows that are not zero are these, up to rounding."""
+    """Whether rows are nonzero, finite and equal to ``expected`` up to rounding."""
     largest = rows.float().abs().max().item()
     error = (rows.float() - expected).abs().max().item()
     return 0 < largest < float("inf") and error <= TOLERANCES.get(rows.dtype, ROUGH) * largest
@@ -108,7 +116,7 @@ def same(rows: torch.Tensor, expected: torch.Tensor) -> bool:
 
 @contextmanager
 def noting(layers: dict[str, Attention], noted: Noted) -> Iterator[None]:
-    """Layers note what they are given, and find nothing."""
+    """Record each layer's queries and keys in ``noted``; attention outputs zeros meanwhile."""
 
     def replace(name: str, layer: Attention) -> None:
         def forward(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -129,7 +137,7 @@ def noting(layers: dict[str, Attention], noted: Noted) -> Iterator[None]:
 
 @torch.inference_mode()
 def ask(model: Any, layers: dict[str, Attention]) -> Noted:
-    """What every layer is given for the same input at ``POSITIONS``."""
+    """Run the model on the same input at each of ``POSITIONS`` and record queries and keys."""
     dtype = model.model_config.dtype
     device, num = model.device_config.device, len(POSITIONS)
     generator = torch.Generator().manual_seed(0)

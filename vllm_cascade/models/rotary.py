@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings of vLLM's models: which layer uses which, and rotation by ``rank - born``."""
+"""Rotary embeddings of vLLM's models, and rotation of cached keys to new positions."""
 
 import math
 from dataclasses import dataclass
@@ -27,23 +27,23 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "proportional
 
 
 RotaryModule = RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding
-"""What vLLM's models rotate with; the latter is a class of its own."""
+"""vLLM's rotary modules. LongRoPE's class does not derive from the common base."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """How one layer's keys are rotated.
+    """Rotation of one layer's keys.
 
     Attributes:
         inv_freq: fp32 ``[rotary_dim / 2]``, radians per position.
-        is_neox: pairs are (i, i + rotary_dim/2); otherwise (2i, 2i + 1).
+        is_neox: Channel pairs are (i, i + rotary_dim / 2); otherwise (2i, 2i + 1).
     """
 
     inv_freq: torch.Tensor
     is_neox: bool
 
     def table(self, max_distance: int, forward: int = 0) -> torch.Tensor:
-        """cos and sin of a rotation by ``-d`` for ``d`` in ``[-forward, max_distance]``.
+        """Compute cos and sin of rotations by ``-d`` for ``d`` in ``[-forward, max_distance]``.
 
         Returns:
             fp32 ``[forward + max_distance + 1, 2, rotary_dim / 2]``.
@@ -54,7 +54,7 @@ class Rotary:
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Rotate the first ``rotary_dim`` channels of fp32 vectors; the others pass.
+    """Rotate the first ``rotary_dim`` channels of fp32 vectors and pass the others through.
 
     Args:
         x: ``[..., head_size]``.
@@ -74,10 +74,11 @@ def rotate(x: torch.Tensor, cos_sin: torch.Tensor, is_neox: bool) -> torch.Tenso
 
 
 def signed_rotation(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    """cos and sin of rotations by ``-distance``, also forwards, from a table of ``Rotary.table``.
+    """Look up cos and sin of rotations by ``-distance`` in a table of ``Rotary.table``.
 
     Args:
-        distance: int ``[...]``.
+        table: Its first entry is the rotation by 0.
+        distance: int ``[...]``; negative values rotate forwards.
 
     Returns:
         fp32 ``[..., 2, rotary_dim / 2]``.
@@ -88,12 +89,13 @@ def signed_rotation(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor
 
 
 def rotary_of(module: RotaryModule) -> Rotary:
-    """The frequencies of one of vLLM's rotary modules, checked against its own cos/sin cache.
+    """Read the frequencies of a vLLM rotary module and check them against its cos/sin cache.
 
-    With several axes (M-RoPE) they are those of text, whose axes are all equal.
+    M-RoPE has several position axes. Text tokens have equal positions on all of them, so one set of
+    frequencies applies.
 
     Raises:
-        KVPolicyError: a variant whose rotation is not ``position * inv_freq``.
+        KVPolicyError: If the rotation angle is not ``position * inv_freq``.
     """
     kind = type(module)
     scale = 1.0
@@ -120,7 +122,7 @@ def rotary_of(module: RotaryModule) -> Rotary:
 
 
 def _long_rotary(module: Phi3LongRoPEScaledRotaryEmbedding) -> Rotary:
-    """LongRoPE's, of the table that the engine runs with; both lie in one cache."""
+    """Read LongRoPE's frequencies for the table in use; one cache stores both tables."""
     first, factors, scale = 0, module.short_factor, module.short_mscale
     last = module.original_max_position_embeddings - 1
     if module.use_long_rope:
@@ -133,11 +135,10 @@ def _long_rotary(module: Phi3LongRoPEScaledRotaryEmbedding) -> Rotary:
 
 
 def choose_long_tables(model: nn.Module, max_position: int) -> None:
-    """Have LongRoPE use one of its two tables, by the positions that a policy uses.
+    """Select LongRoPE's short or long table by the largest position under the policy.
 
-    vLLM decides by ``--max-model-len``, which says nothing of positions here: below those that the
-    model was first trained with, the table for short streams is the better one however long a
-    stream is.
+    vLLM selects by ``--max-model-len``, but under a policy positions stay bounded. If they stay
+    within the model's original length, the short table is better for streams of any length.
     """
     for module in model.modules():
         if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
@@ -147,7 +148,7 @@ def choose_long_tables(model: nn.Module, max_position: int) -> None:
 def _check_table(
     module: nn.Module, table: torch.Tensor, inv_freq: torch.Tensor, scale: float, last: int
 ) -> None:
-    """vLLM's cache must be what these frequencies give: a new release may change its meaning."""
+    """Check vLLM's cos/sin cache against the frequencies, since a release may change its format."""
     cache = table.detach().float().cpu()
     position = torch.tensor([1, 7, last])
     angle = position[:, None].float() * inv_freq
@@ -163,17 +164,17 @@ def _check_table(
 def find_rotaries(
     model: nn.Module, layers: dict[str, Attention], config: Any = None
 ) -> dict[str, Rotary | None]:
-    """The rotation of every attention layer; None where it uses ALiBi, or no positions at all.
+    """Find the rotation of every attention layer; None for layers with ALiBi or NoPE.
 
-    The rotary module is the one that belongs to the same attention block: the nearest enclosing
-    module that has any, be it for this layer or for all of them. Another layer's is none of this
-    one's. Models with modules of transformers' are asked instead (``probe.py``).
+    A layer uses the rotary module of the nearest enclosing module that has one. This module may
+    belong to the layer alone or be shared by all layers; rotary modules inside other layers do not
+    count. Models from transformers are probed instead (``probe.py``).
 
     Args:
-        config: the text model's; None: all layers rotate.
+        config: The text model's configuration; None: all layers rotate.
 
     Raises:
-        KVPolicyError: a layer with no rotary module and no ALiBi, or with two kinds of it.
+        KVPolicyError: If a layer has neither a rotary module nor ALiBi, or several rotary modules.
     """
     modules = dict(model.named_modules())
     names = {module: name for name, module in modules.items() if isinstance(module, Attention)}
@@ -216,14 +217,18 @@ def _enclosing_rotary(modules: dict[str, nn.Module], name: str, layer_name: str)
 
 
 def _own_rotaries(block: nn.Module) -> set[RotaryModule]:
-    """Rotary modules in a block of one attention layer; of several, only what they share."""
+    """Rotary modules of a block.
+
+    A block with one attention layer is searched recursively. A block with several counts only its
+    direct children, which the layers share.
+    """
     several = sum(isinstance(module, Attention) for module in block.modules()) > 1
     candidates = block.children() if several else block.modules()
     return {module for module in candidates if isinstance(module, RotaryModule)}
 
 
 def alibi_slopes(slopes: list[float] | torch.Tensor | None) -> torch.Tensor | None:
-    """fp32 ``[num_heads]`` slopes of ALiBi, None where the model uses none."""
+    """Convert ALiBi slopes to fp32 ``[num_heads]``; None if the model does not use ALiBi."""
     if slopes is None:
         return None
     slopes = torch.as_tensor(slopes, dtype=torch.float32)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The units that one request's policy has evicted, in the order in which it did.
+"""Log of a request's evicted units in host memory, in eviction order.
 
-A log only grows at its end, so a state of the cache needs no more than the log's length then: a
-snapshot for prefix caching, and whoever starts from it, share the log's full chunks. What a request
-stores beyond its bound is dropped at the front, and a chunk's memory goes with its last user.
+A log only grows at its end. A snapshot for prefix caching therefore shares the log's full chunks
+with its source and with all requests that start from it. Beyond the request's bound, the oldest
+units are dropped. A chunk's memory is freed when its last user drops it.
 
-All layers evict as many units at the same time, so a unit has the same number in all of them; which
-tokens it is differs between layers and head sets.
+All layers evict the same number of units in a step, so a unit has the same number in all layers.
+Its tokens may differ between layers and head sets.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ import numpy as np
 import torch
 
 CHUNK_UNITS = 16
-"""Units that memory is taken for at once."""
+"""Units allocated at a time."""
 
 
 @dataclass(frozen=True)
 class UnitShape:
-    """What one unit is, in all layers.
+    """Shape of a unit in all layers of a worker, and the limits of its store.
 
     Attributes:
-        num_sets: head sets that evict units of their own: 1 or ``num_kv_heads``.
-        unit: tokens of a unit.
-        most_units: units a request stores; the first ones go when there are more.
-        most_recalled: units recalled at a time.
-        row_scales: numbers that go with a row; 0: none, as where it is not quantised.
+        num_sets: Head sets that evict separately: 1 or ``num_kv_heads``.
+        unit: Tokens per unit.
+        most_units: Most units stored per request; beyond it the oldest are dropped.
+        most_recalled: Most units recalled at a time.
+        row_scales: Scales per row; 0 if rows have no scales of their own.
     """
 
     num_layers: int
@@ -44,7 +44,7 @@ class UnitShape:
 
     @property
     def unit_bytes(self) -> int:
-        """Host memory of one unit: its rows, and what judges it."""
+        """Bytes of host memory per unit: rows, scales, quantised keys, positions and indices."""
         keys = self.num_layers * self.num_kv_heads * self.unit
         words = self.num_layers * self.num_sets * 2
         row = 2 * self.head_size * self.dtype.itemsize + 4 * self.row_scales
@@ -52,17 +52,17 @@ class UnitShape:
 
 
 class Chunk:
-    """Memory of ``CHUNK_UNITS`` units.
+    """Host memory for ``CHUNK_UNITS`` units.
 
     Attributes:
-        rows: ``[layers, H, units, unit, 2 D]``, keys and values as they were in the pages.
-        row_scale: fp32 ``[layers, H, units, unit, row_scales]``, what went with them there.
-        codes: int8 ``[layers, H, units, D / 4, unit, 4]``, keys before rotation, in steps of
-            ``scale``; four channels of a key side by side, then those of the unit's next key, as
-            processors multiply bytes.
-        scale: fp32 ``[layers, H, units, unit]``.
-        born: int32 ``[layers, sets, units]``, the position that the first key was rotated with.
-        token: int32 ``[layers, sets, units]``, the first token's index in the stream.
+        rows: ``[layers, H, units, unit, 2 D]``, keys and values as stored in the pages.
+        row_scale: fp32 ``[layers, H, units, unit, row_scales]``, their scales in the pages.
+        codes: int8 ``[layers, H, units, D / 4, unit, 4]``, keys before rotation, quantised with
+            ``scale``. Four channels of a key are adjacent, followed by the same channels of the
+            unit's next key, because processors multiply four bytes at once.
+        scale: fp32 ``[layers, H, units, unit]``, scale of each key in ``codes``.
+        born: int32 ``[layers, sets, units]``, position at which the first key was rotated.
+        token: int32 ``[layers, sets, units]``, stream index of the first token.
     """
 
     def __init__(self, shape: UnitShape) -> None:
@@ -92,13 +92,14 @@ class Chunk:
 
 
 class Log:
-    """One request's evicted units, or what a snapshot of it refers to.
+    """Evicted units of a request or of a snapshot.
 
     Attributes:
-        begin, end: the numbers of the units that it has.
-        shown: units that are recalled in the pages now.
-        selected_by_many: whether a stride of several tokens made the last selection.
-        tokens: int32 ``[layers, sets, most_recalled]``, the first tokens of these, ascending.
+        begin, end: The log holds the units with numbers ``begin .. end - 1``.
+        shown: Number of units currently recalled into the pages.
+        selected_by_many: True if a multi-token stride made the last selection.
+        tokens: int32 ``[layers, sets, most_recalled]``, first tokens of the recalled units,
+            ascending.
     """
 
     def __init__(self, shape: UnitShape) -> None:
@@ -109,7 +110,7 @@ class Log:
             shape.num_layers, shape.num_sets, shape.most_recalled, dtype=torch.int32
         )
         self._chunks: list[Chunk] = []
-        self._first = 0  # units before the first chunk
+        self._first = 0  # number of the first chunk's first unit
         self._shares_last = False
 
     def __len__(self) -> int:
@@ -121,11 +122,14 @@ class Log:
 
     @property
     def first(self) -> int:
-        """The number of the first chunk's first unit."""
+        """Number of the first chunk's first unit."""
         return self._first
 
     def grow(self, num_units: int) -> "Part":
-        """Memory for the next units; those beyond the bound go, the first ones first."""
+        """Allocate memory for the next units and drop the oldest units beyond the bound.
+
+        A partly filled last chunk is copied first if a fork shares it.
+        """
         if num_units and self._shares_last and self.end % CHUNK_UNITS:
             self._chunks[-1] = self._chunks[-1].copy(self.shape)
         self._shares_last &= num_units == 0
@@ -140,14 +144,14 @@ class Log:
         return part
 
     def part(self, begin: int, end: int) -> "Part":
-        """Units ``begin .. end - 1``, whose memory the part keeps."""
+        """Return units ``begin .. end - 1``. The part keeps their memory alive."""
         low = (begin - self._first) // CHUNK_UNITS
         high = -(-(end - self._first) // CHUNK_UNITS)
         first = self._first + low * CHUNK_UNITS
         return Part(tuple(self._chunks[low:high]), begin - first, end - first)
 
     def fork(self) -> Self:
-        """The same state, for another user; both may grow."""
+        """Return a log with the same state that shares chunks; both logs may grow."""
         other = type(self)(self.shape)
         other.begin, other.end, other.shown = self.begin, self.end, self.shown
         other.selected_by_many = self.selected_by_many
@@ -159,7 +163,12 @@ class Log:
 
 @dataclass(frozen=True)
 class Part:
-    """Some neighbouring units of a log: ``begin .. end - 1``, counted from the first chunk's."""
+    """Consecutive units of a log.
+
+    Attributes:
+        chunks: Chunks that contain the units.
+        begin, end: The units are ``begin .. end - 1``, counted from the first unit of ``chunks``.
+    """
 
     chunks: tuple[Chunk, ...]
     begin: int
@@ -170,13 +179,13 @@ class Part:
 
     @cached_property
     def addresses(self) -> tuple[np.ndarray, np.ndarray]:
-        """int64 ``[chunks]``: where each chunk's ``codes`` and ``scale`` begin."""
+        """Addresses of each chunk's ``codes`` and ``scale``, int64 ``[chunks]`` each."""
         codes = [chunk.codes.data_ptr() for chunk in self.chunks]
         scales = [chunk.scale.data_ptr() for chunk in self.chunks]
         return np.asarray(codes, dtype=np.int64), np.asarray(scales, dtype=np.int64)
 
     def pieces(self) -> list[tuple[Chunk, slice, slice]]:
-        """Chunk by chunk: the chunk, its units, and their places in the part."""
+        """For each chunk: the chunk, the slice of its units, and their slice in the part."""
         found = []
         for number, chunk in enumerate(self.chunks):
             start = number * CHUNK_UNITS

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which log belongs to which pages, in a worker.
+"""A worker's logs of evicted units, by the pages they belong to.
 
-A state of the cache is known by its first page, as vLLM names it: a request's, or a snapshot's for
-prefix caching. What the scheduler sends with every step says which pages are copied, begun, freed
-and given up, and so what becomes of their logs.
+The block id of its first page identifies a request's or snapshot's state. The scheduler output of
+each step tells which pages are copied, started, freed and dropped. The worker creates, forks and
+deletes logs accordingly.
 """
 
 from collections.abc import Iterable
@@ -17,30 +17,30 @@ from vllm_cascade.recall.log import CHUNK_UNITS, Log, UnitShape
 
 
 class Stores:
-    """A worker's logs.
+    """Logs of all requests and snapshots of a worker.
 
     Attributes:
-        logs: by first page.
+        logs: Logs by the block id of the first page.
     """
 
     def __init__(self, shape: UnitShape) -> None:
         self.shape = shape
         self.logs: dict[int, Log] = {}
-        self._pages: dict[str, int] = {}  # each request's first page
+        self._pages: dict[str, int] = {}  # first page by request id
 
     @property
     def num_bytes(self) -> int:
-        """Host memory in use; chunks that several states share are counted once."""
+        """Bytes of host memory in use. Shared chunks count once."""
         chunks = {chunk for log in self.logs.values() for chunk in log.chunks}
         return sum(chunk.num_bytes for chunk in chunks)
 
     @property
     def num_units(self) -> int:
-        """Units stored for requests and snapshots, those that are shared for each of them."""
+        """Units of all requests and snapshots. Shared units count once per log."""
         return sum(map(len, self.logs.values()))
 
     def note(self, output: SchedulerOutput) -> None:
-        """Follow the scheduler; called before every step."""
+        """Update the logs from the scheduler output. Call before every step."""
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             page = self._pages.pop(name, None)
             self.logs.pop(page, None)
@@ -64,7 +64,7 @@ class Stores:
 
 
 def begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
-    """Requests that start or resume: names, first pages, and tokens they need not compute."""
+    """Yield request id, first page and computed tokens of requests that start or resume."""
     for new in output.scheduled_new_reqs:
         yield new.req_id, new.block_ids[0][0], new.num_computed_tokens
     cached = output.scheduled_cached_reqs
@@ -77,21 +77,25 @@ def begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
 
 
 def store_bytes(shape: UnitShape, num_units: int) -> int:
-    """Most memory of one request that stores so many units: whole chunks, two of them in part."""
+    """Most bytes that a request with ``num_units`` stored units takes.
+
+    Chunks are whole; the first and the last may be partly used.
+    """
     chunks = -(-num_units // CHUNK_UNITS) + 1
     return chunks * CHUNK_UNITS * shape.unit_bytes
 
 
 def check_host_memory(shape: UnitShape, max_num_seqs: int, available: int | None = None) -> None:
-    """Refuse a store that cannot be, and warn of one that may grow too large.
+    """Check that evicted units fit in host memory.
 
-    Memory is taken as units are evicted, so that what many short requests take is less.
+    Logs a warning if ``max_num_seqs`` full stores do not fit. This is only a warning because memory
+    is allocated as units are evicted, so short requests take less.
 
     Args:
-        available: bytes; None: what the machine has now.
+        available: Free bytes of host memory; None: as measured now.
 
     Raises:
-        KVPolicyError: one request's store alone is larger.
+        KVPolicyError: If the full store of one request does not fit.
     """
     free = psutil.virtual_memory().available if available is None else available
     one = store_bytes(shape, shape.most_units)
