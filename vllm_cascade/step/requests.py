@@ -95,7 +95,7 @@ class RunnerV2Requests(Requests):
     """The rows of vLLM's second model runner, the default on GPUs.
 
     This runner keeps neither sampling parameters nor token ids on the host, so ``note`` records
-    them from the scheduler's output. The scheduler sends a resumed request anew and counts its
+    them from the scheduler's output. The scheduler sends a resumed request again and counts its
     generated tokens as prefill. Policies still treat these as single tokens, as in the first run.
     """
 
@@ -161,7 +161,7 @@ class RunnerV2Requests(Requests):
         return self._importance.advance(name, request.tokens, begin, end, lag)
 
     def _last_sampled(self, index: int) -> int:
-        """The last token that a request sampled; copied from the device at most once a step."""
+        """The last token that a request sampled; copied once a step, while the device is idle."""
         if self._sampled is None:
             self._sampled = self._runner.req_states.last_sampled_tokens[:, 0].cpu().numpy()
         return int(self._sampled[index])
