@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a policy gets into a vLLM engine: configuration, scheduler, worker, admission, metrics."""
+"""Runs a policy in a vLLM engine: configuration, scheduler, worker, admission, metrics."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that could not be served as they ask to be, refused before they wait for ever."""
+"""Refuses requests that the engine cannot serve.
+
+Without these checks, a request that never fits the pool would wait in the queue forever.
+"""
 
 import difflib
 from bisect import bisect_right
@@ -25,13 +28,13 @@ from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 
 VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")
-"""Keys of ``extra_args`` that begin like ours and mean something to vLLM."""
+"""``kv_*`` keys of ``extra_args`` that vLLM itself reads."""
 
 
 def usable_pages(vllm_config: VllmConfig) -> int:
-    """Pages of one engine's pool, less vLLM's null block.
+    """Pages of one engine's pool, without vLLM's null block.
 
-    A front-end of several data-parallel engines knows the sum of their pools.
+    With several data-parallel engines, a front-end's ``num_gpu_blocks`` is the sum of their pools.
     """
     parallel = vllm_config.parallel_config
     local = parallel.data_parallel_size_local if parallel.local_engines_only else 0
@@ -40,20 +43,20 @@ def usable_pages(vllm_config: VllmConfig) -> int:
 
 
 def longest_stream(schedule: Schedule, slots: int, limit: int) -> int:
-    """Most tokens, at most ``limit``, that a stream may have and never need more than ``slots``."""
+    """Longest stream, up to ``limit`` tokens, that never needs more than ``slots`` slots."""
     return bisect_right(range(1, limit + 1), slots, key=schedule.peak_at)
 
 
 def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams | None) -> None:
-    """Refuse a request whose arguments cannot be honoured, or that the pool is too small for.
+    """Refuse a request with invalid arguments, or one that needs more pages than the pool has.
 
     Args:
-        prompt: its prompt's tokens.
-        params: None where the request does not generate.
+        prompt: number of prompt tokens.
+        params: None if the request does not generate.
 
     Raises:
-        VLLMValidationError: HTTP 400; says how many pages it needs, how many there are, and how
-            long a request may be.
+        VLLMValidationError: HTTP 400; states the pages needed, the pages available, and the
+            longest request that fits.
     """
     requests = requests_of(vllm_config)
     if params is not None:
@@ -62,7 +65,7 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
         return
     schedule = requests.schedule(params.extra_args)
     if vllm_config.model_config.is_hybrid:
-        return  # pages have more slots than a block; the engine has found room for the longest
+        return  # pages have more slots than a block; the engine checks the longest request at start
     limit = vllm_config.model_config.max_model_len
     max_tokens = limit - prompt if params.max_tokens is None else params.max_tokens
     total = min(prompt + max_tokens, limit)
@@ -83,10 +86,10 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
 
 
 def check_media(vllm_config: VllmConfig, has_media: bool) -> None:
-    """Refuse pictures, videos and sounds where a policy cannot move their positions.
+    """Refuse images, video and audio if the policy cannot move their positions (M-RoPE).
 
     Args:
-        has_media: whether the request has anything but text.
+        has_media: whether the request has any input other than text.
 
     Raises:
         VLLMValidationError: HTTP 400.
@@ -103,10 +106,10 @@ def check_media(vllm_config: VllmConfig, has_media: bool) -> None:
 
 
 def check_arguments(requests: PerRequest | None, params: SamplingParams | PoolingParams) -> None:
-    """Refuse a request whose ``kv_*`` arguments cannot be honoured.
+    """Refuse a request with invalid ``kv_*`` arguments.
 
     Args:
-        requests: the engine's; None: stock vLLM, which would ignore them.
+        requests: the engine's schedules; None for stock vLLM, which would ignore the arguments.
 
     Raises:
         VLLMValidationError: HTTP 400; names the key and the fix.
@@ -137,7 +140,11 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
 
 
 def _check_rules(own: Schedule, key: str) -> None:
-    """Refuse a policy whose batches take more rules than the device's tables have room for."""
+    """Refuse a policy with more rules than the device's tables can hold for one request.
+
+    Raises:
+        KVPolicyError: the policy, the number of rules and the fix.
+    """
     policy, num_rules = own.policy, len(own.further)
     if num_rules > MAX_OWN_RULES:
         raise KVPolicyError(

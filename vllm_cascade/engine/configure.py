@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a finished stock ``VllmConfig`` into one that runs a policy."""
+"""Changes a complete stock ``VllmConfig`` so that the engine runs a policy."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import ARGUMENTS, CONFIG_KEY
 
 CPU_PAGE_TOKENS = 128
-"""Tokens of a page on CPUs where nobody has set ``--block-size``, as in vLLM without a policy."""
+"""Page size in tokens on CPUs without ``--block-size``; vLLM's own default."""
 
 
 def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
-    """Check everything, then point the engine at our scheduler, worker and page spec.
+    """Check the settings, then select our scheduler, worker and backend.
 
     Args:
         config: changed in place.
-        raw: the user's settings, ``name`` among them.
-        native_max_len: the longest stream the model's positions allow without a policy.
+        raw: the user's settings, including ``name``.
+        native_max_len: the longest stream that the model's positions allow without a policy.
 
     Raises:
-        KVPolicyError: a setting that cannot work; names it and the fix.
+        KVPolicyError: a setting cannot work; names the setting and the fix.
     """
     _fix_page_size(config.cache_config)
     max_position = None if config.model_config.uses_alibi else native_max_len
@@ -40,12 +40,12 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
         block_size=config.cache_config.block_size,
     )
     refusals.check(config, policy)
-    token_importance(policy, config.model_config)  # for its errors, before a model is loaded
+    token_importance(policy, config.model_config)  # raises errors before a model is loaded
     if policy.token_scores is not None and config.scheduler_config.async_scheduling:
         config.scheduler_config.async_scheduling = False
         logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
     if config.model_config.is_hybrid:
-        # One state a request, updated in place; snapshots keep others (``cache/states.py``).
+        # One state per request, updated in place; snapshots hold copies (``cache/states.py``).
         config.cache_config.mamba_cache_mode = "none"
     others = {k: v for k, v in config.additional_config.items() if k not in ARGUMENTS}
     resolved = {"name": policy.name, **policy.model_dump()}
@@ -61,9 +61,9 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
 
 
 def _fix_page_size(cache: CacheConfig) -> None:
-    """Take vLLM's own page size on CPUs now: from 0.33 on it chooses when a model is loaded.
+    """Set vLLM's default page size on CPUs now; from 0.33 on, vLLM sets it at model load.
 
-    Units may be pages, and requests are refused by the pages they need, so it has to be known here.
+    Units may be pages, and admission counts pages, so the size must be known here.
     """
     if current_platform.is_cpu() and not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = CPU_PAGE_TOKENS, True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices that policies run on; each is a folder in ``attention/`` and an entry here."""
+"""The devices that policies run on: each has a folder in ``attention/`` and an entry here."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 @dataclass(frozen=True)
 class Device:
-    """How a policy gets into vLLM on one kind of device.
+    """The classes that run a policy on one kind of device.
 
     Attributes:
-        stock_worker, worker: vLLM's worker class, and ours that takes its place.
-        slot: the backend's name under which layers find ours while they are built.
+        stock_worker: vLLM's worker class.
+        worker: our worker class, which replaces it.
+        slot: vLLM's backend name that our backend is registered under while layers are built.
         backend: our backend class.
     """
 
@@ -27,7 +28,7 @@ DEVICES = {
     "cpu": Device(
         stock_worker="vllm.v1.worker.cpu_worker.CPUWorker",
         worker="vllm_cascade.engine.worker.CPUKVPolicyWorker",
-        slot=AttentionBackendEnum.CPU_ATTN,  # the only one that the CPU platform knows
+        slot=AttentionBackendEnum.CPU_ATTN,  # the CPU platform knows no other
         backend="vllm_cascade.attention.cpu.backend.CPUKVPolicyBackend",
     ),
     "cuda": Device(
@@ -37,10 +38,10 @@ DEVICES = {
         backend="vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend",
     ),
 }
-"""By vLLM's word for a platform, as in ``current_platform.is_cpu``."""
+"""Devices by vLLM's platform name, as in ``current_platform.is_cpu``."""
 
 
 def this_device() -> Device | None:
-    """The device that vLLM runs on here; None where policies know none such."""
+    """The device of vLLM's current platform, or None if policies do not support it."""
     found = (name for name in DEVICES if getattr(current_platform, f"is_{name}")())
     return DEVICES.get(next(found, ""))

@@ -14,14 +14,14 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 
 class GPUKVPolicyWorker(KVPolicyWorker, Worker):
-    """On CUDA, where layers are told to use vLLM's ``CUSTOM`` backend."""
+    """Worker on CUDA; layers use vLLM's ``CUSTOM`` backend slot."""
 
     device_entry = DEVICES["cuda"]
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
         policy = policy_of(self.vllm_config.additional_config)
-        if policy is not None and policy.recall:  # before vLLM measures what is left for pages
+        if policy is not None and policy.recall:  # before vLLM measures the memory left
             specs = list(self.get_kv_cache_spec().values())
             self._make_stores(specs, next(self.model_runner.get_model().parameters()).device)
 
@@ -33,16 +33,16 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
         else:
             (blocks,) = self.model_runner.input_batch.block_table.block_tables
             table = blocks.block_table.gpu
-        for builder in self._builders():  # one for each kind of layers
+        for builder in self._builders():  # one per kind of layer
             layer = layers[builder.layer_names[0]]
             warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
         return times
 
     def kv_policy_trace(self, every: int = 1) -> None:
-        """Start recording which tokens every layer keeps.
+        """Start recording the tokens that every layer keeps.
 
         Raises:
-            KVPolicyError: the policy's ``trace`` is off, or a captured graph would skip recording.
+            KVPolicyError: the policy's ``trace`` is off, or CUDA graphs would skip the recording.
         """
         if not self.vllm_config.model_config.enforce_eager:
             raise KVPolicyError("kv_policy: tracing on a GPU needs --enforce-eager")

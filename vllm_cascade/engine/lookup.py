@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which policy an engine runs, and what judges its tokens: the one way to ask, in any process."""
+"""Looks up an engine's policy and its scorer of token ids, in any process."""
 
 from functools import lru_cache
 
@@ -28,11 +28,11 @@ def _per_request(policy: Policy) -> PerRequest:
 
 
 def token_importance(policy: Policy, model_config: ModelConfig) -> TokenImportance | None:
-    """What gives tokens their scores from their ids; None where the policy asks for none.
+    """The scorer of token ids, or None if the policy uses no such scores.
 
     Raises:
-        KVPolicyError: a table that is missing, or of another tokenizer; or nothing to tell where
-            sentences end.
+        KVPolicyError: the table is missing or was made with another tokenizer, or there is
+            neither a table nor a tokenizer to find sentence ends with.
     """
     source = policy.token_scores
     if source is None:
@@ -53,6 +53,6 @@ def token_importance(policy: Policy, model_config: ModelConfig) -> TokenImportan
             f"it with `vllm-cascade idf --tokenizer {model_config.tokenizer}`"
         )
     ends = sentence_ends(tokenizer) if table is None else table.ends
-    # A model's vocabulary may be larger than its tokenizer's.
+    # A model's vocabulary may be larger than that of its tokenizer.
     missing = max(model_config.get_vocab_size() - len(ends), 0)
     return TokenImportance(source.rule, np.pad(ends, (0, missing)), table)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy does, as Prometheus metrics beside vLLM's own.
+"""Prometheus metrics of a policy, beside those of vLLM.
 
-The scheduler counts, because how many tokens are cached is a function of how many came: a few
-table look-ups a step for all requests together, and nothing waits for the device. The counts
-travel to the front-end with vLLM's statistics of each step (``patches/stat_loggers.py``).
+The scheduler counts. The number of cached tokens is a function of the number of tokens seen, so a
+step takes a few table look-ups and no device synchronization. vLLM's statistics of each step carry
+the counts to the front-end (``patches/stat_loggers.py``).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -42,10 +42,10 @@ COUNTERS = {
 
 @dataclass
 class KVPolicyStats:
-    """One report of a scheduler: ``GAUGES`` are levels, ``COUNTERS`` grew since the last one.
+    """One scheduler report: levels for ``GAUGES``, increments since the last for ``COUNTERS``.
 
-    Bytes are summed over all layers and ranks; a page's metadata comes on top of its keys and
-    values, so a short request saves less than nothing.
+    ``saved_bytes`` is summed over all layers and ranks. It is negative for short requests, because
+    pages hold metadata in addition to keys and values.
     """
 
     cached_tokens: int = 0
@@ -60,15 +60,15 @@ class KVPolicyStats:
 
 @dataclass
 class KVPolicySchedulerStats(SchedulerStats):
-    """vLLM's statistics of a step and a policy's; None where no policy runs."""
+    """vLLM's statistics of a step, plus those of the policy; None if no policy runs."""
 
     kv_policy: KVPolicyStats | None = None
 
 
 def saved_bytes(spec: KVPolicySpec, lengths: Sequence[int], pages: int) -> int:
-    """What streams of some lengths would hold without a policy, less their ``pages``.
+    """Bytes that streams of ``lengths`` tokens hold without a policy, less those of ``pages``.
 
-    Of one layer; of all layers of a rank where these are of several kinds.
+    Counts one layer. With several kinds of layers, counts all layers of a rank.
     """
     if not spec.kinds:
         full = sum(cdiv(length, spec.block_size) for length in lengths)
@@ -78,14 +78,14 @@ def saved_bytes(spec: KVPolicySpec, lengths: Sequence[int], pages: int) -> int:
 
 
 class Meter:
-    """Counts what a scheduler's requests do under a policy.
+    """Counts tokens, strides and pages of a scheduler's requests.
 
     Args:
-        copies: who own the pages, and on how many layers and tensor-parallel ranks each of
-            theirs stands; where layers are of several kinds, on how many ranks.
-        schedule_of: what a request runs under.
-        states: who own the pages of recurrent states. These are as large without a policy, so
-            they save nothing.
+        copies: page managers, each with the number of copies of a page: layers times
+            tensor-parallel ranks, or only ranks if layers are of several kinds.
+        schedule_of: returns a request's schedule.
+        states: page managers of recurrent states. A state has the same size without a policy, so
+            it saves nothing.
     """
 
     def __init__(
@@ -98,7 +98,11 @@ class Meter:
         self._grown, self._snapshot_hits = KVPolicyStats(), 0
 
     def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
-        """Count a step, given its requests as they were before it and their tokens in it."""
+        """Count a step.
+
+        Args:
+            scheduled: each request in its state before the step, with its tokens in the step.
+        """
         for schedule, rows in self._by_schedule(scheduled):
             numbers = [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows]
             first, num, prompt = np.asarray(numbers, dtype=np.int64).T
@@ -109,11 +113,11 @@ class Meter:
             self._grown.strides += int(strides.sum())
 
     def report(self, requests: dict[str, Request], snapshot_hits: int) -> KVPolicyStats:
-        """The levels now and the counts since the last report.
+        """The current levels, and the counts since the last report.
 
         Args:
-            requests: all unfinished ones, by id.
-            snapshot_hits: since the engine's start.
+            requests: all unfinished requests, by id.
+            snapshot_hits: total since the engine started.
         """
         stats, self._grown = self._grown, KVPolicyStats()
         stats.snapshot_hits = snapshot_hits - self._snapshot_hits
@@ -149,7 +153,7 @@ class Meter:
 
 
 class KVPolicyStatLogger(AggregateStatLoggerBase):
-    """``vllm:kv_policy_*`` on ``/metrics``; only engines with a policy have one."""
+    """Exports ``vllm:kv_policy_*`` on ``/metrics``; only used by engines with a policy."""
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         policy = policy_of(vllm_config.additional_config)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to the API server that say something about the KV policy where nobody reads it.
+"""Rejects API requests with KV policy keys where vLLM ignores them.
 
-vLLM takes unknown keys of a request's body without a word, so a budget in the wrong place would be
-answered under the server's policy. A request's own values are read from ``vllm_xargs`` only.
+vLLM silently accepts unknown keys in a request body, so a misplaced ``kv_budget`` would have no
+effect: the request would run under the server's policy. Only ``vllm_xargs`` is read.
 """
 
 import json
@@ -15,12 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_cascade.policies.per_request import BUDGET, KEYS, NAME, plain_key
 
 MIDDLEWARE = f"{__name__}.KVKeysMiddleware"
-"""What vLLM's ``--middleware`` calls it."""
+"""Import path for vLLM's ``--middleware``."""
 _SUSPECT = re.compile(rb'"(kv[_-](budget|policy|recall)|extra_body)"', re.IGNORECASE)
 
 
 def wrong_place(body: Any) -> tuple[str, str] | None:
-    """A key of a request's body that would do nothing, and what to do; None: there is none."""
+    """A misplaced or invalid key of a request body and the error message; None if all are valid."""
     if not isinstance(body, dict):
         return None
     for key, value in body.items():
@@ -37,7 +37,7 @@ def wrong_place(body: Any) -> tuple[str, str] | None:
         )
     own = body.get("vllm_xargs")
     for key, value in own.items() if isinstance(own, dict) else ():
-        if key in KEYS and isinstance(value, bool):  # vLLM would make a number of it
+        if key in KEYS and isinstance(value, bool):  # vLLM would convert it to a number
             what = "the name of a policy" if key == NAME else "an integer number"
             what += " of tokens" if key == BUDGET else ""
             return key, f"{key} must be {what}, not {json.dumps(value)}"
@@ -45,7 +45,7 @@ def wrong_place(body: Any) -> tuple[str, str] | None:
 
 
 class KVKeysMiddleware:
-    """Answers such requests with 400, and hands all others on as they are."""
+    """Answers HTTP 400 to misplaced or invalid keys; forwards all other requests unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -70,7 +70,7 @@ def _is_json(scope: Scope) -> bool:
 
 
 async def _all_of(receive: Receive) -> list[Message]:
-    """A request's messages up to the end of its body, or until the client has gone."""
+    """A request's messages up to the end of its body, or until the client disconnects."""
     messages = [await receive()]
     while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
         messages.append(await receive())
@@ -78,18 +78,18 @@ async def _all_of(receive: Receive) -> list[Message]:
 
 
 def _suspicious(messages: list[Message]) -> Any:
-    """The body, parsed where it mentions what we look for; None where not, or where it fails."""
+    """The parsed body if it mentions a suspect key; None if it does not or is not valid JSON."""
     body = b"".join(message.get("body", b"") for message in messages)
     if not _SUSPECT.search(body):
         return None
     try:
         return json.loads(body)
     except ValueError:
-        return None  # vLLM says what is wrong with it
+        return None  # vLLM reports the error
 
 
 def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """``receive`` with the messages that have been taken from it before all others."""
+    """A ``receive`` that returns ``messages`` first, then continues with ``receive``."""
     waiting = iter(messages)
 
     async def replayed() -> Message:

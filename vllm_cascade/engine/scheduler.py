@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt chunks that end where strides end, pages reserved for a whole life, prefix caching.
+"""vLLM's schedulers with prompt chunks that end at stride boundaries.
 
-A stride is cut at absolute multiples of ``prefill_stride`` in the prompt, so a chunk must end on
-one or at the prompt's end; then a request's tokens do not depend on what else is in the batch.
-vLLM already has a place for this, the alignment of prompt chunks for Mamba states. As for Mamba, a
-chunk also ends where the state is to be kept for later requests (``snapshots.py``).
+Strides end at absolute multiples of ``prefill_stride`` and at the prompt's end. Chunks must end
+there too, so that a request's tokens do not depend on the rest of the batch. The scheduler uses
+vLLM's hook that aligns prompt chunks for Mamba states. As with Mamba, a chunk also ends where the
+state is kept for later requests (prefix caching, ``snapshots.py``).
+
+In the same hook, the scheduler sets each request's maximum length. The page managers reserve pages
+for it.
 """
 
 from dataclasses import dataclass, fields
@@ -32,10 +35,10 @@ from vllm_cascade.policies.strides import aligned_chunk
 
 @dataclass
 class PolicySchedulerOutput(SchedulerOutput):
-    """What vLLM's workers are sent, and which snapshots are gone.
+    """vLLM's scheduler output, plus the snapshots dropped since the previous one.
 
     Attributes:
-        dropped_snapshots: their first pages, which may belong to others by now.
+        dropped_snapshots: first page of each; other requests may already own these pages.
     """
 
     dropped_snapshots: tuple[int, ...] = ()
@@ -49,11 +52,7 @@ class PolicySchedulerOutput(SchedulerOutput):
 
 
 class _StrideAligned:
-    """Mixin for vLLM's schedulers.
-
-    Attributes:
-        snapshot_counters: what became of prefix caching's snapshots; all zero without it.
-    """
+    """Mixin that adds stride alignment, snapshots and metrics to vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +82,10 @@ class _StrideAligned:
         self._log_prefix_caching()
 
     def _num_layers(self, manager: KVPolicyManager) -> int:
-        """Layers that each of a manager's pages stands on, as far as they are alike."""
+        """Layers that share a manager's page; 1 if they are of several kinds.
+
+        With several kinds, byte counts already cover all layers (``metrics.saved_bytes``).
+        """
         spec: KVPolicySpec = manager.kv_cache_spec
         # vLLM gives a scheduler the layers of the first pipeline stage.
         group = self.kv_cache_config.kv_cache_groups[manager.kv_cache_group_id]
@@ -91,6 +93,7 @@ class _StrideAligned:
 
     @property
     def snapshot_counters(self) -> SnapshotCounters:
+        """Counters of prefix caching; all zero if it is off."""
         return SnapshotCounters() if self._snapshots is None else self._snapshots.counters
 
     def _log_prefix_caching(self) -> None:
@@ -106,11 +109,13 @@ class _StrideAligned:
             )
 
     def _warn_of_small_pool(self) -> None:
-        """Requests that do not fit are refused one by one (``admission.check_request``).
+        """Warn if the longest request does not fit the pool.
+
+        ``admission.check_request`` refuses each request that does not fit.
 
         Raises:
-            KVPolicyError: where layers have windows or states, of which who refuses requests knows
-                nothing.
+            KVPolicyError: the longest request does not fit and layers have windows or states,
+                which admission cannot size.
         """
         need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
         need += len(self._states)
@@ -137,7 +142,7 @@ class _StrideAligned:
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """vLLM's hook, called for every request right before its pages are allocated."""
+        """vLLM's hook, called for every request just before its pages are allocated."""
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
         for manager in self._managers:
             manager.set_limit(request.request_id, limit, self._schedule_of(request))
@@ -147,22 +152,27 @@ class _StrideAligned:
         return aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
 
     def _schedule_of(self, request: Request) -> Schedule:
-        """What a request runs under."""
+        """The schedule that a request runs under."""
         params = request.sampling_params
         return self._requests.schedule(params.extra_args if params else None)
 
     def _get_local_prefix_cache_hit(
         self, request: Request, max_cache_hit_length: int | None = None
     ) -> tuple[KVCacheBlocks, int, int, bool]:
-        """vLLM's hook: the longest prefix with a snapshot, and where more is shared without.
+        """vLLM's hook: find the longest cached prefix, and a longer prefix that is shared.
 
         Args:
-            max_cache_hit_length: from vLLM 0.33 on, the longest prefix that may be used.
+            max_cache_hit_length: longest prefix to use; passed from vLLM 0.33 on.
+
+        Returns:
+            The snapshot's blocks, its number of tokens, the end of a longer shared prefix without
+            a snapshot (0: none), and False.
         """
         manager, store = self.kv_cache_manager, self._snapshots
         if store is None or not manager.prefix_cache_lookup_enabled(request):
             return manager.empty_kv_cache_blocks, 0, 0, False
-        # A preempted request resumes inside its prompt; the last token gives the first logits.
+        # A preempted request resumes inside its prompt. The last token must be computed: it gives
+        # the first logits.
         longest = min(request.num_prompt_tokens, request.num_tokens - 1)
         if max_cache_hit_length is not None:
             longest = min(longest, max_cache_hit_length)
@@ -171,14 +181,14 @@ class _StrideAligned:
         hit, blocks = (snapshot.num_tokens, snapshot.blocks) if snapshot else (0, ())
         junction = store.junction(schedule, hashes, longest, hit)
         groups: list[list[KVCacheBlock]] = [[] for _ in range(1 + len(self._states))]
-        groups[self._managers[0].kv_cache_group_id] = list(blocks)  # which shares them out
+        groups[self._managers[0].kv_cache_group_id] = list(blocks)  # the manager splits them
         return manager.create_kv_cache_blocks(tuple(groups)), hit, junction, False
 
     def _stops(self, request: Request) -> list[int]:
-        """Where the state of a request's prompt is to be kept, if it is not already.
+        """Prompt positions at which to take a snapshot, without those that have one.
 
-        A session that takes new input has decoded tokens before its prompt's end, one by one; no
-        other prompt passes through its states.
+        Resumable sessions take none. Their prompts contain tokens that were decoded one by one, so
+        no other prompt reaches the same states.
         """
         if self._snapshots is None or request.resumable or not request.block_hashes:
             return []
@@ -193,7 +203,7 @@ class _StrideAligned:
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
         if self._snapshots is not None:
-            # Last of all, so that only pages are used that this step's requests did not need.
+            # Snapshots come last: they use only pages that this step's requests left free.
             self._note_admissions(output)
             self._take_snapshots(output)
             output.kv_cache_block_copies = self._snapshots.end_of_step() or None
@@ -216,7 +226,10 @@ class _StrideAligned:
             self._prefilling.add(name)
 
     def _take_snapshots(self, output: SchedulerOutput) -> None:
-        """Before this step's forward pass, pages still hold the state at a chunk's start."""
+        """Take snapshots at the start of this step's chunks.
+
+        The forward pass has not run yet, so pages still hold the state at a chunk's start.
+        """
         (manager,) = self._managers
         for name in list(self._prefilling):
             request = self.requests.get(name)
@@ -231,7 +244,7 @@ class _StrideAligned:
                 self._snapshots.take(schedule, hashes, start, pages, manager.reserved_pages())
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Snapshots go even where running requests keep vLLM from resetting the pool."""
+        """Drop all snapshots, even if running requests prevent vLLM from resetting the pool."""
         if self._snapshots is not None:
             self._snapshots.clear()
         return super().reset_prefix_cache(*args, **kwargs)
@@ -255,4 +268,4 @@ class KVPolicyScheduler(_StrideAligned, Scheduler):
 
 
 class AsyncKVPolicyScheduler(_StrideAligned, AsyncScheduler):
-    """The same for asynchronous scheduling."""
+    """vLLM's asynchronous scheduler with stride-aligned prompt chunks."""

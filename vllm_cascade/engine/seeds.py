@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's own ``seed`` when its prompt takes several steps.
+"""Supports a request's ``seed`` when its prompt takes several steps.
 
-vLLM samples every row of a step and throws away the samples of unfinished prompts; a request's
-generator is then set back by the draw. A CPU generator cannot be set back: vLLM 0.32.0 dies with
-``CPU Generator does not use offset``, and one user's request must not stop a server. Here those
-rows do not draw from their generators in the first place, which is the same.
+vLLM samples every row of a step, discards the samples of unfinished prompts and rewinds the
+generators of those requests. CPU generators cannot be rewound: vLLM 0.32.0 stops the server with
+``CPU Generator does not use offset``. Here these rows do not draw from their generators, which
+gives the same samples.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 @contextmanager
 def unfinished_prompts_draw_nothing(runner: GPUModelRunner) -> Iterator[None]:
-    """Hide the generators of rows whose samples are thrown away while a step is sampled."""
+    """While a step is sampled, hide the generators of rows with discarded samples."""
     batch = runner.input_batch
     unfinished = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs])
     hidden = {

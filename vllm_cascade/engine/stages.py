@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker of one pipeline stage has to know of the layers of the others.
+"""Shares the layers' cache specs among pipeline stages.
 
-A layer's cache depends on its own attention only, so stages evict each for itself. But pages are
-handed out for all stages at once: how many slots a page has in layers with windows, how many pages
-a request may need and what it saves follow from all layers of the model.
+A layer's cache depends only on its own attention, so each stage evicts independently. Pages,
+however, are allocated for all stages at once. These depend on all layers of the model:
+
+- the slots of a page in layers with windows,
+- the pages that a request may need,
+- the bytes that a request saves.
 """
 
 from collections.abc import Mapping
@@ -18,10 +21,10 @@ from vllm_cascade.cache.spec import KVPolicySpec
 
 
 def of_all_stages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Every layer's cache, in the model's order; all stages have to call this together.
+    """Cache specs of all layers, in the model's order; a collective call of all stages.
 
     Args:
-        specs: of this worker's layers, whose names are the model's.
+        specs: cache specs of this worker's layers, by their names in the model.
     """
     group = get_pp_group()
     if group.world_size == 1:
@@ -34,7 +37,7 @@ def of_all_stages(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 def own_part(
     whole: Mapping[str, KVCacheSpec], own: Mapping[str, KVCacheSpec]
 ) -> dict[str, KVCacheSpec]:
-    """The layers of ``whole`` that a worker has, each with the number of all of them."""
+    """The specs of a worker's own layers, each with the number of layers in ``whole``."""
     if len(own) == len(whole):
         return dict(whole)
     num = len(whole)
@@ -46,10 +49,10 @@ def own_part(
 
 
 def expect_hidden_states(runner: GPUModelRunner) -> None:
-    """Make the buffer for what arrives from the stage before, where vLLM has not.
+    """Allocate the buffer for the previous stage's hidden states if vLLM has not.
 
-    vLLM makes it in a profiling run, and on CPUs it has none with ``--enforce-eager``: without a
-    policy such an engine dies in its first step.
+    vLLM allocates it in a profiling run, which CPUs skip with ``--enforce-eager``. Even without a
+    policy, such an engine fails in its first step.
     """
     if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
         return

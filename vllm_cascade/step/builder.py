@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's hook before every forward pass: plans the step and publishes its cache positions.
+"""The metadata builder that plans each step before the forward pass, shared by all devices.
 
-What all devices share; each adds how it mirrors the plan (``cpu/builder.py``, ``cuda/builder.py``).
+Each device adds how it mirrors the plan (``cpu/builder.py``, ``cuda/builder.py``).
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ Metadata = TypeVar("Metadata", bound=AttentionMetadata)
 
 @dataclass
 class StepCounters:
-    """What the policy has done in this process, summed over requests (not over layers)."""
+    """Counts of a policy's work in this process, summed over requests (not over layers)."""
 
     steps: int = 0
     tokens: int = 0
@@ -38,14 +38,15 @@ class StepCounters:
 
 
 class StepBuilder(AttentionMetadataBuilder[Metadata]):
-    """Base of the devices' builders.
+    """Base class of the devices' builders.
 
     Attributes:
-        schedule: what its layers run under: the engine's, or that of their window.
-        engine_schedule: the engine's.
-        requests: whose rows a step has; the worker sets it.
-        positions: what the model sees instead of vLLM's positions ...
-        publishes: ... and whether this builder says it, or that of another kind of layers.
+        schedule: schedule of this builder's layers: the engine's, or that of their window.
+        engine_schedule: the engine's schedule.
+        requests: maps a step's rows to requests; set by the worker.
+        positions: cache positions, which the model sees instead of vLLM's positions.
+        publishes: whether this builder writes ``positions``. If not, the builder of another kind
+            of layer does.
     """
 
     reorder_batch_threshold: int | None = None
@@ -70,19 +71,19 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         self.make_tables(vllm_config.scheduler_config)
 
     def follow(self, first: "StepBuilder") -> None:
-        """Leave it to another kind's builder to say positions, which all layers share."""
+        """Share the positions that ``first``, the builder of another kind of layer, writes."""
         self.positions, self.publishes = first.positions, False
 
     def make_tables(self, limits: SchedulerConfig) -> None:
-        """What the device keeps between steps; called once, when all else is set."""
+        """Allocate the device's state across steps; called once, at the end of ``__init__``."""
         raise NotImplementedError
 
     def rules_at(self, schedule: Schedule) -> int:
-        """Where a schedule's further rules begin in the table that the device reads."""
+        """First row of a schedule's further rules in the device's rule table."""
         raise NotImplementedError
 
     def plan(self, common: CommonAttentionMetadata) -> Step:
-        """The step that vLLM is about to run, counted and its positions published."""
+        """Plan the step that vLLM is about to run; count it and publish its positions."""
         tokens = self._tokens(common)
         step = describe(tokens, self.schedule.policy.prefill_stride, self.rules_at)
         if len(step.positions) and self.publishes:
@@ -111,7 +112,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         return RequestTokens(**{**vars(tokens), "given": self._given(common, tokens)})
 
     def _given(self, common: CommonAttentionMetadata, tokens: RequestTokens) -> np.ndarray:
-        """Scores by the host, for the tokens of requests that use them."""
+        """Host scores, fp32 ``[num_tokens]``; 0 for requests that do not use them."""
         given = np.zeros(int(tokens.length.sum()), dtype=np.float32)
         for row in np.flatnonzero(tokens.length > 0).tolist():
             schedule = tokens.schedules[row]

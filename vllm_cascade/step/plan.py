@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one description of a scheduling step, planned on the host with numpy, for every device.
+"""Plans a scheduling step on the host with numpy; every device runs the same plan.
 
-A request's tokens of this step are cut into strides; its next stride needs the one before. Wave
-``k`` holds every request's ``k``-th stride. What a stride does is one int32 row with named columns
-(``kernels/columns.py``): where its tokens are, how many are cached before, which slots are valid,
-which rules a single token applies. All of it follows from token counts, so nothing here waits for
-the device, and a device needs no more than a copy of the rows.
+A request's tokens in a step are cut into strides. Strides of one request run in order, those of
+different requests in parallel: wave ``k`` holds the ``k``-th stride of every request. Each stride
+is one int32 row with named columns (``kernels/columns.py``): the place of its tokens, the number of
+tokens cached before, the valid slots, and the rules that a single token applies.
+
+All columns follow from token counts. Planning therefore never waits for the device, and a device
+only needs a copy of the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +35,14 @@ from vllm_cascade.step.rows import RequestTokens, Step, StrideRows, may_have_mov
 
 @dataclass(frozen=True)
 class _Cut:
-    """Strides as int64 arrays, wave by wave: whose, from which token, how many, which wave."""
+    """The strides of a step as int64 arrays ``[R]``, ordered by wave.
+
+    Attributes:
+        owner: row of the stride's request in the batch.
+        begin: stream index of its first token.
+        length: number of its tokens.
+        depth: index of its wave.
+    """
 
     owner: np.ndarray
     begin: np.ndarray
@@ -47,7 +56,8 @@ def describe(
     """Plan a step.
 
     Args:
-        rules_at: where a schedule's further rules begin in the table that ``MORE`` points into.
+        rules_at: returns the first row of a schedule's further rules in the table that ``MORE``
+            points into.
     """
     cut = _cut(tokens, prefill_stride)
     owners = cut.owner.tolist()
@@ -75,7 +85,7 @@ def describe(
 
 
 def _shift(steps: np.ndarray, frames: Sequence[Schedule]) -> np.ndarray:
-    """int32 ``[R]``: how many tokens more other layers have cached, by their schedules."""
+    """int32 ``[R]``: tokens cached by other layers, under ``frames``, less those cached here."""
     shift = np.zeros(len(steps), dtype=np.int32)
     for frame, rows in by_schedule(frames):
         shift[rows] = frame.positions(steps[rows, STREAM].astype(np.int64)) - steps[rows, CACHED]
@@ -104,8 +114,8 @@ def _cut(tokens: RequestTokens, prefill_stride: int) -> _Cut:
 
 
 def _fill(steps: np.ndarray, rows: np.ndarray | slice, schedule: Schedule, rules_at: int) -> int:
-    """What follows from one schedule, for its rows; returns the tokens that they evict."""
-    own = steps[rows]  # a copy where rows is an array
+    """Fill the columns that depend on a schedule; returns the number of tokens evicted."""
+    own = steps[rows]  # a copy if rows is an array
     begin = own[:, STREAM].astype(np.int64)
     end = begin + own[:, LENGTH]
     own[:, CACHED] = schedule.positions(begin)
@@ -119,7 +129,7 @@ def _fill(steps: np.ndarray, rows: np.ndarray | slice, schedule: Schedule, rules
 
 
 def _tokens_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Places in the step, stream indices and positions of all tokens of some strides."""
+    """int64 ``[num_tokens]`` each: the tokens' places in the step, stream indices and positions."""
     wide = steps[:, [START, STREAM, CACHED]].astype(np.int64)
     length = steps[:, LENGTH]
     if (length == 1).all():
@@ -146,20 +156,20 @@ def _waves(
 
 @dataclass
 class RuleBook:
-    """The further rules of all schedules in use, in one table.
+    """One table with the further rules of all schedules in use.
 
     Attributes:
-        rules: int32 ``[n, 4]``.
+        rules: int32 ``[n, 4]``, one rule a row.
     """
 
     rules: np.ndarray = field(default_factory=lambda: np.zeros((0, 4), dtype=np.int32))
     _begins: dict[Schedule, int] = field(default_factory=dict)
 
     MOST = 1 << 20
-    """Rules kept before schedules that are no longer in use are forgotten."""
+    """Maximum number of rules. The table starts empty again if a new schedule exceeds it."""
 
     def begin(self, schedule: Schedule) -> int:
-        """Where a schedule's rules begin; it is added if it is new."""
+        """First row of a schedule's rules; adds a new schedule to the table."""
         begin = self._begins.get(schedule)
         if begin is None:
             if len(self.rules) + len(schedule.further) > self.MOST:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose rows a scheduling step has: policies, prompts and token ids, for both model runners.
+"""Maps the rows of a scheduling step to requests, for both model runners.
 
-vLLM's metadata says how long each row is. Which request it belongs to is the runner's knowledge:
-V1 keeps requests in rows, with token ids on the host; V2 names a row by its place in a table of
-requests and keeps token ids on the device.
+vLLM's metadata has the length of each row, but not its request. The model runners know the request:
+V1 keeps requests in row order, with token ids on the host. V2 identifies a row by its index in a
+table of requests, and keeps token ids on the device.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,17 @@ from vllm_cascade.policies.text_importance import TokenImportance
 
 
 class Requests:
-    """Rows about which vLLM's metadata says all there is, as in a warm-up."""
+    """Rows without requests, as in a warm-up; base class of the runners' mappings."""
 
     def note(self, output: SchedulerOutput) -> None:
-        """Learn of requests that begin and end; called before every step."""
+        """Record requests that start or end; called before every step."""
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
-        """What the rows run under; those beyond the list have the engine's."""
+        """The rows' schedules; rows beyond the list run under the engine's schedule."""
         return []
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
-        """The rows' requests; those beyond the list are nobody's."""
+        """The rows' request ids; rows beyond the list have no request."""
         return []
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
@@ -40,7 +40,7 @@ class Requests:
     def token_scores(
         self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
     ) -> np.ndarray:
-        """Scores by the host of a row's tokens, as ``TokenImportance.advance``; 0 if nobody's."""
+        """Host scores of a row's tokens (``TokenImportance.advance``); 0 without a request."""
         return np.zeros(end - begin, dtype=np.float32)
 
 
@@ -74,7 +74,7 @@ class RunnerV1Requests(Requests):
 
 @dataclass
 class _Request:
-    """What was sent about a request, and its token ids as far as they are known."""
+    """A request as the scheduler sent it, with the token ids known so far."""
 
     schedule: Schedule
     prompt_len: int
@@ -94,9 +94,9 @@ class _Request:
 class RunnerV2Requests(Requests):
     """The rows of vLLM's second model runner, the default on GPUs.
 
-    It keeps neither sampling parameters nor token ids on the host, so they are noted as the
-    scheduler sends them. A request that is resumed is sent anew, with what it has generated as a
-    part of what is "prefilled"; for a policy these are single tokens, as they were at first.
+    This runner keeps neither sampling parameters nor token ids on the host, so ``note`` records
+    them from the scheduler's output. The scheduler sends a resumed request again and counts its
+    generated tokens as prefill. Policies still treat these as single tokens, as in the first run.
     """
 
     def __init__(self, runner: Any, schedule: Schedule, importance: TokenImportance | None) -> None:
@@ -121,7 +121,7 @@ class RunnerV2Requests(Requests):
         self._sampled = None
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
-        """None where a warm-up has rows of nobody's."""
+        """The rows' request ids; None for warm-up rows without a request."""
         if common.req_idx is None:
             return []
         return [self._name(index) for index in common.req_idx.tolist()]
@@ -161,7 +161,7 @@ class RunnerV2Requests(Requests):
         return self._importance.advance(name, request.tokens, begin, end, lag)
 
     def _last_sampled(self, index: int) -> int:
-        """The token that a request sampled last; read once a step, when the device is idle."""
+        """The last token that a request sampled; copied once a step, while the device is idle."""
         if self._sampled is None:
             self._sampled = self._runner.req_states.last_sampled_tokens[:, 0].cpu().numpy()
         return int(self._sampled[index])
