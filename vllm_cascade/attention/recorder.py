@@ -48,7 +48,7 @@ class Recorder:
                 self.add(layer, pages, blocks, row[NEW_SLOTS], row[STREAM] + row[LENGTH])
 
     def add(self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> None:
-        """Record one request's kept tokens after ``end`` tokens, in its first ``num_slots`` slots."""
+        """Record what one request's first ``num_slots`` slots keep after ``end`` tokens."""
         if end % self.every == 0:
             tokens = kept_tokens(pages, blocks, num_slots, end)
             self.kept.append(Kept(layer, int(blocks[0]), end, tokens))

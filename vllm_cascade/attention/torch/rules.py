@@ -83,7 +83,7 @@ def _thin(
 ) -> torch.Tensor:
     """New ranks inside a range of cells. Each cell keeps one token; the others get -1."""
     size = cell.abs().clamp_min(1)
-    index = torch.where(inside, (rank - lo) // size, rank.shape[-1])  # last: no cell
+    index = torch.where(inside, (rank - lo) // size, rank.shape[-1])  # last index: in no cell
     shape = (*rank.shape[:2], rank.shape[-1] + 1)
     best = torch.full(shape, -torch.inf).scatter_reduce(2, index, values, "amax")
     tied = inside & ((values == best.gather(2, index)) | (cell < 0))
