@@ -311,8 +311,8 @@ def _settle(
 ) -> tuple[torch.Tensor, int]:
     """Rotate the keys of an incomplete last unit to the position given by the unit's rank.
 
-    The unit's remaining tokens arrive after the stride's evictions, at positions behind the unit's
-    new rank. Moving the keys now lets a single ``born`` value describe all tokens of the unit.
+    The unit's remaining tokens arrive after the stride's evictions, at positions that continue from
+    the unit's new rank. Moving the keys now lets one ``born`` value describe the whole unit.
 
     Args:
         rank: the unit's rank after the stride.
