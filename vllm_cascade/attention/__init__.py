@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a bounded cache: what a step does (metadata) and how (one file a device)."""
+"""Attention over a bounded KV cache: shared interfaces, and one package per implementation."""

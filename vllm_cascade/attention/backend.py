@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention backend that vLLM sees: what all devices share (``engine/devices.py``)."""
+"""Base class of the attention backends, one per device in ``engine/devices.py``."""
 
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from vllm_cascade.recall.log import UnitShape
 
 
 class KVPolicyBackend(AttentionBackend):
-    """A bounded cache that the backend addresses itself, on any device."""
+    """Attention backend that reads and writes a bounded cache itself."""
 
     forward_includes_kv_cache_update: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -31,10 +31,10 @@ class KVPolicyBackend(AttentionBackend):
 
     @classmethod
     def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> Any:
-        """Where evicted units wait, in a worker whose policy recalls them.
+        """Create a worker's stores for evicted units, for policies with recall.
 
         Raises:
-            KVPolicyError: there is not the memory for it.
+            KVPolicyError: the stores do not fit in memory.
         """
         raise NotImplementedError
 
@@ -44,13 +44,16 @@ class KVPolicyBackend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Every full-attention layer's cache becomes a bounded one.
+        """Replace a full-attention layer's spec with a bounded one.
 
-        One with a window stays as it is: how it is laid out depends on what other layers there are
-        (``cache/kinds.py``), and this sees one layer at a time.
+        A sliding-window spec is returned unchanged. Its layout depends on the model's other layers
+        (``cache/kinds.py``), and this method sees one layer at a time.
+
+        Raises:
+            KVPolicyError: the layer's spec cannot be bounded.
         """
         config = get_current_vllm_config_or_none()
-        if config is None:  # vLLM compares a token's bytes with a recurrent state's
+        if config is None:  # vLLM compares the bytes of a token and of a recurrent state
             return spec
         policy = policy_of(config.additional_config)
         if spec.head_size_v != spec.head_size:

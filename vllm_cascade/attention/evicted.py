@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units that a stride evicts, on their way to a log."""
+"""Units that a stride evicts, before they are written to a recall log."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -12,13 +12,13 @@ from vllm_cascade.cache.layout import Pages
 
 @dataclass(frozen=True, eq=False)
 class Evicted:
-    """In the order in which they are stored: by rank before the stride, its own units last.
+    """Evicted units in storage order: by rank before the stride, the stride's own units last.
 
     Attributes:
-        rows: ``[H, n, unit, 2 D]``, keys and values as pages have them.
-        born: int32 ``[sets, n]``, the position that the first key was rotated with.
+        rows: ``[H, n, unit, 2 D]``, keys and values in the pages' dtype.
+        born: int32 ``[sets, n]``, the position at which the first key was rotated.
         token: int32 ``[sets, n]``, the first token's index in the stream.
-        scale: fp32 ``[H, n, unit, 2]``, of the rows; None: they have none of their own.
+        scale: fp32 ``[H, n, unit, 2]``, quantisation scales per row; None if rows have no scales.
     """
 
     rows: torch.Tensor
@@ -28,7 +28,7 @@ class Evicted:
 
     @classmethod
     def room(cls, layer: LayerConfig, pages: Pages, num_units: int) -> Self:
-        """Memory for so many, to be written."""
+        """Allocate uninitialised memory for ``num_units`` units."""
         words = torch.empty(2, layer.num_sets, num_units, dtype=torch.int32)
         keys = (layer.num_kv_heads, num_units, pages.unit)
         rows = torch.empty(*keys, 2 * layer.head_size, dtype=pages.kv.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One attention layer under a policy, on any device: vLLM calls it, a device runs it."""
+"""Base class of one attention layer under a policy, as vLLM calls it."""
 
 from typing import Any, ClassVar
 
@@ -17,11 +17,12 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 
 class KVPolicyImpl(AttentionImpl[Any]):
-    """One layer on any device; a device says how it rotates and how it runs a step's waves.
+    """One attention layer. A device implements ``rotation_table`` and ``run``.
 
     Attributes:
-        knows_windows, knows_sinks, knows_codes: whether the device's code has sliding windows,
-            learned sinks, quantised rows.
+        knows_windows: whether the device supports sliding windows.
+        knows_sinks: whether the device supports learned sinks.
+        knows_codes: whether the device supports quantised rows.
     """
 
     knows_windows: ClassVar[bool] = False
@@ -60,7 +61,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
                 "it to auto"
             )
         self.window = sliding_window
-        self.sinks = sinks  # weights are loaded later
+        self.sinks = sinks  # read in prepare(): weights are loaded after this
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -81,19 +82,19 @@ class KVPolicyImpl(AttentionImpl[Any]):
         dtype: torch.dtype | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Fix what no step changes; called once the page pool exists.
+        """Set up the layer's constants; called once the page pool exists.
 
         Args:
-            num_ranks: tensor-parallel ranks that the model's heads are spread over.
-            dtype: of new rows; None: the cache's, where that is not quantised.
-            scales: of all keys and all values, where they are quantised in steps of these.
+            num_ranks: tensor-parallel ranks that share the model's heads.
+            dtype: dtype of new rows; None uses the cache's dtype, which must not be quantised.
+            scales: per-tensor quantisation scales of keys and values.
         """
         slopes, device = self.alibi_slopes, kv_cache.device
         if slopes is not None:
             self.alibi_slopes = slopes = slopes.to(device)
             slopes = slopes.view(self.num_kv_heads, -1)
         shared = spec.policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
-        scores, sinks = spec.window is None, self.sinks  # windows compare none
+        scores, sinks = spec.window is None, self.sinks  # window layers compare no scores
         rotation = None
         if rotary is not None:
             rotation = self.rotation_table(rotary, spec, device)
@@ -119,21 +120,21 @@ class KVPolicyImpl(AttentionImpl[Any]):
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
     ) -> torch.Tensor:
-        """cos and sin of a rotation back, for every distance that a key of the layer can move."""
+        """cos and sin of backward rotations, for every distance that a key can move."""
         raise NotImplementedError
 
     def run(self, name: str, metadata: Any, new: NewTokens, kv_cache: torch.Tensor) -> None:
-        """Attend and move the cache to its next state.
+        """Attend and update the cache.
 
         Args:
-            name: the layer's.
-            metadata: what the device's builder made.
-            kv_cache: the layer's page pool, for a step before ``prepare`` has been called.
+            name: the layer's name.
+            metadata: the metadata from the device's builder.
+            kv_cache: the layer's page pool, for steps that run before ``prepare``.
         """
         raise NotImplementedError
 
     def reserve(self, query: torch.Tensor) -> None:
-        """Take the memory that the worst batch needs beside pages, so that a profile counts it."""
+        """Allocate the worst batch's working memory, so that memory profiling counts it."""
 
     def forward(
         self,
@@ -147,7 +148,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """vLLM's call; ``attn_metadata`` is None in a profiling run, which touches no cache."""
+        """Run the layer's attention. In a profiling run ``attn_metadata`` is None: no cache yet."""
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported")
         if attn_metadata is None:

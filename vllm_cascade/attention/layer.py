@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is constant about one attention layer, on any device."""
+"""Constants of one attention layer, and its reductions over heads and ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,27 +10,27 @@ import torch
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer.
+    """Constants of one attention layer.
 
     Attributes:
-        num_sets: head sets with tokens of their own: 1, or ``num_kv_heads``.
-        scale: multiplies the logits.
-        softcap: ``softcap * tanh(logits / softcap)``; 0 is none.
-        slopes: fp32 ``[num_kv_heads, group]`` of ALiBi, or None.
-        rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, cos and sin of a rotation back
-            by a distance; None where keys are not rotated. Where units are recalled, which may
-            move others forward, rows of negative distances lie in memory before it.
-        is_neox: how channels pair up.
-        uses_attention: whether the engine's policy needs attention's probabilities as scores.
-        reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
-        gather_heads: gives the ``[..., num_kv_heads, group, n]`` of all tensor-parallel ranks,
-            concatenated over KV heads; None where a rank decides on its own.
-        over_ranks: gives the ``mean`` or ``max`` over ranks of what each has reduced to one number
-            a head set; None where a rank decides on its own.
-        window: tokens that a query sees, its own included; None: all that are kept.
-        sinks: fp32 ``[num_kv_heads, group]``, learned logits of nothing: one more term of each
-            head's softmax, whose probability no token gets. None: no such term.
-        dtype: of new tokens' rows; None: that of the rows in pages.
+        num_sets: head sets that keep separate tokens: 1 or ``num_kv_heads``.
+        scale: factor on the logits.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 disables it.
+        slopes: fp32 ``[num_kv_heads, group]``, ALiBi slopes, or None.
+        rotation: fp32 ``[max_distance + 1, 2, rotary_dim / 2]``, cos and sin of backward rotations
+            by a distance; None if keys are not rotated. With recall, keys may also move forward:
+            rows for negative distances then precede this tensor in memory.
+        is_neox: whether rotary channels pair in NeoX style.
+        uses_attention: whether the engine's policy scores tokens by attention probabilities.
+        reduction: reduction over the query heads of a set: ``mean``, ``max`` or ``median``.
+        gather_heads: concatenates ``[..., num_kv_heads, group, n]`` of all tensor-parallel ranks
+            over KV heads; None if each rank decides alone.
+        over_ranks: reduces per-set values over ranks by ``mean`` or ``max``; None if each rank
+            decides alone.
+        window: tokens that a query attends to, itself included; None attends to all kept tokens.
+        sinks: fp32 ``[num_kv_heads, group]``, learned sink logits. They add one term to each head's
+            softmax denominator. None if the model has no sinks.
+        dtype: dtype of new tokens' rows; None uses the dtype of the pages.
     """
 
     num_kv_heads: int
@@ -50,10 +50,10 @@ class LayerConfig:
     dtype: torch.dtype | None = None
 
     def reduce_heads(self, mass: torch.Tensor) -> torch.Tensor:
-        """Attention mass of query heads to one number a head set, over all ranks if need be.
+        """Reduce the attention mass of query heads to one value per head set, over all ranks.
 
-        Ranks exchange what they have reduced; a median needs all heads. Every rank gets the same
-        bits, so all come to the same decisions.
+        Ranks exchange reduced values, except for a median, which needs all heads. The result is
+        bit-identical on every rank, so that all ranks evict the same tokens.
         """
         if self.gather_heads is None:
             return reduce_heads(mass, self.num_sets, self.reduction)
@@ -68,7 +68,7 @@ class LayerConfig:
         return self.softcap * torch.tanh(logits / self.softcap)
 
     def softmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Probabilities of the keys, from logits ``[..., num_kv_heads, group, queries, keys]``."""
+        """Key probabilities from logits ``[..., num_kv_heads, group, queries, keys]``."""
         if self.sinks is None:
             return logits.softmax(dim=-1)
         nothing = self.sinks[:, :, None, None].expand(*logits.shape[:-1], 1)
@@ -76,10 +76,12 @@ class LayerConfig:
 
 
 class NewTokens(NamedTuple):
-    """A step's rows of one layer, rotated at cache positions.
+    """A step's rows of one layer, rotated at cache positions, in the model's dtype.
 
-    ``query`` and ``output``, which is written, are ``[num_tokens, num_heads, head_size]``, ``key``
-    and ``value`` ``[num_tokens, num_kv_heads, head_size]``, all in the model's dtype.
+    Attributes:
+        query: ``[num_tokens, num_heads, head_size]``.
+        key, value: ``[num_tokens, num_kv_heads, head_size]``.
+        output: ``[num_tokens, num_heads, head_size]``, written by attention.
     """
 
     query: torch.Tensor
@@ -88,17 +90,17 @@ class NewTokens(NamedTuple):
     output: torch.Tensor
 
     def at(self, places: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of some tokens."""
+        """Queries, keys and values of the tokens at ``places``."""
         return self.query[places], self.key[places], self.value[places]
 
 
 def reduce_heads(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Tensor:
-    """Attention mass of each query head to one number a head set.
+    """Reduce the attention mass of query heads to one value per head set.
 
     Args:
         mass: ``[..., num_kv_heads, group, n]``.
         num_sets: 1 reduces over all query heads, ``num_kv_heads`` over each group.
-        reduction: ``mean``, ``max`` or ``median`` (the lower one of an even number).
+        reduction: ``mean``, ``max`` or ``median`` (the lower middle value of an even count).
 
     Returns:
         ``[..., num_sets, n]``.
@@ -111,14 +113,14 @@ def reduce_heads(mass: torch.Tensor, num_sets: int, reduction: str) -> torch.Ten
 
 
 def gather_kv_heads(mass: torch.Tensor) -> torch.Tensor:
-    """Attention mass of the heads of all tensor-parallel ranks."""
+    """Concatenate attention mass over the KV heads of all tensor-parallel ranks."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
     return tensor_model_parallel_all_gather(mass.contiguous(), dim=-3)
 
 
 def over_ranks(mass: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The ``mean`` or ``max`` over all tensor-parallel ranks of a tensor that each of them has."""
+    """Reduce a tensor over all tensor-parallel ranks by ``mean`` or ``max``."""
     from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
 
     group, mass = get_tp_group(), mass.contiguous()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which original tokens the cache holds, recorded as a stream goes by.
+"""Records which tokens of the stream the cache holds.
 
-Needs the policy setting ``trace: true``, which keeps a unit's index in the stream beside its
-rank. Used by the tests against the oracle, the demo's picture and ``vllm-cascade trace``.
+Requires the policy setting ``trace: true``, which stores each unit's stream index beside its rank.
+The oracle tests, the demo's picture and ``vllm-cascade trace`` use it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from vllm_cascade.step.rows import StrideRows
 class Kept:
     """One layer's kept tokens of one request after ``end`` tokens.
 
-    ``first_page`` tells requests apart while they live; ``tokens`` is ``[num_sets][count]``.
+    Attributes:
+        first_page: the request's first block, which identifies it while it runs.
+        tokens: stream indices, ``[num_sets][count]``.
     """
 
     layer: str
@@ -28,32 +30,32 @@ class Kept:
 
 
 class Recorder:
-    """Collects the kept tokens of every stride end that is a multiple of ``every`` tokens."""
+    """Collects kept tokens at every stride end that is a multiple of ``every`` tokens."""
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
         self.kept: list[Kept] = []
 
     def record(self, layer: str, pages: Pages, rows: StrideRows, table: torch.Tensor) -> None:
-        """Note what each stride of a wave left in the cache.
+        """Record the cache after each stride of a wave.
 
         Args:
             table: int ``[B, P]``, the batch's block table.
         """
         for i, row in enumerate(rows.steps.tolist()):
             blocks = table[int(rows.request[i])].long()
-            if blocks[0] != 0:  # a warm-up has the null block only
+            if blocks[0] != 0:  # warm-up rows have only the null block
                 self.add(layer, pages, blocks, row[NEW_SLOTS], row[STREAM] + row[LENGTH])
 
     def add(self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> None:
-        """Note one request's kept tokens after ``end`` tokens, from its first slots."""
+        """Record what one request's first ``num_slots`` slots keep after ``end`` tokens."""
         if end % self.every == 0:
             tokens = kept_tokens(pages, blocks, num_slots, end)
             self.kept.append(Kept(layer, int(blocks[0]), end, tokens))
 
 
 def kept_tokens(pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> list[list[int]]:
-    """Stream indices of the cached ones of ``end`` tokens, chronological, per head set."""
+    """Stream indices of the tokens cached after ``end`` tokens, chronological, per head set."""
     assert pages.token is not None, "needs the policy setting trace: true"
     num_units = num_slots // pages.unit
     rank = pages.rank[blocks].transpose(0, 1).flatten(1)[:, :num_units]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention on CPUs: C++ where a compiler is, PyTorch elsewhere."""
+"""Attention on CPUs: C++ if a compiler is available, else PyTorch."""

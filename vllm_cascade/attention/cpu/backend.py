@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend that takes the place of vLLM's ``CPU_ATTN`` while a policy is on."""
+"""The CPU backend, which replaces vLLM's ``CPU_ATTN`` while a policy is active."""
 
 from typing import Any, ClassVar
 
@@ -15,7 +15,7 @@ from vllm_cascade.recall.stores import Stores, check_host_memory
 
 
 class CPUKVPolicyBackend(KVPolicyBackend):
-    """On the CPU."""
+    """Attention over a bounded cache on the CPU."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
 

@@ -18,7 +18,7 @@ from vllm_cascade.step.inputs import Singles, Stride
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):
-    """Runs a step's waves: all single tokens at once, each longer stride on its own."""
+    """Runs a step's waves: single tokens in one batch, longer strides one by one."""
 
     knows_windows = knows_sinks = knows_codes = True
     path: Path | None = None
@@ -29,7 +29,12 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
 
     def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
-        """Let evicted units come back; ``index``: of the layer in its requests' logs."""
+        """Enable recall of evicted units.
+
+        Args:
+            index: the layer's index in its requests' logs.
+            most_queries: queries of a stride that select units, at most.
+        """
         judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
         self.recall = LayerRecall(self._layer, self._pages, index, most_queries, judge)
 

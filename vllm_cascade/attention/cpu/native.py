@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one layer on the CPU in C++: one call for all single tokens, one a longer stride."""
+"""Attention of one layer through the C++ library: one call per batch of tokens or per stride."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from vllm_cascade.step.inputs import Singles, Stride
 def refusal(
     layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule, library: cpp.Library
 ) -> str | None:
-    """Why a layer cannot run in the library; None where it can."""
+    """The reason why the library cannot run a layer, or None if it can."""
     if layer.gather_heads is not None:
         return "tensor-parallel ranks exchange scores in the middle of a step"
     for dtype in (_stored(pages), _dtype(layer, pages)):
@@ -34,11 +34,11 @@ def refusal(
 
 
 class NativeJudge:
-    """One layer's; see ``evidence.py`` for what it computes.
+    """Selects one layer's units to recall; ``attention/torch/recall.py`` is the reference.
 
     Args:
-        layer: the library's structure of the layer, which the caller keeps alive with its tensors.
-        index: of the layer in its requests' logs.
+        layer: the library's layer struct. The caller keeps it and its tensors alive.
+        index: the layer's index in its requests' logs.
     """
 
     def __init__(self, library: cpp.Library, layer: cpp.Layer, index: int) -> None:
@@ -47,15 +47,15 @@ class NativeJudge:
     def choose(
         self, units: Part, num: int, rows: cpp.Rows, places: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The units that some queries ask for most.
+        """Select the ``num`` units with the highest worth for some queries.
 
         Args:
-            places: int64 ``[asking]``, of their tokens in the step.
-            positions: int64 ``[asking]``, by which their queries are turned back.
+            places: int64 ``[queries]``, the queries' tokens in the step.
+            positions: int64 ``[queries]``, positions by which the queries are rotated back.
 
         Returns:
-            int64 ``[sets, num]``, counted from the part's first unit and ascending, and fp32
-            ``[H * G, len(units)]``, what each query head asks for, at most of all tokens.
+            Unit indices within the part, int64 ``[sets, num]``, ascending; and the units' worth
+            for each query head, fp32 ``[H * G, len(units)]``, maximised over the queries.
         """
         layer, (codes, scales) = self._layer, units.addresses
         assert places.dtype == positions.dtype == np.int64 and len(places) == len(positions)
@@ -80,7 +80,7 @@ class NativeJudge:
 
 
 class NativePath:
-    """One layer's calls into the library; see ``PyTorchPath`` for what they compute."""
+    """One layer's calls into the library; ``PyTorchPath`` is the reference."""
 
     def __init__(
         self,
@@ -91,12 +91,12 @@ class NativePath:
         schedule: Schedule,
     ) -> None:
         self.library = library
-        self._kept = layer, pages  # whose tensors the addresses are of
+        self._kept = layer, pages  # keeps the tensors behind the addresses alive
         self._layer = _layer(layer, pages, num_heads, schedule)
         self._dtype = _dtype(layer, pages)
 
     def judge(self, index: int) -> NativeJudge:
-        """What says which evicted units single tokens ask for."""
+        """Create the layer's selector of evicted units."""
         return NativeJudge(self.library, self._layer, index)
 
     def tokens(self, singles: Singles, new: NewTokens) -> None:
@@ -161,12 +161,12 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
 
 
 def _stored(pages: Pages) -> torch.dtype:
-    """Of a channel in pages."""
+    """Dtype of the rows in pages."""
     return pages.kv.dtype if pages.quantised is None else pages.quantised.code
 
 
 def _dtype(layer: LayerConfig, pages: Pages) -> torch.dtype:
-    """Of new tokens' rows."""
+    """Dtype of new tokens' rows."""
     return layer.dtype or pages.kv.dtype
 
 
@@ -175,7 +175,7 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _tokens(singles: Singles) -> cpp.Tokens:
-    """All layers of a step share them, so their structure is made once."""
+    """The library's struct of single tokens, built once per step for all layers."""
     made = singles.kept.get("native")
     if made is not None:
         return made
@@ -201,7 +201,7 @@ _last_stride: tuple[Any, cpp.Stride] | None = None
 
 
 def _stride(stride: Stride) -> cpp.Stride:
-    """The same for a stride, whose layers come one after another."""
+    """The library's struct of a stride. All layers run a stride in turn, so the last is cached."""
     global _last_stride
     last = _last_stride
     if last is not None and last[0] is stride:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation runs a layer on the CPU: the C++ library, or plain PyTorch.
+"""Chooses a layer's implementation on the CPU: the C++ library or plain PyTorch.
 
-They compute the same. C++ is the default; PyTorch runs what the library does not know and
-machines without a compiler. ``VLLM_CASCADE_CPU`` says otherwise: ``pytorch`` never uses the
-library, ``native`` stops the engine where it cannot be used.
+Both compute the same. C++ is the default. PyTorch runs layers that the library does not support,
+and machines without a compiler. ``VLLM_CASCADE_CPU`` overrides the choice: ``pytorch`` never uses
+the library, ``native`` raises an error if the library cannot run a layer.
 """
 
 import os
@@ -28,20 +28,20 @@ CHOICES = ("native", "pytorch")
 
 
 class Path(Protocol):
-    """Attention of one layer that leaves its pages in their next state.
+    """Attention of one layer, which also updates its pages.
 
-    The rows of the given strides are read from the step's new tokens, and written in ``output``.
+    Methods read the rows of their tokens from ``new`` and write ``new.output``.
     """
 
     def tokens(self, singles: Singles, new: NewTokens) -> None:
-        """One token of many requests."""
+        """Run one token of many requests."""
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
-        """Several tokens of one request; ``evicted`` is given the units that leave."""
+        """Run several tokens of one request; ``evicted`` receives the evicted units."""
 
 
 class PyTorchPath:
-    """The reference: readable, no compiler needed."""
+    """The PyTorch reference, which needs no compiler."""
 
     def __init__(self, layer: LayerConfig, pages: Pages) -> None:
         self._layer = layer
@@ -60,12 +60,13 @@ class PyTorchPath:
 
 
 def choose(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule) -> Path:
-    """The implementation for a layer with ``num_heads`` query heads under an engine's policy.
+    """Choose the implementation of a layer with ``num_heads`` query heads.
 
-    Compiles the library when a process asks for the first time, which is at engine start.
+    The first call in a process, at engine start, compiles the library.
 
     Raises:
-        KVPolicyError: ``VLLM_CASCADE_CPU`` has no such value, or demands what cannot be.
+        KVPolicyError: ``VLLM_CASCADE_CPU`` has an unknown value, or is ``native`` and the library
+            cannot run the layer.
     """
     wanted = os.environ.get(SWITCH)
     if wanted not in (None, *CHOICES):
@@ -85,7 +86,7 @@ def choose(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[Library | None, str]:
-    """The library, or why there is none; tried once in a process."""
+    """The library, or None with the reason; loaded once per process."""
     try:
         library = load()
         logger.info("CPU attention runs in C++ (%s)", library.path)

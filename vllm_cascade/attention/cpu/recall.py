@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall in one layer: which units come back, into which slots, and where evicted rows go.
+"""Recall in one layer: selects units, copies them to free slots, and stores evicted units.
 
-Attention knows nothing of it: a recalled unit is a unit like others, behind the sinks. A unit keeps
-the position that its keys were rotated with, so its rows are copied as they are.
+Attention treats recalled units as ordinary units with the ranks after the sinks. A unit keeps the
+position at which its keys were rotated, so its rows are copied unchanged.
 """
 
 from collections.abc import Callable, Iterable
@@ -46,7 +46,7 @@ class _Line:
     def rows(
         self, heads: slice, places: np.ndarray
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Views ``[heads, unit, 2 D]`` of the rows of units, and of their scales, if any."""
+        """Views of units' rows, ``[heads, unit, 2 D]``, and of their scales, if any."""
         views, scale = [], self._pages.scale
         for place in places.tolist():
             page, at = int(self._blocks[place // self._per_page]), place % self._per_page
@@ -56,7 +56,13 @@ class _Line:
 
 
 class LayerRecall:
-    """One layer's part in recall."""
+    """Selects, places and stores the units of one layer.
+
+    Args:
+        index: the layer's index in the logs.
+        most_queries: queries of a stride that select units, at most.
+        judge: selects units in C++; None selects in PyTorch.
+    """
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class LayerRecall:
         self._layer, self._pages, self._index = layer, pages, index
         self._most_queries, self._judge = most_queries, judge
         self.exchanged = 0
-        """Units that selections have brought back."""
+        """Units copied back into pages so far."""
 
     def _heads(self, head_set: int) -> slice:
         return slice(None) if self._layer.num_sets == 1 else slice(head_set, head_set + 1)
@@ -77,7 +83,7 @@ class LayerRecall:
     # --- before attention ---------------------------------------------------------------------
 
     def select_for_stride(self, stride: Stride, new: NewTokens) -> None:
-        """Bring back what the stride's queries ask for."""
+        """Recall the units that the stride's queries select."""
         plan = stride.recall
         if plan is None or not plan.selects:
             return
@@ -87,7 +93,7 @@ class LayerRecall:
         self._place_all(plan, chosen, partial(_Line, self._pages, blocks, stride.old_slots))
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
-        """The same for single tokens."""
+        """Recall the units that single tokens' queries select."""
         selects = [i for i, plan in enumerate(singles.recall) if plan is not None and plan.selects]
         rows = row_addresses(new) if selects else None
         for i in selects:
@@ -107,11 +113,11 @@ class LayerRecall:
         rows: Rows,
         place: np.ndarray,
     ) -> Iterable[np.ndarray]:
-        """Each head set's units, counted from the first candidate.
+        """Select units for each head set; indices count from the first candidate.
 
         Args:
             rows: addresses of ``new``.
-            place: int64 ``[asking]``, of the tokens that ask, in the step.
+            place: int64 ``[queries]``, the selecting tokens' places in the step.
         """
         layer, units = self._layer, plan.candidates
         position = np.full(len(place), plan.middle * self._pages.unit)
@@ -129,7 +135,7 @@ class LayerRecall:
     def _place_all(
         self, plan: RecallStride, chosen: Iterable[np.ndarray], line_of: Callable[[], _Line]
     ) -> None:
-        """Bring the chosen units into the pages, where others are there now."""
+        """Copy the chosen units into the pages, for head sets whose recalled units change."""
         line = None
         for head_set, units in enumerate(chosen):
             numbers = units + plan.candidates.begin
@@ -143,7 +149,7 @@ class LayerRecall:
             self._place(plan, head_set, numbers, wanted, shown, line)
 
     def _first_tokens(self, units: Part, head_set: int, numbers: np.ndarray) -> np.ndarray:
-        """int32: which tokens of the stream units begin with."""
+        """int32: the stream index of each unit's first token."""
         chunks, at = numbers // CHUNK_UNITS, numbers % CHUNK_UNITS
         words = [
             units.chunks[chunk].token[self._index, head_set, place]
@@ -160,11 +166,12 @@ class LayerRecall:
         shown: np.ndarray,
         line: _Line,
     ) -> None:
-        """Give units, counted in the candidates' chunks, the ranks after the sinks.
+        """Replace one head set's recalled units, which have the ranks after the sinks.
 
         Args:
-            wanted: their first tokens, ascending.
-            shown: first tokens of those that are there, written.
+            numbers: the new units' numbers in the candidates' chunks.
+            wanted: the new units' first tokens, ascending.
+            shown: first tokens of the units recalled so far; updated in place.
         """
         had = shown[: plan.before].copy()
         rank, sinks = line.rank[head_set], plan.sinks
@@ -188,7 +195,7 @@ class LayerRecall:
     def _fill(
         self, units: Part, head_set: int, numbers: np.ndarray, places: np.ndarray, line: _Line
     ) -> None:
-        """Copy units into empty slots."""
+        """Copy units from the log into free slots."""
         pages, heads = self._pages, self._heads(head_set)
         for i, (rows, scale) in enumerate(line.rows(heads, places)):
             number = int(numbers[i])
@@ -202,13 +209,13 @@ class LayerRecall:
         line.write(pages.score, head_set, places, 0.0)
 
     def room(self, part: Part) -> Evicted:
-        """Memory for what a stride evicts."""
+        """Allocate memory for the units that a stride evicts."""
         return Evicted.room(self._layer, self._pages, len(part))
 
     # --- after attention ----------------------------------------------------------------------
 
     def ranks_before(self, singles: Singles) -> list[np.ndarray | None]:
-        """The ranks of those tokens' requests that will evict something."""
+        """Each request's ranks before attention; None if its token evicts nothing."""
         return [
             None
             if plan is None or not len(plan.stored)
@@ -217,7 +224,7 @@ class LayerRecall:
         ]
 
     def store_of_tokens(self, singles: Singles, before: list[np.ndarray | None]) -> None:
-        """Units that single tokens have evicted: their slots are free, and still hold them."""
+        """Store the units that single tokens evicted; their freed slots still hold the rows."""
         for i, old in enumerate(before):
             if old is None:
                 continue
@@ -240,7 +247,7 @@ class LayerRecall:
             self.store(plan.stored, gone)
 
     def store(self, part: Part, gone: Evicted) -> None:
-        """Write evicted units, and what judges them, into a log's memory."""
+        """Write evicted units and their 8-bit keys to a log's memory."""
         layer, index = self._layer, self._index
         unit = self._pages.unit
         sets = torch.arange(layer.num_kv_heads) if layer.num_sets > 1 else [0] * layer.num_kv_heads

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host sends to the device before a step: rows, plans and tables of schedules."""
+"""Transfers from the host to the device before a step: rows, plans and schedule tables."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,14 @@ from vllm_cascade.policies.schedule import Schedule
 
 
 class Mail:
-    """Rows of a step on their way to the device, in one piece.
+    """Collects a step's rows and sends them to the device in one transfer.
 
-    They are known by their places until it is sent.
+    ``add`` and ``add_without`` return slices, which index the tensors that ``send`` sets.
+
+    Attributes:
+        steps: int32 ``[n, STEP_COLUMNS]``, rows with block tables.
+        others: int32 ``[m, STEP_COLUMNS]``, rows without block tables.
+        table: int ``[n, P]``, block tables of ``steps``.
     """
 
     def __init__(self) -> None:
@@ -31,20 +36,20 @@ class Mail:
         self._num = self._num_others = 0
 
     def add(self, steps: np.ndarray, requests: np.ndarray) -> slice:
-        """Rows with block tables: those of ``requests``, rows of the batch."""
+        """Add rows with block tables; ``requests`` are the rows of the batch's block table."""
         self._rows.append(steps)
         self._requests.append(requests)
         self._num += len(steps)
         return slice(self._num - len(steps), self._num)
 
     def add_without(self, steps: np.ndarray) -> slice:
-        """Rows without block tables."""
+        """Add rows without block tables."""
         self._others.append(steps)
         self._num_others += len(steps)
         return slice(self._num_others - len(steps), self._num_others)
 
     def send(self, table: torch.Tensor) -> None:
-        """Send all of it to where the batch's block table is."""
+        """Send all rows to the device of ``table``, the batch's block table."""
         parts = [*self._rows, *self._others, *self._requests]
         if not parts:
             return
@@ -54,15 +59,15 @@ class Mail:
         steps = device[:rows].view(-1, STEP_COLUMNS)
         self.steps, self.others = steps[: self._num], steps[self._num :]
         self.table = table.index_select(0, device[rows:])
-        # Warm-up brings block tables of nothing but the null block: those rows are padding.
+        # Block tables of a warm-up hold only the null block: mark those rows as padding.
         self.steps[:, STREAM].masked_fill_(self.table[:, 0] == 0, -1)
 
 
 class Plans:
-    """Plans of strides on the device, which repeat with their schedules' periods.
+    """Cache of stride plans on the device. Plans repeat with the periods of schedules.
 
     Attributes:
-        table: int32, one plan after another, the first of which leaves everything.
+        table: int32, concatenated plans. The first one evicts nothing.
     """
 
     ROOM = 1 << 20
@@ -73,7 +78,10 @@ class Plans:
         self._end = 3
 
     def places(self, plans: Sequence[Plan | None]) -> list[int]:
-        """Where each plan is, once the table is used as it is then; 0 for None."""
+        """Load missing plans and return each plan's offset in ``table``; 0 for None.
+
+        Offsets are valid for the table after this call. A later call may replace the table.
+        """
         missing = [plan for plan in dict.fromkeys(plans) if plan and plan not in self._places]
         if missing:
             self._load(missing, [plan for plan in dict.fromkeys(plans) if plan])
@@ -96,7 +104,7 @@ class Plans:
 
 
 def _numbers(plan: Plan) -> np.ndarray:
-    """A plan as ``kernels/triton/choose.py`` reads it."""
+    """Encode a plan for ``kernels/triton/choose.py``."""
     if plan.lowest is not None:
         return np.asarray(plan.lowest, dtype=np.int32)
     assert plan.groups is not None, "rule by rule it is done in PyTorch"
@@ -107,20 +115,20 @@ def _numbers(plan: Plan) -> np.ndarray:
 
 
 SPARE = 64
-"""Schedules remembered besides those that can be in one batch."""
+"""Schedules kept on the device beyond the most that one batch can use."""
 
 
 MORE_IN_TABLE = 4
-"""The column of ``Schedule.leading`` that points to further rules."""
+"""Column of ``Schedule.leading`` that points to further rules."""
 
 
 class DeviceTables:
-    """What the kernels ``schedule`` and ``insert`` read, for all schedules in use.
+    """Tables of all schedules in use, for the kernels ``schedule`` and ``insert``.
 
     Attributes:
-        engine: the schedule of a row that has none of its own.
+        engine: the default schedule of requests.
         schedules: the tables of ``kernels/triton/schedule.py``.
-        rules: int32 ``[n, 4]``, further rules of all schedules; never moves.
+        rules: int32 ``[n, 4]``, further rules of all schedules. Its address never changes.
     """
 
     def __init__(self, engine: Schedule, device: torch.device, max_requests: int) -> None:
@@ -133,7 +141,7 @@ class DeviceTables:
         self._load([engine])
 
     def numbers(self, schedules: Sequence[Schedule]) -> np.ndarray:
-        """int32, each schedule's row of ``heads``; those not there yet are added."""
+        """int32, each schedule's row of ``heads``; loads missing schedules."""
         missing = [s for s in dict.fromkeys(schedules) if s not in self._numbers]
         if missing:
             kept = [*self._numbers, *missing]
@@ -143,7 +151,7 @@ class DeviceTables:
         return np.asarray([self._numbers[schedule] for schedule in schedules], dtype=np.int32)
 
     def begin(self, schedule: Schedule) -> int:
-        """Where a schedule's further rules begin."""
+        """Row of ``rules`` at which a schedule's further rules begin."""
         self.numbers([schedule])
         return self._begins[schedule]
 

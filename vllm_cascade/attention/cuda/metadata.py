@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all layers of a step share on CUDA: its waves, single tokens and longer strides apart."""
+"""Step metadata on CUDA, shared by all layers: waves of single tokens and longer strides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,18 +17,18 @@ from vllm_cascade.step.rows import StrideRows
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Single tokens of ``B`` requests, on the device.
+    """Single tokens of ``B`` requests.
 
     Attributes:
-        index: int64 ``[B]``, the tokens' places in the step; None: they are its first ``B``.
+        index: int64 ``[B]``, the tokens' places in the step; None for the first ``B`` tokens.
         steps: int32 ``[B, STEP_COLUMNS]``.
         table: int32 ``[B, P]`` block numbers.
-        logit_scale: fp32 ``[B]``, or None.
-        no_scores: fp32 ``[B, num_sets]`` zeros, the new scores of a policy that computes none.
-        scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
-            none.
-        given: fp32 ``[B]``, these scores; None where the host gives none.
-        recall: int32 ``[B, RECALL_COLUMNS]``; None where no evicted units come back.
+        logit_scale: fp32 ``[B]``, factors on the logits, or None.
+        no_scores: fp32 ``[B, num_sets]`` zeros, the new tokens' scores under score-free policies.
+        scored: int32 ``[B]``, ranks of the units that receive a score from the host; negative
+            for none.
+        given: fp32 ``[B]``, the host's scores, or None.
+        recall: int32 ``[B, RECALL_COLUMNS]``; None without recall.
     """
 
     index: torch.Tensor | None
@@ -43,20 +43,22 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class PrefillRows:
-    """Strides of ``R`` requests whose scores are made and compared alike.
+    """Strides of ``R`` requests that share one scoring.
 
     Attributes:
         steps: int32 ``[R, STEP_COLUMNS]`` (``kernels/triton/stride_columns.py``).
-        table: int32 ``[R, P]``.
-        plans: int32, what the rows point into.
-        scoring: how scores are made and compared.
+        table: int32 ``[R, P]`` block numbers.
+        plans: int32, the plans' table, into which the rows point (``mail.Plans``).
+        scoring: how scores are computed and compared.
         decays: fp32 ``[prefill_stride]``: ``weight * decay ** i``.
-        given: fp32 ``[num_tokens]`` of the whole step, scores by the host, or None.
-        max_length, max_slots: the longest stride, and the most slots in use before.
-        width: of the longest line, or of the most slots afterwards, in units.
-        recall: int32 ``[R, RECALL_COLUMNS]``; None where no evicted units come back.
-        strides: these rows and what their kernels leave each other, as launches read it, by the
-            layer's query heads and their size; the first layer makes it for all.
+        given: fp32 ``[num_tokens]``, the host's scores of the whole step, or None.
+        max_length: tokens of the longest stride.
+        max_slots: most slots in use before a stride.
+        width: units of the longest line (cached and new tokens), or of the most slots afterwards if
+            that is more.
+        recall: int32 ``[R, RECALL_COLUMNS]``; None without recall.
+        strides: launch arguments and the kernels' shared memory, by number and size of the layer's
+            query heads. The first layer builds them for all layers.
     """
 
     steps: torch.Tensor
@@ -74,15 +76,15 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class ChunkRows:
-    """Strides of ``M`` requests for whom nobody is compared, all of them at once.
+    """Strides of ``M`` requests with score-free policies, attended in one launch.
 
     Attributes:
-        steps: int32 ``[K, STEP_COLUMNS]``, strides.
-        chunks: int32 ``[M, STEP_COLUMNS]``, what all of a request's strides are together.
-        table: int32 ``[M, P]``.
+        steps: int32 ``[K, STEP_COLUMNS]``, one row per stride.
+        chunks: int32 ``[M, STEP_COLUMNS]``, one row per request, for all of its strides.
+        table: int32 ``[M, P]`` block numbers of the requests.
         positions: int64 ``[num_tokens]``, the tokens' positions.
-        finished: int32 zeros, where programs count who is done.
-        max_length: the longest stride.
+        finished: int32 zeros, counters of finished programs.
+        max_length: tokens of the longest stride.
     """
 
     steps: torch.Tensor
@@ -95,12 +97,16 @@ class ChunkRows:
 
 @dataclass(frozen=True)
 class DeviceWave:
-    """One stride of each request: single tokens, longer ones, and those for PyTorch.
+    """One stride per request, grouped by implementation.
 
     Attributes:
-        rows: None where the host does not know them.
-        others: strides for PyTorch, each with its int32 ``[RECALL_COLUMNS]`` if units are recalled.
-        chunks: strides of requests for whom nobody is compared, in the first wave all of them.
+        rows: the wave's rows on the host; None if the host does not know them.
+        decode: single tokens.
+        prefill: longer strides, grouped by scoring.
+        others: strides that run in PyTorch, each with its int32 ``[RECALL_COLUMNS]`` if units are
+            recalled.
+        chunks: strides of score-free policies. The first wave holds all strides of a request,
+            unless the policy is traced.
     """
 
     rows: StrideRows | None
@@ -112,14 +118,14 @@ class DeviceWave:
 
 @dataclass
 class TritonMetadata(AttentionMetadata):
-    """What every layer of this step shares.
+    """A step's metadata, shared by all layers.
 
     Attributes:
         table: int32 ``[B, P]``, the batch's block table.
-        rules: int32 ``[n, 4]``, what steps have beyond their first victim rule.
-        logit_scale: fp32 ``[num_tokens]`` over the step, or None.
-        positions: int64, the tokens' positions, in layers with a window; None: they follow what
-            is cached.
+        rules: int32 ``[n, 4]``, victim rules of steps after the first rule.
+        logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
+        positions: int64, the tokens' positions in layers with a window; None if positions follow
+            from the number of cached tokens.
     """
 
     spec: KVPolicySpec

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's strides on the device: rows, plans and the memory that their kernels share.
+"""Builds the step rows of a prompt's strides and chunks for the Triton kernels.
 
-All rows of a step are sent at once, and each layer finds its arguments ready: what a stride of a
-layer takes the host is three launches.
+All rows of a step are sent in one transfer, and all layers share the launch arguments. The host's
+work per layer and stride is three launches.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from vllm_cascade.step.rows import StrideRows
 
 
 def plan_of(schedule: Schedule, step: list[int]) -> Plan | None:
-    """How a stride with these numbers is inserted; None where all of it stays."""
+    """Plan of the evictions of a stride with step row ``step``; None if it evicts nothing."""
     stream, cached, length = step[STREAM], step[CACHED], step[LENGTH]
     if schedule.policy.recall:
         cached -= int(schedule.recalled(np.asarray(stream))) * schedule.unit
@@ -35,7 +35,7 @@ def plan_of(schedule: Schedule, step: list[int]) -> Plan | None:
 
 
 def stride_rows(rows: StrideRows, plans: Sequence[Plan | None], places: list[int]) -> np.ndarray:
-    """Step rows that say how each stride's units are inserted."""
+    """Step rows with the plan columns filled in; ``places`` are the plans' offsets."""
     steps = rows.steps.copy()
     numbers = [
         (place, 0, 0, 0)
@@ -59,18 +59,18 @@ def _stay(plan: Plan) -> int:
 
 
 ChunkDraft = tuple[slice, slice, int]
-"""Where strides are among the rows without block tables, and chunks among the others; the longest
-stride."""
+"""Strides among the rows without block tables, chunks among the rows with them, and the longest
+stride's tokens."""
 
 
 def mail_chunks(mail: Mail, waves: Sequence[StrideRows]) -> ChunkDraft:
-    """Rows of strides, and of chunks: what all strides of a request are together."""
+    """Add a row per stride, and a chunk row per request that covers all of its strides."""
     steps = np.concatenate([rows.steps for rows in waves])
     request = np.concatenate([rows.request for rows in waves])
     schedules = [schedule for rows in waves for schedule in rows.schedules]
     owners, first, chunk = np.unique(request, return_index=True, return_inverse=True)
     steps[:, columns.CHUNK] = chunk
-    chunks = steps[first]  # waves are in order: the first stride of each
+    chunks = steps[first]  # each request's first stride, as waves are in order
     chunks[:, LENGTH] = np.bincount(chunk, weights=steps[:, LENGTH])
     chunks[:, columns.STRIDES] = np.bincount(chunk)
     np.maximum.at(chunks[:, NEW_SLOTS], chunk, steps[:, NEW_SLOTS])
@@ -83,6 +83,6 @@ def mail_chunks(mail: Mail, waves: Sequence[StrideRows]) -> ChunkDraft:
 
 
 def widest(steps: np.ndarray, unit: int) -> int:
-    """Of the lines of some strides, or of their slots afterwards, in units."""
+    """Units of the longest line of some strides, or of the most slots afterwards if more."""
     line = int((steps[:, CACHED] + steps[:, LENGTH]).max())
     return max(-(-line // unit), int(steps[:, NEW_SLOTS].max()) // unit)

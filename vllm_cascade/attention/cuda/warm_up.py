@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every variant of every kernel before the first request comes.
+"""Compiles every kernel variant before the first request.
 
-vLLM's own warm-up knows no prompt that finds something cached. So one layer runs a few steps whose
-block tables name nothing but the null block: all their rows are padding, and no page is written.
-No length makes another variant (``tests/attention/test_variants.py``).
+vLLM's own warm-up has no prompt that continues a filled cache. Here one layer runs a few steps
+whose block tables hold only the null block. All their rows are padding, so no page is written.
+Variants do not depend on lengths (``tests/attention/test_variants.py``).
 """
 
 from collections.abc import Iterator
@@ -26,15 +26,15 @@ from vllm_cascade.step.requests import Requests
 def warm_up(
     builder: CUDABuilder, impl: TritonKVPolicyImpl, kv_cache: torch.Tensor, width: int
 ) -> None:
-    """Run a layer on padding.
+    """Run one layer on padding rows.
 
     Args:
         kv_cache: the layer's page pool.
-        width: of the block tables that the runner makes.
+        width: columns of the runner's block tables.
     """
     requests, counters = builder.requests, builder.counters
     builder.counters = type(counters)()
-    alike = [builder.engine_schedule]  # in a window, whatever requests ask for
+    alike = [builder.engine_schedule]  # windows ignore requests' own policies
     if not builder.windowed:
         alike = _schedules(builder.schedule)
     try:
@@ -52,7 +52,7 @@ def warm_up(
 
 
 class _Alike(Requests):
-    """Rows that all run under one policy."""
+    """Requests that all use one schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -62,18 +62,25 @@ class _Alike(Requests):
 
 
 def _schedules(engine: Schedule) -> list[Schedule]:
-    """The engine's, and one of those that requests may ask for whose strides run otherwise."""
+    """The engine's schedule, and one per-request schedule for each other kind of stride.
+
+    A kind is the score source and whether the policy is score-free.
+    """
     found = {(engine.scoring.source, engine.keeps_newest is not None): engine}
     own = PerRequest(engine)
     for name in POLICIES:
-        with suppress(KVPolicyError):  # not on this engine
+        with suppress(KVPolicyError):  # this engine cannot run the policy
             one = own.schedule({NAME: name})
             found.setdefault((one.scoring.source, one.keeps_newest is not None), one)
     return list(found.values())
 
 
 def _steps(builder: CUDABuilder) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens before, and lengths: a stride of nothing cached, full ones, decode beside, decode."""
+    """Tokens seen before, and new tokens, per request of each warm-up step.
+
+    The steps are a stride on an empty cache, strides on a full one, decode beside a stride, and
+    decode alone.
+    """
     stride = builder.schedule.policy.prefill_stride
     most = len(builder.positions.buffer)
     later = -(-2 * builder.schedule.policy.budget // stride) * stride

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that the kernels of a stride leave each other, the same for all layers and strides.
+"""Scratch memory of the stride kernels, shared by all layers and strides.
 
-They run one after another, so one piece serves all; so does one row of counters, which every kernel
-leaves at 0. Both are made in vLLM's profiling run, as large as the worst batch needs (``reserve``),
-so that what vLLM gives to pages is what is left; after that nothing is allocated for a stride.
+Kernels run one after another, so one buffer and one row of counters serve all. Every kernel resets
+its counters to 0. vLLM's profiling run reserves both for the worst batch (``reserve``), so that
+vLLM sizes the page pool by the memory that is left. Strides then allocate nothing.
 """
 
 import math
@@ -22,16 +22,16 @@ from vllm_cascade.policies.policy import Policy
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNED = 256
-"""Bytes; where a tensor begins decides which variant of a kernel is launched."""
+"""Alignment of tensors in bytes. A pointer's alignment selects a kernel variant."""
 
 _of_devices: dict[torch.device, "Workspace"] = {}
 
 
 class Workspace:
-    """One piece of memory and one of counters, which grow where they have to.
+    """One scratch buffer and one row of counters, which grow on demand.
 
     Attributes:
-        grown: how often it has.
+        grown: times that the buffer has grown.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,7 +44,7 @@ class Workspace:
         return len(self._memory) + 4 * len(self._counters)
 
     def reserve(self, num_bytes: int, num_counters: int = 0) -> None:
-        """Have at least so much; tensors that were carved before keep what they have."""
+        """Grow to at least these sizes. Tensors carved earlier keep their memory."""
         if num_counters > len(self._counters):
             self._counters = self._counters.new_zeros(num_counters)
         if num_bytes > len(self._memory):
@@ -52,7 +52,7 @@ class Workspace:
             self.grown += 1
 
     def carve(self, shapes: Shapes) -> dict[str, torch.Tensor]:
-        """Tensors side by side, until somebody carves again; what they hold is anything."""
+        """Uninitialised tensors side by side in the buffer, valid until the next ``carve``."""
         self.reserve(size_of(shapes))
         made, begin = {}, 0
         for name, (shape, dtype) in shapes.items():
@@ -62,28 +62,28 @@ class Workspace:
         return made
 
     def counters(self, number: int) -> torch.Tensor:
-        """int32 zeros, which whoever counts leaves behind."""
+        """Zeroed int32 counters; kernels must reset them."""
         self.reserve(0, number)
         return self._counters[:number]
 
 
 def size_of(shapes: Shapes) -> int:
-    """Bytes that ``carve`` needs."""
+    """Bytes that ``carve`` needs for ``shapes``."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in shapes.values()]
     return sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
 
 
 def workspace_of(device: torch.device) -> Workspace:
-    """A device's, for all engines of this process: none computes while another does."""
+    """A device's workspace. All engines of a process share it, as they never run concurrently."""
     if device not in _of_devices:
         _of_devices[device] = Workspace(device)
     return _of_devices[device]
 
 
 def split_of(policy: Policy, query: torch.Tensor, least: int) -> Split:
-    """How a layer's attention of strides is split over keys; ``query``: ``[.., H * G, D]``.
+    """How a layer splits attention of strides over keys; ``query``: ``[.., H * G, D]``.
 
-    A request's own policy may have fewer slots in use than the engine's, and then fewer parts.
+    A per-request policy may use fewer slots than the engine's policy, and then fewer parts.
     """
     num_queries, head_size = query.shape[1:]
     return stride_split(
@@ -105,15 +105,18 @@ def stride_shapes(
     reduction: str | None,
     splits: int,
 ) -> Shapes:
-    """What the kernels of strides leave each other.
+    """Shapes of the tensors that the stride kernels pass to each other.
 
     Args:
-        width: as ``PrefillRows.width``.
-        num_tokens: of the whole step.
+        num_rows: strides in a launch.
+        num_sets: head sets.
+        width: units, as in ``PrefillRows.width``.
+        num_tokens: tokens of the whole step.
         query: ``[.., H * G, D]``.
         num_heads: KV heads.
-        reduction: over the query heads of a set; None: attention makes no scores.
-        splits: of attention over keys.
+        unit: tokens per unit.
+        reduction: reduction over the query heads of a set; None if attention computes no scores.
+        splits: splits of attention over keys.
     """
     shared = num_rows, num_sets, num_programs(num_rows, num_sets)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -133,12 +136,12 @@ def stride_shapes(
 
 
 def counters_of(shapes: Shapes) -> int:
-    """Counters of the workspace that go with them."""
+    """Workspace counters that kernels with these shapes need."""
     return math.prod(shapes["marks"][0][:2]) if "marks" in shapes else 0
 
 
 def memory_of(workspace: Workspace, shapes: Shapes) -> dict[str, Any]:
-    """What ``Strides`` has of the workspace, by name."""
+    """Carve the workspace tensors of ``Strides``, by attribute name."""
     made: dict[str, Any] = workspace.carve(shapes)
     if "marks" in made:
         arrived = workspace.counters(counters_of(shapes))
@@ -149,7 +152,7 @@ def memory_of(workspace: Workspace, shapes: Shapes) -> dict[str, Any]:
 def worst_shapes(
     policy: Policy, limits: SchedulerConfig, query: torch.Tensor, num_heads: int, least: int
 ) -> Shapes:
-    """``stride_shapes`` of the most strides in a wave, one of them as long as it can be."""
+    """``stride_shapes`` of the most strides in a wave, one of them of the greatest length."""
     tokens = limits.max_num_batched_tokens
     longest = policy.capacity + min(policy.prefill_stride, tokens)
     return stride_shapes(

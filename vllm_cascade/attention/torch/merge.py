@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deleted tokens averaged into kept ones: clusters of a KV cache.
+"""Merges deleted tokens into kept ones by clustering the KV cache.
 
-Differs from the paper's sketch (DGC, Algorithms 3 and 4), which clusters the features of the last
-layer and attends to means of *embeddings*: a cache has keys and values only. So a cluster is a
-slot; its centre is the running mean of the keys, without their rotation, and of the values of its
-members; its number of members is kept where other policies keep a score. Centres start as the
-first tokens that stand there, not by k-means++, and their number is fixed. A stride's tokens are
-assigned with the centres as they were at its start, as it is selected with frozen scores.
+The paper's sketch (DGC, Algorithms 3 and 4) clusters the features of the last layer and attends to
+means of *embeddings*. A KV cache has only keys and values, so this differs:
+
+- A cluster is a slot. Its centre is the running mean of its members' values and unrotated keys.
+- The score field counts the members of a cluster.
+- The number of centres is fixed. They start as the first tokens in their slots, not by k-means++.
+- A stride's tokens are assigned to the centres as of the stride's start. Scores are frozen during a
+  stride in the same way.
 
 Shapes: as in ``strides.py``; ``C`` centres, ``M`` tokens to merge.
 """
@@ -28,16 +30,16 @@ def merge_deleted(
     scores: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> torch.Tensor:
-    """Average every token that ``keep`` deletes into the nearest centre.
+    """Merge every token that ``keep`` deletes into its nearest centre.
 
     Args:
-        order: int64 ``[S, n]``, slots in chronological order.
-        keep: bool ``[S, n + T]``; every set deletes the same ranks.
-        scores: fp32 ``[S, n + T]``, members of each centre besides itself; updated.
-        new_kv: ``[T, H, 2 * D]``, the stride's own keys and values.
+        order: int64 ``[S, n]``, slots in chronological order of their tokens.
+        keep: bool ``[S, n + T]``; all head sets delete the same ranks.
+        scores: fp32 ``[S, n + T]``, tokens merged into each centre; updated in place.
+        new_kv: ``[T, H, 2 * D]``, the stride's keys and values.
 
     Returns:
-        ``new_kv``, changed where a token of this stride is a centre.
+        ``new_kv``, updated where a token of this stride is a centre.
     """
     assert pages.quantised is None, "means would be rounded again and again"
     deleted = (~keep[0]).nonzero().squeeze(1)
@@ -71,7 +73,7 @@ def merge_deleted(
 def _turns(
     layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
 ) -> torch.Tensor | None:
-    """cos and sin that take back the rotation every key was written with, ``[S, n + T, 2, d]``."""
+    """cos and sin that undo each key's rotation, ``[S, n + T, 2, d]``; None without rotation."""
     if layer.rotation is None:
         return None
     born = pages.born[stride.blocks].transpose(0, 1).flatten(1).gather(1, order).long()
@@ -84,7 +86,7 @@ def _rotated(layer: LayerConfig, keys: torch.Tensor, turn: torch.Tensor | None) 
 
 
 def _nearest(layer: LayerConfig, centres: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The centre of highest cosine for every token, over all heads of a set: int64 ``[S, M]``."""
+    """Centre with the highest key cosine for each token, over a set's heads: int64 ``[S, M]``."""
 
     def features(rows: torch.Tensor) -> torch.Tensor:
         keys = rows[..., : layer.head_size]
@@ -105,7 +107,7 @@ def _write_centres(
     merged: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> torch.Tensor:
-    """Centres that have a slot are written there, the others are tokens of this stride."""
+    """Write cached centres to their slots, and the other centres to ``new_kv``."""
     num_old = slots.shape[1]
     block, offset = stride.blocks[slots // pages.block_size], slots % pages.block_size
     head = torch.arange(layer.num_kv_heads).unsqueeze(1)

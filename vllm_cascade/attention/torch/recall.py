@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which evicted units queries ask for: the judge, in plain PyTorch.
+"""Scores evicted units by the queries' attention to them, in plain PyTorch.
 
-Keys are judged as if they all stood where a recalled unit will: in the middle of the recalled
-ones. They are kept as they were before rotation, in 8 bits, and queries are turned back by that
-position. If a query attended to the whole store, its keys would get probabilities: a unit is worth
-the largest of its keys' and their mean, as a share of all units'. Of several queries the largest
-share counts, and the mean over a set's query heads is what is compared. The largest alone would
-often be exactly equal: in a first layer equal tokens have equal keys. Queries are taken in 15 bits,
-so that products are of integers where that is fast. Docs: INTERNALS.md, "Recall"; what other judges
-find: RESULTS.md.
+1. Keys are stored unrotated in 8 bits. Queries are rotated back by one common position, the middle
+   of the recalled units. All keys are scored as if they were at that position.
+2. A query attends to the whole store. A unit's worth is the largest probability of its keys plus
+   their mean, divided by the sum over all units. The largest probability alone often ties: in the
+   first layer equal tokens have equal keys.
+3. The worth is maximised over queries and averaged over the query heads of a set.
+
+Queries are rounded to 15 bits, so that a device may multiply integers where that is faster.
+See INTERNALS.md, "Recall"; RESULTS.md compares other scores.
 """
 
 import numpy as np
@@ -19,19 +20,19 @@ from vllm_cascade.models.rotary import rotate
 from vllm_cascade.recall.log import Part
 
 LEVELS = 127
-"""Steps of a key's largest channel."""
+"""Quantisation steps of a key's largest channel."""
 QUERY_LEVELS = 127 * 128
-"""Steps of a query's."""
+"""Quantisation steps of a query's largest channel."""
 
 
 def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys in 8 bits, each with a scale of its own.
+    """Quantise keys to 8 bits with one scale per key.
 
     Args:
         keys: fp32 ``[..., D]``, before rotation.
 
     Returns:
-        int8 of the same shape, and fp32 ``[...]``.
+        int8 codes of the same shape, and fp32 scales ``[...]``.
     """
     scale = keys.abs().amax(-1) / LEVELS
     steps = keys / scale.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
@@ -39,18 +40,18 @@ def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def by_words(codes: torch.Tensor) -> torch.Tensor:
-    """Codes ``[..., unit, D]`` as a log has them, ``[..., D / 4, unit, 4]``."""
+    """Reorder codes ``[..., unit, D]`` to the log's layout ``[..., D / 4, unit, 4]``."""
     return codes.unflatten(-1, (-1, 4)).transpose(-2, -3)
 
 
 def rounded(queries: torch.Tensor) -> torch.Tensor:
-    """Queries ``[..., D]`` in 15 bits, for products of integers; fp32 as they come."""
+    """Round fp32 queries ``[..., D]`` to 15 bits; the result is fp32, scaled back."""
     step = queries.abs().amax(-1, keepdim=True) / QUERY_LEVELS
     return (queries / step.clamp_min(torch.finfo(torch.float32).tiny)).round() * step
 
 
 def unrotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """fp32 ``[..., D]`` vectors as they were before they were rotated to ``[...]`` positions."""
+    """Undo the rotation of ``[..., D]`` vectors to ``[...]`` positions; fp32."""
     vectors = vectors.float()
     if layer.rotation is None:
         return vectors
@@ -58,19 +59,20 @@ def unrotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor)
 
 
 def asking(num_tokens: int, most: int) -> np.ndarray:
-    """Which tokens of a stride choose: all, or ``most`` that are evenly spread, the last among
-    them."""
+    """Tokens of a stride whose queries select units: at most ``most``, evenly spaced, with the last
+    token included."""
     if num_tokens <= most:
         return np.arange(num_tokens)
     return (np.arange(1, most + 1) * num_tokens) // most - 1
 
 
 def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) -> torch.Tensor:
-    """How much each query head asks for each unit, fp32 ``[H, G, len(units)]``.
+    """Each query head's worth of each unit, fp32 ``[H, G, len(units)]``.
 
     Args:
-        index: of the layer.
-        queries: fp32 ``[Q, H * G, D]``, rotated as far beyond the units, times the scale of logits.
+        index: the layer's index in the log.
+        queries: fp32 ``[Q, H * G, D]``, rotated back by the units' common position and multiplied
+            by the logits' scale.
     """
     logits = []
     grouped = queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
@@ -88,7 +90,7 @@ def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) ->
 
 
 def over_heads(layer: LayerConfig, found: torch.Tensor) -> torch.Tensor:
-    """The mean over each set's query heads, of all ranks where they share a set: ``[sets, n]``."""
+    """Mean over each set's query heads, and over ranks that share the set: ``[sets, n]``."""
     if layer.gather_heads is not None:
         found = layer.gather_heads(found)
     if layer.num_sets == 1:
@@ -97,7 +99,7 @@ def over_heads(layer: LayerConfig, found: torch.Tensor) -> torch.Tensor:
 
 
 def most_asked(evidence: np.ndarray, num: int) -> np.ndarray:
-    """int64 ``[num]``: the places of the largest values; of equal ones the first."""
+    """int64 ``[num]``: indices of the largest values; ties go to the first."""
     least = np.partition(evidence, len(evidence) - num)[len(evidence) - num]
     more = np.flatnonzero(evidence > least)
     equal = np.flatnonzero(evidence == least)[: num - len(more)]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Victim rules of single tokens, on ranks, for many requests at once (``policies/rules.py``).
+"""Applies the victim rules of single tokens to ranks, for many requests at once.
 
-Every request has rules of its own, so rule ``i`` of all of them is one round. Shapes: ``B``
-requests, ``S`` head sets, ``M`` places (slots, and the new tokens); rules are ``[B, 1, 1]``.
+``policies/rules.py`` defines the rules. Requests have different rules, so round ``i`` applies rule
+``i`` of every request. Shapes: ``B`` requests, ``S`` head sets, ``M`` places (slots, then the new
+token); rule numbers are ``[B, 1, 1]``.
 """
 
 import torch
@@ -14,11 +15,11 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 def apply_rules(rank: torch.Tensor, values: torch.Tensor, singles: Singles) -> torch.Tensor:
-    """Ranks after each request's rules; -1 for what they delete.
+    """Ranks after each request's rules; -1 for deleted entries.
 
     Args:
-        rank: int64 ``[B, S, M]``, -1 where nothing is.
-        values: fp32 ``[B, S, M]``, what is compared.
+        rank: int64 ``[B, S, M]``, -1 in empty places.
+        values: fp32 ``[B, S, M]``, the values that the rules compare.
     """
     newest_stays = singles.column(NEWEST_STAYS) != 0
     more, num_more = singles.steps[:, MORE].long(), singles.steps[:, NUM_MORE].long()
@@ -45,7 +46,7 @@ def _apply(
     cell: torch.Tensor,
     newest_stays: torch.Tensor,
 ) -> torch.Tensor:
-    """One round."""
+    """Apply one rule of every request."""
     inside = (rank >= lo) & (rank < hi) & (evicts > 0)
     if bool((cell != 0).any()):
         thinned = _thin(rank, values, inside & (cell != 0), lo, cell, newest_stays)
@@ -64,7 +65,7 @@ def _apply(
 def _lowest(
     rank: torch.Tensor, values: torch.Tensor, inside: torch.Tensor, newest_stays: torch.Tensor
 ) -> torch.Tensor:
-    """Rank of the lowest value inside; of equal ones the oldest, or the newest. ``[B, S, 1]``"""
+    """Rank of the lowest value inside, ``[B, S, 1]``; a tie evicts the oldest or the newest."""
     lowest = values.masked_fill(~inside, torch.inf).amin(-1, keepdim=True)
     tied = inside & (values == lowest)
     oldest = rank.masked_fill(~tied, NEVER).amin(-1, keepdim=True)
@@ -80,9 +81,9 @@ def _thin(
     cell: torch.Tensor,
     newest_stays: torch.Tensor,
 ) -> torch.Tensor:
-    """New ranks inside a range of cells, of each of which one token stays; -1 for the others."""
+    """New ranks inside a range of cells. Each cell keeps one token; the others get -1."""
     size = cell.abs().clamp_min(1)
-    index = torch.where(inside, (rank - lo) // size, rank.shape[-1])  # the last one is nobody's
+    index = torch.where(inside, (rank - lo) // size, rank.shape[-1])  # last index: in no cell
     shape = (*rank.shape[:2], rank.shape[-1] + 1)
     best = torch.full(shape, -torch.inf).scatter_reduce(2, index, values, "amax")
     tied = inside & ((values == best.gather(2, index)) | (cell < 0))

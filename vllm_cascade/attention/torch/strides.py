@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request's stride of a prompt: attend, update scores, insert what survives. Plain PyTorch.
+"""One request's stride in plain PyTorch: attend, update scores, insert the surviving units.
 
-Shapes: ``T`` new tokens, ``n`` cached, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head
-sets (1 or H), ``N`` slots, ``D`` channels; of units, ``u`` cached and ``V`` of new tokens, the last
-one maybe not complete. Tokens that do not survive never touch a page.
+Shapes: ``T`` new tokens, ``n`` cached tokens, ``H`` KV heads, ``G`` query heads per KV head, ``S``
+head sets (1 or H), ``N`` slots, ``D`` channels, ``u`` cached units, ``V`` new units, the last of
+which may be incomplete. New tokens that do not survive are never written to a page.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from vllm_cascade.policies.schedule import Schedule, compared
 from vllm_cascade.step.inputs import Stride
 
 QUERY_TILE_ELEMENTS = 1 << 23
-"""Logits held at once, per stride: 32 MiB in fp32."""
+"""Logits in memory at once: 32 MiB in fp32."""
 
 
 def attend_and_insert(
@@ -32,15 +32,15 @@ def attend_and_insert(
     value: torch.Tensor,
     evicted: Evicted | None = None,
 ) -> torch.Tensor:
-    """Attention output of a stride's tokens; the pages then hold the next state.
+    """Attend from a stride's tokens and update the pages.
 
     Args:
         query: ``[T, H * G, D]``, rotated at positions ``cached .. cached + T - 1``.
         key, value: ``[T, H, D]``, keys rotated likewise.
-        evicted: is given the units that leave.
+        evicted: receives the evicted units, if given.
 
     Returns:
-        fp32 ``[T, H * G, D]``.
+        The attention output, fp32 ``[T, H * G, D]``.
     """
     assert stride.cached % pages.unit == 0, "a stride begins where a unit does"
     order = chronological_units(pages, stride)
@@ -60,21 +60,21 @@ def attend_and_insert(
 
 
 def chronological_units(pages: Pages, stride: Stride) -> torch.Tensor:
-    """int64 ``[S, u]``: the units of slots that hold the cached tokens, oldest first."""
+    """int64 ``[S, u]``: indices of the units that hold cached tokens, oldest first."""
     rank = _gather_words(pages.rank, stride)
     first_slot = torch.arange(rank.shape[-1]) * pages.unit
-    empty = (rank < 0) | (first_slot >= stride.old_slots)  # they sort behind and are cut off
+    empty = (rank < 0) | (first_slot >= stride.old_slots)  # sorted to the end and cut off
     order = rank.masked_fill(empty, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
     return order[:, : stride.cached // pages.unit]
 
 
 def _members(units: torch.Tensor, unit: int) -> torch.Tensor:
-    """``[S, u * unit]``: the slots, or tokens, of units in order."""
+    """``[S, u * unit]``: the slots or tokens of units, in order."""
     return (units.unsqueeze(-1) * unit + torch.arange(unit)).flatten(1)
 
 
 def _survivors(schedule: Schedule, stride: Stride, values: torch.Tensor) -> torch.Tensor:
-    """bool ``[S, u + V]``: which units stay; recalled ones and one that is not complete do."""
+    """bool ``[S, u + V]``: units to keep. Recalled units and an incomplete unit always stay."""
     filling = int(stride.num_tokens % schedule.unit > 0)
     plan = schedule.plan(stride.stream, stride.num_tokens)
     values = values[:, : values.shape[1] - filling]
@@ -94,11 +94,11 @@ def _take_evicted(
     new_kv: torch.Tensor,
     evicted: Evicted,
 ) -> None:
-    """Copy the units that leave, before their slots are written over."""
+    """Copy the evicted units before their slots are overwritten."""
     unit, cached = pages.unit, order.shape[1]
     whole = len(new_kv) // unit
     own = new_kv[: whole * unit].transpose(0, 1).unflatten(1, (whole, unit))
-    parts = [  # [H, N / unit, unit, 2D or 2]: as pages have them
+    parts = [  # [H, N / unit, unit, 2D or 2], in the pages' dtype
         (to, stored[stride.blocks].transpose(0, 1).flatten(1, 2).unflatten(1, (-1, unit)), fresh)
         for to, stored, fresh in zip(
             (evicted.rows, evicted.scale), (pages.kv, pages.scale), pages.stored(own), strict=True
@@ -118,14 +118,14 @@ def _take_evicted(
 
 @dataclass(frozen=True)
 class _Arrangement:
-    """Cached tokens in the order of their positions, int64 ``[S, n]``: ranks, and slots."""
+    """Ranks and slots of the cached tokens by position, int64 ``[S, n]``."""
 
     ranks: torch.Tensor
     slots: torch.Tensor
 
 
 def _arrangement(pages: Pages, stride: Stride, order: torch.Tensor) -> _Arrangement | None:
-    """Where positions are not chronological ranks: what the policy says."""
+    """The policy's order of positions; None if positions follow chronological ranks."""
     schedule = stride.schedule
     if not schedule.policy.arranges:
         return None
@@ -145,7 +145,7 @@ def _new_scores(
     mass: torch.Tensor,
     seen: _Arrangement | None,
 ) -> torch.Tensor:
-    """Units' scores after the stride's queries, chronological, fp32 ``[S, u + V]``."""
+    """Scores of units after the stride's queries, chronological, fp32 ``[S, u + V]``."""
     cached, num_tokens, unit = order.shape[1], stride.num_tokens, pages.unit
     mass = torch.nn.functional.pad(mass, (0, -num_tokens % unit))
     mass = mass.unflatten(-1, (-1, unit)).sum(-1)
@@ -164,14 +164,14 @@ def _new_scores(
         places = (torch.arange(len(given)) + stride.scored + skip) // unit
         scores.index_add_(1, places, given.expand(len(scores), -1))
     elif stride.schedule.policy.merge_into is not None:
-        scores[:, :cached] = old  # how many tokens are merged into each
+        scores[:, :cached] = old  # tokens merged into each centre
     return scores
 
 
 def _compared(
     pages: Pages, stride: Stride, order: torch.Tensor, scores: torch.Tensor
 ) -> torch.Tensor:
-    """What the rules compare: the scores, or a function of scores and ages."""
+    """Values that the rules compare: scores, or a function of scores and ages."""
     scoring, age = stride.schedule.scoring, None
     if scoring.per_age:
         old = _gather_words(pages.token, stride).gather(1, order)
@@ -181,7 +181,7 @@ def _compared(
 
 
 def _gather_words(words: torch.Tensor, stride: Stride) -> torch.Tensor:
-    """``[S, N / unit]`` of one of the units' numbers."""
+    """One per-unit field of the stride's pages, ``[S, N / unit]``."""
     return words[stride.blocks].transpose(0, 1).flatten(1)
 
 
@@ -192,9 +192,13 @@ def _scatter_words(words: torch.Tensor, stride: Stride, values: torch.Tensor) ->
 def _kv_at_positions(
     layer: LayerConfig, pages: Pages, stride: Stride, order: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cached keys at their present positions and values, fp32 ``[H, n, D]``, by position.
+    """Cached keys, rotated at their current positions, and values.
 
-    ``order``: int64 ``[S, u]``, the units of slots in that order.
+    Args:
+        order: int64 ``[S, u]``, units in order of position.
+
+    Returns:
+        Keys and values, fp32 ``[H, n, D]``, in order of position.
     """
     kv = pages.rows(stride.blocks).transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
     slots = _members(order, pages.unit)
@@ -220,8 +224,8 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[T, H * G, D]`` and weighted attention mass ``[H, G, n + T]``.
 
-    The mass of a key is ``weight * sum_q decay**(T - 1 - q) * p[q, key]``: what T single updates
-    with a frozen cache would have added (docs/INTERNALS.md, "Scores").
+    The mass of a key is ``weight * sum_q decay**(T - 1 - q) * p[q, key]``. T single-token updates
+    with a frozen cache would add the same (docs/INTERNALS.md, "Scores").
     """
     keys = torch.cat([keys, key.float().transpose(0, 1)], dim=1)  # [H, n + T, D]
     values = torch.cat([values, value.float().transpose(0, 1)], dim=1)
@@ -233,7 +237,7 @@ def _attend(
     mass = torch.zeros(*queries.shape[:2], total)
     for begin in range(0, num_tokens, tile):
         end = min(begin + tile, num_tokens)
-        visible = stride.cached + end  # keys after the tile's last query are not needed
+        visible = stride.cached + end  # later keys are masked for the whole tile
         rows = torch.arange(begin, end)
         logits = torch.matmul(queries[:, :, begin:end], keys[:, None, :visible].transpose(2, 3))
         logits.mul_(layer.scale)
@@ -266,7 +270,7 @@ def _insert(
     scores: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> None:
-    """Renumber the surviving units and write the new ones into freed and fresh slots."""
+    """Renumber the surviving units and write the new ones into free slots."""
     num_sets, cached, unit = len(order), order.shape[1], pages.unit
     num_places = len(stride.pages) * pages.block_size // unit
     keep_old, keep_new = keep.split([cached, keep.shape[1] - cached], dim=1)
@@ -305,13 +309,16 @@ def _insert(
 def _settle(
     layer: LayerConfig, stride: Stride, new_kv: torch.Tensor, unit: int, rank: int
 ) -> tuple[torch.Tensor, int]:
-    """Rows of a stride whose last unit is not complete, which stand where its rank says.
+    """Rotate the keys of an incomplete last unit to the position given by the unit's rank.
 
-    Its other tokens come after the stride's evictions, so those that are there go where these
-    will have put the unit: one number says then where all of them were written.
+    The unit's remaining tokens arrive after the stride's evictions, at positions that continue from
+    the unit's new rank. Moving the keys now lets one ``born`` value describe the whole unit.
+
+    Args:
+        rank: the unit's rank after the stride.
 
     Returns:
-        ``[T, H, 2D]``, fp32 where keys turn, and the position of the unit's first token.
+        ``[T, H, 2D]``, fp32 if keys were rotated, and the position of the unit's first token.
     """
     begin = stride.num_tokens - stride.num_tokens % unit
     distance = stride.cached + begin - rank * unit
@@ -332,7 +339,7 @@ def _write_kv(
     new_kv: torch.Tensor,
     per_head: bool,
 ) -> None:
-    """Write the rows of surviving units; all heads of a homogeneous set share slots."""
+    """Write the rows of surviving units. Unless ``per_head``, all heads share slots."""
     token, slot = (_members(units[None], pages.unit)[0] for units in (new, place))
     there = token < len(new_kv)
     token, slot = token[there], slot[there]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One new token for many requests at once: attend, update scores, insert. Plain PyTorch.
+"""One new token of many requests in plain PyTorch: attend, update scores, insert.
 
-Shapes: ``B`` requests, ``H`` KV heads, ``G`` query heads a KV head, ``S`` head sets (1 or H),
+Shapes: ``B`` requests, ``H`` KV heads, ``G`` query heads per KV head, ``S`` head sets (1 or H),
 ``U`` units of slots, ``N`` slots, ``D`` channels. Scores, logits and softmax statistics are fp32.
 """
 
@@ -27,14 +27,14 @@ from vllm_cascade.step.inputs import Singles
 
 @dataclass(frozen=True)
 class _Words:
-    """The requests' pages side by side: which exist, and their units' numbers.
+    """The pages of a batch of requests, and access to their per-unit fields.
 
     Attributes:
-        pages: int64 ``[B, P]``, block numbers; the null block 0 where a request has fewer.
-        used: bool ``[B, P]``, pages that exist.
-        unit: slots of a unit.
-        offset: int64 ``[B, 1, 1]``, the new token's place in its unit: how many it has.
-        cached: int64 ``[B, 1, 1]``, tokens before it.
+        pages: int64 ``[B, P]``, block numbers, padded with the null block 0.
+        used: bool ``[B, P]``, False for padding.
+        unit: slots per unit.
+        offset: int64 ``[B, 1, 1]``, the new token's index in its unit.
+        cached: int64 ``[B, 1, 1]``, tokens cached before the new one.
     """
 
     pages: torch.Tensor
@@ -57,17 +57,17 @@ class _Words:
         return self.cached // self.unit
 
     def tokens(self, rank: torch.Tensor) -> torch.Tensor:
-        """int64 ``[B, S, N]``: the tokens' ranks, -1 in empty slots, from the units'."""
+        """Token ranks from unit ranks, int64 ``[B, S, N]``; -1 in empty slots."""
         ranks = rank.long().unsqueeze(-1) * self.unit + torch.arange(self.unit)
-        to_come = ranks >= self.cached.unsqueeze(-1)  # of the unit that is being filled
+        to_come = ranks >= self.cached.unsqueeze(-1)  # unfilled slots of the last unit
         return ranks.masked_fill((rank < 0).unsqueeze(-1) | to_come, -1).flatten(2)
 
     def gather(self, words: torch.Tensor) -> torch.Tensor:
-        """``[B, S, U]`` of one of the units' numbers."""
+        """One per-unit field of all pages, ``[B, S, U]``."""
         return words[self.pages].transpose(1, 2).flatten(2)
 
     def scatter(self, words: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``[B, S, U]`` back, except to the null block that pads short rows."""
+        """Write ``[B, S, U]`` back, except to the padding null block."""
         paged = values.unflatten(2, (self.pages.shape[1], -1)).transpose(1, 2)  # [B, P, S, units]
         words[self.pages[self.used]] = paged[self.used]
 
@@ -80,7 +80,7 @@ def attend_and_insert(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention output of one token a request; the pages then hold the next state.
+    """Attend from one token per request and update the pages.
 
     Args:
         query: ``[B, H * G, D]``, rotated at the position ``CACHED``.
@@ -88,7 +88,7 @@ def attend_and_insert(
         value: ``[B, H, D]``.
 
     Returns:
-        fp32 ``[B, H * G, D]``.
+        The attention output, fp32 ``[B, H * G, D]``.
     """
     words = _Words.of(singles, pages)
     rank = words.gather(pages.rank)
@@ -117,7 +117,7 @@ def _attend(
     token_rank = words.tokens(rank)
     empty = token_rank < 0
     if singles.moved and layer.rotation is not None:
-        behind = singles.column(CACHED) - singles.positions  # ranks, of positions
+        behind = singles.column(CACHED) - singles.positions  # ranks minus positions
         distance = words.gather(pages.born) - rank * words.unit + behind
         distance = distance.masked_fill(rank < 0, 0)
         distance = distance.repeat_interleave(words.unit, -1)
@@ -134,7 +134,7 @@ def _attend(
         logits[..., :-1] += layer.slopes[:, :, None] * distance
     logits[..., :-1].masked_fill_(empty.unsqueeze(2), -torch.inf)
     probs = layer.softmax(logits.unsqueeze(-2)).squeeze(-2)
-    # A slot that holds nothing has probability 0, but its bytes may be NaN in fresh memory.
+    # An empty slot has probability 0, but its memory may hold NaN.
     values = values.float().masked_fill(empty.unsqueeze(-1), 0.0)
     output = torch.matmul(probs[..., :-1], values)
     output += probs[..., -1:] * value.float().unsqueeze(2)
@@ -149,9 +149,10 @@ def _new_scores(
     rank: torch.Tensor,
     probs: torch.Tensor,
 ) -> torch.Tensor:
-    """Units' scores after the query: fp32 ``[B, S, U + 1]``; 0 in empty slots.
+    """Scores of units after the query: fp32 ``[B, S, U + 1]``; 0 for empty units.
 
-    The last one is of the unit that the new token opens; a token that joins a unit adds to that.
+    The last entry is for a unit that the new token opens. A token that joins a unit adds to that
+    unit's score.
     """
     old = words.gather(pages.score).masked_fill(rank < 0, 0.0)
     score = torch.nn.functional.pad(old, (0, 1))
@@ -170,7 +171,7 @@ def _new_scores(
 
 
 def _entry(words: _Words, rank: torch.Tensor) -> torch.Tensor:
-    """int64 ``[B, S, 1]``: which unit the new token joins; U where it opens one."""
+    """int64 ``[B, S, 1]``: index of the unit that the new token joins; U if it opens one."""
     joins = (rank == words.filling) & (words.offset > 0)
     return torch.where(joins.any(-1), joins.int().argmax(-1), rank.shape[-1]).unsqueeze(-1)
 
@@ -183,7 +184,7 @@ def _insert(
     score: torch.Tensor,
     new_kv: torch.Tensor,
 ) -> None:
-    """Delete what the rules say, put the new token into its unit's slots or the first free ones."""
+    """Apply the rules, then write the new token to its unit or to the first free one."""
     stream = singles.column(STREAM)
     opens, joined = words.offset == 0, _entry(words, rank)
     own = torch.where(opens, words.filling, -1)
@@ -206,7 +207,7 @@ def _insert(
 
 
 def _compared(pages: Pages, singles: Singles, words: _Words, score: torch.Tensor) -> torch.Tensor:
-    """What rules compare: the scores, or scores per query that saw the unit's first token."""
+    """Values that rules compare: scores, or scores per query since the unit's first token."""
     per_age = singles.column(PER_AGE) != 0
     if not per_age.any():
         return score
