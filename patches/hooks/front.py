@@ -10,7 +10,7 @@ REQUEST_CHECKS = "patches/request_checks.py"
 STAT_LOGGERS = "patches/stat_loggers.py"
 ADMISSION = "vllm_cascade/engine/admission.py"
 BACKEND = "vllm_cascade/attention/backend.py"
-BUILDER = "vllm_cascade/attention/builder.py"
+BUILDER = "vllm_cascade/step/builder.py"
 CLI = "vllm_cascade/cli.py"
 CONFIGURE = "vllm_cascade/engine/configure.py"
 CUDA_BUILDER = "vllm_cascade/attention/cuda/builder.py"
@@ -18,12 +18,11 @@ DEVICES = "vllm_cascade/engine/devices.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
 LOOKUP = "vllm_cascade/engine/lookup.py"
 MANAGER = "vllm_cascade/cache/manager.py"
+SPEC = "vllm_cascade/cache/spec.py"
 METRICS = "vllm_cascade/engine/metrics.py"
-PROBE = "vllm_cascade/cache/probe.py"
-RECALL_REFUSALS = "vllm_cascade/engine/recall_refusals.py"
-REFUSAL = "vllm_cascade/engine/refusal.py"
+PROBE = "vllm_cascade/models/probe.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
-ROWS = "vllm_cascade/attention/requests.py"
+ROWS = "vllm_cascade/step/requests.py"
 SCHEDULER = "vllm_cascade/engine/scheduler.py"
 WORKER = "vllm_cascade/engine/worker.py"
 
@@ -102,19 +101,17 @@ CONFIGURATION = (
         "vllm.config.VllmConfig",
         additional_config=read("a policy's settings", "dict | SupportsHash", CONFIGURE, LOOKUP),
         attention_config=read("names our backend", "AttentionConfig", CONFIGURE),
-        cache_config=read(
-            "the pool", "CacheConfig", *(ADMISSION, CONFIGURE, RECALL_REFUSALS, REFUSALS, WORKER)
-        ),
+        cache_config=read("the pool", "CacheConfig", *(ADMISSION, CONFIGURE, REFUSALS, WORKER)),
         kv_transfer_config=read(UNSUPPORTED, "KVTransferConfig | None", REFUSALS),
         model_config=read(
             "the model",
             "ModelConfig",
-            *(ADMISSION, CONFIGURE, MANAGER, RECALL_REFUSALS, REFUSALS),
+            *(ADMISSION, CONFIGURE, SPEC, REFUSALS),
         ),
         parallel_config=read(
             "names our worker",
             "ParallelConfig",
-            *(ADMISSION, CONFIGURE, RECALL_REFUSALS, REFUSALS),
+            *(ADMISSION, CONFIGURE, REFUSALS),
         ),
         scheduler_config=read("names our scheduler", "SchedulerConfig", BUILDER, CONFIGURE),
         speculative_config=read(UNSUPPORTED, "SpeculativeConfig | None", REFUSALS),
@@ -135,18 +132,18 @@ CONFIGURATION = (
         ),
         enable_prompt_embeds=read("such prompts have no token ids", "bool", REFUSALS),
         enforce_eager=read("a captured graph would skip recording", "bool", GPU_WORKER),
-        get_sliding_window=called(UNSUPPORTED, "(self)", REFUSAL),
+        get_sliding_window=called(UNSUPPORTED, "(self)", REFUSALS),
         get_hidden_size=called("how a model of transformers' rotates keys", "(self)", PROBE),
         get_total_num_kv_heads=called("heads over ranks", "(self)", REFUSALS),
         get_vocab_size=called("larger than its tokenizer's", "(self)", LOOKUP),
         hf_text_config=read(
-            "positions and layers of a model", "PreTrainedConfig", REFUSAL, REFUSALS, WORKER
+            "positions and layers of a model", "PreTrainedConfig", REFUSALS, WORKER
         ),
         is_attention_free=read(UNSUPPORTED, "bool", REFUSALS),
         is_encoder_decoder=read(UNSUPPORTED, "bool", REFUSALS),
         is_hybrid=read("recurrent layers", "bool", ADMISSION, CONFIGURE, REFUSALS),
         is_mm_prefix_lm=read(UNSUPPORTED, "bool", REFUSALS),
-        max_model_len=read("the longest stream", "int", ADMISSION, CONFIGURE, MANAGER),
+        max_model_len=read("the longest stream", "int", ADMISSION, CONFIGURE, SPEC),
         rswa_window=read(UNSUPPORTED, "int | None", REFUSALS),
         runner_type=read(UNSUPPORTED, "", REFUSALS),
         served_model_name=read("a label of the metrics", "str | list[str] | None", METRICS),
@@ -164,7 +161,7 @@ CONFIGURATION = (
             {"0.32": "CacheDType", "0.33": "CacheDType | str"},
             REFUSALS,
         ),
-        enable_prefix_caching=read("recall on CUDA has no snapshots", "bool", RECALL_REFUSALS),
+        enable_prefix_caching=read("recall on CUDA has no snapshots", "bool", REFUSALS),
         kv_cache_dtype_skip_layers=read(UNSUPPORTED, "list[str]", REFUSALS),
         mamba_cache_mode=read("one state a request", "MambaCacheMode", CONFIGURE),
         num_gpu_blocks=read("pages in the pool", "int | None", ADMISSION),
@@ -178,12 +175,12 @@ CONFIGURATION = (
         decode_context_parallel_size=read(UNSUPPORTED, "int", REFUSALS),
         enable_dbo=read(UNSUPPORTED, "bool", REFUSALS),
         local_engines_only=read("engines that share a front-end", "bool", ADMISSION),
-        pipeline_parallel_size=read(UNSUPPORTED, "int", RECALL_REFUSALS, REFUSALS),
+        pipeline_parallel_size=read(UNSUPPORTED, "int", REFUSALS),
         prefill_context_parallel_size=read(UNSUPPORTED, "int", REFUSALS),
         tensor_parallel_size=read(
             "ranks that keep the same tokens",
             "int",
-            *(RECALL_REFUSALS, REFUSALS, SCHEDULER, WORKER),
+            *(REFUSALS, SCHEDULER, WORKER),
         ),
         worker_cls=read("names our worker", "str", CONFIGURE, REFUSALS),
     ),
@@ -212,13 +209,13 @@ CONFIGURATION = (
     *rows(
         "vllm.platforms",
         current_platform=called(
-            "the device", "Platform", *(ADMISSION, CONFIGURE, DEVICES, RECALL_REFUSALS, REFUSALS)
+            "the device", "Platform", *(ADMISSION, CONFIGURE, DEVICES, REFUSALS)
         ),
     ),
     *rows(
         "vllm.platforms.interface.Platform",
         is_cpu=called("the device", "(self)", CONFIGURE, REFUSALS),
-        is_cuda=called("the device", "(self)", ADMISSION, RECALL_REFUSALS, REFUSALS),
+        is_cuda=called("the device", "(self)", ADMISSION, REFUSALS),
     ),
     *rows(
         "vllm.tokenizers",

@@ -6,22 +6,23 @@ from .row import called, given, overridden, read, replaced, rows
 AOT = "tests/kernels/aot.py"
 LAUNCHERS = "tests/kernels/launchers.py"
 BACKEND = "vllm_cascade/attention/backend.py"
-BUILDER = "vllm_cascade/attention/builder.py"
+BUILDER = "vllm_cascade/step/builder.py"
 CONFIGURE = "vllm_cascade/engine/configure.py"
 CPU_BACKEND = "vllm_cascade/attention/cpu/backend.py"
 CPU_BUILDER = "vllm_cascade/attention/cpu/builder.py"
 CUDA_BACKEND = "vllm_cascade/attention/cuda/backend.py"
 DEVICES = "vllm_cascade/engine/devices.py"
 LAYER = "vllm_cascade/attention/layer.py"
+IMPL = "vllm_cascade/attention/impl.py"
 CUDA_BUILDER = "vllm_cascade/attention/cuda/builder.py"
 CUDA_METADATA = "vllm_cascade/attention/cuda/metadata.py"
 CUDA_IMPL = "vllm_cascade/attention/cuda/impl.py"
 FAMILIES = "patches/hooks/models.py"
 GPU_WORKER = "vllm_cascade/engine/gpu_worker.py"
-POSITIONS = "vllm_cascade/cache/positions.py"
-PROBE = "vllm_cascade/cache/probe.py"
+POSITIONS = "vllm_cascade/models/rotary.py"
+PROBE = "vllm_cascade/models/probe.py"
 REFUSALS = "vllm_cascade/engine/refusals.py"
-ROWS = "vllm_cascade/attention/requests.py"
+ROWS = "vllm_cascade/step/requests.py"
 SEEDS = "vllm_cascade/engine/seeds.py"
 STAGES = "vllm_cascade/engine/stages.py"
 TEST_KINDS = "tests/cache/test_kinds.py"
@@ -148,7 +149,7 @@ ATTENTION = (
     ),
     *rows(
         "vllm.v1.attention.backend",
-        AttentionLayer=given("the layer that calls us", LAYER, WORKER),
+        AttentionLayer=given("the layer that calls us", IMPL, WORKER),
         AttentionMetadata=given("the base of ours", BUILDER, CPU_BUILDER, CUDA_METADATA),
         MultipleOf=called("pages we can have", "(base)", CPU_BACKEND, CUDA_BACKEND),
     ),
@@ -159,7 +160,7 @@ ATTENTION = (
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionType",
-        DECODER=read("decoders only", "", BACKEND, LAYER),
+        DECODER=read("decoders only", "", BACKEND, IMPL),
     ),
     *rows(
         "vllm.v1.attention.backend.AttentionImpl",
@@ -167,7 +168,7 @@ ATTENTION = (
             "refuses what no policy supports",
             "(self, num_heads, head_size, scale, num_kv_heads=, alibi_slopes=, sliding_window=, "
             "kv_cache_dtype=, logits_soft_cap=, attn_type=, kv_sharing_target_layer_name=)",
-            LAYER,
+            IMPL,
         ),
         forward=overridden(
             "attends, and moves the cache to its next state",
@@ -176,7 +177,7 @@ ATTENTION = (
             LAYER,
         ),
         head_size=overridden("kept where vLLM looks for it", "int", LAYER),
-        kv_cache_dtype=overridden("kept where vLLM looks for it", "str", LAYER),
+        kv_cache_dtype=overridden("kept where vLLM looks for it", "str", IMPL),
         num_heads=overridden("kept where vLLM looks for it", "int", LAYER),
         scale=overridden("kept where vLLM looks for it", "float", LAYER),
     ),
@@ -278,7 +279,7 @@ ATTENTION = (
         kv_cache=read("a layer's pages", "", WORKER),
         forward=replaced(ASKED, "(self, query, key, value, ...)", PROBE),
         head_size=read(ASKED, "", PROBE),
-        layer_name=read("whose kept tokens are recorded", "", LAYER),
+        layer_name=read("whose kept tokens are recorded", "", IMPL),
         sliding_window=read("layers that do not rotate", "", POSITIONS),
     ),
     *rows(

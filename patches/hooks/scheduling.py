@@ -8,8 +8,9 @@ BACKEND = "vllm_cascade/attention/backend.py"
 KINDS = "vllm_cascade/cache/kinds.py"
 LAYOUT = "vllm_cascade/cache/layout.py"
 MANAGER = "vllm_cascade/cache/manager.py"
+SPEC = "vllm_cascade/cache/spec.py"
 METRICS = "vllm_cascade/engine/metrics.py"
-ROWS = "vllm_cascade/attention/requests.py"
+ROWS = "vllm_cascade/step/requests.py"
 SCHEDULER = "vllm_cascade/engine/scheduler.py"
 SNAPSHOTS = "vllm_cascade/cache/snapshots.py"
 STATES = "vllm_cascade/cache/states.py"
@@ -162,7 +163,7 @@ PAGES = (
             *(MANAGER, STATES),
         ),
         block_pool=read("pages", "", MANAGER, STATES),
-        block_size=read("slots of a page", "", MANAGER),
+        block_size=read("slots of a page", "", SPEC),
         enable_caching=read("whether to keep snapshots", "", MANAGER),
         kv_cache_group_id=read("layers of a manager", "", SCHEDULER),
         kv_cache_spec=overridden("is always ours", "", MANAGER, STATES),
@@ -197,37 +198,37 @@ PAGES = (
     ),
     *rows(
         "vllm.utils.math_utils",
-        cdiv=called("pages of so many slots", "(a, b)", ADMISSION, MANAGER, METRICS, STATES),
+        cdiv=called("pages of so many slots", "(a, b)", ADMISSION, SPEC, METRICS, STATES),
     ),
 )
 
 SPECS = (
     *rows(
         "vllm.v1.kv_cache_interface.AttentionSpec",
-        __post_init__=overridden("metadata behind keys and values", "(self)", MANAGER),
-        block_size=read("slots of a page", "int", KINDS, MANAGER, METRICS),
+        __post_init__=overridden("metadata behind keys and values", "(self)", SPEC),
+        block_size=read("slots of a page", "int", KINDS, SPEC, METRICS),
         head_size=read("channels of a key", "int", BACKEND, LAYOUT),
         head_size_v=read("channels of a value", "int", BACKEND),
-        kv_quant_mode=read("whether rows have scales", "KVQuantMode", LAYOUT, MANAGER),
-        max_memory_usage_bytes=overridden("bounded", "(self, vllm_config)", MANAGER),
-        max_num_blocks_per_req=overridden("bounded", "(self, vllm_config, max_len)", MANAGER),
-        num_kv_heads=read("heads of a page", "int", LAYOUT, MANAGER),
-        page_size_bytes=read("a whole page", "int", KINDS, LAYOUT, MANAGER, METRICS, STATES),
-        page_size_padded=read("a whole page", "int | None", KINDS, MANAGER, STATES),
-        prefix_cacheable=overridden("live pages are never shared", "bool", MANAGER),
-        unpadded_page_size_bytes=read("keys and values alone", "int", LAYOUT, MANAGER),
-        uses_slot_mapping=overridden("our backend finds the slots", "bool", MANAGER),
+        kv_quant_mode=read("whether rows have scales", "KVQuantMode", LAYOUT, SPEC),
+        max_memory_usage_bytes=overridden("bounded", "(self, vllm_config)", SPEC),
+        max_num_blocks_per_req=overridden("bounded", "(self, vllm_config, max_len)", SPEC),
+        num_kv_heads=read("heads of a page", "int", LAYOUT, SPEC),
+        page_size_bytes=read("a whole page", "int", KINDS, LAYOUT, SPEC, METRICS, STATES),
+        page_size_padded=read("a whole page", "int | None", KINDS, SPEC, STATES),
+        prefix_cacheable=overridden("live pages are never shared", "bool", SPEC),
+        unpadded_page_size_bytes=read("keys and values alone", "int", LAYOUT, SPEC),
+        uses_slot_mapping=overridden("our backend finds the slots", "bool", SPEC),
     ),
     *rows(
         "vllm.v1.kv_cache_interface.FullAttentionSpec",
-        attention_chunk_size=read("a bounded cache has none", "int | None", MANAGER),
-        non_causal=read("a bounded cache has none", "bool", MANAGER),
-        sliding_window=read("a bounded cache has none", "int | None", MANAGER),
+        attention_chunk_size=read("a bounded cache has none", "int | None", SPEC),
+        non_causal=read("a bounded cache has none", "bool", SPEC),
+        sliding_window=read("a bounded cache has none", "int | None", SPEC),
     ),
     *rows(
         "vllm.v1.kv_cache_interface.KVCacheSpec",
         get_num_kernel_states=overridden(
-            "windows have slots of their own", "(self, kernel_block_size)", MANAGER
+            "windows have slots of their own", "(self, kernel_block_size)", SPEC
         ),
     ),
     *rows(
@@ -247,12 +248,12 @@ SPECS = (
         replace_as=called(
             "a layer's spec becomes ours",
             "(spec, target_cls, *, drop=, **changes)",
-            *(KINDS, MANAGER, STATES),
+            *(KINDS, SPEC, STATES),
         ),
     ),
     *rows(
         "vllm.v1.kv_cache_interface.KVQuantMode",
-        is_per_token_head=read("whether rows have scales", "bool", MANAGER),
+        is_per_token_head=read("whether rows have scales", "bool", SPEC),
     ),
     *rows(
         "vllm.v1.kv_cache_interface.KVCacheConfig",
