@@ -98,6 +98,11 @@ POLICIES = {
     "snapshots": Arm(CASCADE, rounds=3),
     "snapshots-h2o": Arm(settings("h2o", normalise=True), rounds=3),
     "snapshots-own": Arm({**CASCADE, **EACH, "overflow": 5}, own=True, rounds=3),
+    "ties": Arm(CASCADE, "saturated"),
+    "ties-heads": Arm({**CASCADE, **EACH, "overflow": 5, "tie": "resident"}, "saturated"),
+    "ties-h2o": Arm(settings("h2o"), "saturated"),
+    "ties-beehive": Arm(settings("beehive", stride=3), "saturated"),
+    "ties-pytorch": Arm(CASCADE, "saturated", env=PYTORCH),
     "compiled": Arm(CASCADE, engine={"enforce_eager": False}),
 }
 UNIT_ARMS = {
@@ -192,6 +197,8 @@ def write_model(folder: Path, name: str) -> Path:
         return write_recurrent(folder, name)
     if name == "bloom":
         return write_bloom(folder)
+    if name == "saturated":  # most probabilities are exactly 0, so scores tie
+        return write_llama(folder, qk_std=3.0)
     return write_llama(folder, num_layers=1 if name == "llama-1" else 2)
 
 
