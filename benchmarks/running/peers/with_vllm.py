@@ -17,7 +17,7 @@ def load(task: Task) -> Program:
     return Engine(task.model, **task.settings)
 
 
-class Engine:
+class Engine(Program):
     """A ``Program``: one engine, one request at a time.
 
     Args:
