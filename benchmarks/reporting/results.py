@@ -219,14 +219,11 @@ def shown(text: str) -> list[tuple[str, list[int]]]:
 
 
 def main() -> None:
-    """Write both pages and the README's block."""
-    from benchmarks.reporting import readme
-
+    """Write both pages."""
     for page in (PAGE, OLDER):
         text = page.read_text(encoding="utf-8")
         page.write_text(fill(text), encoding="utf-8")
         print(f"Wrote {page.relative_to(ROOT)}.")
-    readme.main()
 
 
 if __name__ == "__main__":
