@@ -33,7 +33,7 @@ demo: setup ## a novel and a chat past a real model's positions, beside stock vL
 bench: setup ## the quick form of every benchmark, on this machine; JSON in results/
 	@$(PY) -m benchmarks.quick
 
-results: setup ## write docs/RESULTS.md and the README's block from benchmarks/results
+results: setup ## write the pages of results and the README's block from benchmarks/results
 	@$(PY) -m benchmarks.reporting.results
 	@$(PY) -m benchmarks.reporting.readme
 

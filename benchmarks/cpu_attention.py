@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,12 +65,24 @@ class Row:
 class Ours:
     """The plugin's implementation of a layer, its page pool and the metadata of its steps.
 
-    In decode these are the tokens of one unit in turn, which leave the cache as they found it.
+    Args:
+        settings: a policy's. ``new``: tokens of a request in a step.
+        heads: query heads and KV heads.
+        steps: successive steps, taken in turn. In decode a whole unit of them leaves the number of
+            cached tokens unchanged.
     """
 
     def __init__(
-        self, unit: int, dtype: torch.dtype, head_size: int, cached: int, batch: int, new: int
-    ):
+        self,
+        settings: dict[str, Any],
+        dtype: torch.dtype,
+        head_size: int,
+        batch: int,
+        new: int,
+        heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
+        block_size: int = BLOCK_SIZE,
+        steps: int = 1,
+    ) -> None:
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vllm_cascade.attention.cpu.builder import CPUBuilder
@@ -79,38 +92,33 @@ class Ours:
         from vllm_cascade.models.rotary import Rotary
         from vllm_cascade.policies.registry import resolve
 
-        sinks = sinks_of(unit)
-        settings = {"budget": cached - sinks, "num_sinks": sinks, "prefill_stride": STRIDE}
-        policy = resolve({"name": "cascade", "unit": unit, **settings})
+        num_heads, kv_heads = heads
+        policy = resolve(settings)
         full = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=NUM_KV_HEADS, head_size=head_size, dtype=dtype
+            block_size=block_size, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype
         )
         spec = KVPolicySpec.from_full(full, policy)
         num_pages = spec.num_pages(1 << 20)
         pool = torch.zeros(1 + batch * num_pages, spec.page_size_bytes, dtype=torch.uint8)
+        head = block_size * 2 * head_size
         view = torch.as_strided(
             pool.view(dtype),
-            (len(pool), NUM_KV_HEADS, BLOCK_SIZE, 2 * head_size),
-            (
-                spec.page_size_bytes // dtype.itemsize,
-                BLOCK_SIZE * 2 * head_size,
-                2 * head_size,
-                1,
-            ),
+            (len(pool), kv_heads, block_size, 2 * head_size),
+            (spec.page_size_bytes // dtype.itemsize, head, 2 * head_size, 1),
         )
         self.impl = CPUKVPolicyImpl(
-            NUM_HEADS, head_size, head_size**-0.5, NUM_KV_HEADS, None, None, "auto"
+            num_heads, head_size, head_size**-0.5, kv_heads, None, None, "auto"
         )
         inverse = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
         self.impl.prepare(spec, view, Rotary(inverse, True))
         self.view = view
         self.pages = page_views(view, spec)
-        self._fill(cached, batch)
+        self.scoring = spec.schedule.scoring
+        self._fill(policy.num_sinks + policy.budget, batch)
         config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=4096))
         builder = CPUBuilder(spec, ["layer"], config, torch.device("cpu"))
         table = 1 + torch.arange(batch * num_pages, dtype=torch.int32).view(batch, num_pages)
-        steps = range(unit if new == 1 else 1)
-        common = [self._common(table, batch, new, first) for first in steps]
+        common = [self._common(table, batch, new, first) for first in range(steps)]
         self.steps = [builder.build(0, one) for one in common]
         self.turn = 0
 
@@ -153,11 +161,35 @@ class Ours:
             is_prefilling=torch.full((batch,), new > 1),
         )
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        layer = SimpleNamespace(layer_name="layer")
-        metadata = self.steps[self.turn]
+    def next(self) -> Any:
+        """The metadata of the next step."""
         self.turn = (self.turn + 1) % len(self.steps)
-        self.impl.forward(layer, query, key, value, self.view, metadata, torch.empty_like(query))
+        return self.steps[self.turn - 1]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        layer: Any = SimpleNamespace(layer_name="layer")
+        output = torch.empty_like(query)
+        self.impl.forward(layer, query, key, value, self.view, self.next(), output)
+
+    def insert(self, new: torch.Tensor) -> None:
+        """Score update and insertion alone, in PyTorch, with made-up probabilities.
+
+        Args:
+            new: ``[batch, heads, head_size]``, key and value; as many query heads as KV heads.
+        """
+        from vllm_cascade.attention.torch import tokens
+        from vllm_cascade.kernels.columns import OLD_SLOTS
+
+        (wave,) = self.next().waves
+        singles, scoring = wave.singles, self.scoring
+        words = tokens._Words.of(singles, self.pages)
+        rank = words.gather(self.pages.rank)
+        slot = rank.new_tensor(range(rank.shape[-1]))
+        rank = rank.masked_fill(slot >= singles.column(OLD_SLOTS), -1)
+        shape = (len(new), new.shape[1], 1, rank.shape[-1] + 1)
+        score = scoring.weight * self.impl._layer.reduce_heads(new.new_full(shape, 1e-3))
+        score[..., :-1] += scoring.decay * words.gather(self.pages.score)
+        tokens._insert(self.pages, singles, words, rank, score, new.repeat(1, 1, 2))
 
     def changed_bytes(self, batch: int, *new: torch.Tensor) -> int:
         """Bytes of a request's metadata that a step changes, in the mean over its steps."""
@@ -252,8 +284,11 @@ def measure(
     """Paired trials of one shape, about ``seconds`` long in all."""
     new = STRIDE if kind == "prefill" else 1
     torch.manual_seed(0)
-    shape = (DTYPES[dtype], head_size, cached, batch, new)
-    ours, stock = Ours(unit, *shape), Stock(*shape)
+    sinks, steps = sinks_of(unit), unit if new == 1 else 1
+    policy = {"name": "cascade", "unit": unit, "num_sinks": sinks, "prefill_stride": STRIDE}
+    policy["budget"] = cached - sinks
+    ours = Ours(policy, DTYPES[dtype], head_size, batch, new, steps=steps)
+    stock = Stock(DTYPES[dtype], head_size, cached, batch, new)
     query = torch.randn(batch * new, NUM_HEADS, head_size, dtype=DTYPES[dtype])
     key, value = torch.randn(2, batch * new, NUM_KV_HEADS, head_size, dtype=DTYPES[dtype])
     calls = [
@@ -294,7 +329,7 @@ def measure(
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_attention", description=__doc__)
+    parser = results.parser_of("cpu_attention", __doc__)
     parser.add_argument("--kind", nargs="+", default=["decode", "prefill"])
     parser.add_argument("--unit", nargs="+", type=int, default=[1, 16, 32])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=list(DTYPES))
@@ -304,7 +339,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each row")
     parser.add_argument("--threads", type=int, default=1)
-    results.add_arguments(parser, "cpu-attention")
     return parser.parse_args(argv)
 
 
@@ -341,8 +375,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     ]
     rows = [measure(*shape, args.trials, args.seconds) for shape in tqdm(shapes, leave=False)]
-    data = {"rows": [asdict(row) for row in rows]}
-    results.save(args.out, [table(rows, args.threads)], data, vars(args), argv)
+    results.save(args.out, [table(rows, args.threads)], {}, vars(args), argv)
 
 
 if __name__ == "__main__":

@@ -318,7 +318,7 @@ def converse(
                 except Refused as refused:
                     if label != STOCK:
                         raise
-                    kept[label]["refused"] = demo_report.refusal_numbers(refused)
+                    kept[label]["refused"] = vars(refused)
             print(demo_report.live_row(kept, number - 1), flush=True)
             if kept[CASCADE]["turns"][-1]["context"] >= chat_tokens:
                 return

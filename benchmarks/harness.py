@@ -7,24 +7,17 @@ of the harness is changed. ``--suite`` names the papers' settings; ``--tasks`` a
 """
 
 import argparse
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.perplexity import policies
+from benchmarks.perplexity import add_policy_arguments, policies
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import arms
-from benchmarks.running.engines import (
-    MODEL,
-    EngineSettings,
-    native_positions,
-    quiet,
-    settle_dtype,
-)
+from benchmarks.running.engines import EngineSettings, native_positions, quiet, settle_dtype
 from benchmarks.running.environment import ROOT
 from benchmarks.running.parts import Arm
 
@@ -80,27 +73,16 @@ class Evaluation:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options; a suite's values are defaults that any flag replaces."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.harness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--suite", choices=SUITES, default="book")
-    parser.add_argument("--tasks", nargs="+", help="of the harness, instead of a suite")
-    parser.add_argument("--num-fewshot", type=int)
-    parser.add_argument("--limit", type=int, help="documents a task")
-    parser.add_argument("--capacity", type=int, help="most tokens cached, sinks included")
-    parser.add_argument("--num-sinks", type=int, default=4)
-    parser.add_argument("--stride", type=int, help="prompt tokens between evictions (default: 256)")
-    parser.add_argument("--policies", nargs="+", help="default: all, and the random control")
-    parser.add_argument("--policy-config", type=json.loads, help="settings by policy name, JSON")
-    parser.add_argument("--base", default="sink")
-    parser.add_argument("--max-model-len", type=int, help="default: 8 times the model's positions")
-    parser.add_argument("--no-full", action="store_true", help="leave stock attention out")
-    parser.add_argument("--chat", action="store_true", help="use the model's chat template")
-    results.add_engine_arguments(parser)
-    results.add_arguments(parser, "harness")
+    parser = results.parser_of("harness", __doc__, engines=True)
+    add_policy_arguments(parser, capacity=None, stride=None)
+    add = parser.add_argument
+    add("--suite", choices=SUITES, default="book")
+    add("--tasks", nargs="+", help="of the harness, instead of a suite")
+    add("--num-fewshot", type=int)
+    add("--limit", type=int, help="documents a task")
+    add("--max-model-len", type=int, help="default: 8 times the model's positions")
+    add("--no-full", action="store_true", help="leave stock attention out")
+    add("--chat", action="store_true", help="use the model's chat template")
     args = parser.parse_args(argv)
     suite = {"num_fewshot": None, "stride": 256, "policy_config": {}, "metadata": {}}
     for key, value in {**suite, **SUITES[args.suite]}.items():

@@ -16,21 +16,28 @@ default, with a context of ``--kept``, and once more with the stride of the othe
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from benchmarks import models
 from benchmarks.inputs import pass_keys, texts
-from benchmarks.reporting import peers_report, results
+from benchmarks.inputs.pass_keys import digits_right, is_exact
+from benchmarks.reporting import results, stats
+from benchmarks.reporting.tables import Table, number, spread
 from benchmarks.running import arms, scoring
 from benchmarks.running.answers import as_tokens
 from benchmarks.running.engines import BOOK, load_tokenizer, native_positions, quiet
-from benchmarks.running.peers.environment import PeerUnavailable, python_of
+from benchmarks.running.peers.environment import PeerUnavailable, python_of, requirements
 from benchmarks.running.peers.process import PROGRAMS, Asked, Entry, Task, ask
 from benchmarks.running.peers.questions import ASK
 
 ANSWER_TOKENS = 16
+MIB = 1 << 20
+Key = tuple[str, str]
+"""An entry's label and a question."""
 SNAPKV_WINDOW = 32
 """Queries that SnapKV looks at while it decodes: its 64 need more than 64 tokens between times."""
 
@@ -40,33 +47,28 @@ OBSERVED = {"stream": "weighs by the attention of a whole prompt, which a step d
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--data", nargs="+", default=[str(BOOK)], help="files, folders, hf:...")
-    parser.add_argument("--documents", type=int, help="stop after so many of a source")
-    parser.add_argument("--kept", type=int, default=516, help="tokens cached, sinks included")
-    parser.add_argument("--num-sinks", type=int, default=4)
-    parser.add_argument("--stride", type=int, default=64, help="tokens between evictions")
-    parser.add_argument("--policies", nargs="+", default=["sink", "cascade"])
-    parser.add_argument("--base", default="cascade", help="policy that peers are compared with")
-    peers = ("kvpress", "llama.cpp")
-    parser.add_argument("--peers", nargs="*", choices=peers, default=peers)
-    parser.add_argument("--questions", nargs="+", choices=tuple(ASK), default=tuple(ASK))
-    parser.add_argument("--tokens", type=int, default=16_000, help="stream: tokens of a text")
-    parser.add_argument("--prompt", type=int, default=2048, help="tokens before a cache is asked")
-    parser.add_argument("--prompts", type=int, default=100, help="continuation: how many")
-    parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9])
-    parser.add_argument("--samples", type=int, default=10, help="passkey: prompts a depth")
-    parser.add_argument("--speed-prompt", type=int, default=4096, help="speed: tokens to read")
-    parser.add_argument("--new-tokens", type=int, default=128, help="speed: tokens to write")
-    parser.add_argument("--trials", type=int, default=3, help="speed: prompts")
+    parser = results.parser_of("peers", __doc__)
+    add, programs = parser.add_argument, ("kvpress", "llama.cpp")
+    add("--data", nargs="+", default=[str(BOOK)], help="files, folders, hf:...")
+    add("--documents", type=int, help="stop after so many of a source")
+    add("--kept", type=int, default=516, help="tokens cached, sinks included")
+    add("--num-sinks", type=int, default=4)
+    add("--stride", type=int, default=64, help="tokens between evictions")
+    add("--policies", nargs="+", default=["sink", "cascade"])
+    add("--base", default="cascade", help="policy that peers are compared with")
+    add("--peers", nargs="*", choices=programs, default=programs)
+    add("--questions", nargs="+", choices=tuple(ASK), default=tuple(ASK))
+    add("--tokens", type=int, default=16_000, help="stream: tokens of a text")
+    add("--prompt", type=int, default=2048, help="tokens before a cache is asked")
+    add("--prompts", type=int, default=100, help="continuation: how many")
+    add("--depths", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.7, 0.9])
+    add("--samples", type=int, default=10, help="passkey: prompts a depth")
+    add("--speed-prompt", type=int, default=4096, help="speed: tokens to read")
+    add("--new-tokens", type=int, default=128, help="speed: tokens to write")
+    add("--trials", type=int, default=3, help="speed: prompts")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=cores, help="speed: of every program")
-    parser.add_argument("--engines", type=int, default=1, help="programs at a time, but for speed")
-    results.add_arguments(parser, "peers")
+    add("--threads", type=int, default=cores, help="speed: of every program")
+    add("--engines", type=int, default=1, help="programs at a time, but for speed")
     args = parser.parse_args(argv)
     if args.base not in args.policies:
         parser.error(f"--base {args.base} is none of --policies {' '.join(args.policies)}")
@@ -238,6 +240,293 @@ def spread_out(room: int, count: int) -> list[int]:
     return [room * index // count for index in range(count)]
 
 
+# --- the report ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of each entry to each question, by the entry's label and the question.
+
+    Attributes:
+        found: an answer an item.
+        cannot: why it was not asked. ``failed``: why there is no answer.
+    """
+
+    found: dict[Key, list[dict[str, Any]]]
+    cannot: dict[Key, str]
+    failed: dict[Key, str]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that entries are compared by.
+
+    Attributes:
+        values: per entry, one float array a unit that can be resampled; nats or exact matches.
+    """
+
+    name: str
+    values: dict[str, list[np.ndarray]]
+    more_is_better: bool = False
+
+    def compared(self, label: str, base: str) -> tuple[str, str]:
+        """Better, worse or undecided, and the difference; empty if not measured."""
+        if not self.values.get(label):
+            return "", "-"
+        block = 1 if self.more_is_better else stats.BLOCK
+        found = stats.paired_difference(self.values[label], self.values[base], block=block)
+        if found.units < 2 or found.low <= 0 <= found.high:
+            verdict = "undecided"
+        else:
+            verdict = "better" if (found.mean > 0) == self.more_is_better else "worse"
+        return verdict, f"{found}, {verdict}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tables and numbers of a run.
+
+    Attributes:
+        asked: what was asked, by question.
+        positions: that the model has.
+        base: the entry of this project that peers are compared with.
+        decode: token ids to text.
+    """
+
+    entries: Sequence[Entry]
+    answers: Answers
+    asked: Mapping[str, list[Any]]
+    positions: int
+    base: str
+    decode: Callable[[list[int]], str]
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a stream that every program reads with full attention: vLLM writes two."""
+        return self.positions - 2
+
+    def tables(self) -> list[Table]:
+        """All entries, peers beside the base, pass keys by depth, and what is missing."""
+        made = [self._overall(), self._verdicts(), self._depths(), self._missing()]
+        return [table for table in made if table.rows]
+
+    def numbers(self) -> dict[str, Any]:
+        """For the JSON: settings, means and sizes of every entry, and why some are missing."""
+        return {entry.label: self._numbers(entry) for entry in self.entries}
+
+    def found(self, entry: Entry, question: str) -> list[Any]:
+        """An entry's answers, one an item; empty if there are none."""
+        return [one["found"] for one in self.answers.found.get((entry.label, question), [])]
+
+    def streams(self, entry: Entry, past: bool) -> list[np.ndarray]:
+        """Nats of tokens within the model's positions, or past them; empty if not measured."""
+        end = self.limit - 1  # element i is token i + 1
+        texts_ = self.found(entry, "stream")
+        parts = [np.asarray(text[end:] if past else text[:end]) for text in texts_]
+        return [part for part in parts if len(part)]
+
+    def continuations(self, entry: Entry) -> list[np.ndarray]:
+        """Nats of what follows each prompt."""
+        return [np.asarray(one) for one in self.found(entry, "continuation")]
+
+    def keys(self, entry: Entry) -> list[tuple[str, Mapping[str, Any]]]:
+        """The answer to each pass key, and the item."""
+        texts_ = [self.decode(ids) for ids in self.found(entry, "passkey")]
+        return list(zip(texts_, self.asked.get("passkey", []), strict=False))
+
+    def matches(self, entry: Entry) -> list[np.ndarray]:
+        """Whether each pass key was answered, 0 or 1."""
+        return [np.asarray([float(is_exact(text, k["key"]))]) for text, k in self.keys(entry)]
+
+    def measures(self) -> list[Measure]:
+        """Everything that has an interval."""
+
+        def of(find: Callable[[Entry], list[np.ndarray]]) -> dict[str, list[np.ndarray]]:
+            return {entry.label: found for entry in self.entries if (found := find(entry))}
+
+        return [
+            Measure(f"stream to {self.limit:,}", of(lambda entry: self.streams(entry, False))),
+            Measure("stream past that", of(lambda entry: self.streams(entry, True))),
+            Measure("after a prompt", of(self.continuations)),
+            Measure("pass keys", of(self.matches), more_is_better=True),
+        ]
+
+    def speeds(self, entry: Entry) -> dict[str, list[float]]:
+        """Tokens a second of each trial, read and written; MiB of the process and of its cache."""
+        found = self.found(entry, "speed")
+        pairs = list(zip(self.asked.get("speed", []), found, strict=False))
+        if not found:
+            return {}
+        held = self.answers.found[entry.label, "speed"][-1]["held"]["bytes"]
+        return {
+            "read": [len(item["prompt"]) / one["read"] for item, one in pairs],
+            "write": [(item["new"] - 1) / one["decode"] for item, one in pairs],
+            "memory": [max(one["resident_peak"] for one in found) / MIB],
+            "KV": [held / MIB],
+        }
+
+    def _numbers(self, entry: Entry) -> dict[str, Any]:
+        kept: dict[str, Any] = {"program": entry.program, "settings": entry.settings}
+        for measure in self.measures():
+            if values := measure.values.get(entry.label):
+                mean, count = float(np.concatenate(values).mean()), sum(map(len, values))
+                kept[measure.name] = {"mean": mean, "count": count}
+        for question in self.asked:
+            key = entry.label, question
+            for word, why in (("cannot", self.answers.cannot), ("failed", self.answers.failed)):
+                if key in why:
+                    kept[question] = {word: why[key]}
+            if key in self.answers.found:
+                kept[f"held for {question}"] = self.answers.found[key][-1]["held"]
+        return kept
+
+    def _overall(self) -> Table:
+        """A row an entry, and columns for what was asked."""
+        prompt = _length(self.asked, "continuation", "prompt")
+        heads = {
+            "stream": (f"perplexity to {self.limit:,}", "past that"),
+            "continuation": (f"after {prompt:,} tokens",),
+            "passkey": ("pass key",),
+            "speed": ("read tok/s", "write tok/s", "memory MiB", "KV MiB"),
+        }
+        shown = [question for question in heads if question in self.asked]
+        rows = [
+            (entry.label, *(cell for question in shown for cell in self._cells(entry, question)))
+            for entry in self.entries
+        ]
+        names = ("entry", *(name for question in shown for name in heads[question]))
+        return Table("The same model, tokens and cached tokens", names, tuple(rows), self._note())
+
+    def _cells(self, entry: Entry, question: str) -> tuple[str, ...]:
+        """An entry's part of the first table; ``*`` where memory is that of loading, too."""
+        if question == "stream":
+            return tuple(_perplexity(self.streams(entry, past)) for past in (False, True))
+        if question == "continuation":
+            return (_perplexity(self.continuations(entry)),)
+        if question == "passkey":
+            matches = self.matches(entry)
+            return (f"{np.mean(matches):.0%}" if matches else "-",)
+        if not (found := self.speeds(entry)):
+            return ("-", "-", "-", "-")
+        mark = "*" if self.found(entry, "speed")[0]["load_included"] else ""
+        read, write = spread(found["read"], 0), spread(found["write"], 1)
+        return read, write, number(found["memory"][0], 0) + mark, number(found["KV"][0], 1)
+
+    def _note(self) -> str:
+        """The columns that were asked, and the programs' versions."""
+        stream = sum(len(ids) for ids in self.asked.get("stream", []))
+        following = _length(self.asked, "continuation", "following")
+        count, keys = (len(self.asked.get(name, [])) for name in ("continuation", "passkey"))
+        read = _length(self.asked, "speed", "prompt")
+        parts = {
+            "stream": f"perplexity of {stream:,} tokens that go through one cache a text",
+            "continuation": f"perplexity of the {following} tokens that follow each of {count} "
+            "prompts, once their cache was bounded",
+            "passkey": f"exact answers to {keys} pass keys",
+            "speed": f"speed with {read:,} tokens to read; memory is the most that the process had "
+            "resident while it read and wrote (weights and program included; *: and while it "
+            "loaded), KV the most in use",
+        }
+        said = "; ".join(text for question, text in parts.items() if question in self.asked)
+        return (
+            f"{said[:1].upper()}{said[1:]}. The presses read a whole prompt with full attention "
+            "and bound the cache layer by layer after it; this project and llama.cpp never hold "
+            f"more while they read. {versions()}"
+        )
+
+    def _verdicts(self) -> Table:
+        """Every peer beside the base, with intervals."""
+        peers = [entry for entry in self.entries if entry.bounded and entry.program != "vLLM"]
+        measures = [measure for measure in self.measures() if self.base in measure.values]
+        rows, better = [], []
+        for entry in peers:
+            cells = [measure.compared(entry.label, self.base) for measure in measures]
+            rows.append((entry.label, *(text for _, text in cells)))
+            for measure, (verdict, _) in zip(measures, cells, strict=True):
+                if verdict == "better":
+                    better.append(f"{entry.label} ({measure.name})")
+        better += self._faster(peers)
+        also = ", in speed or in memory" if "speed" in self.asked else ""
+        said = f"Better than {self.base}: {', '.join(better)}."
+        if not better:
+            said = f"No peer is better than {self.base} in any of these{also}."
+        share = " (or share of pass keys)" if "passkey" in self.asked else ""
+        note = (
+            f"Nats a token{share} more than {self.base}, with 95 % intervals; undecided where they "
+            f"hold 0. {said} Programs round differently: compare their rows of full attention."
+        )
+        columns = ("peer", *(measure.name for measure in measures))
+        return Table(f"Peers against {self.base}", columns, tuple(rows if measures else ()), note)
+
+    def _faster(self, peers: Sequence[Entry]) -> list[str]:
+        """Peers of which every trial was better than every one of the base."""
+        base = next((entry for entry in self.entries if entry.label == self.base), None)
+        ours, found = self.speeds(base) if base else {}, []
+        for entry in peers:
+            theirs = self.speeds(entry) if ours else {}
+            better = [k for k in ("read", "write") if theirs and min(theirs[k]) > max(ours[k])]
+            better += [k for k in ("memory", "KV") if theirs and theirs[k] < ours[k]]
+            if better:
+                found.append(f"{entry.label} ({', '.join(better)})")
+        return found
+
+    def _depths(self) -> Table:
+        keys = self.asked.get("passkey", [])
+        depths = sorted({item["depth"] for item in keys})
+        rows = []
+        for entry in self.entries:
+            given = self.keys(entry)
+            cells = [
+                _key_cell([(t, k["key"]) for t, k in given if k["depth"] == d]) for d in depths
+            ]
+            if given:
+                rows.append((entry.label, *cells))
+        columns = ("entry", *(f"depth {depth:g}" for depth in depths))
+        note = (
+            "Exact answers, and digits that are right (guessing gives 10 %); "
+            f"{len(keys) // max(len(depths), 1)} prompts of "
+            f"{_length(self.asked, 'passkey', 'context'):,} tokens a depth. The question comes "
+            "after the cache was bounded."
+        )
+        return Table("Pass keys by depth", columns, tuple(rows), note)
+
+    def _missing(self) -> Table:
+        rows = [
+            (label, question, word, why)
+            for word, all_ in (("cannot", self.answers.cannot), ("failed", self.answers.failed))
+            for (label, question), why in all_.items()
+        ]
+        return Table("What is missing", ("entry", "question", "", "why"), tuple(rows))
+
+
+def versions() -> str:
+    """The peers' pinned versions, as a sentence."""
+    pins: dict[str, str] = {}
+    for peer in ("kvpress", "llama-cpp"):
+        lines = requirements(peer).read_text("utf-8").splitlines()
+        pins |= dict(line.split("==") for line in lines if "==" in line)
+    return (
+        f"kvpress {pins['kvpress']} on transformers {pins['transformers']}, in bf16; "
+        f"llama-cpp-python {pins['llama-cpp-python']}, with the GGUF's 4-bit weights and an f16 "
+        "cache; vLLM in bf16."
+    )
+
+
+def _perplexity(values: Sequence[np.ndarray]) -> str:
+    return number(stats.perplexity(values)) if values else "-"
+
+
+def _length(asked: Mapping[str, list[Any]], question: str, part: str) -> int:
+    return len(asked[question][0][part]) if asked.get(question) else 0
+
+
+def _key_cell(pairs: Sequence[tuple[str, str]]) -> str:
+    if not pairs:
+        return "-"
+    right, digits = (np.mean([mark(*pair) for pair in pairs]) for mark in (is_exact, digits_right))
+    return f"{right:.0%} ({digits:.0%})"
+
+
 # --- asking -------------------------------------------------------------------------------------
 
 
@@ -256,10 +545,10 @@ def unavailable(chosen: Sequence[Entry]) -> dict[str, str]:
 
 def ask_all(
     args: argparse.Namespace, chosen: Sequence[Entry], task: Task, asked: dict[str, list[Any]]
-) -> peers_report.Answers:
+) -> Answers:
     """Every question to every entry that can be asked it; times last, one program at a time."""
     missing = unavailable(chosen)
-    answers = peers_report.Answers({}, {}, {})
+    answers = Answers({}, {}, {})
     jobs: dict[bool, list[Asked]] = {False: [], True: []}
     for question in args.questions:
         timed = question == "speed"
@@ -297,7 +586,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer, positions = load_tokenizer(model), native_positions(model)
     chosen, asked = entries(args, positions), items(args, tokenizer, positions)
     answers = ask_all(args, chosen, task, asked)
-    report = peers_report.Report(chosen, answers, asked, positions, args.base, tokenizer.decode)
+    report = Report(chosen, answers, asked, positions, args.base, tokenizer.decode)
     results.save(args.out, report.tables(), report.numbers(), vars(args), argv)
     results.end({", ".join(key): why for key, why in answers.failed.items()})
 

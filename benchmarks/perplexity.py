@@ -5,19 +5,22 @@ By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext
 ``wikitext103`` and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works
 with ``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies run ``random``
 eviction as a control, and stock attention recomputed over a sliding window of the same length:
-what a cache of that size could at best equal. Differences are to ``--base``, with paired bootstrap
+the best that a cache of that size could do. Differences are to ``--base``, with paired bootstrap
 intervals.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.inputs import texts
-from benchmarks.reporting import quality_report, results
+from benchmarks.reporting import results, stats
+from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import scoring
 from benchmarks.running.engines import (
     BOOK,
@@ -28,72 +31,63 @@ from benchmarks.running.engines import (
     quiet,
     settle_dtype,
 )
-from benchmarks.running.scoring import REFERENCE, Job, eviction_batches
+from benchmarks.running.scoring import REFERENCE, Job, Scored, cached
 
 BATCHED_TOKENS = 1024
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.perplexity",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument(
-        "--data", nargs="+", default=[str(BOOK)], help="names, files, folders, hf:..."
-    )
-    parser.add_argument(
-        "--protocol", choices=texts.PROTOCOLS, help="default: the data's own, or books"
-    )
-    parser.add_argument("--documents", type=int, help="stop after so many documents (or Hub rows)")
-    parser.add_argument("--length-ranks", help="of books, by length: 19:44 is the cascade paper's")
-    parser.add_argument("--tokens", type=int, help="cut every stream here")
-    parser.add_argument(
-        "--capacity", type=int, default=516, help="most tokens cached, sinks included"
-    )
-    parser.add_argument("--num-sinks", type=int, default=4)
-    parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
-    parser.add_argument("--policies", nargs="+", help="default: all, and the random control")
-    parser.add_argument(
-        "--policy-config",
-        type=json.loads,
-        default={},
-        help='settings by policy name, JSON: {"cascade": {"head_reduction": "max"}}',
-    )
-    parser.add_argument(
-        "--arms",
-        type=arms_of,
-        help="a JSON file of arms, each a label and settings, instead of --policies: "
-        '{"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; "capacity" and '
-        '"kv_cache_dtype" are an arm\'s own instead of --capacity and --kv-cache-dtype; '
-        "`benchmarks/inputs/studies` has some",
-    )
-    parser.add_argument(
-        "--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ..."
-    )
-    parser.add_argument("--no-full", action="store_true", help="leave stock attention out")
-    parser.add_argument("--base", default="sink", help="policy that differences are to")
-    parser.add_argument(
+    parser = results.parser_of("perplexity", __doc__, engines=True)
+    add_policy_arguments(parser, capacity=516, stride=256)
+    add = parser.add_argument
+    add("--data", nargs="+", default=[str(BOOK)], help="names, files, folders, hf:...")
+    add("--protocol", choices=texts.PROTOCOLS, help="default: the data's own, or books")
+    add("--documents", type=int, help="stop after so many documents (or Hub rows)")
+    add("--length-ranks", help="of books, by length: 19:44 is the cascade paper's")
+    add("--tokens", type=int, help="cut every stream here")
+    add("--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ...")
+    add("--no-full", action="store_true", help="leave stock attention out")
+    add(
         "--reference-stride",
         type=int,
         help="tokens predicted a recomputed window (default: an eighth of it; 0: no reference)",
     )
-    parser.add_argument(
-        "--spike-tokens",
-        type=int,
-        default=0,
-        help="also stream so many tokens one by one, and look at the tokens after each eviction",
-    )
-    parser.add_argument("--chunk", type=int, default=BATCHED_TOKENS, help="tokens a step")
-    results.add_engine_arguments(parser)
-    parser.add_argument("--streams", type=int, default=1, help="texts at a time in an engine")
-    results.add_arguments(parser, "perplexity")
+    add("--chunk", type=int, default=BATCHED_TOKENS, help="tokens a step")
+    add("--streams", type=int, default=1, help="texts at a time in an engine")
     args = parser.parse_args(argv)
     if args.reference_stride is None:
         args.reference_stride = max(args.capacity // 8, 1)
     return args
+
+
+# --- arms of equal size -------------------------------------------------------------------------
+
+
+def add_policy_arguments(
+    parser: argparse.ArgumentParser, capacity: int | None, stride: int | None
+) -> None:
+    """The options that ``policies`` reads; None: the command finds the default itself."""
+    add = parser.add_argument
+    add("--model", default=str(MODEL))
+    add("--capacity", type=int, default=capacity, help="most tokens cached, sinks included")
+    add("--num-sinks", type=int, default=4)
+    add("--stride", type=int, default=stride, help="prompt tokens between evictions")
+    add("--policies", nargs="+", help="default: all, and the random control")
+    add(
+        "--policy-config",
+        type=json.loads,
+        default={} if capacity else None,
+        help='settings by policy name, JSON: {"cascade": {"head_reduction": "max"}}',
+    )
+    add(
+        "--arms",
+        type=arms_of,
+        help="a JSON file of arms, each a label and settings, instead of --policies: "
+        '{"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; an arm may have its own '
+        '"capacity" and "kv_cache_dtype"; `benchmarks/inputs/studies` has some',
+    )
+    add("--base", default="sink", help="policy that differences are to")
 
 
 def arms_of(path: str) -> dict[str, dict[str, Any]]:
@@ -112,56 +106,26 @@ def arms_of(path: str) -> dict[str, dict[str, Any]]:
     return arms
 
 
-def load(args: argparse.Namespace) -> list[texts.Stream]:
-    """The streams of all data sets, under one protocol."""
-    documents: dict[str, str] = {}
-    protocol = args.protocol
-    for source in args.data:
-        source, own = texts.DATASETS.get(source, (source, "books"))
-        protocol = protocol or own
-        documents |= texts.read(source, args.documents)
-    ranks = None
-    if args.length_ranks:
-        begin, end = (int(part) if part else None for part in args.length_ranks.split(":"))
-        ranks = slice(begin, end)
-    tokenizer = load_tokenizer(args.model)
-    return texts.streams(
-        documents,
-        lambda text: tokenizer(text)["input_ids"],
-        protocol,
-        num_tokens=args.tokens,
-        ranks=ranks,
-    )
-
-
 def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]:
-    """Settings of every arm, all of the same capacity, by policy name."""
+    """Settings of every arm, all of the same capacity, by policy name or label."""
     from benchmarks.running import controls
     from vllm_cascade.policies.registry import POLICIES
 
     controls.register()
     shared = {"num_sinks": args.num_sinks, "prefill_stride": stride}
-    if getattr(args, "arms", None) is not None:  # other commands have policies by name only
-        arms = {label: {**shared, **settings} for label, settings in args.arms.items()}
-        arms = {args.base: {**shared, "name": args.base}} | arms
-        return {
-            label: scoring.equal_policy(**{"capacity": args.capacity, **_of_policy(settings)})
-            for label, settings in arms.items()
-        }
-    names = args.policies or [name for name in POLICIES if name not in controls.CONTROLS] + [
-        "random"
-    ]
-    names = list(dict.fromkeys([*names, args.base]))
+    if args.arms is not None:
+        arms = {args.base: {"name": args.base}} | args.arms
+    else:
+        names = args.policies or [n for n in POLICIES if n not in controls.CONTROLS] + ["random"]
+        names = dict.fromkeys([*names, args.base])
+        arms = {name: {"name": name, **args.policy_config.get(name, {})} for name in names}
     return {
-        name: scoring.equal_policy(
-            name, args.capacity, **shared, **args.policy_config.get(name, {})
+        label: scoring.equal_policy(
+            **{"capacity": args.capacity, **shared}
+            | {key: value for key, value in settings.items() if key != "kv_cache_dtype"}
         )
-        for name in names
+        for label, settings in arms.items()
     }
-
-
-def _of_policy(arm: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in arm.items() if key != "kv_cache_dtype"}
 
 
 def cache_dtype(args: argparse.Namespace, label: str) -> str:
@@ -170,8 +134,8 @@ def cache_dtype(args: argparse.Namespace, label: str) -> str:
     return arm.get("kv_cache_dtype", args.kv_cache_dtype)
 
 
-def sizes(args: argparse.Namespace, plan: Sequence[Job]) -> dict[str, dict[str, Any]]:
-    """What a request of every arm holds at most, where arms store keys and values differently."""
+def request_sizes(args: argparse.Namespace, plan: Sequence[Job]) -> dict[str, dict[str, Any]]:
+    """The most that a request of every arm holds; empty if all arms have the model's type."""
     from benchmarks.running import pools
 
     arms = [job for job in plan if job.engine.policy]
@@ -216,24 +180,119 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
     return plan
 
 
-def spike_jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]:
-    """One stream, token by token, under the base and every policy that evicts in batches."""
-    from vllm_cascade.policies.registry import resolve
+# --- tables -------------------------------------------------------------------------------------
 
-    head = streams[0].cut(args.spike_tokens)
-    arms = {
-        name: settings
-        for name, settings in policies(args, 1).items()
-        if name == args.base or len(eviction_batches(resolve(settings), len(head.token_ids)))
-    }
-    engine = EngineSettings(
-        model=args.model,
-        dtype=args.dtype,
-        max_model_len=len(head.token_ids) + 2,
-        max_num_batched_tokens=BATCHED_TOKENS,
-        arguments={"use_tqdm_on_load": False},
+
+def overall(
+    scored: Mapping[str, Scored],
+    arms: Mapping[str, Any],
+    base: str,
+    capacity: int,
+    failed: Mapping[str, str],
+) -> Table:
+    """A row an arm: perplexity, its difference to ``base``, and what the cache held.
+
+    Args:
+        arms: the resolved policies.
+        failed: arms without a result, and why; a row each.
+    """
+    columns = (
+        *("policy", "tokens", "perplexity", "mean of texts"),
+        *(f"nats a token more than {base} (95 % interval)", "cached: min / mean / max"),
+        *("evicted", "tokens/s"),
     )
-    return [Job(name, replace(engine, policy=arm), (head,)) for name, arm in arms.items()]
+    rows = [_row(run, arms.get(run.label), scored.get(base)) for run in scored.values()]
+    rows += failure_rows(failed, len(columns))
+    texts_each = next((len(run.nll) for run in scored.values()), 0)
+    many = texts_each >= stats.FEW_DOCUMENTS
+    note = (
+        f"At most {capacity:,} tokens cached between strides, sinks included. `perplexity` weighs "
+        "texts by tokens. Intervals: paired bootstrap over "
+        f"{'texts' if many else f'blocks of {stats.BLOCK} tokens'}"
+        ", over the tokens that both have scored (`full` ends where the model's positions do). "
+        f"`{REFERENCE}` predicts from a fresh pass over a window of that length. `tokens/s`: "
+        "tokens of the texts that an engine read in a second."
+    )
+    return Table("Streaming perplexity at equal size", columns, tuple(rows), note)
+
+
+def _row(run: Scored, policy: Any, base: Scored | None) -> tuple[str, ...]:
+    longest = max(len(values) for values in run.nll) + 1
+    least, mean, most = cached(policy, longest) if policy else (0, 0.0, 0)
+    return (
+        run.label,
+        f"{run.num_tokens:,}",
+        number(stats.perplexity(run.scored)),
+        number(stats.perplexity_per_document(run.scored)),
+        "-" if base is None or base is run else str(_difference(run, base)),
+        f"{least:,} / {mean:,.0f} / {most:,}" if policy else "-",
+        f"{run.counters['evicted_tokens']:,}" if run.counters else "-",
+        f"{run.tokens_per_second:,.0f}",
+    )
+
+
+def _difference(run: Scored, base: Scored) -> stats.Difference:
+    """Over the tokens that both have scored: one of them may have read less of the texts."""
+    ours, theirs = [], []
+    for own, other in zip(run.nll, base.nll, strict=True):
+        length = min(len(own), len(other))
+        own, other = own[:length], other[:length]
+        both = ~np.isnan(own) & ~np.isnan(other)
+        ours.append(own[both])
+        theirs.append(other[both])
+    return stats.paired_difference(ours, theirs)
+
+
+def positions(scored: Mapping[str, Scored], base: str) -> Table:
+    """Perplexity by position: of ``base``, and every other arm relative to it."""
+    longest = max(len(values) + 1 for run in scored.values() for values in run.nll)
+    bins = stats.position_bins(longest)
+    curves = {label: stats.curve(run.nll, bins) for label, run in scored.items()}
+    rows = []
+    for index, (begin, end) in enumerate(bins):
+        reference = curves[base][index]
+        if reference is None:
+            continue
+        cells = []
+        for label in scored:
+            point = curves[label][index]
+            if label == base:
+                cells.append(number(float(np.exp(reference[0]))))
+            elif point is None or point[1] != reference[1]:
+                cells.append("-")
+            else:
+                cells.append(f"{np.expm1(point[0] - reference[0]):+.2%}")
+        rows.append((f"{begin:,} - {end:,}", *cells))
+    note = f"`{base}`: perplexity; the others: relative to it."
+    return Table("Perplexity by position in the text", ("tokens", *scored), tuple(rows), note)
+
+
+def sizes(held: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What a request holds, by arm: ``kv_cache_dtype``, ``pages``, ``bytes``."""
+    rows = [
+        (label, size["kv_cache_dtype"], f"{size['pages']:,}", f"{size['bytes'] / 1024:,.0f}")
+        for label, size in held.items()
+    ]
+    columns = ("policy", "--kv-cache-dtype", "pages", "KiB")
+    note = "At most, over all layers, with all that a page holds beside keys and values."
+    return Table("What a request holds", columns, tuple(rows), note)
+
+
+def numbers(scored: Mapping[str, Scored], arms: Mapping[str, Any]) -> dict[str, Any]:
+    """For the JSON: settings and counters of every arm."""
+    return {
+        label: {
+            "policy": {"name": arms[label].name, **arms[label].model_dump()}
+            if label in arms
+            else None,
+            "tokens": run.num_tokens,
+            "perplexity": stats.perplexity(run.scored),
+            "seconds": run.seconds,
+            "counters": run.counters,
+            "pages_peak": run.pages_peak,
+        }
+        for label, run in scored.items()
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -243,27 +302,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.dtype = settle_dtype(args.dtype, args.model)
     from vllm_cascade.policies.registry import resolve
 
-    streams = load(args)
-    plan, kept_in = jobs(args, streams), results.parts_of(args)
-    found = scoring.run_all(plan, args.engines, kept_in)
+    streams = texts.load(
+        args.data,
+        load_tokenizer(args.model),
+        args.protocol,
+        documents=args.documents,
+        num_tokens=args.tokens,
+        ranks=args.length_ranks,
+    )
+    plan = jobs(args, streams)
+    found = scoring.run_all(plan, args.engines, results.parts_of(args))
     scored, failed = found.done, found.failed
     arms = {job.label: resolve(job.engine.policy) for job in plan if job.engine.policy}
-    tables = [quality_report.overall(scored, arms, args.base, args.capacity, failed)]
+    tables = [overall(scored, arms, args.base, args.capacity, failed)]
     if args.base in scored:
-        tables.append(quality_report.positions(scored, args.base))
-    if held := sizes(args, plan):
-        tables.append(quality_report.sizes(held))
-    data = {**quality_report.numbers(scored, arms), **results.failures(failed)}
-    for label, size in held.items():
-        data[label]["request"] = size
-    if args.spike_tokens:
-        close = scoring.run_all(spike_jobs(args, streams), args.engines, kept_in)
-        if args.base in close.done:
-            tables.append(quality_report.spikes(close.done, policies(args, 1), args.base))
-        failed |= {f"{label}, token by token": why for label, why in close.failed.items()}
+        tables.append(positions(scored, args.base))
+    data = {**numbers(scored, arms), **results.failures(failed)}
+    if held := request_sizes(args, plan):
+        tables.append(sizes(held))
+        for label, size in held.items():
+            data[label]["request"] = size
     results.save(args.out, tables, data, vars(args), argv)
-    if args.base in scored:
-        quality_report.picture(scored, args.base, args.out.with_suffix(".png"))
     results.end(failed)
 
 

@@ -21,14 +21,12 @@ AT_A_TIME = str(min(2, os.cpu_count() or 1))
 FEW = ["--policies", "sink", "cascade", "dgc", "--engines", AT_A_TIME]  # an engine starts in 15 s
 SMALL_TABLES = ["--engines", AT_A_TIME, "--tokens", "4000", "--limit", "20", "--samples", "6"]
 
-
 PLAN: dict[str, list[str]] = {
     "throughput": ["throughput", "--preset", "quick", "--server-args=--enforce-eager"],
-    "chat": ["chat"],
     "cpu-attention": ["cpu_attention", "--seconds", "0.7"],
     "perplexity": [
         *("perplexity", "--tokens", "16000", "--capacity", "516", "--stride", "128"),
-        *("--spike-tokens", "1500", "--engines", AT_A_TIME),
+        *("--engines", AT_A_TIME),
     ],
     "recall-associative": [
         *("recall", "associative", "--depths", "0.1", "0.9", "--samples", "5", *FEW),
@@ -36,20 +34,12 @@ PLAN: dict[str, list[str]] = {
     "recall-rewind": ["recall", "rewind", "--samples", "8", *FEW],
     "recall-passkey": ["recall", "passkey", "--samples", "2", *FEW],
     "harness": ["harness", "--suite", "book", "--limit", "10", *FEW],
-    "summarise": ["generation", "summarise", "--samples", "4", *FEW],
-    "qa": ["generation", "qa", "--samples", "4", *FEW],
-    # A table or two of each paper: every row is an engine. `benchmarks.ablations --list` has all.
-    "ablations-cascade": ["ablations", "cascade-1", "cascade-4", *SMALL_TABLES],
-    "ablations-buzz": ["ablations", "buzz-3", *SMALL_TABLES],
-    "ablations-dgc": ["ablations", "dgc-1", *SMALL_TABLES],
-    "ablations-lazy": [
-        *("ablations", "lazy-1", "--tokens", "2000"),
-        *("--prompt", "600", "--new-tokens", "32"),
-    ],
-    "train": [
-        *("train_lm", str(ROOT / "benchmarks/inputs/books"), "--hidden", "64", "--layers", "2"),
-        *("--heads", "2", "--kv-heads", "1", "--vocab", "512", "--length", "128", "--batch", "8"),
-        *("--steps", "60", "--every", "30", "--warm-up", "10", "--no-compile"),
+    # A table or two of each paper: every row is an engine. `benchmarks.papers --list` has all.
+    "papers-cascade": ["papers", "cascade-1", "cascade-4", *SMALL_TABLES],
+    "papers-buzz": ["papers", "buzz-3", *SMALL_TABLES],
+    "papers-dgc": ["papers", "dgc-1", *SMALL_TABLES],
+    "papers-lazy": [
+        *("papers", "lazy-1", "--tokens", "2000", "--prompt", "600", "--new-tokens", "32"),
     ],
 }
 
@@ -57,8 +47,8 @@ PLAN: dict[str, list[str]] = {
 def command(name: str, folder: Path = FOLDER) -> list[str]:
     """A question's command line."""
     module, *options = PLAN[name]
-    out = folder / ("lm-quick" if name == "train" else f"{name}.json")
-    return [sys.executable, "-m", f"benchmarks.{module}", *options, "--out", str(out)]
+    out = str(folder / f"{name}.json")
+    return [sys.executable, "-m", f"benchmarks.{module}", *options, "--out", out]
 
 
 def main() -> None:

@@ -17,22 +17,22 @@ Where full attention cannot do what is asked, the table says so: such a cell com
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.inputs import pass_keys
+from benchmarks.inputs.pass_keys import DIGITS, Hidden, digits_right, is_exact
 from benchmarks.inputs.texts import Stream, read
-from benchmarks.perplexity import arms_of, policies
-from benchmarks.reporting import recall_report, results, stats
+from benchmarks.perplexity import add_policy_arguments, policies
+from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import scoring
 from benchmarks.running.answers import Asking, as_tokens, ask_all
 from benchmarks.running.engines import (
     BOOK,
-    MODEL,
     EngineSettings,
     load_tokenizer,
     native_positions,
@@ -44,44 +44,35 @@ BATCHED_TOKENS = 1024
 TOGETHER = 16
 """Prompts at a time in an engine."""
 ANSWER_TOKENS = 24
+Cell = tuple[int, float]
+
+FULL = "full"
+ABLE = 0.5
+"""Share of a pass key's digits that full attention must find in a cell, on average."""
+WORTH = 0.05
+"""Share of a value's loss that must be gained before a model counts as able to recall it."""
+UNABLE, UNJUDGED = "†", "‡"
 Answer = tuple[list[Table], dict[str, Any], dict[str, str]]
 """Tables, everything for the JSON, and why arms have no result."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.recall",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("question", choices=("passkey", "associative", "rewind"))
-    parser.add_argument("--model", default=str(MODEL))
-    parser.add_argument("--data", default=str(BOOK), help="the text around it: a file, hf:...")
-    parser.add_argument("--capacity", type=int, default=260, help="most tokens cached, with sinks")
-    parser.add_argument("--num-sinks", type=int, default=4)
-    parser.add_argument("--stride", type=int, default=64, help="prompt tokens between evictions")
-    parser.add_argument("--policies", nargs="+", help="default: all, and the random control")
-    parser.add_argument(
-        "--arms",
-        type=arms_of,
-        help="a JSON file of arms, each a label and settings, instead of --policies; "
-        "`benchmarks/inputs/studies` has some",
-    )
-    parser.add_argument("--base", default="sink", help="policy that differences are to")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048], help="prompt tokens")
-    parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9])
-    parser.add_argument("--samples", type=int, default=10, help="prompts a length and depth")
-    parser.add_argument("--pair", type=int, default=8, help="associative: tokens of key and value")
-    parser.add_argument("--burn-in", type=int, default=2048, help="rewind: tokens read first")
-    parser.add_argument("--back", type=int, default=512, help="rewind: tokens jumped back")
-    parser.add_argument("--again", type=int, default=256, help="rewind: tokens read again")
-    parser.add_argument("--chat", action="store_true", help="passkey: ask in the user's turn")
-    results.add_engine_arguments(parser)
-    parser.add_argument("--seed", type=int, default=0)
-    results.add_arguments(parser, "recall")
+    parser = results.parser_of("recall", __doc__, engines=True)
+    add_policy_arguments(parser, capacity=260, stride=64)
+    add = parser.add_argument
+    add("question", choices=("passkey", "associative", "rewind"))
+    add("--data", default=str(BOOK), help="the text around it: a file, hf:...")
+    add("--lengths", type=int, nargs="+", default=[512, 2048], help="prompt tokens")
+    add("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9])
+    add("--samples", type=int, default=10, help="prompts a length and depth")
+    add("--pair", type=int, default=8, help="associative: tokens of key and value")
+    add("--burn-in", type=int, default=2048, help="rewind: tokens read first")
+    add("--back", type=int, default=512, help="rewind: tokens jumped back")
+    add("--again", type=int, default=256, help="rewind: tokens read again")
+    add("--chat", action="store_true", help="passkey: ask in the user's turn")
+    add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    args.policy_config = {}
     if not all(0 <= depth <= 1 for depth in args.depths):
         parser.error("--depths are fractions, 0 to 1")
     if args.back > args.burn_in or args.again > args.back:
@@ -101,7 +92,29 @@ def engines(args: argparse.Namespace, longest: int) -> dict[str, EngineSettings]
         arguments={"use_tqdm_on_load": False},
     )
     made = {n: replace(engine, policy=p) for n, p in policies(args, args.stride).items()}
-    return {**made, recall_report.FULL: replace(engine, max_model_len=min(longest, native))}
+    return {**made, FULL: replace(engine, max_model_len=min(longest, native))}
+
+
+def columns(cells: Sequence[Cell], able: Mapping[Cell, bool | None]) -> tuple[str, ...]:
+    """The table's heads; cells that full attention cannot do, or has not done, are marked."""
+    marks = {True: "", False: f" {UNABLE}", None: f" {UNJUDGED}"}
+    return (
+        "policy",
+        *(f"{cell[0]:,} tokens, depth {cell[1]:g}{marks[able[cell]]}" for cell in cells),
+    )
+
+
+def verdict(able: Mapping[Cell, bool | None], needs: str) -> str:
+    """What the marks mean, where there are any."""
+    judged = [one for one in able.values() if one is not None]
+    said = []
+    if judged and not any(judged):
+        said.append("This model cannot do the task: the table says nothing about the policies.")
+    if False in able.values():
+        said.append(f"{UNABLE}: full attention itself {needs}, so the cell compares nothing.")
+    if None in able.values():
+        said.append(f"{UNJUDGED}: not judged, full attention has no result there.")
+    return " ".join(said) or "Full attention can do every cell, so the arms can be compared."
 
 
 # --- a key and a value --------------------------------------------------------------------------
@@ -178,19 +191,55 @@ def associative(args: argparse.Namespace) -> Answer:
         gains[name] = [u.mean() - t.mean() for t, u in zip(told, untold, strict=True)]
     mean = float(np.mean(losses)) if losses else float("nan")
     places = {name: [(pair.length, pair.depth) for pair in some] for name, some in of.items()}
-    by_cell = {
-        name: {
-            cell: np.asarray(some)
-            for cell, some in recall_report.by_cell(values, places[name]).items()
+    by_cell: dict[str, dict[Cell, np.ndarray]] = {}
+    for name, values in gains.items():
+        gained = np.asarray(values)
+        by_cell[name] = {
+            cell: gained[[place == cell for place in places[name]]]
+            for cell in dict.fromkeys(places[name])
         }
-        for name, values in gains.items()
+    table = associative_table(by_cell, cells(args), mean, args.samples, found.failed)
+    return [table], {"nll_untold": mean}, found.failed
+
+
+def associative_table(
+    gains: Mapping[str, Mapping[Cell, np.ndarray]],
+    cells: Sequence[Cell],
+    untold: float,
+    samples: int,
+    failed: Mapping[str, str],
+) -> Table:
+    """Nats that a value is easier to predict where it was told.
+
+    Args:
+        gains: by arm and cell, a number a prompt.
+        untold: nats a token of a value that was not told.
+    """
+    found = {
+        arm: {cell: _interval(values) for cell, values in by_cell.items()}
+        for arm, by_cell in gains.items()
     }
-    table = recall_report.associative(by_cell, cells(args), mean, args.samples, found.failed)
-    data = {"nll_untold": mean, "gains": gains, "cells": places}
-    return [table], data, found.failed
+    full = found.get(FULL, {})
+    able = {cell: full[cell].low > WORTH * untold if cell in full else None for cell in cells}
+    rows = [
+        (arm, *(str(by_cell[cell]) if cell in by_cell else "-" for cell in cells))
+        for arm, by_cell in found.items()
+    ]
+    note = (
+        f"Nats a token that the value is easier to predict, with 95 % intervals; {samples} "
+        f"prompts a cell. A value that was not told costs {untold:.2f}. "
+        + verdict(able, f"gains less than {WORTH:.0%} of that")
+    )
+    heads = columns(cells, able)
+    title = "Recall of a value by its key"
+    return Table(title, heads, (*rows, *failure_rows(failed, len(heads))), note)
 
 
-def cells(args: argparse.Namespace) -> list[recall_report.Cell]:
+def _interval(values: np.ndarray) -> stats.Difference:
+    return stats.paired_difference([values], [np.zeros_like(values)], block=1)
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
     """Columns of a table."""
     return [(length, depth) for length in args.lengths for depth in args.depths]
 
@@ -253,13 +302,9 @@ def rewind(args: argparse.Namespace) -> Answer:
         f"{args.burn_in:,} tokens into a text; {len(streams)} places. Capacity {args.capacity:,}. "
         "The paper (Llama2-7B, window 1,024, back 2,048) reports 33.1 % less for the cascade."
     )
-    data = {
-        name: {"texts": [float(values.mean()) for values in run.scored]}
-        for name, run in found.done.items()
-    }
     rows += failure_rows(found.failed, len(columns))
     table = Table("Rewind (cascade paper, Figure 3)", columns, tuple(rows), note)
-    return [table], data, found.failed
+    return [table], {}, found.failed
 
 
 def _first_reading(stream: Stream, args: argparse.Namespace) -> Stream:
@@ -298,16 +343,52 @@ def passkey(args: argparse.Namespace) -> Answer:
         if asked := tuple(one.prompt for one in prompts[name]):
             jobs.append(Asking(name, engine, asked, ANSWER_TOKENS))
     found = ask_all(jobs, args.engines, results.parts_of(args))
-    shares = recall_report.shares(found.done, prompts)
-    table = recall_report.pass_keys(shares, cells(args), args.samples, found.failed)
-    data = {
-        name: [
-            {**vars(one), "prompt": len(one.prompt), "answer": answer}
-            for one, answer in zip(prompts[name], answers, strict=True)
-        ]
-        for name, answers in found.done.items()
-    }
-    return [table], data, found.failed
+    marks = shares(found.done, prompts)
+    table = pass_key_table(marks, cells(args), args.samples, found.failed)
+    return [table], {}, found.failed
+
+
+def shares(
+    answers: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[Hidden]]
+) -> dict[str, dict[Cell, tuple[float, float]]]:
+    """By arm and cell: share of digits that are right, and of answers that are."""
+    found: dict[str, dict[Cell, tuple[float, float]]] = {}
+    for arm, given in answers.items():
+        marks: dict[Cell, list[tuple[float, float]]] = {}
+        for answer, asked in zip(given, prompts[arm], strict=True):
+            mark = digits_right(answer, asked.key), float(is_exact(answer, asked.key))
+            marks.setdefault((asked.length, asked.depth), []).append(mark)
+        found[arm] = {
+            cell: (float(np.mean([d for d, _ in some])), float(np.mean([e for _, e in some])))
+            for cell, some in marks.items()
+        }
+    return found
+
+
+def pass_key_table(
+    found: Mapping[str, Mapping[Cell, tuple[float, float]]],
+    cells: Sequence[Cell],
+    samples: int,
+    failed: Mapping[str, str],
+) -> Table:
+    """Digits and exact answers, by arm and cell."""
+    full = found.get(FULL, {})
+    able = {cell: full[cell][0] >= ABLE if cell in full else None for cell in cells}
+    rows = [
+        (arm, *(_two(by_cell[cell]) if cell in by_cell else "-" for cell in cells))
+        for arm, by_cell in found.items()
+    ]
+    note = (
+        f"Digits of a {DIGITS}-digit number that are right / answers that are right as a whole; "
+        f"{samples} prompts a cell; guessing gives 10 % of the digits. "
+        + verdict(able, f"finds less than {ABLE:.0%} of the digits")
+    )
+    heads = columns(cells, able)
+    return Table("Pass key", heads, (*rows, *failure_rows(failed, len(heads))), note)
+
+
+def _two(share: tuple[float, float]) -> str:
+    return f"{share[0]:.0%} / {share[1]:.0%}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -3,10 +3,9 @@
 
 Starts one ``vllm serve`` per arm (stock with default features, stock without prefix caching, and
 the policies), all with the same ``--kv-cache-memory-bytes``, and sends each in turn the same load
-with ``vllm bench serve`` while the others are paused; or, with ``--harness throughput``, runs
-``vllm bench throughput``. A trial goes through all contexts and arms, the next one the other way
-round, after a warm-up of each; the table shows medians and ranges. Ratios of single tokens' times
-are steadier in ``benchmarks.token_time``.
+with ``vllm bench serve`` while the others are paused. A trial goes through all contexts and arms,
+the next one the other way round, after a warm-up of each; the table shows medians and ranges.
+Ratios of single tokens' times are steadier in ``benchmarks.token_time``.
 
 The sweep is context length x concurrency x pool. A pool of ``2x`` holds two requests of the
 longest context in stock vLLM. ``--preset goals``, ``long`` and ``many`` are the settings in which
@@ -20,13 +19,14 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any
 
-from benchmarks.reporting import results, speed_report
-from benchmarks.reporting.goals import STOCK, goals
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import Table, number, spread
 from benchmarks.running.engines import MODEL, native_positions
 from benchmarks.running.environment import ROOT
 from benchmarks.running.serving import (
@@ -34,10 +34,10 @@ from benchmarks.running.serving import (
     Server,
     ServerError,
     bench_serve,
-    bench_throughput,
     plain_words,
 )
 
+STOCK = "full"
 STOCK_ARMS = {STOCK: [], f"{STOCK}-no-prefix": ["--no-enable-prefix-caching"]}
 SHAPES = {
     f"llama-{size}": ROOT / f"benchmarks/inputs/configs/llama-{size}"
@@ -45,52 +45,14 @@ SHAPES = {
 }
 WARM_UP = -1  # its number among the trials
 WARM_UP_CONTEXT, WARM_UP_OUTPUT = 512, 32
-PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {
-        "model": "books-5m",
-        "policies": ["sink", "cascade"],
-        "budget": 256,
-        "contexts": [128, 2048],
-        "concurrency": [4],
-        "pools": ["1x", "4x"],
-        "output_len": 32,
-        "prompts": 4,
-        "trials": 3,
-    },
-    "goals": {
-        "model": "llama-125m",
-        "policies": ["cascade"],
-        "budget": 1024,
-        "contexts": [512, 2048, 4096, 16384, 32768],
-        "concurrency": [1],
-        "pools": ["1x"],
-        "output_len": 64,
-        "prompts": 1,
-        "trials": 3,
-        "stock_longest": 16384,
-    },
-    "long": {
-        "model": "llama-125m",
-        "policies": ["cascade"],
-        "budget": 1024,
-        "contexts": [16384],
-        "concurrency": [4],
-        "pools": ["1x"],
-        "output_len": 512,
-        "prompts": 4,
-        "trials": 1,
-    },
-    "many": {
-        "model": "llama-125m",
-        "policies": ["cascade"],
-        "budget": 1024,
-        "contexts": [6144],
-        "concurrency": [16],
-        "pools": ["1x"],
-        "output_len": 2048,
-        "prompts": 16,
-        "trials": 1,
-    },
+SHAPE = "--model llama-125m --policies cascade --budget 1024 --pools 1x "
+PRESETS = {
+    "quick": "--model books-5m --policies sink cascade --budget 256 --pools 1x 4x "
+    "--contexts 128 2048 --output-len 32 --concurrency 4 --prompts 4 --trials 3",
+    "goals": SHAPE + "--contexts 512 2048 4096 16384 32768 --stock-longest 16384 "
+    "--output-len 64 --concurrency 1 --prompts 1 --trials 3",
+    "long": SHAPE + "--contexts 16384 --output-len 512 --concurrency 4 --prompts 4 --trials 1",
+    "many": SHAPE + "--contexts 6144 --output-len 2048 --concurrency 16 --prompts 16 --trials 1",
 }
 
 
@@ -124,51 +86,39 @@ class Cell:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options; a preset's values are defaults that any flag replaces."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.throughput",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--preset", choices=PRESETS, default="quick")
-    parser.add_argument("--model", help=f"books-5m, {', '.join(SHAPES)}, or a model's path or name")
-    parser.add_argument("--tokenizer", help="default: the model's, or the shipped one for a shape")
-    parser.add_argument("--policies", nargs="+", help="policy names of the arms beside stock")
-    parser.add_argument("--policy-config", type=json.loads, default={}, help="their settings, JSON")
-    parser.add_argument("--budget", type=int)
-    parser.add_argument("--contexts", type=int, nargs="+", help="prompt tokens of a request")
-    parser.add_argument("--output-len", type=int, help="tokens generated for a request")
-    parser.add_argument("--concurrency", type=int, nargs="+", help="requests in flight")
-    parser.add_argument("--prompts", type=int, help="requests in a trial (at least --concurrency)")
-    parser.add_argument("--pools", nargs="+", help="2x: requests of the longest context; or 64M")
-    parser.add_argument("--block-size", type=int, default=128, help="of every arm; 16 on a GPU")
-    parser.add_argument("--shared-prefix", type=int, default=0, help="tokens all prompts share")
-    parser.add_argument("--trials", type=int)
-    parser.add_argument("--harness", choices=("serve", "throughput"), default="serve")
-    parser.add_argument(
-        "--stock-longest", type=int, help="no stock arm above this context, where it takes too long"
-    )
-    parser.add_argument(
+    parser = results.parser_of("throughput", __doc__)
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="quick")
+    add("--model", help=f"books-5m, {', '.join(SHAPES)}, or a model's path or name")
+    add("--tokenizer", help="default: the model's, or the shipped one for a shape")
+    add("--policies", nargs="+", help="policy names of the arms beside stock")
+    add("--policy-config", type=json.loads, default={}, help="their settings, JSON")
+    add("--budget", type=int)
+    add("--contexts", type=int, nargs="+", help="prompt tokens of a request")
+    add("--output-len", type=int, help="tokens generated for a request")
+    add("--concurrency", type=int, nargs="+", help="requests in flight")
+    add("--prompts", type=int, help="requests in a trial (at least --concurrency)")
+    add("--pools", nargs="+", help="2x: requests of the longest context; or 64M")
+    add("--block-size", type=int, default=128, help="of every arm; 16 on a GPU")
+    add("--shared-prefix", type=int, default=0, help="tokens all prompts share")
+    add("--trials", type=int)
+    add("--stock-longest", type=int, help="no stock arm above this context")
+    add(
         "--stock",
         nargs="*",
         choices=list(STOCK_ARMS),
         default=list(STOCK_ARMS),
         help="stock arms, default and without prefix caching; nothing after it: none",
     )
-    parser.add_argument(
+    add(
         "--one-at-a-time",
         action="store_true",
         help="one server at a time, for large models; trials then do not alternate",
     )
-    parser.add_argument(
-        "--server-args",
-        default="",
-        help='more arguments for every arm, for example "--enforce-eager"',
-    )
-    results.add_arguments(parser, "throughput")
-    args = parser.parse_args(argv)
-    for key, value in PRESETS[args.preset].items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
+    add("--server-args", default="", help='more arguments for every arm: "--enforce-eager"')
+    words = list(sys.argv[1:] if argv is None else argv)
+    preset = PRESETS[parser.parse_args(words).preset]
+    args = parser.parse_args([*preset.split(), *words])
     if min(args.trials, args.prompts, *args.contexts, *args.concurrency) < 1:
         parser.error("--trials, --prompts, --contexts and --concurrency must be at least 1")
     if args.shared_prefix >= min(args.contexts):
@@ -307,17 +257,129 @@ def measure_pool(
                 yield {**asdict(cell), "arm": name, "trial": trial, **record}
 
 
-def measure_offline(
-    args: argparse.Namespace, sweep: list[Cell], flags: dict[str, list[str]], model: str, token: str
-) -> Iterator[dict[str, Any]]:
-    """The same with ``vllm bench throughput``, an engine a trial."""
-    for trial, cell, name in rounds(args, sweep, list(flags)):
-        try:
-            load = cell.load(trial, args.shared_prefix)
-            record = bench_throughput(model, flags[name], load, token)
-        except ServerError as error:
-            record = {"refused": str(error)}
-        yield {**asdict(cell), "arm": name, "trial": trial, **record}
+# --- tables -------------------------------------------------------------------------------------
+
+
+Record = dict[str, Any]
+Metric = tuple[str, int]
+COLUMNS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
+    ("output tok/s", (("output_throughput", 1),)),
+    ("req/s", (("request_throughput", 3),)),
+    ("TTFT ms: p50 / p99", (("median_ttft_ms", 0), ("p99_ttft_ms", 0))),
+    ("TPOT ms: mean / p50 / p99", (("mean_tpot_ms", 1), ("median_tpot_ms", 1), ("p99_tpot_ms", 1))),
+    ("ITL ms: mean / p50 / p99", (("mean_itl_ms", 1), ("median_itl_ms", 1), ("p99_itl_ms", 1))),
+    ("running", (("peak_running", 0),)),
+    ("preempted", (("preemptions", 0),)),
+    ("pages: peak / pool", (("peak_pages", 0), ("num_pages", 0))),
+)
+NOTE = (
+    "Medians of the trials; of tokens/s also their range, where there are several. The last three "
+    "columns are the server's own, sampled five times a second."
+)
+
+
+def line(record: Record) -> str:
+    """One trial, as it ends."""
+    head = f"{record['arm']:>16} context {record['context']:,}, {record['concurrency']} at once"
+    head += f", pool {record['pool'] / 2**20:,.0f} MiB"
+    if "refused" in record:
+        return f"{head}: refused: {record['refused'].splitlines()[-1][:200]}"
+    text = f"{head}: {record['output_throughput']:,.1f} tok/s"
+    if "mean_tpot_ms" in record:
+        text += f", TPOT {record['mean_tpot_ms']:,.1f} ms, TTFT {record['median_ttft_ms']:,.0f} ms"
+    return text
+
+
+def _key(record: Record) -> tuple[int, int, int]:
+    return record["pool"], record["concurrency"], record["context"]
+
+
+def values(records: Iterable[Record], key: str, **match: Any) -> list[float]:
+    """A metric of the trials that match."""
+    return [
+        record[key]
+        for record in records
+        if key in record and all(record[name] == value for name, value in match.items())
+    ]
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """A table a pool and concurrency: a row an arm and context."""
+    keys = {key for record in records for key in record}
+    shown = [column for column in COLUMNS if column[1][0][0] in keys]
+    made = []
+    for pool, at_once in dict.fromkeys(_key(record)[:2] for record in records):
+        part = [r for r in records if (r["pool"], r["concurrency"]) == (pool, at_once)]
+        rows = [
+            _row(part, shown, arm, context)
+            for context in dict.fromkeys(r["context"] for r in part)
+            for arm in dict.fromkeys(r["arm"] for r in part)
+        ]
+        made.append(
+            Table(
+                f"KV pool {pool / 2**20:,.1f} MiB, {at_once} requests in flight",
+                ("context, arm", *(name for name, _ in shown)),
+                tuple(rows),
+                NOTE,
+            )
+        )
+    return made
+
+
+def beside_stock(records: Sequence[Record]) -> list[Table]:
+    """A row a policy and setting: its medians beside the better of the stock arms.
+
+    Latencies are compared only with one request in flight: with several, a token's time includes
+    parts of the others' prompts, and a prompt's time includes waiting.
+    """
+    done, rows = [record for record in records if "refused" not in record], []
+    for pool, at_once, context in dict.fromkeys(map(_key, done)):
+        here = [record for record in done if _key(record) == (pool, at_once, context)]
+        arms = list(dict.fromkeys(record["arm"] for record in here))
+        stock = [arm for arm in arms if arm.startswith(STOCK)]
+        for arm in arms if stock else []:
+            if arm in stock:
+                continue
+            cells = [_ratio(here, arm, stock, "output_throughput", more=True)]
+            for metric in ("mean_tpot_ms", "median_ttft_ms"):
+                cells.append(_ratio(here, arm, stock, metric) if at_once == 1 else "-")
+            where = f"{arm}, {context:,} tokens, {at_once} at once, {pool / 2**20:,.0f} MiB"
+            rows.append((where, *cells))
+    columns = ("", "output tok/s", "time per token", "time to first token")
+    note = "How many times better than the better of the stock arms: ratios of medians."
+    return [Table("Beside stock vLLM", columns, tuple(rows), note)] if rows else []
+
+
+def _ratio(
+    here: Sequence[Record], arm: str, stock: Sequence[str], metric: str, more: bool = False
+) -> str:
+    """``more``: a higher value is better."""
+    found = {name: values(here, metric, arm=name) for name in (arm, *stock)}
+    medians = {name: median(some) for name, some in found.items() if some}
+    others = [medians[name] for name in stock if name in medians]
+    if arm not in medians or not others:
+        return "-"
+    ratio = medians[arm] / max(others) if more else min(others) / medians[arm]
+    return f"{ratio:.2f}x"
+
+
+def _row(
+    part: Sequence[Record], shown: Sequence[tuple[str, tuple[Metric, ...]]], arm: str, context: int
+) -> tuple[str, ...]:
+    name, here = f"{context:,} {arm}", {"arm": arm, "context": context}
+    if not any((r["arm"], r["context"]) == (arm, context) for r in part):
+        return (name, "not run", *[""] * (len(shown) - 1))
+    if any("refused" in r for r in part if (r["arm"], r["context"]) == (arm, context)):
+        return (name, "does not start", *[""] * (len(shown) - 1))
+    cells = []
+    for _, metrics in shown:
+        found = [values(part, key, **here) for key, _ in metrics]
+        if len(metrics) == 1:
+            cells.append(spread(found[0], metrics[0][1]))
+        else:
+            pairs = zip(found, metrics, strict=True)
+            cells.append(" / ".join(number(median(v) if v else None, m[1]) for v, m in pairs))
+    return (name, *cells)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -329,19 +391,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     shared = [*flags, "--max-model-len", str(max(args.contexts) + args.output_len)]
     shared += ["--block-size", str(args.block_size), *args.server_args.split()]
     sweep = cells(args, kv_bytes_per_token(model), args.block_size)
-    measure = measure_pool if args.harness == "serve" else measure_offline
     records = []
     for pool, part in itertools.groupby(sweep, key=lambda cell: cell.pool):
         of_pool = {
             name: [*shared, "--kv-cache-memory-bytes", str(pool), *extra]
             for name, extra in arms(args).items()
         }
-        for record in measure(args, list(part), of_pool, model, tokenizer):
-            print(speed_report.line(record), file=sys.stderr, flush=True)
+        for record in measure_pool(args, list(part), of_pool, model, tokenizer):
+            print(line(record), file=sys.stderr, flush=True)
             records.append(record)
-    tables = [*speed_report.tables(records), *goals(records, args.budget)]
-    results.save(args.out, tables, {"trials": records}, vars(args), argv)
-    speed_report.picture(records, args.out.with_suffix(".png"))
+    made = [*tables(records), *beside_stock(records)]
+    results.save(args.out, made, {}, vars(args), argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.xformers_attention import attend_with_xformers, has_xformers
 from tests.kernels.random_pool import float_bits
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton import stride_columns as columns
@@ -244,7 +243,7 @@ def _attend_row(
 def _dense_attention(
     bench: Bench, ours: float, query: torch.Tensor, batch: int, heads: int, cached: int
 ) -> Row:
-    """The same amount of keys, gathered ahead: torch's SDPA and xformers' split-K."""
+    """The same amount of keys, gathered ahead: torch's SDPA."""
     shape = batch, heads, cached, query.shape[2]
     keys = torch.randn(shape, dtype=query.dtype, device=query.device)
     values = torch.randn_like(keys)
@@ -253,24 +252,6 @@ def _dense_attention(
     row: Row = {}
     row["sdpa_ms"] = bench.milliseconds(lambda: sdpa(one, keys, values, enable_gqa=True))
     row["over_sdpa"] = ours / row["sdpa_ms"]
-    if not has_xformers():
-        return row
-    from xformers.ops import fmha
-
-    group = query.shape[1] // heads
-    grouped = query.view(batch, 1, heads, group, -1)
-    expanded = [
-        x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, group, -1) for x in (keys, values)
-    ]
-    try:
-        row["splitk_ms"] = bench.milliseconds(
-            lambda: fmha.memory_efficient_attention_forward(
-                grouped, *expanded, op=fmha.triton_splitk.FwOp
-            )
-        )
-        row["over_splitk"] = ours / row["splitk_ms"]
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        row["splitk_error"] = str(error).splitlines()[0]
     return row
 
 
@@ -295,7 +276,7 @@ def _prefill_row(bench: Bench, sizes: Sizes, stride: int, length: int) -> Row:
     full = bench.milliseconds(lambda: sdpa(query, key, key, is_causal=True, enable_gqa=True))
     row["full_us_per_token"] = full * 1e3 / length
     row["stride_attention_ms"] = bench.milliseconds(prompt.attend)
-    return row | prompt.xformers_row(bench)
+    return row
 
 
 def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
@@ -414,17 +395,3 @@ class _Prompt:
     def run(self, length: int) -> None:
         for _ in range(length // self.stride):
             self.one()
-
-    def xformers_row(self, bench: Bench) -> Row:
-        """One stride's attention by xformers, over as many keys, gathered ahead."""
-        if not has_xformers():
-            return {}
-        shape = self.key.shape[1], self.budget, self.key.shape[2]
-        old = torch.randn(2, *shape, dtype=self.key.dtype, device=self.key.device)
-        try:
-            theirs = bench.milliseconds(
-                lambda: attend_with_xformers(self.query, self.key, self.value, *old, self.scale)
-            )
-        except (ValueError, NotImplementedError, RuntimeError) as error:
-            return {"xformers_error": str(error).splitlines()[0]}
-        return {"xformers_ms": theirs}

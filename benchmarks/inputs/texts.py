@@ -124,6 +124,35 @@ def load_dataset(
         ) from error
 
 
+def load(
+    sources: Sequence[str],
+    tokenizer: Any,
+    protocol: str | None = None,
+    *,
+    documents: int | None = None,
+    num_tokens: int | None = None,
+    ranks: str | None = None,
+) -> list[Stream]:
+    """The streams of some sources, also of names in ``DATASETS``.
+
+    Args:
+        protocol: None: the data set's own, or ``books``.
+        documents: stop after so many of a source.
+        num_tokens, ranks: see ``streams``; ``ranks`` as in ``19:44``.
+    """
+    found: dict[str, str] = {}
+    for source in sources:
+        source, own = DATASETS.get(source, (source, "books"))
+        protocol = protocol or own
+        found |= read(source, documents)
+    chosen = slice(*(int(part) if part else None for part in ranks.split(":"))) if ranks else None
+
+    def tokenize(text: str) -> list[int]:
+        return tokenizer(text)["input_ids"]
+
+    return streams(found, tokenize, protocol or "books", num_tokens=num_tokens, ranks=chosen)
+
+
 def streams(
     texts: dict[str, str],
     tokenize: Tokenize,

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the demo prints and keeps, for a reader who has never heard of any of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 from benchmarks.reporting.demo_pictures import block_means
 from benchmarks.reporting.tables import Table, console, number
-from benchmarks.running.conversation import Refused, Turn
+from benchmarks.running.conversation import Turn
 from benchmarks.running.novel import Read
 
 STOCK, CASCADE, RECALL = "stock vLLM", "cascade", "sink, recall"
@@ -73,7 +73,6 @@ def numbers(read: Read, head: int) -> dict[str, Any]:
         "page_bytes": result.page_bytes,
         "peak_kv_bytes": result.peak_bytes,
         "host_bytes": result.counters.get("store_bytes", 0),
-        "full_attention_kv_bytes": result.full_bytes,
         "read_ms": 1e3 * result.seconds / result.num_tokens,
         "write_ms": 1e3 * median(result.token_seconds),
         "mean_nll_per_block": block_means(result.nll[: tokens - 1]),
@@ -176,22 +175,8 @@ def turn_numbers(turn: Turn) -> dict[str, Any]:
         "first_seconds": turn.first_seconds,
         "token_ms": turn.token_ms,
         "pages": turn.pages,
-        "question": shortened(turn.question),
         "answer": turn.answer + ("" if turn.complete else " ..."),
     }
-
-
-def refusal_numbers(refused: Refused) -> dict[str, Any]:
-    return {"status": refused.status, "message": refused.message}
-
-
-def shortened(text: str, words: int = 12) -> str:
-    """Its first and last words, and how many are left out."""
-    found = text.split()
-    left = len(found) - 2 * words
-    if left < words:
-        return " ".join(found)
-    return f"{' '.join(found[:words])} [... {left:,} words ...] {' '.join(found[-words:])}"
 
 
 def live_head(arms: Mapping[str, Any]) -> str:
@@ -253,30 +238,15 @@ def stopped(chat: Mapping[str, Any]) -> str:
     )
 
 
-def dialogue(chat: Mapping[str, Any], shown: Sequence[int] = (0, -1)) -> list[tuple[str, str]]:
-    """Who says what in the first and the last turn under cascade; between them, how many more."""
-    turns = chat["arms"][CASCADE]["turns"]
-    places = sorted({place % len(turns) for place in shown})
-    lines, last = [], -1
-    for place in places:
-        if place > last + 1:
-            lines.append(("", f"... {place - last - 1} more turns ..."))
-        turn, last = turns[place], place
-        lines.append((f"user, turn {place + 1}", turn["question"]))
-        lines.append(("model", turn["answer"]))
-    return lines
-
-
 def show_chat(chat: Mapping[str, Any]) -> None:
-    """Print what is to be said about the turns, and what was said in them."""
+    """Print where stock vLLM stopped, the memory of both, and the last answer under cascade."""
     screen = console()
     share = [
         f"{label} {mib(arm['page_bytes'] * max(turn['pages'] for turn in arm['turns']))}"
         for label, arm in chat["arms"].items()
     ]
-    screen.print(
-        f"\n{stopped(chat)}\nMost memory: {', '.join(share)}.\n", highlight=False, markup=False
+    last = chat["arms"][CASCADE]["turns"][-1]["answer"]
+    text = (
+        f"\n{stopped(chat)}\nMost memory: {', '.join(share)}.\nLast answer: {last}\n\n{FORGETS}\n"
     )
-    for who, words in dialogue(chat):
-        screen.print(f"{who + ':' if who else '':<16}{words}", highlight=False, markup=False)
-    screen.print(f"\n{FORGETS}\n", highlight=False, markup=False)
+    screen.print(text, highlight=False, markup=False)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results as JSON, one file a question, and docs/RESULTS.md written from them.
+"""Results as JSON, one file a run, and the two pages that are written from them.
 
-``python -m benchmarks.reporting.results`` puts the tables of ``benchmarks/results/*.json`` into the
-document, between the comments ``<!-- result NAME -->`` and ``<!-- end -->``; the words around them
-are written by hand. A test compares the two, so that no table is there without the run behind it.
+``python -m benchmarks.reporting.results`` fills ``docs/RESULTS.md`` (what a user asks) and
+``benchmarks/results/README.md`` (everything else). ``<!-- result NAME -->`` ... ``<!-- end -->``
+holds the tables of ``benchmarks/results/NAME.json``; numbers behind the name choose some of them,
+counted from 1. The words around are written by hand. Tests compare pages and files.
 """
 
 import argparse
@@ -22,51 +23,60 @@ from benchmarks.running.environment import ROOT, fingerprint
 from benchmarks.running.parts import Parts
 
 FOLDER = ROOT / "benchmarks/results"
-DOCUMENT = ROOT / "docs/RESULTS.md"
-_MARKER = re.compile(r"(<!-- result ([\w.-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+PAGE = ROOT / "docs/RESULTS.md"
+OLDER = FOLDER / "README.md"
+RENAMED = {"benchmarks.ablations": "benchmarks.papers"}
+"""Commands that have another name since they were run; their options are the same."""
+_MARKER = re.compile(r"(<!-- result ([\w.-]+)((?: \d+)*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_FLAT = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")
 _DIGEST = re.compile(r"-[0-9a-f]{8}$")
 PLACES = ("out", "parts")
 """Settings that say where files go, not what was run."""
 _STARTED = time.perf_counter()
 
 
-def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
-    """``--out``: where a run's JSON goes; pictures lie beside it."""
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / f"results/{name}.json",
-        help="the JSON to write (default: %(default)s); benchmarks/results/ is what the "
-        "document shows",
-    )
+# --- options of every command -------------------------------------------------------------------
 
+
+def parser_of(name: str, doc: str | None, engines: bool = False) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.NAME``, with the options that commands share.
+
+    Args:
+        engines: also ``--dtype`` and ``--engines``.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    out = ROOT / f"results/{name.replace('_', '-')}.json"
+    parser.add_argument("--out", type=Path, default=out, help="the JSON (default: %(default)s)")
     parser.add_argument(
         "--parts",
         type=Path,
-        help="folder for what arms have finished, which a further run takes up (default: beside "
-        "--out, with the ending .parts)",
+        help="folder for finished items, which the next run reuses (default: --out with the "
+        "ending .parts)",
     )
     parser.add_argument(
-        "--any-code",
-        action="store_true",
-        help="take up parts that another version of the code has measured, too",
+        "--any-code", action="store_true", help="reuse items that other versions of the code made"
     )
-
-
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--dtype`` and ``--engines``."""
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        help="default: bfloat16 where the model is stored so and the machine multiplies it, "
-        "else float32",
-    )
-    parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    if engines:
+        parser.add_argument(
+            "--dtype",
+            default="auto",
+            help="default: bfloat16 if the model is stored so and the machine has instructions "
+            "for it, else float32",
+        )
+        parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+    return parser
 
 
 def parts_of(args: argparse.Namespace) -> Parts:
-    """Where a run keeps what its arms have finished."""
+    """The folder where a run keeps finished items."""
     return Parts(args.parts or args.out.with_suffix(".parts"), args.any_code)
+
+
+# --- the JSON -----------------------------------------------------------------------------------
 
 
 def failures(failed: Mapping[str, str]) -> dict[str, Any]:
@@ -75,10 +85,10 @@ def failures(failed: Mapping[str, str]) -> dict[str, Any]:
 
 
 def end(failed: Mapping[str, str]) -> None:
-    """Status 1 where an arm has failed; its reason stands on the screen once more.
+    """Exit with status 1 if an arm has failed.
 
     Raises:
-        SystemExit: an arm has failed.
+        SystemExit: an arm has failed; the message repeats every reason.
     """
     if failed:
         reasons = "\n".join(f"  {label}: {reason}" for label, reason in failed.items())
@@ -97,10 +107,11 @@ def save(
     *,
     printed: bool = False,
 ) -> None:
-    """Print the tables, then write them with all numbers, the command and the environment.
+    """Print the tables, then write them with the command, the settings and the environment.
 
     Args:
-        printed: whether the tables have been printed already.
+        data: what the tables do not say: medians and intervals, no raw series.
+        printed: the tables have been printed already.
     """
     if not printed:
         show(tables)
@@ -114,16 +125,18 @@ def save(
         "tables": [table.as_json() for table in tables],
         "data": data,
     }
-    out.write_text(json.dumps(content, indent=1, default=float) + "\n", encoding="utf-8")
+    out.write_text(as_text(content), encoding="utf-8")
     print(f"Wrote {out}.")
 
 
-def _plain(value: Any) -> Any:
-    """A setting as JSON. Paths inside the repository are relative to it.
+def as_text(content: dict[str, Any]) -> str:
+    """JSON with a list of plain values on one line."""
+    text = json.dumps(content, indent=1, default=float, ensure_ascii=False)
+    return _FLAT.sub(lambda match: "[" + re.sub(r"\n\s*", " ", match[1]) + "]", text) + "\n"
 
-    Of a folder elsewhere only its name is kept, less what tells conversions of a model apart
-    (``benchmarks.models``): a result is not about a machine's folders.
-    """
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON: paths relative to the repository, or the name alone of one elsewhere."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     text = str(value)
@@ -135,12 +148,12 @@ def _plain(value: Any) -> Any:
 
 
 def name_of(model: str) -> str:
-    """A model as tables call it: its folder's name, less the digest of what it was made from."""
+    """A model's name in tables: its folder's, without the digest of ``benchmarks.models``."""
     return _DIGEST.sub("", Path(model).name)
 
 
 def command(argv: Sequence[str] | None = None) -> str:
-    """What to type to get the same run: ``python -m benchmarks.NAME ...``, less where files go."""
+    """The command line of this run, without the places of files."""
     path = Path(sys.argv[0])
     module = f"benchmarks.{path.stem}" if path.suffix == ".py" else path.name
     words = [str(_plain(word)) for word in (sys.argv[1:] if argv is None else argv)]
@@ -152,57 +165,65 @@ def command(argv: Sequence[str] | None = None) -> str:
 
 
 def load(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """A kept result; None where there is none."""
+    """A kept result; None if there is none."""
     path = folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def section(result: dict[str, Any]) -> str:
-    """Markdown of one result: the command, where it ran, and its tables."""
+# --- the pages ----------------------------------------------------------------------------------
+
+
+def section(result: dict[str, Any], chosen: Sequence[int] = ()) -> str:
+    """Markdown of one result: the command, where it ran, and its tables.
+
+    Args:
+        chosen: numbers of the tables to show, from 1; none: all.
+    """
     where = result["environment"]
     machine = where.get("gpu") or f"{where['cores']} cores of {where['cpu']}"
     commit = (where.get("git_commit") or "unknown")[:10] + ("+" if where.get("git_dirty") else "")
     items = result.get("items")
     kept = f", {items['taken up']} of {items['asked']} items kept from before" if items else ""
+    typed = result["command"]
+    for old, new in RENAMED.items():
+        typed = typed.replace(f" {old} ", f" {new} ")
     lines = [
-        f"```\n{result['command']}\n```",
-        "",
+        f"`{typed}`<br>",
         f"{machine}; torch {where['torch']}, vLLM {where['vllm']}, commit {commit}, "
         f"{where['time'][:10]}; {result['seconds']:,.0f} s{kept}.",
     ]
-    for table in result["tables"]:
-        lines += ["", Table.from_json(table).markdown()]
+    for number, table in enumerate(result["tables"], 1):
+        if not chosen or number in chosen:
+            lines += ["", Table.from_json(table).markdown()]
     return "\n".join(lines) + "\n"
 
 
 def fill(text: str, folder: Path = FOLDER) -> str:
-    """The document with every marked part made from its JSON, or saying that it was not run."""
+    """A page with every marked part made from its JSON."""
 
     def replace(match: re.Match[str]) -> str:
         result = load(match[2], folder)
-        body = section(result) if result else "Not measured yet.\n"
-        return f"{match[1]}{body}{match[4]}"
+        body = section(result, _numbers(match[3])) if result else "Not measured yet.\n"
+        return f"{match[1]}{body}{match[5]}"
 
     return _MARKER.sub(replace, text)
 
 
-def names(text: str) -> list[str]:
-    """The results that a document shows."""
-    return [match[2] for match in _MARKER.finditer(text)]
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split()]
+
+
+def shown(text: str) -> list[tuple[str, list[int]]]:
+    """The results on a page, and the tables of each (empty: all)."""
+    return [(match[2], _numbers(match[3])) for match in _MARKER.finditer(text)]
 
 
 def main() -> None:
-    """Bring the document into step with the JSON files."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    unknown = {path.stem for path in FOLDER.glob("*.json")} - set(names(text))
-    if unknown:
-        raise SystemExit(f"{DOCUMENT} has no place for {', '.join(sorted(unknown))}")
-    new = fill(text)
-    if new == text:
-        print(f"{DOCUMENT.relative_to(ROOT)} is in step with {FOLDER.relative_to(ROOT)}.")
-        return
-    DOCUMENT.write_text(new, encoding="utf-8")
-    print(f"Wrote {DOCUMENT.relative_to(ROOT)}.")
+    """Write both pages."""
+    for page in (PAGE, OLDER):
+        text = page.read_text(encoding="utf-8")
+        page.write_text(fill(text), encoding="utf-8")
+        print(f"Wrote {page.relative_to(ROOT)}.")
 
 
 if __name__ == "__main__":

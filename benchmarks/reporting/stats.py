@@ -118,19 +118,3 @@ def curve(
         part = part[~np.isnan(part)]
         made.append((float(part.mean()), len(part)) if len(part) else None)
     return made
-
-
-def after_events(
-    difference: np.ndarray, events: Sequence[int], width: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Means of the ``width`` values from each event on, and of the ``width`` before it.
-
-    Events whose neighbourhood another one shares, or which lie too near an end, are left out.
-    """
-    after, before, last = [], [], -(10**9)
-    for event in events:
-        if event - width >= max(last, 0) and event + width <= len(difference):
-            after.append(np.nanmean(difference[event : event + width]))
-            before.append(np.nanmean(difference[event - width : event]))
-            last = event + width
-    return np.asarray(after), np.asarray(before)

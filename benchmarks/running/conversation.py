@@ -29,7 +29,7 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True)
 class Turn:
-    """A question and its answer.
+    """A turn of a chat.
 
     Attributes:
         prompt: tokens of the conversation with this question.
@@ -41,7 +41,6 @@ class Turn:
         complete: whether the answer came to its end before ``max_tokens``.
     """
 
-    question: str
     answer: str
     prompt: int
     reused: int
@@ -80,7 +79,6 @@ class Conversation:
         token_ms = 1e3 * (answer.last - answer.first) / (count - 1) if count > 1 else None
         details = usage.prompt_tokens_details
         return Turn(
-            question=question,
             answer=answer.text.strip(),
             prompt=usage.prompt_tokens,
             reused=(details.cached_tokens or 0) if details else 0,

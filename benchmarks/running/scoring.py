@@ -253,11 +253,3 @@ def cached(policy: "Policy", num_tokens: int) -> tuple[int, float, int]:
     full = int(counts.argmax())
     steady = counts[full:]
     return int(steady.min()), float(steady.mean()), int(steady.max())
-
-
-def eviction_batches(policy: "Policy", num_tokens: int) -> np.ndarray:
-    """Tokens after whose step at least two tokens were dropped at once."""
-    from vllm_cascade.policies.schedule import compiled
-
-    counts = compiled(policy).counts(np.arange(num_tokens + 1))
-    return np.flatnonzero(counts[:-1] + 1 - counts[1:] >= 2)

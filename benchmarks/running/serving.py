@@ -20,11 +20,9 @@ import time
 import urllib.request
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.running import leash
 from benchmarks.running.engines import load_tokenizer
 from benchmarks.running.environment import ROOT
 from benchmarks.running.leash import Leash
@@ -299,31 +297,4 @@ def bench_serve(
         "peak_pages": watch.peak_pages,
         "num_pages": server.num_pages,
         "preemptions": watch.preemptions,
-    }
-
-
-def bench_throughput(
-    model: str, arguments: Sequence[str], load: Load, tokenizer: str
-) -> dict[str, Any]:
-    """One ``vllm bench throughput`` run in an engine of its own, warm-up included.
-
-    Raises:
-        ServerError: the command failed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "result.json"
-        command = [*VLLM, "bench", "throughput", "--model", model, "--tokenizer", tokenizer]
-        command += [*arguments, *load.dataset_arguments(), "--disable-detokenize"]
-        command += ["--num-warmups", "1", "--output-json", str(out)]
-        command += ["--max-num-seqs", str(load.concurrency)]
-        pipe = subprocess.PIPE
-        done = leash.run(command, stdout=pipe, stderr=pipe, env=environment(), cwd=ROOT)
-        if done.returncode:
-            raise ServerError("\n".join((done.stdout + done.stderr).splitlines()[-6:]))
-        result = json.loads(out.read_text())
-    generated = load.num_prompts * load.output_len
-    return {
-        "request_throughput": result["requests_per_second"],
-        "output_throughput": generated / result["elapsed_time"],
-        "duration": result["elapsed_time"],
     }

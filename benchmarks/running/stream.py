@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams one long text through an offline engine and measures what it did.
+"""Streams long texts through an offline engine, with the log-probability of every token.
 
-The text is a single prompt, so the engine itself cuts it into chunks; ``prompt_logprobs`` gives
-the log-probability of every token given what the cache then held. The engine is stepped by hand,
-for two reasons: a progress bar can follow, and the pages in use can be read after every step.
+A text is a single prompt, which the engine itself cuts into chunks; ``prompt_logprobs`` gives the
+log-probability of every token given what the cache then held. The engine is stepped by hand, so
+that a progress bar can follow and the pages in use can be read after every step.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
-from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -26,18 +25,37 @@ USAGE_GAUGE = "vllm:kv_cache_usage_perc"
 
 
 @dataclass(frozen=True)
+class Together:
+    """What several streams through one engine gave.
+
+    Attributes:
+        nll: float64 ``[num_tokens - 1]`` a stream, in nats.
+        seconds: from the first one's arrival to the end of the last prompt.
+        pages_peak: most pages in use after any step; a step that ends a text has freed its own.
+        counters: what the policy counted; empty for stock vLLM.
+        token_seconds: time of each generated token after the first.
+        written: the tokens generated after the last prompt.
+    """
+
+    nll: list[np.ndarray]
+    seconds: float
+    pages_peak: int
+    counters: dict[str, int]
+    token_seconds: list[float] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class StreamResult:
     """What one stream through one engine gave.
 
     Attributes:
         nll: float64 ``[num_tokens - 1]``, negative log-likelihood in nats of tokens 1, 2, ...
         seconds: from the request's arrival to the end of its prompt.
-        pages_end: pages the request held after its last token.
         pages_peak: the most pages in use after any step.
         page_bytes: one page of every layer, with the policy's per-slot numbers.
-        full_page_bytes: the same for stock vLLM, which stores keys and values only.
         cached: tokens each layer and head set held at the end of the prompt.
-        counters: what the policy counted over the prompt; empty for stock vLLM.
+        counters: what the policy counted; empty for stock vLLM.
         token_seconds: time of each token generated after the prompt, less the first, which the
             prompt's last step gives.
         written: the tokens generated after the prompt.
@@ -45,11 +63,8 @@ class StreamResult:
 
     nll: np.ndarray
     seconds: float
-    block_size: int
-    pages_end: int
     pages_peak: int
     page_bytes: int
-    full_page_bytes: int
     cached: int
     counters: dict[str, int]
     token_seconds: list[float]
@@ -61,19 +76,9 @@ class StreamResult:
         return len(self.nll) + 1
 
     @property
-    def tokens_per_second(self) -> float:
-        """Prompt tokens read in a second, log-probabilities included."""
-        return self.num_tokens / self.seconds
-
-    @property
     def peak_bytes(self) -> int:
         """Most bytes of KV cache in use after any step."""
         return self.pages_peak * self.page_bytes
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of KV cache that full attention needs for the same prompt."""
-        return cdiv(self.num_tokens, self.block_size) * self.full_page_bytes
 
     def perplexity(self, start: int = 0, end: int | None = None) -> float:
         """Perplexity of tokens ``start .. end - 1``; the first token is never predicted."""
@@ -82,30 +87,55 @@ class StreamResult:
 
 
 def stream(
-    llm: LLM,
-    token_ids: list[int],
-    *,
-    label: str,
-    max_new_tokens: int = 2,
-    bar_line: int = 0,
+    llm: LLM, token_ids: list[int], *, label: str, max_new_tokens: int = 2, bar_line: int = 0
 ) -> StreamResult:
     """Send ``token_ids`` through ``llm`` as one prompt, then generate some tokens.
 
-    The engine needs ``disable_log_stats=False``: then every one of its steps reports, also those
-    that only read a part of the prompt. A short unmeasured request first keeps one-off costs
-    (compiling the log-probability helper) out of the timing. With the engine in this process
-    (``VLLM_ENABLE_V1_MULTIPROCESSING=0``) the counters are those at the prompt's very end; an
-    engine in another process may already be some tokens further.
+    A short unmeasured request first keeps one-off costs out of the timing.
 
     Args:
         label: shown at the progress bar.
-        max_new_tokens: at least 2: the step of a request's last token also frees its pages, so only
-            a step before it can show them.
+        max_new_tokens: at least 2: the step of a request's last token also frees its pages.
         bar_line: line of the terminal, for the progress bar of one of several streams at a time.
     """
     assert max_new_tokens >= 2, "one token more is needed to see the pages"
     config = llm.llm_engine.vllm_config
     policy = policy_of(config.additional_config)
+    params = SamplingParams(max_tokens=2, prompt_logprobs=0, flat_logprobs=True)
+    llm.generate({"prompt_token_ids": token_ids[:1000]}, params, use_tqdm=False)
+    found = read_together(
+        llm, [token_ids], label=label, bar_line=bar_line, max_new_tokens=max_new_tokens
+    )
+    return StreamResult(
+        nll=found.nll[0],
+        seconds=found.seconds,
+        pages_peak=found.pages_peak,
+        page_bytes=bytes_per_page(config),
+        cached=len(token_ids) if policy is None else compiled(policy).count_at(len(token_ids)),
+        counters=found.counters,
+        token_seconds=found.token_seconds,
+        written=found.written,
+    )
+
+
+def read_together(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    *,
+    label: str,
+    bar_line: int = 0,
+    max_new_tokens: int = 1,
+) -> Together:
+    """Send prompts through ``llm``, as many at a time as it takes.
+
+    The engine needs ``disable_log_stats=False``, so that steps that only read report, too, and to
+    be in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``), so that counters are those at the
+    prompts' end.
+
+    Args:
+        max_new_tokens: tokens generated after each prompt. The policy counts those after the
+            first, so the counters are read before them; more than one is for a single prompt.
+    """
     params = SamplingParams(
         max_tokens=max_new_tokens,
         ignore_eos=True,
@@ -113,90 +143,34 @@ def stream(
         prompt_logprobs=0,
         flat_logprobs=True,
     )
-    _warm_up(llm, token_ids)
-    before = _counters(llm)
-    usage, seconds, counters, output = [], 0.0, before, None
-    token_seconds: list[float] = []
-    start = last = time.perf_counter()
-    for outputs in _steps(llm, token_ids, params, label, bar_line):
-        now = time.perf_counter()
-        usage.append(pages_in_use(llm))
-        if output is not None:
-            token_seconds.append(now - last)
-        elif outputs:
-            seconds = now - start
-            counters = _counters(llm)
-        output = outputs[0] if outputs else output
-        last = time.perf_counter()
-    assert output is not None and output.prompt_logprobs is not None
-    page_bytes, full_page_bytes = bytes_per_page(config)
-    cached = len(token_ids) if policy is None else compiled(policy).count_at(len(token_ids))
-    return StreamResult(
-        nll=-np.asarray(output.prompt_logprobs.logprobs),
-        seconds=seconds,
-        block_size=config.cache_config.block_size,
-        pages_end=next((pages for pages in reversed(usage) if pages), 0),
-        pages_peak=max(usage),
-        page_bytes=page_bytes,
-        full_page_bytes=full_page_bytes,
-        cached=cached,
-        counters={name: counters[name] - before[name] for name in counters},
-        token_seconds=token_seconds,
-        written=list(output.outputs[0].token_ids),
-    )
-
-
-@dataclass(frozen=True)
-class Together:
-    """What several streams through one engine gave.
-
-    Attributes:
-        nll: float64 ``[num_tokens - 1]`` a stream, in nats.
-        seconds: from the first one's arrival to the end of the last one.
-        pages_peak: most pages in use after any step; a step that ends a text has freed its own.
-        counters: what the policy counted; empty for stock vLLM.
-    """
-
-    nll: list[np.ndarray]
-    seconds: float
-    pages_peak: int
-    counters: dict[str, int]
-
-
-def read_together(
-    llm: LLM, prompts: Sequence[list[int]], *, label: str, bar_line: int = 0
-) -> Together:
-    """Send prompts through ``llm``, as many at a time as it takes; nothing is kept of an answer."""
-    # One token: with a second one, the policy would count its step too.
-    params = SamplingParams(
-        max_tokens=1, ignore_eos=True, temperature=0.0, prompt_logprobs=0, flat_logprobs=True
-    )
-    engine, nll = llm.llm_engine, dict[str, np.ndarray]()
-    before, peak, start = _counters(llm), 0, time.perf_counter()
+    engine, ended, token_seconds = llm.llm_engine, dict[str, Any](), list[float]()
+    shown = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True, "leave": False}
+    bar = tqdm(total=sum(map(len, prompts)), desc=label, position=bar_line, **shown)
+    before, peak, seconds = _counters(llm), 0, 0.0
+    counters, start = before, time.perf_counter()
     for place, prompt in enumerate(prompts):
         engine.add_request(str(place), {"prompt_token_ids": prompt}, params)
-    bar = tqdm(
-        total=sum(map(len, prompts)),
-        desc=label,
-        unit="tok",
-        unit_scale=True,
-        dynamic_ncols=True,
-        position=bar_line,
-        leave=False,
-    )
+    last = start
     with bar:
         while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    nll[output.request_id] = -np.asarray(output.prompt_logprobs.logprobs)
+            outputs = engine.step()
+            now = time.perf_counter()
+            if outputs and len(prompts) == 1 and ended:
+                token_seconds.append(now - last)
+            elif outputs:
+                seconds, counters = now - start, _counters(llm)
+            ended |= {output.request_id: output for output in outputs}
             peak = max(peak, pages_in_use(llm))
             bar.update(min(_chunk(engine.vllm_config), bar.total - bar.n))
-    seconds, after = time.perf_counter() - start, _counters(llm)
+            last = time.perf_counter()
+    outputs = [ended[str(place)] for place in range(len(prompts))]
     return Together(
-        nll=[nll[str(place)] for place in range(len(prompts))],
+        nll=[-np.asarray(output.prompt_logprobs.logprobs) for output in outputs],
         seconds=seconds,
         pages_peak=peak,
-        counters={name: after[name] - before[name] for name in after},
+        counters={name: counters[name] - before[name] for name in counters},
+        token_seconds=token_seconds,
+        written=list(outputs[-1].outputs[0].token_ids),
     )
 
 
@@ -207,8 +181,8 @@ def pages_in_use(llm: LLM) -> int:
     return round(usage * pool)
 
 
-def bytes_per_page(config: VllmConfig) -> tuple[int, int]:
-    """Bytes of one page over all layers: under the engine's policy, and in stock vLLM.
+def bytes_per_page(config: VllmConfig) -> int:
+    """Bytes of one page over all layers.
 
     Worked out from the page specs, then checked against the number of pages that the engine
     itself made out of ``kv_cache_memory_bytes``.
@@ -220,57 +194,19 @@ def bytes_per_page(config: VllmConfig) -> tuple[int, int]:
         head_size=model.get_head_size(),
         dtype=model.dtype,
     )
-    num_layers, policy = (
-        model.get_num_layers(config.parallel_config),
-        policy_of(config.additional_config),
-    )
-    full = num_layers * spec.page_size_bytes
-    used = full
+    policy = policy_of(config.additional_config)
     if policy is not None:
-        used = num_layers * KVPolicySpec.from_full(spec, policy).page_size_bytes
+        spec = KVPolicySpec.from_full(spec, policy)
+    used = model.get_num_layers(config.parallel_config) * spec.page_size_bytes
     memory = cache.kv_cache_memory_bytes
     assert memory is None or memory // used == cache.num_gpu_blocks, "pages of another size"
-    return used, full
-
-
-def _warm_up(llm: LLM, token_ids: list[int]) -> None:
-    """Run every code path once, on a prompt of a few strides."""
-    length = min(len(token_ids), 1000)
-    params = SamplingParams(max_tokens=2, prompt_logprobs=0, flat_logprobs=True)
-    llm.generate({"prompt_token_ids": token_ids[:length]}, params, use_tqdm=False)
-
-
-def _steps(
-    llm: LLM, token_ids: list[int], params: SamplingParams, label: str, bar_line: int
-) -> Iterator[list[Any]]:
-    """Engine steps of one request; yields each step's outputs (none while it reads)."""
-    engine, total = llm.llm_engine, len(token_ids)
-    chunk = _chunk(engine.vllm_config)
-    engine.add_request(label, {"prompt_token_ids": token_ids}, params)
-    with tqdm(
-        total=total,
-        desc=label,
-        unit="tok",
-        unit_scale=True,
-        dynamic_ncols=True,
-        position=bar_line,
-        leave=False,
-    ) as bar:
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if bar.n < total:
-                bar.update(min(chunk, total - bar.n))
-            if bar.n == total:
-                bar.close()  # its time is the prompt's, without the continuation's
-            yield outputs
+    return used
 
 
 def _chunk(config: VllmConfig) -> int:
     """Prompt tokens that an engine with one request reads in a step."""
-    most, policy = (
-        config.scheduler_config.max_num_batched_tokens,
-        policy_of(config.additional_config),
-    )
+    most = config.scheduler_config.max_num_batched_tokens
+    policy = policy_of(config.additional_config)
     return most if policy is None else most // policy.prefill_stride * policy.prefill_stride
 
 

@@ -15,7 +15,7 @@ from benchmarks.running.controls import (
     CascadeWithoutSelection,
     Random,
 )
-from benchmarks.running.scoring import cached, equal_policy, eviction_batches
+from benchmarks.running.scoring import cached, equal_policy
 from tests.conftest import ROOT
 from vllm_cascade import KVPolicyError
 from vllm_cascade.policies.policy import Policy
@@ -101,7 +101,8 @@ def test_beehive_variants() -> None:
     assert after(BeehiveSwapped) == [0, 2, 4, 6, 8, 10, 11, 12, 13]
     swapped = BeehiveSwapped(**shared, prefill_stride=1)
     assert max(compiled(swapped).counts(np.arange(400))) <= swapped.capacity
-    assert len(eviction_batches(swapped, 400)) > 20
+    counts = compiled(swapped).counts(np.arange(401))
+    assert (counts[:-1] + 1 - counts[1:] >= 2).sum() > 20, "it evicts in batches"
 
 
 @pytest.mark.parametrize("capacity", [100, 260, 516])
@@ -153,11 +154,14 @@ def test_arms_with_a_capacity_and_a_cache_type_of_their_own() -> None:
     assert "kv_cache_dtype" not in plain.arguments | plain.policy
     assert twice.arguments["kv_cache_dtype"] == "fp8_per_token_head"
     assert (plain.policy["budget"], twice.policy["budget"]) == (512, 1024)
-    held = perplexity.sizes(args, perplexity.jobs(args, [text]))
+    held = perplexity.request_sizes(args, perplexity.jobs(args, [text]))
     assert list(held) == list(made)
     assert held["16 bits"]["pages"] * 2 - 1 == held["16 bits, twice the budget"]["pages"] == 33
     assert held["fp8, per tensor"]["bytes"] < held["16 bits"]["bytes"] / 3, "of 32 bits, here"
-    assert perplexity.sizes(parse_args(["--tokens", "9"]), perplexity.jobs(args, [text])[:1]) == {}
+    assert (
+        perplexity.request_sizes(parse_args(["--tokens", "9"]), perplexity.jobs(args, [text])[:1])
+        == {}
+    )
     every = parse_args(["--policies", "sink", "--kv-cache-dtype", "fp8", *options])
     (job, *_) = perplexity.jobs(every, [text])
     assert job.engine.arguments["kv_cache_dtype"] == "fp8"

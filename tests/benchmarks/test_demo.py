@@ -159,11 +159,8 @@ def fake_read(
     result = StreamResult(
         nll=np.append(np.full(num_tokens - 1, np.log(mean)), np.zeros(asked)),
         seconds=num_tokens / 500,
-        block_size=32,
-        pages_end=pages,
         pages_peak=pages,
         page_bytes=1 << 20,
-        full_page_bytes=1 << 20,
         cached=pages * 32,
         counters={},
         token_seconds=[0.03, 0.05, 0.04],
@@ -202,11 +199,8 @@ def read() -> dict[str, Any]:
 
 
 def fake_turn(context: int, pages: int, generated: int = 20, complete: bool = True) -> Turn:
-    question = " ".join(f"word{n}" for n in range(100))
     token_ms = 40.0 if generated > 1 else None
-    return Turn(
-        question, "An answer", context - generated, 64, generated, 1.25, token_ms, pages, complete
-    )
+    return Turn("An answer", context - generated, 64, generated, 1.25, token_ms, pages, complete)
 
 
 @pytest.fixture
@@ -224,7 +218,7 @@ def chat() -> dict[str, Any]:
                 "command": "vllm serve a-model",
                 "page_bytes": 1 << 20,
                 "turns": [demo_report.turn_numbers(turn) for turn in stock],
-                "refused": demo_report.refusal_numbers(Refused(400, message)),
+                "refused": {"status": 400, "message": message},
             },
             CASCADE: {
                 "command": "vllm serve a-model --kv-policy cascade",
@@ -319,17 +313,11 @@ def test_chat_table_shows_where_stock_stops(chat: dict[str, Any]) -> None:
     assert "not brought to its limit" in demo_report.stopped(chat)
 
 
-def test_dialogue_in_short(chat: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    lines = demo_report.dialogue(chat)
-    assert [who for who, _ in lines] == ["user, turn 1", "model", "", "user, turn 3", "model"]
-    assert lines[2][1] == "... 1 more turns ..."
-    assert lines[0][1].startswith("word0 word1 ") and lines[0][1].endswith(" word98 word99")
-    assert "[... 76 words ...]" in lines[0][1]
-    assert demo_report.shortened("a b  c") == "a b c"
+def test_what_is_said_of_the_chat(chat: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert chat["arms"][STOCK]["turns"][1]["answer"] == "An answer ...", "it was cut off"
     demo_report.show_chat(chat)
     printed = capsys.readouterr().out
-    assert "[... 76 words ...]" in printed and "stock vLLM 32.0 MiB, cascade 5.0 MiB" in printed
+    assert "Last answer: An answer" in printed and "stock vLLM 32.0 MiB, cascade 5.0 MiB" in printed
     assert "will be answered wrongly" in printed
 
 
@@ -508,7 +496,7 @@ def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert out.with_suffix(".png").stat().st_size > 30_000
     assert len(kept["tables"]) == 2 and "git_commit" in kept["environment"]
     printed = capsys.readouterr().out
-    assert "HTTP 400" in printed and "user, turn 1" in printed
+    assert "HTTP 400" in printed and "Last answer" in printed
     readme.block(kept)
 
 

@@ -4,7 +4,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.reporting import quality_report, results
+from benchmarks import perplexity
+from benchmarks.reporting import results
 from benchmarks.running.scoring import Scored
 
 
@@ -14,7 +15,7 @@ def run(label: str, *nll: list[float]) -> Scored:
 
 def test_a_failed_arm_is_a_row_that_says_why() -> None:
     scored = {"sink": run("sink", [1.0, 1.0, 1.0])}
-    table = quality_report.overall(scored, {}, "sink", 64, {"h2o": "ValueError: no memory"})
+    table = perplexity.overall(scored, {}, "sink", 64, {"h2o": "ValueError: no memory"})
     assert table.rows[0][:3] == ("sink", "3", "2.72") and table.rows[0][-1] == "2", (
         "4 tokens in 2 s"
     )
@@ -28,14 +29,14 @@ def test_differences_are_over_what_both_have_scored() -> None:
         "sink": run("sink", [np.nan, 2.0, 7.0], [1.0]),
         "full": run("full", [np.nan, 1.0], [0.5]),
     }
-    table = quality_report.overall(scored, {}, "sink", 64)
+    table = perplexity.overall(scored, {}, "sink", 64, {})
     assert table.rows[1][1] == "2" and table.rows[1][4].startswith("-0.75")
 
 
 def test_without_the_base_there_are_no_differences() -> None:
-    table = quality_report.overall({"full": run("full", [1.0])}, {}, "sink", 64, {"sink": "x"})
+    table = perplexity.overall({"full": run("full", [1.0])}, {}, "sink", 64, {"sink": "x"})
     assert table.rows[0][4] == "-"
-    none = quality_report.overall({}, {}, "sink", 64, {"sink": "x"})
+    none = perplexity.overall({}, {}, "sink", 64, {"sink": "x"})
     assert none.rows == (("sink", "failed: x", *[""] * 6),)
 
 

@@ -9,7 +9,6 @@ import pytest
 from benchmarks import recall
 from benchmarks.inputs import pass_keys
 from benchmarks.inputs.pass_keys import Hidden, digits_right, is_exact
-from benchmarks.reporting import recall_report
 from benchmarks.running.answers import as_tokens
 from benchmarks.running.arms import Outcome
 from benchmarks.running.engines import load_tokenizer
@@ -86,8 +85,8 @@ def test_full_attention_judges_the_cells() -> None:
         "full": ["12345", "It is 67890.", "11111", "no"],
     }
     asked = {"sink": prompts, "full": prompts[:4]}
-    found = recall_report.shares(given, asked)
-    table = recall_report.pass_keys(found, cells, 2, {"dgc": "ValueError: too small"})
+    found = recall.shares(given, asked)
+    table = recall.pass_key_table(found, cells, 2, {"dgc": "ValueError: too small"})
     assert table.columns[1:] == (
         "400 tokens, depth 0.25",
         "800 tokens, depth 0.25 †",
@@ -107,7 +106,7 @@ def test_a_model_that_cannot_recall_is_called_so(gain: float, able: bool) -> Non
         name: {CELLS[0]: rng.normal(mean, 0.001, 10)}
         for name, mean in (("sink", 3), ("full", gain))
     }
-    table = recall_report.associative(gains, CELLS[:1], 9.0, 10, {})
+    table = recall.associative_table(gains, CELLS[:1], 9.0, 10, {})
     assert ("cannot do the task" in table.note) != able
     assert ("†" in table.columns[1]) != able, "whatever sink gains"
     assert float(table.rows[1][1].split()[0]) == pytest.approx(gain, abs=0.005)
@@ -124,10 +123,9 @@ def test_full_is_asked_what_its_positions_hold(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(recall, "ask_all", answer)
     args = options("--lengths", "400", "700", "--policies", "sink", "--dtype", "float32")
-    (table,), data, failed = recall.passkey(args)
+    (table,), _, failed = recall.passkey(args)
     assert len(asked["sink"].prompts) == 6 and len(asked["full"].prompts) == 3
     assert asked["full"].engine.max_model_len == 500 and not failed
     assert asked["sink"].engine.max_model_len == 700 + recall.ANSWER_TOKENS
     assert [row[2] for row in table.rows] == ["0% / 0%", "-"]
-    assert {one["length"] for one in data["full"]} == {400}
     assert pass_keys.DIGITS == 5

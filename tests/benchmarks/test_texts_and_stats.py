@@ -135,12 +135,3 @@ def test_curve_bins_and_nan() -> None:
     nll = [np.asarray([1.0, 1.0, np.nan, 2.0, 4.0]), np.asarray([3.0])]
     # Entry i is token i + 1: tokens 1, 2, 3 (not scored) and the other text's 1; then 4 and 5.
     assert stats.curve(nll, bins) == [(pytest.approx(5 / 3), 3), (3.0, 2), None]
-
-
-def test_after_events_compares_neighbourhoods() -> None:
-    values = np.zeros(40)
-    values[10:13] = 1.0
-    values[30:33] = 3.0
-    after, before = stats.after_events(values, [1, 10, 12, 30, 39], 3)
-    assert after.tolist() == [1.0, 3.0]  # 1 and 39 are too near an end, 12 is inside 10's part
-    assert before.tolist() == [0.0, 0.0]

@@ -21,10 +21,8 @@ FOLDER = "VLLM_CASCADE_PEERS"
 PEERS = {"kvpress": "kvpress", "llama-cpp": "llama_cpp"}
 """Peers by the name of their requirements file, and the module that each installs."""
 
-SHOWN = 30
-"""Last lines of pip's that are shown when it fails."""
-WORDS = 200
-"""Most characters of what it said that a table repeats."""
+SHOWN, WORDS = 30, 200
+"""Of a step that fails: last lines that are shown, and characters that a table repeats."""
 
 
 class PeerUnavailable(RuntimeError):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,40 +39,43 @@ class Timing:
     decode: float
 
 
-class Program(Protocol):
+class Program(ABC):
     """A model, a cache and a rule that bounds it.
 
     Attributes:
         positions: tokens that it can read one after the other; None: any number.
     """
 
-    positions: int | None
+    positions: int | None = None
 
+    @abstractmethod
     def stream(self, token_ids: Sequence[int]) -> np.ndarray:
         """Nats of tokens 1, 2, ..., each predicted from what the cache then holds."""
 
+    @abstractmethod
     def continuation(self, prompt: Sequence[int], following: Sequence[int]) -> np.ndarray:
         """Nats of every following token, after the prompt's cache was bounded."""
 
+    @abstractmethod
     def answer(self, context: Sequence[int], question: Sequence[int], most: int) -> list[int]:
         """Greedy tokens after a question that is not known while the context is read."""
 
+    @abstractmethod
     def speed(self, prompt: Sequence[int], new_tokens: int) -> Timing:
         """Seconds for a prompt up to its first token, and for the others, one at a time."""
 
+    @abstractmethod
     def held(self) -> Held:
         """The most held so far."""
 
 
-class Reader(ABC):
-    """A program's own part, where its tokens go in step by step.
+class Stepwise(Program):
+    """A program whose tokens go in step by step.
 
     Attributes:
-        positions: see ``Program``.
         stops: token ids that end an answer.
     """
 
-    positions: int | None = None
     stops: frozenset[int] = frozenset()
 
     @abstractmethod
@@ -83,24 +86,12 @@ class Reader(ABC):
     def read(self, token_ids: Sequence[int], every: bool) -> np.ndarray:
         """Read on. Logits after each token, or after the last: float32 ``[tokens or 1, vocab]``."""
 
-    @abstractmethod
-    def held(self) -> Held:
-        """The most held so far."""
-
-
-class Stepwise:
-    """A ``Program`` made of a ``Reader``."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.positions = reader.positions
-
     def stream(self, token_ids: Sequence[int]) -> np.ndarray:
-        self._reader.begin()
+        self.begin()
         before, found = None, []
         for begin in range(0, len(token_ids), CHUNK):
             chunk = token_ids[begin : begin + CHUNK]
-            logits = self._reader.read(chunk, every=True)
+            logits = self.read(chunk, every=True)
             if before is None:
                 found.append(nats(logits[:-1], chunk[1:]))
             else:
@@ -109,33 +100,30 @@ class Stepwise:
         return np.concatenate(found)
 
     def continuation(self, prompt: Sequence[int], following: Sequence[int]) -> np.ndarray:
-        self._reader.begin()
-        logits = self._reader.read(prompt, every=False)
+        self.begin()
+        logits = self.read(prompt, every=False)
         if len(following) > 1:
-            logits = np.concatenate([logits, self._reader.read(following[:-1], every=True)])
+            logits = np.concatenate([logits, self.read(following[:-1], every=True)])
         return nats(logits, following)
 
     def answer(self, context: Sequence[int], question: Sequence[int], most: int) -> list[int]:
-        self._reader.begin()
-        self._reader.read(context, every=False)
-        return self._greedy(question, most, self._reader.stops)
+        self.begin()
+        self.read(context, every=False)
+        return self._greedy(question, most, self.stops)
 
     def speed(self, prompt: Sequence[int], new_tokens: int) -> Timing:
-        self._reader.begin()
+        self.begin()
         start = time.perf_counter()
-        first = int(self._reader.read(prompt, every=False)[-1].argmax())
+        first = int(self.read(prompt, every=False)[-1].argmax())
         read = time.perf_counter() - start
         self._greedy([first], new_tokens - 1, frozenset())
         return Timing(read, time.perf_counter() - start - read)
-
-    def held(self) -> Held:
-        return self._reader.held()
 
     def _greedy(self, token_ids: Sequence[int], most: int, stops: frozenset[int]) -> list[int]:
         """At most ``most`` tokens after some that were not read yet, without the stop."""
         made: list[int] = []
         while len(made) < most:
-            token = int(self._reader.read(token_ids, every=False)[-1].argmax())
+            token = int(self.read(token_ids, every=False)[-1].argmax())
             if token in stops:
                 break
             made.append(token)

@@ -20,7 +20,6 @@ from benchmarks.running.peers.process import Task
 from benchmarks.running.peers.questions import (
     Held,
     Program,
-    Reader,
     Stepwise,
     removed_share,
 )
@@ -29,10 +28,10 @@ from benchmarks.running.peers.questions import (
 def load(task: Task) -> Program:
     """The task's model, with the press that its settings name (see ``KVPress``)."""
     torch.set_num_threads(task.threads)
-    return Stepwise(KVPress(task.model, **task.settings))
+    return KVPress(task.model, **task.settings)
 
 
-class KVPress(Reader):
+class KVPress(Stepwise):
     """A model, and a press over it.
 
     Args:

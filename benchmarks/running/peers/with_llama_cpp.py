@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.running.peers.process import Task
-from benchmarks.running.peers.questions import Held, Program, Reader, Stepwise
+from benchmarks.running.peers.questions import Held, Program, Stepwise
 
 BATCH = 512
 """Tokens a call, llama.cpp's default for what it computes at once."""
@@ -34,10 +34,10 @@ def load(task: Task) -> Program:
     ``keep`` and ``discard`` (None: half) say how the context is shifted; without ``keep`` it is
     never shifted.
     """
-    return Stepwise(LlamaCpp(task.gguf, task.threads, **task.settings))
+    return LlamaCpp(task.gguf, task.threads, **task.settings)
 
 
-class LlamaCpp(Reader):
+class LlamaCpp(Stepwise):
     """One model and one context."""
 
     def __init__(

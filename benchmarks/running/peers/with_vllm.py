@@ -17,7 +17,7 @@ def load(task: Task) -> Program:
     return Engine(task.model, **task.settings)
 
 
-class Engine:
+class Engine(Program):
     """A ``Program``: one engine, one request at a time.
 
     Args:
@@ -95,7 +95,7 @@ class Engine:
                     first = time.perf_counter()
             pages = max(pages, pages_in_use(self._llm))
         end = time.perf_counter()
-        page, _ = bytes_per_page(engine.vllm_config)
+        page = bytes_per_page(engine.vllm_config)
         block = engine.vllm_config.cache_config.block_size
         self._most = Held(
             max(self._most.tokens, pages * block), max(self._most.bytes, pages * page)

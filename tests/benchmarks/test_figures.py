@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every figure in the documents' prose is one that a result's JSON, or a formula, gives today."""
+
+import re
+from math import ceil
+
+import pytest
+
+from benchmarks.reporting import results
+from tests.conftest import ROOT
+
+DOCUMENTS = (
+    *("README.md", "benchmarks/README.md", "benchmarks/results/README.md", "docs/RESULTS.md"),
+    *("docs/POLICIES.md", "docs/OPERATING.md", "docs/INTERNALS.md", "docs/GPU.md"),
+)
+GENERATED = re.compile(r"<!-- (result|demo).*?<!-- (end|/demo) -->|```.*?```|`[^`]*`", re.DOTALL)
+FIGURE = re.compile(
+    r"\d[\d.,]* ?(?:%|ms\b|nats|times\b|[KMG]i?B\b)|perplexity of \d|\d+ of \d+|found \d"
+)
+"""A number with a unit, or a count of what was found."""
+ELSEWHERE = (
+    "Intervals** are 95 %",  # stats.CONFIDENCE
+    "guessing gives 10 %",
+    "10 + 52 of 1024",  # layers of Gemma-3-27B
+    "12 + 12 of 128",
+    "the tables are best with 60 to 160 of 510 tokens",  # DGC's paper
+    "at most 5 and 15 % of global bytes",  # tests/kernels/test_machine_code.py
+    "fewer than 15 of 16 multiprocessors",  # kernels/triton/configs.py
+)
+"""Figures that no result gives: settings, a paper's, and those that other tests hold."""
+
+
+def row_of(name: str, arm: str, table: int = 1) -> dict[str, str]:
+    """A row of a kept result's table, by column."""
+    found = results.load(name)["tables"][table - 1]
+    (row,) = [row for row in found["rows"] if row[0] == arm]
+    return dict(zip(found["columns"], row, strict=True))
+
+
+def keys_found(name: str, arm: str, columns: slice = slice(None)) -> int:
+    """Pass keys that an arm has answered, over some columns."""
+    samples = results.load(name)["settings"]["samples"]
+    cells = list(row_of(name, arm).values())[1:][columns]
+    return sum(round(samples * float(cell.split(" / ")[1].rstrip("%")) / 100) for cell in cells)
+
+
+def less(name: str, column: str) -> float:
+    """Percent by which a cascade's perplexity is lower than sink's."""
+    cascade, sink = (float(row_of(name, arm)[column]) for arm in ("cascade", "sink"))
+    return 100 - 100 * cascade / sink
+
+
+def distances(name: str, columns: slice, digits: int) -> list[int]:
+    """Rounded tokens between a key and the prompt's end, the nearest first."""
+    settings = results.load(name)["settings"]
+    (length,) = settings["lengths"]
+    depths = settings["depths"][columns]
+    return sorted(round(round(length * (1 - depth)), digits) for depth in depths)
+
+
+def speed() -> list[str]:
+    token, prompt = (row_of("token-time", "16,384", table)["faster"] for table in (1, 2))
+    last = float(row_of("token-time", "65,536")["over 2,048 tokens"].rstrip("%"))
+    (cost,) = [r[1] for r in results.load("token-time")["tables"][2]["rows"] if "(512)" in r[0]]
+    ratio = [f"{float(one.rstrip('x')):.1f} times" for one in (prompt, token)]
+    return [
+        f"reads a prompt of 16,384 tokens {ratio[0]} as fast as stock vLLM, then decodes "
+        f"{ratio[1]} as fast, and a token after 65,536 takes what it takes after 2,048, to within "
+        f"{ceil(abs(last))}%. Where nothing is evicted, a token takes {float(cost[:-1]):.2f} times "
+        "stock's time",
+    ]
+
+
+def quality() -> list[str]:
+    near, far = distances("recall-passkey", slice(1, None), -1)
+    old, *_, new = distances("recall-passkey-2048", slice(None), -2)
+    found = [keys_found("recall-passkey-2048", arm) for arm in ("sink, recall 8", "full")]
+    at_6000 = [keys_found("recall-passkey-6000", arm) for arm in ("sink, recall 8", "full")]
+    assert at_6000 == [16, 16] and keys_found("recall-passkey-8000", "sink, recall 8") == 10
+    sink, cascade = (keys_found("recall-passkey", a, slice(1, None)) for a in ("sink", "cascade"))
+    again = [
+        float(row_of("study-recall-rewind", arm)["second reading"])
+        for arm in ("sink", "sink, recall 8", "full")
+    ]
+    return [
+        "a passage from 1,536 tokens back, read again with 1,088 cached, has "
+        f"{less('units-1088-rewind', 'second reading'):.0f} % less perplexity than with sink",
+        "five whole novels have "
+        f"{less('perplexity-books-516', 'perplexity'):.1f} % less with 516 cached",
+        f"of numbers {near} to {far} tokens back, with 516 cached, sink found {sink} of 16 and "
+        f"cascade {cascade} ",
+        f"of 60 numbers {old} to {new:,} tokens back, with 516 attended, recall found {found[0]}, "
+        f"and the whole cache {found[1]}; in prompts of 6,000 tokens, 16 of 20, as the whole cache "
+        "does; of 8,000, ten of ten",
+        f"a perplexity of {again[0]:.1f} with sink, {again[1]:.1f} with recall and {again[2]:.1f} "
+        "with the whole cache",
+    ]
+
+
+def policies() -> list[str]:
+    first, *_, last = results.load("chat")["data"]["turns"]
+    times = [
+        f"{turn[f'ttft_ms_{w}']:.0f} ms" for turn in (last, first) for w in ("with", "without")
+    ]
+    again = [row_of("study-recall-rewind", a)["second reading"] for a in ("sink, recall 8", "sink")]
+    assert last["turn"] == 10
+    return [
+        f"the last one's prompt has {last['prompt_tokens']:,} tokens; its first token comes after "
+        f"{times[0]} instead of {times[1]}",
+        f"takes {times[2]} instead of {times[3]}",
+        "has a perplexity of {:.1f}, without recall {:.1f}".format(*map(float, again)),
+    ]
+
+
+def page(kv_heads: int, size: int, num: int = 2, scales: int = 0, sets: int = 1) -> int:
+    """Bytes of 16 slots of a layer, as OPERATING.md says."""
+    return ceil(16 * (kv_heads * (2 * size * num + scales) + sets * 12) / 64) * 64
+
+
+def memory() -> list[str]:
+    """Streams of 128,000 tokens, a budget of 4,096 and 4 sinks, pages of 16."""
+    length, pages = 128_000, ceil(4100 / 16)
+    kinds = {
+        "192 = 65,728": page(8, 128),
+        "1,536 = 67,072": page(8, 128, sets=8),
+        "192 = 32,960": page(8, 128, num=1),
+        "1,024 + 192 = 33,984": page(8, 128, num=1, scales=8),
+    }
+    said = [f"{sum_} | {32 * pages * size / 1e6:.0f} MB |" for sum_, size in kinds.items()]
+    full = 32 * length * 8 * 2 * 128 * 2
+    said += [f"{full / 1e9:.1f} GB", "(541 MB in the example)"]
+    said.append(f"So 20 GB of cache hold one such stream with full attention, and "
+                f"{20e9 // (32 * pages * page(8, 128)):.0f} with the cascade")  # fmt: skip
+    for layers, windows, width, heads, size in ((10, 52, 1024, 16, 128), (12, 12, 128, 8, 64)):
+        row = heads * 2 * size * 2
+        slots = ceil((width - 1) / pages)
+        inside = windows * pages * ceil(slots * (row + 12) / 64) * 64
+        bounded = layers * pages * page(heads, size) + inside
+        whole = (layers * length + windows * (width + 16)) * row
+        said.append(f"| {whole / 1e6:,.0f} MB | {bounded / 1e6:.0f} MB | {inside / 1e6:.0f} MB |")
+    # Granite 4.0 H Small: 128 heads of 64 with states of 128 numbers, and 3 rows of 8,448.
+    state = 2 * (128 * 64 * 128 + 3 * (8192 + 2 * 128))
+    slots = 16 * ceil(state / page(8, 128))
+    large = slots // 16 * page(8, 128)
+    whole = 4 * length * 8 * 2 * 128 * 2 + 36 * state
+    bounded = 4 * (ceil(4100 / slots) + 9) * large
+    said.append(
+        f"| {state / 1e6:.2f} MB | {slots} | {whole / 1e6:,.0f} MB | {bounded / 1e6:.0f} MB | "
+        f"{36 * large / 1e6:.0f} MB |"
+    )
+    return said
+
+
+def devices() -> list[str]:
+    """Llama 8B's recall rings, and what 8 parts leave of Llama 70B's 8 query heads a rank."""
+    keys, rows = (4096 * 32 * 8 * one / 2**30 for one in (128 + 4 + 1 / 16, 2 * 128 * 2))
+    left = 8 * 8 * (128 + 2) * 4
+    return [
+        f"that is {keys:.2f} GiB and {rows:.1f} GiB a request",
+        f"{ceil(left / 2**10)} KiB, so {left * 8192 / 2**30:.2f} GiB for 8,192",
+    ]
+
+
+HELD = {
+    "README.md": lambda: speed() + quality(),
+    "docs/POLICIES.md": policies,
+    "docs/OPERATING.md": memory,
+    "docs/GPU.md": devices,
+}
+"""By document: its sentences with figures, as results and formulas give them."""
+
+
+def prose(name: str) -> str:
+    """A document without code and generated blocks, on one line."""
+    return " ".join(GENERATED.sub("", (ROOT / name).read_text(encoding="utf-8")).split())
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_the_prose_says_what_was_measured(name: str) -> None:
+    text = prose(name)
+    for sentence in HELD[name]():
+        assert sentence in text, sentence
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_no_other_figure_is_in_the_prose(name: str) -> None:
+    text = prose(name)
+    for sentence in (*HELD.get(name, list)(), *ELSEWHERE):
+        text = text.replace(sentence, "")
+    assert FIGURE.findall(text) == []
