@@ -1,74 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of a step row, of a rule and of a row of recall: the one place that names them, for
-every device.
+"""Column names of step rows, rule rows and recall rows, shared by all devices.
 
-A *step row* is what one request does in one stride, int32 ``[STEP_COLUMNS]``. ``step/plan.py``
-makes rows with numpy; C++ and PyTorch read them as they are, CUDA reads a copy, and in decode the
-kernel ``triton/schedule.py`` makes them on the device. ``STREAM`` is -1 in a row that only pads a
-batch: it has no tokens, and nothing may be written for it. C++ has the same names in ``step.h``.
+A *step row* describes one request's work in one stride: int32 ``[STEP_COLUMNS]``. ``step/plan.py``
+builds the rows with numpy. C++ and PyTorch read them directly; CUDA reads a copy. During decode,
+the kernel in ``triton/schedule.py`` builds them on the device. ``STREAM`` is -1 in a padding row:
+it has no tokens, and kernels must write nothing for it. ``step.h`` repeats the names for C++.
 """
 
 STREAM = 0
 """Index of the stride's first token in its stream; -1: padding."""
 CACHED = 1
-"""Tokens cached before, which is the first new token's position."""
+"""Tokens cached before the stride; also the first new token's position."""
 OLD_SLOTS = 2
-"""Slots that hold valid metadata before ..."""
+"""Slots with valid metadata before the stride."""
 NEW_SLOTS = 3
-"""... and afterwards."""
+"""Slots with valid metadata after the stride."""
 START = 4
-"""The first new token's place in the step ..."""
+"""Index of the first new token in the step."""
 LENGTH = 5
-"""... and the number of tokens."""
-# What inserting a single token deletes: its first rule (strides carry their schedule instead).
+"""Number of new tokens."""
+# First eviction rule for a single-token insert. Longer strides carry a schedule instead.
 LO = 6
-"""Among the ranks [LO, HI) ..."""
+"""First rank of the rule's range [LO, HI)."""
 HI = 7
+"""End of the rule's range, exclusive."""
 EVICTS = 8
-"""... so many are deleted: 0, 1 (the lowest score), all, or as CELL says."""
+"""Evictions in the range: 0, 1 (the lowest score), all, or as CELL says."""
 CELL = 9
-"""> 0: the best of every CELL ranks stays; < 0: the first of every -CELL."""
+"""> 0: keep the best of every CELL ranks; < 0: keep the first of every -CELL."""
 MORE = 10
-"""Further rules, rows ``[RULE_COLUMNS]`` of a table: where they begin ..."""
+"""Index of the first further rule in a table of rows ``[RULE_COLUMNS]``."""
 NUM_MORE = 11
-"""... and how many they are."""
+"""Number of further rules."""
 # How scores are made and compared.
 PER_AGE = 12
-"""Whether scores are divided by the number of queries that saw the token."""
+"""True divides each score by the number of queries that saw the token."""
 NEWEST_STAYS = 13
-"""Whether of equal scores the later token stays, or the earlier one."""
+"""Tie-break between equal scores: true keeps the later token, false the earlier one."""
 DECAY = 14
-"""fp32's bits: scores are multiplied by this at every query ..."""
+"""Score multiplier per query, as fp32 bits."""
 WEIGHT = 15
-"""... and its probabilities are added times this; 0: attention makes no scores here."""
+"""Factor on added probabilities, as fp32 bits; 0: attention computes no scores."""
 STEP_COLUMNS = 16
 
 RULE_COLUMNS = 4
-"""lo, hi, evicts, cell, as LO .. CELL of a step row."""
+"""Columns lo, hi, evicts, cell: the same as LO .. CELL of a step row."""
 
-# What a stride does with its request's evicted units, beside its step row, on CUDA.
+# Recall row (CUDA only): what a stride does with its request's evicted units.
 HOW = 0
-"""Whether it chooses anew which units are recalled: not, ``TAKES_ALL`` there are, or ``JUDGED``."""
+"""Selection of recalled units: 0 (unchanged), ``TAKES_ALL`` or ``JUDGED``."""
 RING = 1
-"""The first of the request's places in the store."""
+"""Index of the request's first place in the store."""
 BEFORE = 2
-"""Units recalled in the pages as they are ..."""
+"""Recalled units in the pages before the stride."""
 NOW = 3
-"""... and while the stride is attended."""
+"""Recalled units during the stride's attention."""
 BEGIN = 4
-"""Units that may be recalled, counted from the request's first evicted one: BEGIN ..."""
+"""First candidate unit, counted from the request's first evicted unit."""
 END = 5
-"""... to END - 1."""
+"""End of the candidates, exclusive."""
 STORED = 6
-"""Units that the stride evicts, which get the numbers from END on."""
+"""Units that the stride evicts; they are numbered from END."""
 SINKS = 7
 """Units before the recalled ones, with half of NOW also those before where keys are judged."""
 MORE_RECALLED = 8
-"""So many units more are recalled when the stride's own evictions are done."""
+"""Additional units recalled after the stride's own evictions."""
 RECALL_COLUMNS = 12
-"""Also some that say nothing: every row begins at a multiple of 16 bytes."""
+"""Includes unused columns, so that rows start at multiples of 16 bytes."""
 
 TAKES_ALL, JUDGED = 1, 2
 
 MOST_UNIT = 128
-"""Tokens of a unit that the kernels of recall have room for."""
+"""Maximum tokens per unit in the recall kernels."""

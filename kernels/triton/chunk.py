@@ -4,8 +4,8 @@
 A policy that keeps the stream's first tokens and its newest says ahead of time what every stride
 of the chunk sees: of the pages what is not too old yet, and of the chunk's own earlier tokens the
 rest. So strides need not wait for each other. What is left of the chunk is put into the pages by
-the program that is the last of its head to finish, and whoever is the last of a head set rewrites
-the set's words: by then nobody reads what they overwrite. Source: StreamingLLM
+the last program of its head to finish. The last program of a head set rewrites the set's words:
+by then no other program reads them. Source: StreamingLLM
 (https://arxiv.org/abs/2309.17453), section 3.2.
 
 In layers with a window the model's positions are not those of this cache (``shift_of``), and a
@@ -187,7 +187,7 @@ def _attend_chunks(
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
 
-    # Whoever is the last to have read writes.
+    # The last program to finish reading writes.
     tl.debug_barrier()
     finished += mine * (2 * NUM_HEADS)
     programs = tl.load(chunk + STRIDES) * tl.num_programs(0) * GROUP

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put a stride's surviving tokens into its request's pages: who survives, at which ranks, where.
+"""Put a stride's surviving tokens into its request's pages.
 
-Who survives is chosen as the stride's plan says (``keep``). New ranks are prefix sums; the k-th
-survivor of the stride takes the k-th free slot; tokens that do not survive never touch a page. No
-step loops over tokens.
+The stride's plan selects the survivors (``keep``). New ranks are prefix sums; the k-th
+survivor of the stride takes the k-th free slot; tokens that do not survive never touch a page. There
+is no loop over tokens.
 
 All of it is one launch. Several programs share out the rows that are to be copied, and each makes
 the choice for itself: nothing is read of what any of them writes, because ``attend_strides`` left

@@ -4,7 +4,7 @@
 ``attend_strides`` is flash attention over the pages, in the order of slots, since a softmax has no
 order; a key that was written at another position than its rank is rotated by the difference as it
 is read. Log-sum-exps go out, from which ``column_sums`` makes the scores, and what the pages say
-of every cached unit, by rank: whoever writes the pages afterwards must not read them any more.
+of every cached unit, by rank: later kernels that write the pages must not read them.
 Where there are few query heads, programs share out the keys as well (``split``).
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691); strided prefill of Cascading KV Cache
 (https://arxiv.org/abs/2406.17808).

@@ -12,7 +12,7 @@ GROUPED = 7
 PLANNED = 8
 """... and about the first so many units of the line; the others stay behind them."""
 STAY = 9
-"""Of those, so many stay."""
+"""Number of those units that stay."""
 LAG = 10
 """Scores from the host are of the tokens so many places before the stride's."""
 FADE = 14
