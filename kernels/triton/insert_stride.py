@@ -2,8 +2,7 @@
 """Put a stride's surviving tokens into its request's pages.
 
 The stride's plan selects the survivors (``keep``). New ranks are prefix sums; the k-th
-survivor of the stride takes the k-th free slot; tokens that do not survive never touch a page. There
-is no loop over tokens.
+survivor takes the k-th free slot. Evicted tokens never touch a page. No loop runs over tokens.
 
 All of it is one launch. Several programs share out the rows that are to be copied, and each makes
 the choice for itself: nothing is read of what any of them writes, because ``attend_strides`` left

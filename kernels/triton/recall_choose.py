@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring the units with the most evidence into a request's pages.
 
-One program a request and head set chooses and gives out slots: the least evidence that is taken is
-found bit by bit, because the bits of numbers that are not negative order like the numbers; of equal
-ones the first are taken. Units that stay keep their slots and their rows; of the others keys and
-values are read from the host's pinned memory, straight into the pages.
+One program per request and head set selects the units and assigns their slots. It finds the lowest
+selected evidence bit by bit: the bits of non-negative numbers sort like the numbers. Ties go to the
+first unit. Units that stay keep their slots and rows. Keys and values of the others are copied from
+the host's pinned memory directly into the pages.
 """
 
 import torch

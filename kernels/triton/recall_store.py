@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put the units that strides evict into their requests' rings.
 
-How many they are is known ahead; which they are is what ranks, or masks of what stays, say. They
-get numbers by rank before the stride, its own units last. Keys and values go to the host's pinned
-memory as they were written, which nothing waits for; the keys, turned back to where no position
-is, in 8 bits to the device's memory, where the judge reads them.
+The number of units is known ahead. Ranks, or masks of the survivors, identify them. Units are
+numbered by their rank before the stride, the stride's own units last. Keys and values are copied
+unchanged to the host's pinned memory; nothing waits for that copy. The keys, with their rotation
+undone, are also stored in 8 bits in device memory, where the judge reads them.
 """
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels share: tile loaders, rotation, logits, head reduction, victim rules.
+"""Functions shared by the kernels: tile loaders, rotation, logits, head reduction, victim rules.
 
 The columns of a step row are those of ``kernels/columns.py``, as Triton's constants.
 """
