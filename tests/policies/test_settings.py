@@ -4,13 +4,14 @@
 import json
 import pickle
 import re
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import CHOICES, POLICIES, resolve
+from vllm_cascade.policies.registry import CHOICES, POLICIES, discover, resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError, raw_settings
 
@@ -387,3 +388,24 @@ def test_settings_in_the_wrong_place(additional_config: dict[str, Any], message:
     """Each of them once ran silently: with other settings, or as stock vLLM."""
     with pytest.raises(KVPolicyError, match=re.escape(message)):
         raw_settings(additional_config)
+
+
+# --- policies of other packages -------------------------------------------------------------------
+
+
+def test_entry_points_must_name_policies_of_their_own() -> None:
+    """Not a function, not another name, not a name that is taken; the errors say which."""
+    group = "vllm_cascade.policies"
+    values = {
+        "sink": "vllm_cascade.policies.sink:Sink",
+        "other": "vllm_cascade.policies.sink:Sink",
+        "thing": "json:dumps",
+        "gone": "no_such_module:Policy",
+    }
+    entries = [EntryPoint(name, value, group) for name, value in values.items()]
+    found, errors = discover(entries, POLICIES)
+    assert found == {} and set(errors) == {"other", "thing", "gone"}
+    assert "'sink', not 'other'" in errors["other"] and "subclass" in errors["thing"]
+    assert "no_such_module" in errors["gone"]
+    found, errors = discover(entries[:1], {})
+    assert found == {"sink": POLICIES["sink"]} and not errors

@@ -2,7 +2,8 @@
 """The policy registry: finds policies by name and resolves raw settings."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,11 +25,61 @@ from vllm_cascade.policies.settings import describe_errors as _describe_errors
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
 
-POLICIES: dict[str, type[Policy]] = {
-    cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, DGC, H2O)
-}
+ENTRY_POINTS = "vllm_cascade.policies"
+"""Entry-point group of policies in other packages: a policy's name = its class."""
 
 
+def _built_in() -> dict[str, type[Policy]]:
+    return {cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, DGC, H2O)}
+
+
+def discover(
+    entries: Iterable[EntryPoint], known: Mapping[str, type[Policy]]
+) -> tuple[dict[str, type[Policy]], dict[str, str]]:
+    """Load policies of other packages.
+
+    A package that cannot be loaded must not stop an engine that does not use it. Its error is
+    kept, and raised when that policy is chosen. A built-in policy keeps its name.
+
+    Args:
+        known: policies whose names are taken.
+
+    Returns:
+        Classes by name, and the errors of entry points that are refused, by name.
+    """
+    found: dict[str, type[Policy]] = {}
+    errors: dict[str, str] = {}
+    for entry in sorted(entries):
+        try:
+            found[entry.name] = _checked(entry, {**known, **found})
+        except Exception as error:  # whatever another package raises when it is imported
+            if entry.name not in known and entry.name not in found:
+                errors[entry.name] = f"{entry.value}: {type(error).__name__}: {error}"
+    return found, errors
+
+
+def _checked(entry: EntryPoint, known: Mapping[str, type[Policy]]) -> type[Policy]:
+    """The class of an entry point.
+
+    Raises:
+        TypeError: it is not a ``Policy``.
+        ValueError: its name is another one, or is taken.
+    """
+    cls = entry.load()
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
+        raise TypeError(
+            "an entry point must name a subclass of vllm_cascade.policies.policy.Policy"
+        )
+    if getattr(cls, "name", None) != entry.name:
+        raise ValueError(f"the class's name is {getattr(cls, 'name', None)!r}, not {entry.name!r}")
+    if entry.name == "full" or entry.name in known:
+        raise ValueError(f"the name {entry.name!r} is taken; choose another")
+    return cls
+
+
+_others, _errors = discover(entry_points(group=ENTRY_POINTS), _built_in())
+
+POLICIES: dict[str, type[Policy]] = {**_built_in(), **_others}
 CHOICES = ("full", *POLICIES)
 
 
@@ -40,6 +91,11 @@ def policy_class(name: Any) -> type[Policy]:
     """
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
+    if isinstance(name, str) and name in _errors:
+        raise KVPolicyError(
+            f"kv_policy {name}: the package that brings it cannot be loaded ({_errors[name]}); "
+            "repair or uninstall that package"
+        )
     close = difflib.get_close_matches(str(name), CHOICES, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:60]}..."
