@@ -19,7 +19,7 @@ from tests.oracle.full_attention import OWN_MODULES
 from vllm_cascade.models import architectures
 from vllm_cascade.models.architectures import frequencies, is_unrotated, may_be_unrotated
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.step import positions
+from vllm_cascade.models import rotary
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
 COHERE2_MOE = OWN_MODULES["cohere2-moe"]
@@ -95,7 +95,7 @@ def test_frequencies_of_transformers_modules(name: str) -> None:
         if turns:
             angle = 9 * inv_freq
             table = torch.stack([angle.cos(), angle.sin()])
-            moved = positions.rotate(zero[index][0, :, 0], table, is_neox=True)
+            moved = rotary.rotate(zero[index][0, :, 0], table, is_neox=True)
             torch.testing.assert_close(moved, far[index][0, :, 0], atol=1e-5, rtol=1e-5)
     assert frequencies(nn.Module(), model.config, 0) is None
 
@@ -128,14 +128,14 @@ def test_every_model_of_vllm_that_skips_its_rotary_module_is_known() -> None:
 
 
 def test_a_model_that_skips_by_an_unknown_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions, "Attention", Layer)
+    monkeypatch.setattr(rotary, "Attention", Layer)
     model = nn.Module()
     model.attention = block(rope("default"))
     model.attention.__class__ = type(
         "Step3p5Attention", (nn.Module,), {"__module__": "vllm.model_executor.models.step3p5"}
     )
     with pytest.raises(KVPolicyError, match="how Step3p5Attention decides that is not known"):
-        positions.find_rotaries(model, {"a": model.attention.attn})
+        rotary.find_rotaries(model, {"a": model.attention.attn})
 
 
 @pytest.mark.parametrize(

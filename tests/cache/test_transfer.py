@@ -13,9 +13,7 @@ from vllm_cascade.step.positions import CachePositions
 PACKAGE = Path(__file__).resolve().parents[2] / "vllm_cascade"
 STEPS = [
     *sorted((PACKAGE / "attention" / "cuda").glob("*.py")),
-    PACKAGE / "attention" / "builder.py",
-    PACKAGE / "attention" / "step.py",
-    PACKAGE / "cache" / "positions.py",
+    *sorted((PACKAGE / "step").glob("*.py")),
     PACKAGE / "cache" / "transfer.py",
 ]
 COPIES = {"to", "copy_", "cuda"}
