@@ -16,10 +16,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tests.cache.test_positions import Layer, block, rope
 from tests.oracle.families import COMMON, FAMILIES
 from tests.oracle.full_attention import OWN_MODULES
-from vllm_cascade.models import architectures
+from vllm_cascade.models import architectures, rotary
 from vllm_cascade.models.architectures import frequencies, is_unrotated, may_be_unrotated
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.models import rotary
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
 COHERE2_MOE = OWN_MODULES["cohere2-moe"]
