@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin changes in vLLM, one file a target, and the versions it was checked against.
+"""Patches of vLLM, one file per target, and the vLLM versions they support.
 
-Code outside this folder is the same for all of them. What has to know where a version keeps
-something asks here (``kv_cache_planning``); what is expected of each name in each version is in
-``hooks/``.
+Code outside this folder is the same for every version. Where versions keep something in different
+modules, a function here finds it (``kv_cache_planning``). ``tests/patches/snapshots`` lists every
+name of vLLM that the plugin uses, with its signature in each version.
 """
 
 from types import ModuleType
@@ -16,10 +16,10 @@ _applied = False
 
 
 def apply_all() -> None:
-    """Apply every patch once in a process.
+    """Apply every patch. Later calls in the same process do nothing.
 
     Raises:
-        RuntimeError: this vLLM version was not checked.
+        RuntimeError: this vLLM version is not supported.
     """
     global _applied
     if _applied:
@@ -39,10 +39,13 @@ def apply_all() -> None:
 
 
 def check_version(version: str | None = None) -> None:
-    """Refuse a vLLM that the patches were not checked against.
+    """Check that the patches support a vLLM version.
+
+    Args:
+        version: None for the installed one.
 
     Raises:
-        RuntimeError: with the versions that work.
+        RuntimeError: they do not; the message lists the supported versions.
     """
     if version is None:
         from vllm import __version__ as version
@@ -55,7 +58,7 @@ def check_version(version: str | None = None) -> None:
 
 
 def kv_cache_planning() -> ModuleType:
-    """vLLM's module that sizes pools and groups layers: part of ``kv_cache_utils`` before 0.33."""
+    """vLLM's module that sizes block pools and groups layers: ``kv_cache_utils`` before 0.33."""
     try:
         from vllm.v1.core import kv_cache_planning as planning
     except ImportError:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``vllm.engine.arg_utils.EngineArgs`` (checked against vLLM 0.32.0).
 
-What: ``--kv-policy``, ``--kv-budget``, ``--kv-recall`` and ``--kv-policy-config`` on every command
-that builds its parser after plugins load; the same names as arguments of ``LLM``/``EngineArgs``;
-and a policy, once set, is checked and applied where vLLM creates its configuration. Servers get a
-middleware that refuses requests whose ``kv_*`` keys nobody would read.
-Why: vLLM has no hook by which a general plugin adds flags or adjusts ``VllmConfig``.
+What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall`` and ``--kv-policy-config`` to every
+command that builds its parser after plugins load, and the same names as arguments of ``LLM`` and
+``EngineArgs``. A policy is checked and applied when vLLM creates its configuration. The settings
+travel in ``additional_config``, which reaches every process of the engine. API servers also get a
+middleware that rejects requests with misplaced ``kv_*`` keys.
+Why: vLLM has no hook for a general plugin to add flags or to adjust ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """
 
@@ -35,10 +36,10 @@ def merge_settings(
     kv_policy_config: dict[str, Any] | None,
     kv_recall: int | None = None,
 ) -> dict[str, Any]:
-    """``additional_config`` with the arguments in it; unchanged where none was given.
+    """Merge the policy arguments into ``additional_config``. Without arguments, return a copy.
 
     Raises:
-        KVPolicyError: a setting given twice, or a budget without a policy.
+        KVPolicyError: a setting is given twice, or a budget without a policy.
     """
     merged = dict(additional_config or {})
     flags = {"name": kv_policy, "budget": kv_budget, "recall": kv_recall}
@@ -83,8 +84,8 @@ def _json_object(text: str) -> dict[str, Any]:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the KVPolicy group to one of vLLM's parsers.
 
-    A flag that is not given leaves no attribute (SUPPRESS), so that help shows the real defaults,
-    which depend on the policy and the model, and not None.
+    The defaults depend on the policy and the model. They stand in the help texts; the flags use
+    SUPPRESS, so that the help does not show None.
     """
     group = parser.add_argument_group(
         title="KVPolicy",
@@ -125,7 +126,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def apply() -> None:
-    """Wrap the class's methods; ``patches.apply_all`` calls this once."""
+    """Wrap the methods. ``patches.apply_all`` calls this once."""
+    # Both: a dataclass generates its own __init__ and does not call its parent's.
     for cls in (EngineArgs, AsyncEngineArgs):
         cls.__init__ = _wrap_init(cls.__init__)
     EngineArgs.add_cli_args = staticmethod(_wrap_add_cli_args(EngineArgs.add_cli_args))
@@ -155,7 +157,10 @@ def _wrap_add_cli_args(original):
 
 
 def _add_middleware(parser: argparse.ArgumentParser) -> None:
-    """Let the API server look at bodies; ``--middleware`` adds to what is there."""
+    """Make our middleware a default of ``--middleware``, which API servers' parsers have.
+
+    Values of the flag are appended to the default.
+    """
     from vllm_cascade.engine.request_bodies import MIDDLEWARE
 
     if parser.get_default("middleware") is not None:
@@ -178,7 +183,7 @@ def _wrap_create(original):
     def create_engine_config(self, *args: Any, **kwargs: Any):
         raw = raw_settings(self.additional_config)
         if raw is None:
-            # `full` must leave no trace: not even another compile-cache key.
+            # `full` is stock vLLM: the settings would change the key of its compile cache.
             for key in ARGUMENTS:
                 self.additional_config.pop(key, None)
             return original(self, *args, **kwargs)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``vllm.config.model._get_and_verify_max_len`` (checked against vLLM 0.32.0).
 
-What: while a configuration with a KV policy is created, ``--max-model-len`` may exceed the model's
-position range, and the range itself is noted so that the policy can be checked against it.
-Why: a policy keeps positions below sinks + budget + stride for ever, so a stream may be longer
-than the range; vLLM refuses that, or takes it from an environment variable that also lets through
-what would really be wrong.
-Removed when: vLLM lets a KV cache spec say that its positions are bounded.
+What: lets ``--max-model-len`` exceed the model's position range while a configuration with a KV
+policy is created, and records the range so that the policy can be checked against it.
+Why: a policy keeps positions below sinks + budget + stride, so a stream may be longer than the
+range. vLLM rejects such lengths. ``VLLM_ALLOW_LONG_MAX_MODEL_LEN`` would allow them for stock
+attention as well, where the output would be wrong.
+Removed when: a KV cache spec of vLLM can declare that its positions are bounded.
 """
 
 import functools
@@ -20,7 +20,11 @@ from vllm.config import model as vllm_model_config
 
 @dataclass
 class NativeLength:
-    """The longest stream the model's own positions allow."""
+    """The model's position range.
+
+    Attributes:
+        max_len: tokens of the longest stream it allows; 0 until vLLM has checked the model.
+    """
 
     max_len: int = 0
 
@@ -30,7 +34,7 @@ _recording: ContextVar[NativeLength | None] = ContextVar("kv_policy_native_lengt
 
 @contextmanager
 def positions_are_bounded() -> Iterator[NativeLength]:
-    """Within this context the check passes any length and notes the native one."""
+    """Accept any ``--max-model-len`` within this context, and record the model's own range."""
     native = NativeLength()
     token = _recording.set(native)
     try:
@@ -40,7 +44,7 @@ def positions_are_bounded() -> Iterator[NativeLength]:
 
 
 def apply() -> None:
-    """Wrap the function; ``patches.apply_all`` calls this once."""
+    """Wrap the function. ``patches.apply_all`` calls this once."""
     original = vllm_model_config._get_and_verify_max_len
 
     @functools.wraps(original)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``InputProcessor.process_inputs`` and ``AsyncLLM.generate`` (checked against 0.32.0).
 
-What: a request that asks for a policy or budget it cannot have, needs more pages than the pool has,
-or has pictures whose positions a policy cannot move, is an error; for the API server, before it
-answers, so that also a streaming request gets a 400.
-Why: ``Platform.validate_request``, vLLM's only hook for such checks, belongs to platforms and sees
-neither the configuration nor the final ``max_tokens``; and it runs when a stream's status line has
-been sent.
+What: rejects requests with an invalid policy or budget, requests that need more pages than the
+pool has, and images whose positions a policy cannot move. The API server checks before it answers,
+so that streaming requests get status 400 too.
+Why: ``Platform.validate_request`` is vLLM's only hook for such checks. It belongs to platforms,
+sees neither the configuration nor the final ``max_tokens``, and runs after the status line of a
+stream has been sent.
 Removed when: general plugins can validate requests.
 """
 
@@ -23,7 +23,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 
 def apply() -> None:
-    """Wrap the methods; ``patches.apply_all`` calls this once."""
+    """Wrap the methods. ``patches.apply_all`` calls this once."""
     InputProcessor.process_inputs = _wrap_process_inputs(InputProcessor.process_inputs)
     AsyncLLM.generate = _wrap_generate(AsyncLLM.generate)
 
@@ -51,7 +51,7 @@ def _wrap_generate(original):
     ) -> AsyncGenerator[RequestOutput, None]:
         from vllm_cascade.engine.admission import check_media, check_request
 
-        # The API server's prompts are tokenised already; others are checked by process_inputs.
+        # Prompts from the API server are tokenised. process_inputs checks all others.
         if isinstance(prompt, dict) and "type" in prompt:
             length = length_from_prompt_token_ids_or_embeds(
                 prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")

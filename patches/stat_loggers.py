@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``EngineCoreOutputs`` and ``StatLoggerManager`` (checked against vLLM 0.32.0).
 
-What: a scheduler's statistics may carry a policy's, and every front-end of an engine with a policy
-(``vllm serve``, ``AsyncLLM``, ``LLM``) has a logger that publishes them.
-Why: ``SchedulerStats`` has no field that a scheduler of one's own may fill; and plugins of the
-group ``vllm.stat_logger_plugins`` are not loaded by ``LLM``, are loaded for stock engines too,
-where they would undo ``--disable-log-stats``, and register before vLLM clears all metrics named
-``vllm:``.
+What: scheduler statistics may carry those of a policy, and every front-end of an engine with a
+policy (``vllm serve``, ``AsyncLLM``, ``LLM``) gets a logger that publishes them.
+Why: ``SchedulerStats`` has no field for a custom scheduler's statistics. Plugins of the group
+``vllm.stat_logger_plugins`` do not fit: ``LLM`` does not load them, stock engines do and would
+ignore ``--disable-log-stats``, and they register before vLLM clears all metrics named ``vllm:``.
 Removed when: custom schedulers can send statistics and general plugins can add loggers.
 """
 
@@ -18,10 +17,10 @@ from vllm.v1.metrics.loggers import StatLoggerManager
 
 
 def apply() -> None:
-    """Change both; ``patches.apply_all`` calls this once, before any engine exists."""
+    """Patch both classes. ``patches.apply_all`` calls this once, before any engine exists."""
     from vllm_cascade.engine.metrics import KVPolicySchedulerStats
 
-    # msgspec reads this when a front-end makes its decoder, and would drop the unknown field.
+    # msgspec reads the annotation when a front-end creates its decoder. It drops unknown fields.
     EngineCoreOutputs.__annotations__["scheduler_stats"] = KVPolicySchedulerStats | None
     StatLoggerManager.__init__ = _wrap_init(StatLoggerManager.__init__)
 

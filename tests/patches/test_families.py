@@ -7,13 +7,13 @@ from tests.conftest import ROOT
 from tests.oracle.families import FAMILIES, model_class
 from tests.oracle.full_attention import BY_TRANSFORMERS, OWN_MODULES
 from tests.oracle.recurrent import RECURRENT
-from vllm_cascade.patches.hooks import models as families
+from tests.patches import families
 
 
 def test_the_page_is_up_to_date() -> None:
     """A new release of vLLM shows here what it added."""
     text = (ROOT / "docs/MODELS.md").read_text("utf-8")
-    assert text == families.page(), "run python -m vllm_cascade.patches.hooks.models"
+    assert text == families.page(), "run python -m tests.patches.families"
 
 
 def test_every_text_architecture_is_listed() -> None:

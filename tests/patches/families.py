@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's text models run with a policy: ``python -m vllm_cascade.patches.hooks.models``.
+"""Which of vLLM's text models run with a policy: ``python -m tests.patches.families``.
 
 Writes ``docs/MODELS.md`` from vLLM's registry: what the tests run, what is refused and why, as far
 as a model's source says it, and what nobody has tried. A new release shows where it differs.
@@ -185,7 +185,7 @@ def page() -> str:
             "# Models",
             "",
             "The text models of vLLM 0.32 and what a policy does with them on a CPU. Written by",
-            "`python -m vllm_cascade.patches.hooks.models` from vLLM's registry and sources.",
+            "`python -m tests.patches.families` from vLLM's registry and sources.",
             "",
             "- **works**: a test compares tiny random models of the architecture with an",
             "  independent reference, past budget and windows (in `tests/engine`:",
