@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 SOAK_MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-slow test-next test-next-quick soak demo bench results clean
+.PHONY: help setup lint format test test-slow test-next test-next-quick soak demo bench results snapshots clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -50,6 +50,10 @@ test-next: setup ## the tests beside the vLLM of requirements/next.txt, less the
 test-next-quick: setup ## the part of them that depends most on vLLM, in two minutes
 	@$(PY) tools/next_vllm.py
 	@$(NEXT) -m pytest $(QUICK) $(NEXT_QUICK)
+
+snapshots: setup ## write what we use of vLLM into tests/patches/snapshots, for both versions
+	@$(PY) tools/next_vllm.py
+	@$(PY) -m tests.patches.snapshot
 
 soak: setup ## mixed load on a live server for SOAK_MINUTES (30): no leak, no slow-down
 	@$(PY) -m tests.soak --minutes $(SOAK_MINUTES)

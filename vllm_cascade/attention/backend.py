@@ -22,7 +22,7 @@ from vllm_cascade.recall.log import UnitShape
 class KVPolicyBackend(AttentionBackend):
     """Attention backend that reads and writes a bounded cache itself."""
 
-    forward_includes_kv_cache_update: bool = True
+    forward_includes_kv_cache_update: bool = True  # else vLLM would write keys and values too
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
     @classmethod

@@ -81,6 +81,7 @@ class KVPolicySpec(AttentionSpec):
     num_layers: int | None = None
     """Cached layers in the whole model; set if a worker runs only some of them."""
 
+    # vLLM must not share pages that a later token overwrites, and our backend finds its own slots.
     prefix_cacheable = uses_slot_mapping = False
 
     def __post_init__(self) -> None:

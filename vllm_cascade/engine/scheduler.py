@@ -56,6 +56,7 @@ class _StrideAligned:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # vLLM calls _mamba_block_aligned_split only if this is set.
         self.need_mamba_block_aligned_split = True
         self._managers = [
             manager

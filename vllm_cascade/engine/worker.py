@@ -65,7 +65,7 @@ class KVPolicyWorker:
         """Layers built in this context use our backend; later engines of this process do not."""
         slot = self.device_entry.slot
         register_backend(slot, self.device_entry.backend)
-        _cached_get_attn_backend.cache_clear()
+        _cached_get_attn_backend.cache_clear()  # vLLM remembers which backend it selected
         try:
             yield
         finally:

@@ -49,7 +49,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
             of layer does.
     """
 
-    reorder_batch_threshold: int | None = None
+    reorder_batch_threshold: int | None = None  # rows keep the runner's order
 
     kv_cache_spec: KVPolicySpec
 
