@@ -46,8 +46,6 @@ class Row(NamedTuple):
 
 
 Rows = dict[str, Row]
-Places = dict[str, list[str]]
-"""Where each name is used, as ``module:line``."""
 
 
 # --- what the installed source says ---------------------------------------------------------------
@@ -157,34 +155,62 @@ def is_internal(target: str) -> bool:
     return package != "vllm" or parts[:1] == ["v1"] or any(map(is_private, parts))
 
 
-def rows_of(flow: Flow) -> tuple[Rows, Places]:
+class Section:
     """The rows of all uses that a flow found."""
-    hows: dict[str, str] = {}
-    places: Places = {}
-    for use, found in sorted(flow.uses.items()):
-        if hows.get(use.target, "used") == "used":
-            hows[use.target] = use.how
-        places[use.target] = sorted({*places.get(use.target, ()), *found})
-    return {name: Row(how, says(flow, name)) for name, how in hows.items()}, places
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        hows: dict[str, str] = {}
+        self.places: dict[str, list[str]] = {}
+        for use, found in sorted(flow.uses.items()):
+            if hows.get(use.target, "used") == "used":
+                hows[use.target] = use.how
+            self.places[use.target] = sorted({*self.places.get(use.target, ()), *found})
+        self.rows = {name: Row(how, says(flow, name)) for name, how in hows.items()}
+
+    def differences(self, before: Rows) -> Iterator[str]:
+        """How the rows differ from those of a snapshot, a sentence each."""
+        for name in sorted(before.keys() | self.rows.keys()):
+            old, new = before.get(name), self.rows.get(name)
+            if old is None:
+                told = f"a new use, not in the snapshot ({new.says or 'no type'})"
+            elif new is None:
+                gone = says(self.flow, name) == ABSENT != old.says
+                told = "gone" if gone else "in the snapshot, but nothing uses it any more"
+            elif new.says != old.says:
+                gone = "gone; " if new.says == ABSENT else ""
+                now = "" if gone else f", the installed source {new.says or 'no type'}"
+                told = f"{gone}the snapshot has {old.says or 'no type'}{now}"
+            elif new.how != old.how:
+                told = f"{old.how} in the snapshot, now {new.how}"
+            else:
+                continue
+            yield f"{name}: {told}{self._where(name)}"
+
+    def _where(self, name: str) -> str:
+        unknown = self.flow.unknown.get(name.rpartition(".")[2], ())
+        places = self.places.get(name) or sorted(unknown)
+        return f"; used in {', '.join(places)}" if places else ""
 
 
-def derive(root: Path = ROOT, packages: Packages | None = None) -> dict[str, tuple[Rows, Places]]:
-    """Rows and places by section: of the package, and what only tests and benchmarks use.
+def derive(root: Path = ROOT, packages: Packages | None = None) -> dict[str, Section]:
+    """Sections by title: what the package uses, and what only tests and benchmarks use.
 
     Args:
         root: a checkout of ours.
         packages: instead of the installed ones.
     """
     packages = packages or Packages()
-    ours = rows_of(Flow(Sources(root, PACKAGE, packages)))
-    every = Flow(Sources(root, PACKAGE + SUPPORT, packages), noted=SUPPORT, only_private=True)
-    rows, places = rows_of(every)
-    only = {
+    ours = Section(Flow(Sources(root, PACKAGE, packages)))
+    support = Section(
+        Flow(Sources(root, PACKAGE + SUPPORT, packages), noted=SUPPORT, only_private=True)
+    )
+    support.rows = {
         name: row
-        for name, row in rows.items()
-        if row.how == "replaced" or (name not in ours[0] and is_internal(name))
+        for name, row in support.rows.items()
+        if row.how == "replaced" or (name not in ours.rows and is_internal(name))
     }
-    return {"package": ours, "tests and benchmarks": (only, places)}
+    return {"package": ours, "tests and benchmarks": support}
 
 
 # --- the files ------------------------------------------------------------------------------------
@@ -220,29 +246,10 @@ def read(text: str) -> dict[str, Rows]:
     return sections
 
 
-def differences(before: Rows, now: Rows, places: Places) -> Iterator[str]:
-    """How the derived rows differ from a snapshot's, a sentence each."""
-    for name in sorted(before.keys() | now.keys()):
-        where = f"; used in {', '.join(places.get(name, ['our source']))}"
-        if name not in now:
-            yield f"{name}: in the snapshot, but nothing uses it any more"
-        elif name not in before:
-            yield f"{name}: a new use, not in the snapshot ({now[name].says or 'no type'}){where}"
-        elif now[name].says == ABSENT != before[name].says:
-            yield f"{name}: gone; the snapshot has {before[name].says or 'no type'}{where}"
-        elif now[name].says != before[name].says:
-            yield (
-                f"{name}: the snapshot has {before[name].says or 'no type'}, the installed source "
-                f"{now[name].says or 'no type'}{where}"
-            )
-        elif now[name].how != before[name].how:
-            yield f"{name}: {before[name].how} in the snapshot, now {now[name].how}{where}"
-
-
 def main() -> None:
     version = installed_version("vllm")
     FOLDER.mkdir(exist_ok=True)
-    sections = {title: rows for title, (rows, _) in derive().items()}
+    sections = {title: section.rows for title, section in derive().items()}
     file_of(version).write_text(text_of(version, sections), "utf-8")
     print(f"{file_of(version).relative_to(ROOT)}: {sum(map(len, sections.values()))} names")
     other = ROOT / ".venv-next/bin/python"

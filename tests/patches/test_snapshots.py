@@ -18,7 +18,7 @@ ROOT = snapshot.ROOT
 
 
 @cache
-def derived() -> dict[str, tuple[snapshot.Rows, snapshot.Places]]:
+def derived() -> dict[str, snapshot.Section]:
     return snapshot.derive()
 
 
@@ -47,7 +47,7 @@ def test_the_installed_vllm_is_as_in_the_snapshot(section: str) -> None:
     installed = snapshot.minor(snapshot.installed_version("vllm"))
     version = installed if snapshot.file_of(installed).exists() else known_version(installed)
     before = snapshot.read(snapshot.file_of(version).read_text("utf-8"))[section]
-    found = list(snapshot.differences(before, *derived()[section]))
+    found = list(derived()[section].differences(before))
     assert not found, "\n".join(
         [
             f"vLLM {installed} and our source, against {snapshot.file_of(version).name}:",
@@ -187,8 +187,8 @@ EXPECTED = {
 }
 
 
-def small(tmp_path: Path, vllm: str = VLLM, ours: str = OURS) -> tuple[snapshot.Rows, dict]:
-    """Rows of a package of one file, beside a vLLM of one file."""
+def small(tmp_path: Path, vllm: str = VLLM, ours: str = OURS) -> snapshot.Section:
+    """What a package of one file uses, beside a vLLM of one file."""
     files = {
         "vllm/__init__.py": "",
         "vllm/envs.py": "VLLM_SWITCH: bool = False\n",
@@ -206,9 +206,10 @@ def small(tmp_path: Path, vllm: str = VLLM, ours: str = OURS) -> tuple[snapshot.
 
 
 def test_uses_are_found(tmp_path: Path) -> None:
-    rows, places = small(tmp_path)
-    assert rows == EXPECTED
-    assert places["vllm.v1.core.Pool.null_block"] == ["vllm_cascade.ours:24"]
+    section = small(tmp_path)
+    assert section.rows == EXPECTED
+    (line,) = [i for i, text in enumerate(OURS.splitlines(), 1) if "null_block" in text]
+    assert section.places["vllm.v1.core.Pool.null_block"] == [f"vllm_cascade.ours:{line}"]
 
 
 CHANGES = {
@@ -227,42 +228,42 @@ CHANGES = {
 @pytest.mark.parametrize("case", CHANGES)
 def test_a_change_in_vllm_is_named(case: str, tmp_path: Path) -> None:
     old, new, name = CHANGES[case]
-    before, _ = small(tmp_path)
+    before = small(tmp_path).rows
     assert VLLM.count(old) == 1
-    found = list(snapshot.differences(before, *small(tmp_path, VLLM.replace(old, new))))
-    assert any(line.startswith(f"vllm.v1.core.{name}: ") for line in found), found
+    found = list(small(tmp_path, VLLM.replace(old, new)).differences(before))
+    (line,) = [line for line in found if line.startswith(f"vllm.v1.core.{name}: ")]
+    says = "gone" if "renamed" in case or "gone" in case else "the snapshot has "
+    assert line.partition(": ")[2].startswith(says) and "; used in vllm_cascade.ours" in line
     unused = VLLM.replace("OTHER = 4", "OTHER = 5").replace("async def stop", "def stop")
     assert unused != VLLM
-    assert not list(snapshot.differences(before, *small(tmp_path, unused)))
+    assert not list(small(tmp_path, unused).differences(before))
 
 
 def test_what_a_difference_says(tmp_path: Path) -> None:
-    before, _ = small(tmp_path)
-    vllm = VLLM.replace("LIMIT: int", "LIMIT: float").replace("class Apart", "class Apart2")
-    ours = OURS.replace("self.schedule().name", "self.stop()").replace("print(request.width)", "")
+    before = small(tmp_path).rows
+    vllm = VLLM.replace("LIMIT: int", "LIMIT: float")
+    ours = OURS.replace("self.schedule().name", "self.stop()").replace(
+        "print(request.width)", "print()"
+    )
     ours = ours.replace("    waiting: list = []", "").replace("ours.rarely", "core.OTHER")
-    assert list(snapshot.differences(before, *small(tmp_path, vllm, ours))) == [
+    assert list(small(tmp_path, vllm, ours).differences(before)) == [
         "vllm.v1.core.Apart.rarely: in the snapshot, but nothing uses it any more",
         "vllm.v1.core.Config.name: in the snapshot, but nothing uses it any more",
         "vllm.v1.core.Config.width: in the snapshot, but nothing uses it any more",
         "vllm.v1.core.LIMIT: the snapshot has int, the installed source float; used in "
-        "vllm_cascade.ours:26",
-        "vllm.v1.core.OTHER: a new use, not in the snapshot (no type); used in "
         "vllm_cascade.ours:25",
+        "vllm.v1.core.OTHER: a new use, not in the snapshot (no type); used in "
+        "vllm_cascade.ours:24",
         "vllm.v1.core.Scheduler.stop: a new use, not in the snapshot (async (self) -> None); "
-        "used in vllm_cascade.ours:20",
+        "used in vllm_cascade.ours:19",
         "vllm.v1.core.Scheduler.waiting: in the snapshot, but nothing uses it any more",
     ]
-    less = {**before, "vllm.v1.core.LIMIT": snapshot.Row("replaced", "int")}
-    less["vllm.v1.core.Pool"] = snapshot.Row("used", snapshot.ABSENT)
-    gone = {**before, "vllm.v1.core.Pool": snapshot.Row("used", snapshot.ABSENT)}
-    assert list(snapshot.differences(before, gone, {"vllm.v1.core.Pool": ["a:1"]})) == [
-        "vllm.v1.core.Pool: gone; the snapshot has class; used in a:1"
-    ]
-    assert list(snapshot.differences(less, before, {})) == [
-        "vllm.v1.core.LIMIT: replaced in the snapshot, now used; used in our source",
-        "vllm.v1.core.Pool: the snapshot has absent, the installed source class; used in our "
-        "source",
+    other = {**before, "vllm.v1.core.LIMIT": snapshot.Row("replaced", "int")}
+    other["vllm.v1.core.Config.pool"] = snapshot.Row("used", snapshot.ABSENT)
+    assert list(small(tmp_path).differences(other)) == [
+        "vllm.v1.core.Config.pool: the snapshot has absent, the installed source Pool; used in "
+        "vllm_cascade.ours:23, vllm_cascade.ours:25",
+        "vllm.v1.core.LIMIT: replaced in the snapshot, now used; used in vllm_cascade.ours:25",
     ]
 
 
@@ -306,7 +307,7 @@ NEW_USE_FOUND = {
 def test_a_new_use_of_the_installed_vllm_is_found(tmp_path: Path) -> None:
     (tmp_path / "vllm_cascade").mkdir()
     (tmp_path / "vllm_cascade/new.py").write_text(NEW_USE)
-    rows, _ = snapshot.derive(tmp_path)["package"]
+    rows = snapshot.derive(tmp_path)["package"].rows
     assert {name: rows[name].says for name in NEW_USE_FOUND} == NEW_USE_FOUND
     scheduler = rows["vllm.v1.core.sched.scheduler.Scheduler.update_from_output"]
     assert scheduler.how == "overridden" and "model_runner_output" in scheduler.says
