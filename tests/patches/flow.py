@@ -111,7 +111,8 @@ class Flow:
 
     Args:
         noted: beginnings of the names of our modules whose uses count.
-        only_private: do not guess owners of other attributes whose owner has no known type.
+        only_private: names in strings do not count, and attributes whose owner has no known type
+            only if they are private.
 
     Attributes:
         uses: each with the places that have it, ``file:line``.
@@ -142,6 +143,8 @@ class Flow:
             pass
         self._overridden()
         self._imported()
+        if not only_private:
+            self._in_strings()
         self._guessed(only_private)
 
     # --- what there is ----------------------------------------------------------------------------
@@ -657,13 +660,16 @@ class Flow:
                         break
 
     def _imported(self) -> None:
-        """Names that are imported, and those in strings: class paths, environment variables."""
         for module in self._noted.values():
             for whole in (name for names in module.imports.values() for name in names):
                 package, *rest = whole.split(".")
                 private = any(map(is_private, rest))
                 if package == "vllm" or (package in FOREIGN and private) or whole.startswith(INNER):
                     self._import(whole, module)
+
+    def _in_strings(self) -> None:
+        """Class paths and environment variables of vLLM that are written as strings."""
+        for module in self._noted.values():
             for node in ast.walk(module.tree):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     *owner, last = node.value.split(".")

@@ -296,7 +296,7 @@ def look(config: VllmConfig | None, runner):
 NEW_USE_FOUND = {
     "*._hidden": "",
     "*.num_accepted_tokens": "",
-    "triton.runtime.cache.get_cache_manager": "(key)",
+    "triton.runtime.cache.get_cache_manager": "(key) -> CacheManager",
     "vllm.config.vllm.VllmConfig.lora_config": "LoRAConfig | None",
     "vllm.v1.core.block_pool.BlockPool.null_block": "",
     "vllm.v1.core.kv_cache_utils._new_helper": "absent",
