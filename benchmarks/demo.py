@@ -33,7 +33,6 @@ from benchmarks.running.engines import (
     quiet,
     settle_dtype,
 )
-from benchmarks.running.environment import ROOT
 from benchmarks.running.serving import Server
 
 BLOCK_SIZE = 32
@@ -58,34 +57,18 @@ PLAIN_CHAT = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options; sizes that are not given follow from the model's positions (``settle``)."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.demo",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--model", help="path or name; default: the real model of the benchmarks")
-    parser.add_argument("--book", type=Path, default=BOOK, help="text file")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--budget", type=int, help="default: an eighth of the positions")
-    parser.add_argument("--stride", type=int, default=256, help="prompt tokens between evictions")
-    parser.add_argument("--tokens", type=int, help="of the novel; default: 5/4 of the positions")
-    parser.add_argument(
-        "--chat-tokens", type=int, help="the chat's length; default: 17/16 of the positions"
-    )
-    parser.add_argument("--passage", type=int, help="tokens a turn; default: 3/4 of the budget")
-    parser.add_argument(
-        "--engines",
-        type=int,
-        default=min(2, os.cpu_count() or 1),
-        help="engines that read the novel, and servers that chat, at a time; each uses one core",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "results/demo.json",
-        help="the JSON to write, with a picture beside it (default: %(default)s); "
-        "benchmarks/results/ is what the documents show",
-    )
+    parser = results.parser_of("demo", __doc__)
+    add = parser.add_argument
+    add("--model", help="path or name; default: the real model of the benchmarks")
+    add("--book", type=Path, default=BOOK, help="text file")
+    add("--dtype", default="auto")
+    add("--budget", type=int, help="default: an eighth of the positions")
+    add("--stride", type=int, default=256, help="prompt tokens between evictions")
+    add("--tokens", type=int, help="of the novel; default: 5/4 of the positions")
+    add("--chat-tokens", type=int, help="the chat's length; default: 17/16 of the positions")
+    add("--passage", type=int, help="tokens a turn; default: 3/4 of the budget")
+    cores = min(2, os.cpu_count() or 1)
+    add("--engines", type=int, default=cores, help="engines and servers at a time, a core each")
     args = parser.parse_args(argv)
     if args.engines < 1:
         parser.error("--engines must be at least 1")

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks import models
 from benchmarks.inputs import pass_keys, texts
-from benchmarks.inputs.pass_keys import digits_right, is_exact
+from benchmarks.inputs.pass_keys import is_exact
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, number, spread
 from benchmarks.running import arms, scoring
@@ -47,7 +47,7 @@ OBSERVED = {"stream": "weighs by the attention of a whole prompt, which a step d
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Options."""
-    parser = results.parser_of("peers", __doc__)
+    parser = results.parser_of("peers", __doc__, parts=True)
     add, programs = parser.add_argument, ("kvpress", "llama.cpp")
     add("--data", nargs="+", default=[str(BOOK)], help="files, folders, hf:...")
     add("--documents", type=int, help="stop after so many of a source")
@@ -306,8 +306,8 @@ class Report:
         return self.positions - 2
 
     def tables(self) -> list[Table]:
-        """All entries, peers beside the base, pass keys by depth, and what is missing."""
-        made = [self._overall(), self._verdicts(), self._depths(), self._missing()]
+        """All entries, peers beside the base, and what is missing."""
+        made = [self._overall(), self._verdicts(), self._missing()]
         return [table for table in made if table.rows]
 
     def numbers(self) -> dict[str, Any]:
@@ -329,14 +329,11 @@ class Report:
         """Nats of what follows each prompt."""
         return [np.asarray(one) for one in self.found(entry, "continuation")]
 
-    def keys(self, entry: Entry) -> list[tuple[str, Mapping[str, Any]]]:
-        """The answer to each pass key, and the item."""
-        texts_ = [self.decode(ids) for ids in self.found(entry, "passkey")]
-        return list(zip(texts_, self.asked.get("passkey", []), strict=False))
-
     def matches(self, entry: Entry) -> list[np.ndarray]:
         """Whether each pass key was answered, 0 or 1."""
-        return [np.asarray([float(is_exact(text, k["key"]))]) for text, k in self.keys(entry)]
+        texts_ = [self.decode(ids) for ids in self.found(entry, "passkey")]
+        pairs = zip(texts_, self.asked.get("passkey", []), strict=False)
+        return [np.asarray([float(is_exact(text, item["key"]))]) for text, item in pairs]
 
     def measures(self) -> list[Measure]:
         """Everything that has an interval."""
@@ -445,11 +442,9 @@ class Report:
             for measure, (verdict, _) in zip(measures, cells, strict=True):
                 if verdict == "better":
                     better.append(f"{entry.label} ({measure.name})")
-        better += self._faster(peers)
-        also = ", in speed or in memory" if "speed" in self.asked else ""
         said = f"Better than {self.base}: {', '.join(better)}."
         if not better:
-            said = f"No peer is better than {self.base} in any of these{also}."
+            said = f"No peer is better than {self.base} in any of these."
         share = " (or share of pass keys)" if "passkey" in self.asked else ""
         note = (
             f"Nats a token{share} more than {self.base}, with 95 % intervals; undecided where they "
@@ -457,38 +452,6 @@ class Report:
         )
         columns = ("peer", *(measure.name for measure in measures))
         return Table(f"Peers against {self.base}", columns, tuple(rows if measures else ()), note)
-
-    def _faster(self, peers: Sequence[Entry]) -> list[str]:
-        """Peers of which every trial was better than every one of the base."""
-        base = next((entry for entry in self.entries if entry.label == self.base), None)
-        ours, found = self.speeds(base) if base else {}, []
-        for entry in peers:
-            theirs = self.speeds(entry) if ours else {}
-            better = [k for k in ("read", "write") if theirs and min(theirs[k]) > max(ours[k])]
-            better += [k for k in ("memory", "KV") if theirs and theirs[k] < ours[k]]
-            if better:
-                found.append(f"{entry.label} ({', '.join(better)})")
-        return found
-
-    def _depths(self) -> Table:
-        keys = self.asked.get("passkey", [])
-        depths = sorted({item["depth"] for item in keys})
-        rows = []
-        for entry in self.entries:
-            given = self.keys(entry)
-            cells = [
-                _key_cell([(t, k["key"]) for t, k in given if k["depth"] == d]) for d in depths
-            ]
-            if given:
-                rows.append((entry.label, *cells))
-        columns = ("entry", *(f"depth {depth:g}" for depth in depths))
-        note = (
-            "Exact answers, and digits that are right (guessing gives 10 %); "
-            f"{len(keys) // max(len(depths), 1)} prompts of "
-            f"{_length(self.asked, 'passkey', 'context'):,} tokens a depth. The question comes "
-            "after the cache was bounded."
-        )
-        return Table("Pass keys by depth", columns, tuple(rows), note)
 
     def _missing(self) -> Table:
         rows = [
@@ -518,13 +481,6 @@ def _perplexity(values: Sequence[np.ndarray]) -> str:
 
 def _length(asked: Mapping[str, list[Any]], question: str, part: str) -> int:
     return len(asked[question][0][part]) if asked.get(question) else 0
-
-
-def _key_cell(pairs: Sequence[tuple[str, str]]) -> str:
-    if not pairs:
-        return "-"
-    right, digits = (np.mean([mark(*pair) for pair in pairs]) for mark in (is_exact, digits_right))
-    return f"{right:.0%} ({digits:.0%})"
 
 
 # --- asking -------------------------------------------------------------------------------------

@@ -38,36 +38,30 @@ _STARTED = time.perf_counter()
 # --- options of every command -------------------------------------------------------------------
 
 
-def parser_of(name: str, doc: str | None, engines: bool = False) -> argparse.ArgumentParser:
+def parser_of(
+    name: str, doc: str | None, *, parts: bool = False, engines: bool = False
+) -> argparse.ArgumentParser:
     """The parser of ``python -m benchmarks.NAME``, with the options that commands share.
 
     Args:
-        engines: also ``--dtype`` and ``--engines``.
+        parts: also ``--parts`` and ``--any-code``.
+        engines: also these, ``--dtype`` and ``--engines``.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    out = ROOT / f"results/{name.replace('_', '-')}.json"
-    parser.add_argument("--out", type=Path, default=out, help="the JSON (default: %(default)s)")
-    parser.add_argument(
-        "--parts",
-        type=Path,
-        help="folder for finished items, which the next run reuses (default: --out with the "
-        "ending .parts)",
-    )
-    parser.add_argument(
-        "--any-code", action="store_true", help="reuse items that other versions of the code made"
-    )
+    add, out = parser.add_argument, ROOT / f"results/{name.replace('_', '-')}.json"
+    add("--out", type=Path, default=out, help="the JSON (default: %(default)s)")
+    if parts or engines:
+        add("--parts", type=Path, help="folder for finished items, which the next run reuses "
+            "(default: --out with the ending .parts)")  # fmt: skip
+        add("--any-code", action="store_true", help="reuse items that other code has made")
     if engines:
-        parser.add_argument(
-            "--dtype",
-            default="auto",
-            help="default: bfloat16 if the model is stored so and the machine has instructions "
-            "for it, else float32",
-        )
-        parser.add_argument("--engines", type=int, default=1, help="engines at a time")
+        add("--dtype", default="auto", help="default: bfloat16 if the model is stored so and the "
+            "machine has instructions for it, else float32")  # fmt: skip
+        add("--engines", type=int, default=1, help="engines at a time")
     return parser
 
 

@@ -42,11 +42,6 @@ class Arm:
         assert self.engine.max_model_len is not None, "stock vLLM's own limit"
         return self.token_ids[: self.engine.max_model_len - self.new_tokens]
 
-    @property
-    def work(self) -> int:
-        """How long it takes, in tokens that a bounded cache reads; all of a cache takes twice."""
-        return len(self.readable) * (2 if self.stock else 1)
-
 
 @dataclass(frozen=True)
 class Read:
@@ -62,13 +57,8 @@ class Read:
     asked: int
 
 
-def run_each(arms: Sequence[Arm]) -> list[Read]:
-    """Arms one after the other, in this (child) process: importing vLLM takes half of a start."""
-    return [run(arm) for arm in arms]
-
-
 def run(arm: Arm) -> Read:
-    """An arm, in this process; its engine has ended afterwards."""
+    """An arm, in this (child) process."""
     llm = arm.engine.start()
     from benchmarks.running import prompt_scores
     from benchmarks.running.stream import stream
@@ -83,7 +73,6 @@ def run(arm: Arm) -> Read:
         max_new_tokens=arm.new_tokens,
         bar_line=arm.bar_line,
     )
-    llm.llm_engine.engine_core.shutdown()
     return Read(result, refused, len(arm.question) if whole else 0)
 
 
@@ -107,23 +96,7 @@ def refusal(llm: "LLM", token_ids: list[int]) -> str:
 
 
 def run_all(arms: Sequence[Arm], at_a_time: int) -> Iterable[tuple[str, Read]]:
-    """Every arm, in ``at_a_time`` processes at once; in their order, when all are done."""
-    groups = divided(arms, at_a_time)
-    placed = [
-        [replace(arms[place], bar_line=line) for place in group]
-        for line, group in enumerate(groups)
-    ]
-    found = dict[int, Read]()
-    for group, reads in zip(groups, in_children(run_each, placed, at_a_time), strict=True):
-        found.update(zip(group, reads, strict=True))
-    for place, arm in enumerate(arms):
-        yield arm.label, found[place]
-
-
-def divided(arms: Sequence[Arm], processes: int) -> list[list[int]]:
-    """Which arms each process runs: the next one goes to the process that has least to do."""
-    groups: list[list[int]] = [[] for _ in range(min(processes, len(arms)))]
-    for place in range(len(arms)):
-        least = min(groups, key=lambda group: sum(arms[other].work for other in group))
-        least.append(place)
-    return groups
+    """Every arm in a process of its own, ``at_a_time`` at once; in their order, when done."""
+    placed = [replace(arm, bar_line=index % at_a_time) for index, arm in enumerate(arms)]
+    for arm, read in zip(arms, in_children(run, placed, at_a_time), strict=True):
+        yield arm.label, read

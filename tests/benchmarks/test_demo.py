@@ -105,14 +105,6 @@ def test_the_note_stands_behind_a_sentence_and_before_the_rest() -> None:
     assert ago > 4 * args.budget, "nobody but recall still has it"
 
 
-def test_engines_share_processes_that_end_together() -> None:
-    """Stock vLLM takes twice as long a token as the others."""
-    five = demo.arms(settled(), SMALL, POSITIONS, list(range(1408)), [7] * 32)
-    assert novel.divided(five, 2) == [[0, 3], [1, 2, 4]]
-    assert novel.divided(five, 1) == [[0, 1, 2, 3, 4]]
-    assert novel.divided(five, 9) == [[0], [1], [2], [3], [4]]
-
-
 def test_both_servers_get_the_same_pool_and_only_ours_a_policy() -> None:
     both = demo.servers(settled("--dtype", "bfloat16"), SMALL, POSITIONS)
     stock, ours = (server._command for server in both.values())

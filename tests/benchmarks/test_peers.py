@@ -149,7 +149,7 @@ def test_answers_of_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = process.answers(program, "speed", [item, item])
     assert reader.reads == [80, 1, 1, 1, 80, 1, 1, 80, 1, 1], "warmed up once, with four tokens"
     assert first["held"] == {"tokens": 7, "bytes": 14}
-    assert first["found"]["at"] < second["found"]["at"]
+    assert first["found"]["read"] > 0 < second["found"]["decode"]
     assert first["found"]["resident_peak"] > 50 << 20, "Python and torch are in memory"
     monkeypatch.setattr(questions, "forget_peak", lambda: False)
     assert found("speed", item)[0]["load_included"]
@@ -575,7 +575,6 @@ def timed(read: float, decode: float, mib: int) -> dict:
         "decode": decode,
         "resident_peak": mib << 20,
         "load_included": False,
-        "at": 3600.0 + read,
     }
 
 
@@ -611,7 +610,6 @@ def test_a_report_speaks_of_what_was_asked(report: Report) -> None:
 
 
 def test_who_is_better(report: Report) -> None:
-    """Also in speed, where every trial is better than every one of the base's, and in memory."""
     table = report.tables()[1]
     first = dict(zip(table.columns, table.rows[0], strict=True))
     assert first["stream to 998"].startswith("+0.1000 (")
@@ -620,9 +618,7 @@ def test_who_is_better(report: Report) -> None:
     assert first["after a prompt"].endswith(", undecided")
     assert first["pass keys"].startswith("+0.0000") and first["pass keys"].endswith("undecided")
     assert table.rows[1] == ("kvpress B", "-", "-", "-", "-")
-    assert (
-        "Better than cascade: kvpress A (stream past that), kvpress B (read, KV)." in table.note
-    ), "it writes 14.3 tokens a second, between the trials of the base"
+    assert "Better than cascade: kvpress A (stream past that)." in table.note
 
 
 def test_more_pass_keys_are_better(report: Report) -> None:
@@ -638,13 +634,8 @@ def test_nobody_is_better(report: Report) -> None:
     assert "No peer is better than cascade" in report.tables()[1].note
 
 
-def test_depths_and_what_is_missing(report: Report) -> None:
-    depths, missing = report.tables()[-2:]
-    assert depths.columns == ("entry", "depth 0.1", "depth 0.9")
-    assert depths.rows == (
-        ("cascade", "100% (100%)", "0% (40%)"),
-        ("kvpress A", "50% (70%)", "50% (70%)"),
-    )
+def test_what_is_missing(report: Report) -> None:
+    missing = report.tables()[-1]
     assert missing.rows == (
         ("kvpress B", "stream", "cannot", "bounds the cache once"),
         ("kvpress A", "speed", "failed", "ended with status 9"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments for the peers: their pins clash with vLLM's, so each gets a folder of its own.
+"""Environments for the peers, whose pins clash with vLLM's: a folder of its own for each.
 
 A peer's environment lies over the one that runs this file: it holds what ``requirements/PEER.txt``
 pins, and takes torch, numpy and all else from below. It is made once, in
@@ -17,10 +17,8 @@ from benchmarks.running.environment import ROOT
 
 FOLDER = "VLLM_CASCADE_PEERS"
 """Environment variable: where the environments are kept instead of the user's cache folder."""
-
 PEERS = {"kvpress": "kvpress", "llama-cpp": "llama_cpp"}
 """Peers by the name of their requirements file, and the module that each installs."""
-
 SHOWN, WORDS = 30, 200
 """Of a step that fails: last lines that are shown, and characters that a table repeats."""
 
@@ -38,19 +36,20 @@ def python_of(peer: str) -> Path:
     """
     from filelock import FileLock
 
-    place = _folder() / f"{peer}-{_identity(peer)}"
-    python = place / "bin/python"
-    if (place / "complete").exists():
-        return python
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm-cascade/peers"
+    folder = Path(os.environ.get(FOLDER) or cache).expanduser().absolute()
+    below = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    parts = [requirements(peer).read_text("utf-8"), sys.version, *below]
+    place = folder / f"{peer}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:8]}"
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with FileLock(place.with_suffix(".lock")):
             if not (place / "complete").exists():
-                _make(peer, place)
+                _make(peer, place, below)
                 (place / "complete").touch()
     except OSError as error:
         raise _unavailable(peer, f"{error}; {FOLDER} names another folder") from error
-    return python
+    return place / "bin/python"
 
 
 def requirements(peer: str) -> Path:
@@ -58,35 +57,16 @@ def requirements(peer: str) -> Path:
     return ROOT / f"requirements/{peer}.txt"
 
 
-def _folder() -> Path:
-    if named := os.environ.get(FOLDER):
-        return Path(named).expanduser().absolute()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
-    return cache / "vllm-cascade/peers"
-
-
-def _below() -> list[str]:
-    """Folders of packages that this interpreter sees."""
-    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-
-
-def _identity(peer: str) -> str:
-    """Changes with the pins, the Python and the packages below."""
-    parts = [requirements(peer).read_text("utf-8"), sys.version, *_below()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
-
-
-def _make(peer: str, place: Path) -> None:
+def _make(peer: str, place: Path, below: list[str]) -> None:
     shutil.rmtree(place, ignore_errors=True)
-    print(f"peers: installing {peer} into {place}", file=sys.stderr, flush=True)
+    print(f"peers: installing {peer} into {place}: some minutes", file=sys.stderr, flush=True)
     if peer == "llama-cpp":
         if not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))):
             raise _unavailable(peer, "it is compiled, and there is no C++ compiler: install g++")
-        print("peers: llama.cpp is compiled: some minutes", file=sys.stderr, flush=True)
     _run(peer, [sys.executable, "-m", "venv", "--without-pip", str(place)])
     python = str(place / "bin/python")
     (packages,) = place.glob("lib/python*/site-packages")
-    (packages / "below.pth").write_text("\n".join(_below()) + "\n", "utf-8")
+    (packages / "below.pth").write_text("\n".join(below) + "\n", "utf-8")
     command = ["nice", "-n", "10", python, "-m", "pip", "install", "--no-deps"]
     command += ["--ignore-installed", "--retries=2", "--timeout=60", "--progress-bar=off"]
     command += ["--disable-pip-version-check", "--requirement", str(requirements(peer))]

@@ -114,31 +114,24 @@ def ask(job: Asked) -> list[Any]:
     """
     print(f"peers: {job.label}", file=sys.stderr, flush=True)
     os.environ |= variables(job.task.threads)
-    return arms.fill(job, lambda places: _answers(job, places))
+    _, peer = PROGRAMS[job.entry.program]
+
+    def work(places: list[int]) -> Iterator[dict[int, Any]]:
+        items = [job.items[place] for place in places]
+        if peer is None:
+            found = answers(load(job.task), job.question, items)
+        else:
+            found = _from_process(str(python_of(peer)), job.task, job.question, items)
+        yield from ({place: one} for place, one in zip(places, found, strict=True))
+
+    return arms.fill(job, work)
 
 
 def variables(threads: int) -> dict[str, str]:
     """Environment of a process that answers: its threads, no network, no progress bars."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-
-
-def _answers(job: Asked, places: Sequence[int]) -> Iterator[dict[int, Any]]:
-    items = [job.items[place] for place in places]
-    _, peer = PROGRAMS[job.entry.program]
-    if peer is None:
-        found = answers(load(job.task), job.question, items)
-    else:
-        found = _from_process(str(python_of(peer)), job.task, job.question, items)
-    for place, answer in zip(places, found, strict=True):
-        yield {place: answer}
+    on = ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK")
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+    return {"OMP_NUM_THREADS": str(threads), **dict.fromkeys(on, "1"), **quiet}
 
 
 def _from_process(
@@ -150,18 +143,12 @@ def _from_process(
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
         given.write(asked)
         given.seek(0)
-        child = subprocess.Popen(
-            [python, "-m", __name__, str(writable)],
-            cwd=ROOT,
-            stdin=given,
-            stdout=said,
-            stderr=said,
-            pass_fds=[writable],
-        )
+        command = [python, "-m", __name__, str(writable)]
+        streams = {"stdin": given, "stdout": said, "stderr": said, "pass_fds": [writable]}
+        child = subprocess.Popen(command, cwd=ROOT, **streams)
         os.close(writable)
         with child, open(readable, encoding="utf-8") as lines:
-            for line in lines:
-                yield json.loads(line)
+            yield from map(json.loads, lines)
         if child.returncode:
             said.seek(0)
             last = [line for line in said.read().decode(errors="replace").splitlines() if line]

@@ -134,45 +134,31 @@ class Stepwise(Program):
 # --- the questions: of a program and an item, the first of its process or not ---------------------
 
 
-def _stream(program: Program, item: Sequence[int], first: bool) -> list[float]:
-    """Token ids. Nats of tokens 1, 2, ...; a program whose positions end stops there."""
-    return program.stream(item[: program.positions]).tolist()
-
-
-def _continuation(program: Program, item: dict[str, Any], first: bool) -> list[float]:
-    """``{"prompt": ids, "following": ids}``. Nats of the following tokens."""
-    return program.continuation(item["prompt"], item["following"]).tolist()
-
-
-def _pass_key(program: Program, item: dict[str, Any], first: bool) -> list[int]:
-    """``{"context": ids, "question": ids, "most": n}``. The answer's token ids."""
-    return program.answer(item["context"], item["question"], item["most"])
-
-
 def _speed(program: Program, item: dict[str, Any], first: bool) -> dict[str, Any]:
-    """``{"prompt": ids, "new": n}``. Seconds, resident bytes at most, and when it was.
+    """Seconds, resident bytes at most, and whether these include loading.
 
-    What is done for the first time (allocating, choosing kernels) happens before anything counts.
+    One-off costs (allocating, choosing kernels) come before anything counts.
     """
     if first:
         program.speed(item["prompt"], 4)
     fresh = forget_peak()
     timing = program.speed(item["prompt"], item["new"])
-    return {
-        "read": timing.read,
-        "decode": timing.decode,
-        "resident_peak": resident_peak(),
-        "load_included": not fresh,
-        "at": time.time(),
-    }
+    return {**vars(timing), "resident_peak": resident_peak(), "load_included": not fresh}
 
 
 ASK: dict[str, Callable[[Program, Any, bool], Any]] = {
-    "stream": _stream,
-    "continuation": _continuation,
-    "passkey": _pass_key,
+    "stream": lambda program, ids, _: program.stream(ids[: program.positions]).tolist(),
+    "continuation": lambda program, item, _: program.continuation(
+        item["prompt"], item["following"]
+    ).tolist(),
+    "passkey": lambda program, item, _: program.answer(
+        item["context"], item["question"], item["most"]
+    ),
     "speed": _speed,
 }
+"""``stream``: token ids, up to the program's positions. ``continuation``: ``prompt`` and
+``following``. ``passkey``: ``context``, ``question`` and ``most`` tokens. ``speed``: ``prompt`` and
+``new`` tokens."""
 
 
 # --- small parts ----------------------------------------------------------------------------------
