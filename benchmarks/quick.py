@@ -29,7 +29,7 @@ PLAN: dict[str, list[str]] = {
         *("--engines", AT_A_TIME),
     ],
     "recall-associative": [
-        *("recall", "associative", "--depths", "0.1", "0.9", "--samples", "5", *FEW),
+        *("recall", "associative", "--depths", "0.1", "0.9", "--samples", "5", *FEW)
     ],
     "recall-rewind": ["recall", "rewind", "--samples", "8", *FEW],
     "recall-passkey": ["recall", "passkey", "--samples", "2", *FEW],
@@ -39,7 +39,7 @@ PLAN: dict[str, list[str]] = {
     "papers-buzz": ["papers", "buzz-3", *SMALL_TABLES],
     "papers-dgc": ["papers", "dgc-1", *SMALL_TABLES],
     "papers-lazy": [
-        *("papers", "lazy-1", "--tokens", "2000", "--prompt", "600", "--new-tokens", "32"),
+        *("papers", "lazy-1", "--tokens", "2000", "--prompt", "600", "--new-tokens", "32")
     ],
 }
 

@@ -29,13 +29,7 @@ from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, number, spread
 from benchmarks.running.engines import MODEL, native_positions
 from benchmarks.running.environment import ROOT
-from benchmarks.running.serving import (
-    Load,
-    Server,
-    ServerError,
-    bench_serve,
-    plain_words,
-)
+from benchmarks.running.serving import Load, Server, ServerError, bench_serve, plain_words
 
 STOCK = "full"
 STOCK_ARMS = {STOCK: [], f"{STOCK}-no-prefix": ["--no-enable-prefix-caching"]}

@@ -399,37 +399,12 @@ def short_length(args: argparse.Namespace) -> int:
     return min(SHORT_PROMPT, max(args.contexts))
 
 
-def summary(point: Point) -> dict[str, Any]:
-    """What is kept of a context's steps."""
-
-    def spread(times: list[float]) -> list[float]:
-        return [round(float(x), 3) for x in np.percentile(times, (10, 50, 90))]
-
-    return {
-        "context": point.context,
-        "prompt_ms": point.prompt,
-        "short_prompts_ms_a_token": point.beside,
-        "num_steps": {name: len(steps) for name, steps in point.steps.items()},
-        "step_ms_p10_p50_p90": {
-            name: spread([step.total for step in steps]) for name, steps in point.steps.items()
-        },
-        "attention_ms_p10_p50_p90": {
-            name: spread([step.attention for step in steps]) for name, steps in point.steps.items()
-        },
-        "ratio": {
-            f"{over} / {under}": point.paired(over, under)
-            for over, under in ((STOCK, POLICY), (POLICY, ANCHOR))
-        },
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure in a process that ends with its engines."""
     args = parse_args(argv)
     ((points, threads),) = engines.in_children(run, [args])
     tables = [token_table(points, args), prompt_table(points, args), goal_table(points, args)]
-    data = {"threads": threads, "points": [summary(point) for point in points]}
-    results.save(args.out, tables, data, vars(args), argv)
+    results.save(args.out, tables, {"threads": threads}, vars(args), argv)
 
 
 if __name__ == "__main__":

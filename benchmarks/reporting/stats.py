@@ -33,11 +33,7 @@ class Difference:
 
 
 def paired_difference(
-    ours: Sequence[np.ndarray],
-    base: Sequence[np.ndarray],
-    *,
-    block: int = BLOCK,
-    seed: int = 0,
+    ours: Sequence[np.ndarray], base: Sequence[np.ndarray], *, block: int = BLOCK, seed: int = 0
 ) -> Difference:
     """Token-weighted mean difference of two runs over the same documents.
 

@@ -67,11 +67,7 @@ def run(arm: Arm) -> Read:
     whole = len(arm.readable) >= len(arm.token_ids)
     refused = "" if whole else refusal(llm, arm.token_ids)
     result = stream(
-        llm,
-        arm.readable,
-        label=arm.label,
-        max_new_tokens=arm.new_tokens,
-        bar_line=arm.bar_line,
+        llm, arm.readable, label=arm.label, max_new_tokens=arm.new_tokens, bar_line=arm.bar_line
     )
     return Read(result, refused, len(arm.question) if whole else 0)
 

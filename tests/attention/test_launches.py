@@ -17,8 +17,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.host_time import decode_step, nothing_launched, prompt
 from tests.attention import test_paged
+from tests.attention.host_time import decode_step, nothing_launched, prompt
 from tests.attention.steps import step_of
 from tests.attention.test_cuda import AtOnce, common
 from tests.attention.test_paged import PagedLayer, Shape
@@ -218,7 +218,7 @@ def test_a_decode_step_of_256(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_time() -> None:
-    """Bounds that a busy machine keeps; ``benchmarks.gpu.host_time`` prints the times."""
+    """Bounds that a busy machine keeps; ``tests.attention.host_time`` prints the times."""
     settings = {"name": "cascade", "budget": 2048}
     assert decode_step(settings, trials=30) < 1500
     found = prompt(settings, trials=10)

@@ -17,12 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.running.peers.process import Task
-from benchmarks.running.peers.questions import (
-    Held,
-    Program,
-    Stepwise,
-    removed_share,
-)
+from benchmarks.running.peers.questions import Held, Program, Stepwise, removed_share
 
 
 def load(task: Task) -> Program:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step takes the host, on any machine: nothing is launched, everything else runs.
 
-python -m benchmarks.gpu.host_time
+python -m tests.attention.host_time
 
 A decode step is planned once for all layers; what its layers launch is in a CUDA graph. A prompt's
 stride is launched by every layer. What is not counted: Triton's own launcher, which needs a driver,
@@ -22,6 +22,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tests.attention.steps import step_of
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -75,8 +76,6 @@ class Served:
         self.table = torch.ones(rows, pages, dtype=torch.int32)
 
     def build(self, firsts: list[int], lengths: list[int]) -> Any:
-        from tests.attention.steps import step_of
-
         prompts = [length > 1 for length in lengths]
         common = step_of(firsts, lengths, prompts, self.table[: len(lengths)])
         return lambda: self.builder.build(0, common)
