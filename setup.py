@@ -54,7 +54,6 @@ setup(
             "matplotlib",
             "rich",
             "rouge-score",
-            "sacrebleu",
             "scipy",
             "tqdm",
         ],
