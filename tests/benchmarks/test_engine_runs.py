@@ -54,9 +54,9 @@ def test_perplexity_end_to_end(
     # Nothing is evicted in the first 64 tokens; after that the control goes its own way.
     columns = kept["tables"][1]["columns"]
     first, *later = [dict(zip(columns, row, strict=True)) for row in kept["tables"][1]["rows"]]
-    assert first["random"] == first["full"] == "+0.00%"
+    assert {first["random"], first["full"]} <= {"+0.00%", "-0.00%"}
     for row in later:
-        assert "+0.00%" not in (row["random"], row["full"], row[REFERENCE])
+        assert not {row["random"], row["full"], row[REFERENCE]} & {"+0.00%", "-0.00%"}
     logs = {name: np.log(data[name]["perplexity"]) for name in ("full", REFERENCE)}
     assert logs["full"] == pytest.approx(logs[REFERENCE], abs=0.2)
     assert [row[1] for row in kept["tables"][0]["rows"]] == ["499"] * 4
