@@ -54,41 +54,58 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_rows_are_what_logs_do(name: str) -> None:
-    """A prompt in strides, then single tokens, and a long stride in between."""
+def test_logs_and_rings_do_what_settings_say(name: str) -> None:
+    """A prompt in strides, then single tokens, and long strides in between, beside plain counts.
+
+    The reference keeps a list of the evicted units and the last stride's length, no more.
+    """
     schedule = compiled(resolve({"prefill_stride": 8, **POLICIES[name]}))
     policy = schedule.policy
-    shape = shape_of(policy.unit, policy.recall_store // policy.unit)
+    most = policy.recall_store // policy.unit
+    shape = shape_of(policy.unit, most)
     rings, log = Rings(shape, 3, CPU), Log(shape)
     rings.note(output(scheduled_new_reqs=[new("other", 3), new("a", 1)]))
     lengths = [8] * 6 + [5] + [1] * 60 + [3, 24] + [1] * 40
-    begin, chosen = 0, 0
+    begin = shown = last = 0
+    chosen: list[int] = []
     for length in lengths:
+        evicted, after = schedule.evicted(np.asarray([begin, begin + length])).tolist()
+        stored = list(range(evicted))[-most:]
+        now = min(policy.recall, evicted)
+        asks = length > 1 or last > 1 or begin % policy.recall_every == 0 or now != shown
+        how = 0
+        if now and asks:
+            how = columns.TAKES_ALL if now == len(stored) else columns.JUDGED
+        expected = {
+            columns.HOW: how,
+            columns.RING: most,  # the second ring
+            columns.BEGIN: evicted - len(stored),
+            columns.END: evicted,
+            columns.BEFORE: shown,
+            columns.NOW: now,
+            columns.MORE_RECALLED: min(policy.recall, after) - now,
+            columns.STORED: after - evicted,
+            columns.SINKS: policy.num_sinks // policy.unit,
+        }
+        row = plan_rings(rings, ["a"], [schedule], np.asarray([begin]), np.asarray([length]))[0]
+        assert {column: row[column] for column in expected} == expected, begin
+
         steps = np.zeros((1, columns.STEP_COLUMNS), dtype=np.int32)
         steps[0, [columns.STREAM, columns.LENGTH]] = begin, length
         rows = StrideRows(steps, np.zeros(1, dtype=np.int64), [schedule])
-        stored_before, candidates = log.end, log.end - log.begin
         (planned,) = plan_logs([rows], torch.ones(1, 1), {1: log})
         (theirs,) = planned.values()
-        row = plan_rings(rings, ["a"], [schedule], np.asarray([begin]), np.asarray([length]))[0]
-        how = 0
-        if theirs.selects:
-            how = columns.TAKES_ALL if theirs.now == candidates else columns.JUDGED
-        chosen += how > 0
-        assert row[columns.HOW] == how, begin
-        assert row[columns.RING] == shape.most_units, "the second ring"
-        assert (row[columns.BEFORE], row[columns.NOW]) == (theirs.before, theirs.now)
-        assert row[columns.END] == stored_before
-        assert row[columns.END] - row[columns.BEGIN] == candidates <= shape.most_units
-        assert row[columns.STORED] == len(theirs.stored) and row[columns.SINKS] == theirs.sinks
-        assert row[columns.SINKS] + row[columns.NOW] // 2 == theirs.middle
-        begin += length
-        soon = int(schedule.recalled(np.asarray(begin)))
-        assert row[columns.MORE_RECALLED] == soon - theirs.now
-    assert chosen > 10 and rings.num_units == len(log)
+        assert (theirs.selects, theirs.before, theirs.now) == (how > 0, shown, now), begin
+        assert (len(theirs.candidates), len(theirs.stored)) == (len(stored), after - evicted)
+        assert theirs.middle == policy.num_sinks // policy.unit + now // 2
+        chosen.append(how)
+        begin, shown, last = begin + length, now, length
+    expected_kinds = {0, columns.TAKES_ALL} | ({columns.JUDGED} if most > policy.recall else set())
+    assert set(chosen) == expected_kinds
+    assert rings.num_units == len(log) == min(most, after)
 
 
-def test_rows_of_nobody_do_nothing() -> None:
+def test_rows_without_a_ring_do_nothing() -> None:
     schedule, plain = compiled(resolve(RECALL)), compiled(resolve({**RECALL, "recall": 0}))
     rings = Rings(shape_of(4, 6), 3, CPU)
     rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))

@@ -5,6 +5,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,10 +109,24 @@ def test_no_tokens_no_waves() -> None:
 
 
 def test_rules_of_schedules_that_are_no_longer_in_use_are_forgotten() -> None:
+    """Between steps only: rows of the same step already point into the table."""
     book = RuleBook()
     combs = SCHEDULES[3]
+    other = compiled(resolve({"name": "beehive", "budget": 44, **SHARED}))
     assert book.begin(combs) == 0 == book.begin(combs)
     book.MOST = len(book.rules)
-    other = compiled(resolve({"name": "beehive", "budget": 44, **SHARED}))
+    assert book.begin(other) == len(combs.further), "the step's other rows are still right"
+    assert (book.rules[: len(combs.further)] == combs.further).all()
+    assert (book.rules[book.begin(other) :] == other.further).all()
+    book.prune()
     assert book.begin(other) == 0 and len(book.rules) == len(other.further)
-    assert book.begin(combs) == 0, "added again, in place of the other"
+    book.prune()
+    assert book.begin(other) == 0 and len(book.rules) == len(other.further), "within the bound"
+
+
+def test_a_step_prunes_its_rules_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, order = builder(), []
+    monkeypatch.setattr(made._rules, "prune", lambda: order.append("prune"))
+    monkeypatch.setattr(made._rules, "begin", lambda schedule: order.append("begin") or 0)
+    made.build(0, step_of([5], [3], [True], torch.ones(1, 4, dtype=torch.int32)))
+    assert order[0] == "prune" and order.count("prune") == 1 and "begin" in order

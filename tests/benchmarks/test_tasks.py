@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a model: recall prompts, the harness, the papers' rows."""
+"""Tests of the tasks that benchmarks give a model: recall, the harness, papers' tables."""
 
 import math
 from argparse import Namespace

@@ -151,6 +151,9 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(
         vllm_cascade.engine.configure, "logger", SimpleNamespace(info=log, warning=log)
     )
+    monkeypatch.setattr(
+        vllm_cascade.engine.configure, "UNUSABLE", {"sink": "other:Sink: the name is taken"}
+    )
     config = EngineArgs(
         model=str(MODEL), kv_policy="sink", kv_policy_config={"tie": "resident"}
     ).create_engine_config()
@@ -159,6 +162,8 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     assert "budget=764, num_sinks=4, prefill_stride=256" in summary
     assert "fits in the model's 1024 positions" in summary
     assert "KV policy sink: no effect from tie" in lines
+    (ignored,) = [line for line in lines if "other:Sink" in line]
+    assert "KV policy 'sink' of another package is ignored" in ignored
 
 
 def test_full_leaves_no_trace() -> None:

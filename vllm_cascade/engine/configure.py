@@ -12,7 +12,7 @@ from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.log import logger
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.registry import UNUSABLE, resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import ARGUMENTS, CONFIG_KEY
 
@@ -98,6 +98,8 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
     inert = sorted(policy.inert_keys & set(raw))
     if inert:
         logger.warning("KV policy %s: no effect from %s", policy.name, ", ".join(inert))
+    for name, error in UNUSABLE.items():
+        logger.warning("KV policy %r of another package is ignored (%s)", name, error)
     most = config.scheduler_config.max_num_batched_tokens
     spare = most - policy.prefill_stride
     if spare < config.scheduler_config.max_num_seqs - 1:

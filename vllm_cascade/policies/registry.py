@@ -26,7 +26,7 @@ from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
 
 ENTRY_POINTS = "vllm_cascade.policies"
-"""Entry-point group of policies in other packages: a policy's name = its class."""
+"""Entry-point group of policies in other packages; an entry is ``name = module:Class``."""
 
 
 def _built_in() -> dict[str, type[Policy]]:
@@ -38,8 +38,8 @@ def discover(
 ) -> tuple[dict[str, type[Policy]], dict[str, str]]:
     """Load policies of other packages.
 
-    A package that cannot be loaded must not stop an engine that does not use it. Its error is
-    kept, and raised when that policy is chosen. A built-in policy keeps its name.
+    A package that cannot be loaded must not stop an engine that does not use it. So its error is
+    kept: the engine logs it at start, and choosing the policy raises it.
 
     Args:
         known: policies whose names are taken.
@@ -53,8 +53,7 @@ def discover(
         try:
             found[entry.name] = _checked(entry, {**known, **found})
         except Exception as error:  # whatever another package raises when it is imported
-            if entry.name not in known and entry.name not in found:
-                errors[entry.name] = f"{entry.value}: {type(error).__name__}: {error}"
+            errors[entry.name] = f"{entry.value}: {type(error).__name__}: {error}"
     return found, errors
 
 
@@ -77,7 +76,8 @@ def _checked(entry: EntryPoint, known: Mapping[str, type[Policy]]) -> type[Polic
     return cls
 
 
-_others, _errors = discover(entry_points(group=ENTRY_POINTS), _built_in())
+_others, UNUSABLE = discover(entry_points(group=ENTRY_POINTS), _built_in())
+"""``UNUSABLE``: errors of entry points that were refused, by name."""
 
 POLICIES: dict[str, type[Policy]] = {**_built_in(), **_others}
 CHOICES = ("full", *POLICIES)
@@ -91,9 +91,9 @@ def policy_class(name: Any) -> type[Policy]:
     """
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
-    if isinstance(name, str) and name in _errors:
+    if isinstance(name, str) and name in UNUSABLE:
         raise KVPolicyError(
-            f"kv_policy {name}: the package that brings it cannot be loaded ({_errors[name]}); "
+            f"kv_policy {name}: its package cannot be loaded ({UNUSABLE[name]}); "
             "repair or uninstall that package"
         )
     close = difflib.get_close_matches(str(name), CHOICES, n=1)

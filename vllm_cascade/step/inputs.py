@@ -14,8 +14,8 @@ from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.step.recall import RecallStride
 from vllm_cascade.step.rows import Step, StrideRows, may_have_moved
 
-NOBODY = -2
-"""A rank that no slot has, not even an empty one: for tokens that get no score from the host."""
+NO_RANK = -2
+"""Sentinel rank that matches no slot, for tokens without a score from the host."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def singles_of(
         lags = np.asarray([schedule.lag for schedule in rows.schedules])
         text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
         rank = (steps[:, CACHED] - lags) // rows.schedules[0].unit
-        scored = torch.from_numpy(np.where(text & (rank >= 0), rank, NOBODY).astype(np.int32))
+        scored = torch.from_numpy(np.where(text & (rank >= 0), rank, NO_RANK).astype(np.int32))
         given = torch.from_numpy(step.given[place])
     scale = None if step.logit_scale is None else torch.from_numpy(step.logit_scale[place])
     return Singles(

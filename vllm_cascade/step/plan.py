@@ -166,14 +166,20 @@ class RuleBook:
     _begins: dict[Schedule, int] = field(default_factory=dict)
 
     MOST = 1 << 20
-    """Maximum number of rules. The table starts empty again if a new schedule exceeds it."""
+    """Number of rules beyond which ``prune`` empties the table."""
+
+    def prune(self) -> None:
+        """Forget all schedules if the table is too long.
+
+        Call it between steps only: the rows of a step point into the table.
+        """
+        if len(self.rules) > self.MOST:
+            self.rules, self._begins = self.rules[:0], {}
 
     def begin(self, schedule: Schedule) -> int:
         """First row of a schedule's rules; adds a new schedule to the table."""
         begin = self._begins.get(schedule)
         if begin is None:
-            if len(self.rules) + len(schedule.further) > self.MOST:
-                self.rules, self._begins = self.rules[:0], {}
             begin = self._begins[schedule] = len(self.rules)
             self.rules = np.concatenate([self.rules, schedule.further])
         return begin

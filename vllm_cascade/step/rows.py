@@ -16,18 +16,18 @@ from vllm_cascade.policies.schedule import Schedule, by_schedule
 
 @dataclass(frozen=True)
 class RequestTokens:
-    """What vLLM schedules in one step: a run of tokens of each of ``B`` requests.
+    """The tokens that vLLM schedules in one step: one run per request, ``B`` requests.
 
     Attributes:
-        schedules: what each request runs under.
-        first: int64 ``[B]``, the stream index of its first token here.
-        length: int64 ``[B]``, its tokens here; 0 in rows that only pad.
-        place: int64 ``[B]``, where they begin in the step.
-        prefilling: bool ``[B]``, whether they are part of its prompt.
-        given: fp32 ``[num_tokens]``, scores by the host, one for each token that comes: that of the
-            token ``lag`` before it. None where the host gives none.
-        frames: where these layers have windows: whose counts say the positions that all layers
-            share. None: the same schedules.
+        schedules: the schedule of each request.
+        first: int64 ``[B]``, stream index of the run's first token.
+        length: int64 ``[B]``, tokens of the run; 0 in padding rows.
+        place: int64 ``[B]``, index of the run's first token in the step.
+        prefilling: bool ``[B]``, True if the run belongs to the prompt.
+        given: fp32 ``[num_tokens]``, scores from the host. Entry ``i`` is the score of the token
+            ``lag`` before token ``i``. None if the host computes no scores.
+        frames: for layers with a window, the schedules whose counts give the positions that all
+            layers share. None: ``schedules``.
     """
 
     schedules: Sequence[Schedule]
@@ -41,14 +41,14 @@ class RequestTokens:
 
 @dataclass(frozen=True)
 class StrideRows:
-    """Strides of different requests, side by side.
+    """One stride per request, for any number of requests.
 
     Attributes:
         steps: int32 ``[R, STEP_COLUMNS]``.
-        request: int64 ``[R]``, each one's row in the batch, and in the block table.
-        schedules: one a stride.
-        shift: int32 ``[R]``, how far positions are beyond ``CACHED`` and what follows: other layers
-            keep so many tokens more (or fewer) than these, which have windows. None: no window.
+        request: int64 ``[R]``, each request's row in the batch and in the block table.
+        schedules: the schedule of each stride.
+        shift: int32 ``[R]``, added to positions in layers with a window: the other layers cache
+            this many tokens more (or fewer). None: no window.
     """
 
     steps: np.ndarray
@@ -60,7 +60,7 @@ class StrideRows:
         return len(self.steps)
 
     def select(self, which: np.ndarray) -> "StrideRows":
-        """Those at the given places, an int array in order."""
+        """The strides at the given indices, an ascending int array."""
         places = which.tolist()
         if len(places) == len(self):
             return self
@@ -75,12 +75,12 @@ class Step:
     """A scheduling step.
 
     Attributes:
-        waves: strides that can run at once, in order.
-        positions: int64 ``[num_tokens]``, every token's position: it follows what is cached at its
-            stride's start.
-        logit_scale: fp32 ``[num_tokens]``, factors on the logits of each query; None: all 1.
+        waves: groups of strides, in order. The strides of a wave run at once.
+        positions: int64 ``[num_tokens]``, each token's position, which continues from the tokens
+            cached at its stride's start.
+        logit_scale: fp32 ``[num_tokens]``, factor on the logits of each query; None: all 1.
         given: as in ``RequestTokens``.
-        evicted: tokens that the step deletes.
+        evicted: tokens that the step evicts.
         moved_reads: strides in which a key may have left the position it was written at.
     """
 
@@ -97,7 +97,7 @@ def may_have_moved(
 ) -> np.ndarray:
     """bool ``[R]``: whether any key may have left the position it was written at.
 
-    Recalled units are out of order, so that keys move where all of them are cached.
+    Recalled units are out of order, so keys may move even if all tokens are cached.
     """
     position = steps[:, CACHED] if shift is None else steps[:, CACHED] + shift
     moved = position < steps[:, STREAM]
@@ -109,7 +109,7 @@ def may_have_moved(
 
 
 def split(wave: StrideRows) -> tuple[StrideRows, StrideRows]:
-    """A wave's single tokens, which rules say all about, and its other strides."""
+    """Split a wave into single tokens, which victim rules cover, and all other strides."""
     single = wave.steps[:, LENGTH] == 1
     if any(schedule.moves_tokens for schedule in set(wave.schedules)):
         single &= ~np.asarray([schedule.moves_tokens for schedule in wave.schedules])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step for the CPU's implementations: the plan's own arrays, with the requests' pages."""
+"""Builds a step's metadata for the CPU: the plan's arrays with the requests' pages."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -23,7 +23,7 @@ from vllm_cascade.step.rows import StrideRows, split
 
 @dataclass(frozen=True)
 class CPUWave:
-    """One stride of each request: single tokens, and longer ones."""
+    """At most one stride per request: single tokens, and longer strides."""
 
     rows: StrideRows
     singles: Singles | None
@@ -32,7 +32,7 @@ class CPUWave:
 
 @dataclass
 class CPUMetadata(AttentionMetadata):
-    """What every layer of this step shares; ``table`` is the batch's block table."""
+    """Metadata that all layers of a step share; ``table`` is the batch's block table."""
 
     waves: list[CPUWave]
     table: torch.Tensor
@@ -44,7 +44,7 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     stores: Stores | None = None
-    """Where evicted units wait; the worker sets it where a policy recalls them."""
+    """Stores of evicted units. The worker sets them if the policy recalls units."""
 
     def make_tables(self, limits: SchedulerConfig) -> None:
         self._rules = RuleBook()
@@ -59,6 +59,7 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
         fast_build: bool = False,
     ) -> CPUMetadata:
         table, size = common_attn_metadata.block_table_tensor, self.kv_cache_spec.page_slots
+        self._rules.prune()
         step = self.plan(common_attn_metadata)
         recall: list[dict[int, RecallStride]] = [{}] * len(step.waves)
         if self.stores is not None:

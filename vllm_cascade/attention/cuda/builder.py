@@ -41,7 +41,7 @@ from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.inputs import NOBODY, strides_of
+from vllm_cascade.step.inputs import NO_RANK, strides_of
 from vllm_cascade.step.recall import plan_rings
 from vllm_cascade.step.rows import Step, StrideRows, split
 
@@ -66,7 +66,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self.engine_rows = torch.zeros(most, dtype=torch.int32, device=device)
         self.no_scores = torch.zeros(most, self.kv_cache_spec.num_sets, device=device)
         self.scale = torch.ones(most, device=device)
-        self.scored = torch.full((most,), NOBODY, dtype=torch.int32, device=device)
+        self.scored = torch.full((most,), NO_RANK, dtype=torch.int32, device=device)
         self.given = torch.zeros(most, device=device)
         self.recall = torch.zeros(most, RECALL_COLUMNS, dtype=torch.int32, device=device)
         heads = self.kv_cache_spec.num_kv_heads
@@ -210,7 +210,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         if self.schedule.scoring.source != "text":
             return False
         given = np.zeros(len(stream), dtype=np.float32)
-        scored = np.full(len(stream), NOBODY, dtype=np.int32)
+        scored = np.full(len(stream), NO_RANK, dtype=np.int32)
         for row in np.flatnonzero(stream >= 0).tolist():
             schedule, t = schedules[row], int(stream[row])
             if schedule.scoring.source == "text":
@@ -323,7 +323,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             lag = np.asarray([schedule.lag for schedule in rows.schedules])
             text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
             rank = (rows.steps[:, CACHED] - lag) // self.schedule.unit
-            scored = self._sent(np.where(text, rank, NOBODY).astype(np.int32))
+            scored = self._sent(np.where(text, rank, NO_RANK).astype(np.int32))
         return DecodeRows(
             index=index,
             steps=mail.steps[at],
