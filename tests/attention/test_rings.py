@@ -53,9 +53,16 @@ POLICIES: dict[str, dict[str, Any]] = {
 # --- what a step does -----------------------------------------------------------------------------
 
 
+LENGTHS = {
+    "prompt": [8] * 6 + [5] + [1] * 60 + [3, 24] + [1] * 40,
+    "decode": [3] + [1] * 120,  # recall begins, and grows, between multiples of recall_every
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("name", POLICIES)
-def test_logs_and_rings_do_what_settings_say(name: str) -> None:
-    """A prompt in strides, then single tokens, and long strides in between, beside plain counts.
+def test_logs_and_rings_do_what_settings_say(name: str, lengths: list[int]) -> None:
+    """Strides of several tokens and single tokens, beside plain counts.
 
     The reference keeps a list of the evicted units and the last stride's length, no more.
     """
@@ -65,7 +72,6 @@ def test_logs_and_rings_do_what_settings_say(name: str) -> None:
     shape = shape_of(policy.unit, most)
     rings, log = Rings(shape, 3, CPU), Log(shape)
     rings.note(output(scheduled_new_reqs=[new("other", 3), new("a", 1)]))
-    lengths = [8] * 6 + [5] + [1] * 60 + [3, 24] + [1] * 40
     begin = shown = last = 0
     chosen: list[int] = []
     for length in lengths:
@@ -103,6 +109,23 @@ def test_logs_and_rings_do_what_settings_say(name: str) -> None:
     expected_kinds = {0, columns.TAKES_ALL} | ({columns.JUDGED} if most > policy.recall else set())
     assert set(chosen) == expected_kinds
     assert rings.num_units == len(log) == min(most, after)
+
+
+def test_a_wave_of_some_requests_is_planned_by_their_rows() -> None:
+    """Request 0 has no stride in this wave; rows of the plan are those of the batch."""
+    schedule = compiled(resolve(RECALL))
+    builder = CUDABuilder.__new__(CUDABuilder)
+    builder.stores = rings = Rings(shape_of(4, 6), 3, CPU)
+    rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2), new("c", 3)]))
+    begin = 80
+    rings.end[:] = int(schedule.evicted(np.asarray(begin)))
+    steps = np.zeros((2, columns.STEP_COLUMNS), dtype=np.int32)
+    steps[:, columns.STREAM], steps[:, columns.LENGTH] = begin, 8
+    wave = StrideRows(steps, np.asarray([2, 1]), [schedule, schedule])
+    plan = builder._plan_recall(wave, ["a", "b", "c"], 3)
+    assert not plan[0].any()
+    places = [rings.rings[name] * 6 for name in "bc"]
+    assert plan[1:, columns.RING].tolist() == places and plan[1:, columns.HOW].all()
 
 
 def test_rows_without_a_ring_do_nothing() -> None:
