@@ -36,7 +36,7 @@ from tests.oracle.random_models import write_llama
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.engine import refusals
+from vllm_cascade.engine.devices import CPU
 
 
 def like_a_gpu() -> None:
@@ -44,8 +44,8 @@ def like_a_gpu() -> None:
     async_cpu.turn_on()
     CPUKVPolicyBackend.get_impl_cls = lambda: TritonKVPolicyImpl
     CPUKVPolicyBackend.get_builder_cls = lambda: CUDABuilder
-    refusals.REFUSALS = tuple(
-        entry for entry in refusals.REFUSALS if entry.name != "Model Runner V2 on the CPU"
+    CPU.own_refusals = tuple(
+        entry for entry in CPU.own_refusals if entry.name != "Model Runner V2 on the CPU"
     )
 
 

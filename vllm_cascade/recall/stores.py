@@ -6,6 +6,7 @@ each step tells which pages are copied, started, freed and dropped. The worker c
 deletes logs accordingly.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import psutil
@@ -16,7 +17,25 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, UnitShape
 
 
-class Stores:
+class UnitStores(ABC):
+    """A worker's memory for evicted units, as its engine uses it; each device has a subclass."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes in use."""
+
+    @property
+    @abstractmethod
+    def num_units(self) -> int:
+        """Units stored for all requests and snapshots."""
+
+    @abstractmethod
+    def note(self, output: SchedulerOutput) -> None:
+        """Follow the scheduler: start, fork and drop requests' units. Called before every step."""
+
+
+class Stores(UnitStores):
     """Logs of all requests and snapshots of a worker.
 
     Attributes:

@@ -47,11 +47,7 @@ from vllm_cascade.step.rows import Step, StrideRows, split
 
 
 class CUDABuilder(StepBuilder[TritonMetadata]):
-    """Plans a step for the Triton kernels and publishes its cache positions.
-
-    Attributes:
-        stores: where evicted units wait; the worker sets it where a policy recalls them.
-    """
+    """Plans a step for the Triton kernels and publishes its cache positions."""
 
     stores: Rings | None = None
 

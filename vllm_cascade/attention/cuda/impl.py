@@ -122,7 +122,6 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             self._decode_rotation = rotation_table(*turning)
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
-        """Let evicted units come back; ``index``: of the layer in the stores."""
         self.recall = LayerRings(self._layer, self._pages, stores, index, most_queries)
 
     def rotation_table(

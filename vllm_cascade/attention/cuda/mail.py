@@ -8,13 +8,13 @@ import torch
 
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
+    MOST_RULES,
     RULE_COLUMNS,
     STEP_COLUMNS,
     STREAM,
 )
 from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables
 from vllm_cascade.policies.execute import Plan
-from vllm_cascade.policies.per_request import MAX_OWN_RULES
 from vllm_cascade.policies.schedule import Schedule
 
 
@@ -134,7 +134,7 @@ class DeviceTables:
     def __init__(self, engine: Schedule, device: torch.device, max_requests: int) -> None:
         self.engine, self._device = engine, device
         self._most = max_requests + SPARE
-        room = 1 + len(engine.further) + self._most * MAX_OWN_RULES
+        room = 1 + len(engine.further) + self._most * MOST_RULES
         self.rules = torch.zeros(room, RULE_COLUMNS, dtype=torch.int32, device=device)
         self._numbers: dict[Schedule, int] = {}
         self._begins: dict[Schedule, int] = {}
