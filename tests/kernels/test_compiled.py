@@ -73,6 +73,33 @@ def test_default_configuration_on_every_gpu() -> None:
     check(compiled("[Shape()]", 80, 90, 100))
 
 
+SMALL_BLOCKS = 86, 89, 120
+"""Compute capabilities with 99 KB of shared memory a block."""
+
+
+def test_decode_where_a_block_has_99_kb() -> None:
+    """32 query heads and 8 KV heads of 128, in bf16: as Llama 3 8B on an L4."""
+    check(compiled('[Shape(dtype=torch.bfloat16, only="attend")]', 89), {"attend"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SMALL_BLOCKS)
+def test_every_kernel_where_a_block_has_99_kb(capability: int) -> None:
+    check(compiled("DEFAULT_SHAPES", capability))
+    check(compiled("UNIT_SHAPES", capability), IN_UNITS)
+    other = "[shape for shape in OTHER_SHAPES if {}shape.keep_logits and not shape.window]"
+    check(compiled(other.format(""), capability))
+    check(compiled(other.format("not "), capability), UNSCORED)
+    check(compiled(WITH_WINDOWS, capability), UNSCORED)
+    check(compiled("SPLIT_SHAPES", capability), {"attend_strides"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SMALL_BLOCKS)
+def test_recall_where_a_block_has_99_kb(capability: int) -> None:
+    check(compiled("RECALL_SHAPES", capability), RECALL)
+
+
 @pytest.mark.parametrize("size", [64, 80, 96, 256])
 def test_head_sizes(size: int) -> None:
     check(compiled(f"[Shape(head_size={size}, dtype=torch.bfloat16)]", 90))
