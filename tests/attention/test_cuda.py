@@ -31,12 +31,12 @@ from tests.attention.test_step import literal_rules
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda.mail import SPARE
+from vllm_cascade.attention.cuda.mail import SPARE, DeviceTables
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
-from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.policies.schedule import Schedule, compiled
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 RULES: dict[str, dict[str, Any]] = {
@@ -369,8 +369,24 @@ def test_policies_come_and_go() -> None:
     for budget in range(10, 10 + 2 * SPARE):
         for length in (budget + 4, budget + 5, budget + 6, budget + 7):
             check([layer.spec.schedule, own.schedule({"kv_budget": budget})], length)
-    assert 2 < len(builder.tables._numbers) <= 8 + SPARE < 2 * SPARE
+    assert 2 < len(builder.tables._numbers) <= 8 + SPARE + 1 < 2 * SPARE
     assert builder.tables.rules.data_ptr() == address, "a captured graph has this address"
+
+
+def test_rules_of_one_step_stay_where_its_rows_point() -> None:
+    """More schedules than are remembered come in one step of prompts, one after another."""
+    engine = compiled(resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64}))
+    own = PerRequest(engine)
+    asked = [{"kv_policy": "beehive", "kv_budget": 200 + 8 * i} for i in range(SPARE + 6)]
+    schedules = [own.schedule(one) for one in asked]
+    tables = DeviceTables(engine, torch.device("cpu"), max_requests=4)
+    for step in range(1, len(schedules), 3):
+        tables.prune()
+        same = [schedules[0], *schedules[step : step + 3]]
+        begins = [tables.begin(schedule) for schedule in same]
+        for begin, schedule in zip(begins, same, strict=True):
+            rules = tables.rules[begin : begin + len(schedule.further)]
+            assert len(rules) > 0 and np.array_equal(rules.numpy(), schedule.further), step
 
 
 def test_vllm_finds_and_accepts_the_backend() -> None:

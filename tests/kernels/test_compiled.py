@@ -58,11 +58,13 @@ shared out over warps spill nothing and take more than three times the instructi
 tiles do not divide. Everything else spills nothing."""
 
 
-def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS) -> None:
+def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 0) -> None:
+    """``judge``: bytes a thread that recall's kernel of this name may spill."""
     assert {row["kernel"] for row in rows} == kernels
     for row in rows:
         attends = row["kernel"] == "attend"
         most = max(SPILLED[x] if attends and x in row["label"] else 0 for x in SPILLED)
+        most += judge * (row["kernel"] == "judge")
         assert row["spilled"] <= most, row
         assert row["registers"] <= 255 and row["shared"] <= MAX_SHARED[row["capability"]], row
         # a block's registers must fit a multiprocessor at least once
@@ -97,7 +99,7 @@ def test_every_kernel_where_a_block_has_99_kb(capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SMALL_BLOCKS)
 def test_recall_where_a_block_has_99_kb(capability: int) -> None:
-    check(compiled("RECALL_SHAPES", capability), RECALL)
+    check(compiled("RECALL_SHAPES", capability), RECALL, judge=16)
 
 
 @pytest.mark.parametrize("size", [64, 80, 96, 256])

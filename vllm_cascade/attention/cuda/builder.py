@@ -105,6 +105,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         fast_build: bool = False,
     ) -> TritonMetadata:
         common, table = common_attn_metadata, common_attn_metadata.block_table_tensor
+        for tables in (self.tables, self.frames):
+            tables.prune()
         scale = None
         if common.max_query_len == 1 and not self.schedule.moves_tokens:
             waves = [DeviceWave(None, self._decode(common))]
