@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pkgutil import resolve_name
@@ -82,13 +82,17 @@ class KVPolicyWorker:
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
         choose_long_tables(self.model_runner.get_model(), policy.max_position)
+        # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
+        stock = self.model_runner.get_kv_cache_spec
+        self.model_runner.get_kv_cache_spec = lambda: self._bounded(stock)
 
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+    def _bounded(self, stock: Callable[[], dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
+        """The specs of the model's layers under the policy; ``stock`` returns vLLM's."""
         cache_config, block_size = self.vllm_config.cache_config, self._block_size
         # Where layers are recurrent vLLM has raised it, until a page held a state.
         cache_config.block_size = block_size
         with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
-            specs = super().get_kv_cache_spec()
+            specs = stock()
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
         model = self.model_config.hf_text_config
@@ -96,7 +100,7 @@ class KVPolicyWorker:
         whole, states = apart(of_all_stages(specs))
         made = bounded(whole, policy, block_size, last)
         if all(getattr(spec, "window", None) is not None for spec in made.values()):
-            logger.warning(
+            logger.warning_once(
                 "KV policy %s: every layer of this model has a sliding window and keeps no more "
                 "than that, so the policy decides nothing; --kv-policy full is faster",
                 policy.name,

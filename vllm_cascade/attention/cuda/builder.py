@@ -101,10 +101,12 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         fast_build: bool = False,
     ) -> TritonMetadata:
         common, table = common_attn_metadata, common_attn_metadata.block_table_tensor
-        scale = None
+        for tables in (self.tables, self.frames):
+            tables.prune()
+        scale, waves = None, []
         if common.max_query_len == 1 and not self.schedule.moves_tokens:
             waves = [DeviceWave(None, self._decode(common))]
-        else:
+        elif not self.requests.all_dummies(common):  # of which vLLM says that none is prefilling
             if common.is_prefilling is None:
                 none = torch.zeros(common.num_reqs, dtype=torch.bool)
                 common = common.replace(is_prefilling=none)

@@ -137,6 +137,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         # its block tables are empty, so every row is padding.
         pages = self._pages or page_views(kv_cache, metadata.spec)
         strides = None
+        if not metadata.waves:  # a dummy run
+            new.output.zero_()
         for wave in metadata.waves:
             if wave.decode is not None:
                 self._decode(pages, metadata, wave.decode, new)
