@@ -139,11 +139,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self._write_steps(common, self.tables, schedules, self.steps, positions)
         stream = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64) - 1
         self._count(schedules, stream)
-        if self.windowed:
-            self.counters.moved_reads += sum(
-                int((frame.positions(stream[rows]) < stream[rows]).sum())
-                for frame, rows in by_schedule(frames)
-            )
+        self.counters.moved_reads += sum(
+            int(frame.moved(stream[rows]).sum()) for frame, rows in by_schedule(frames)
+        )
         judged = self._judge(common, schedules, stream)
         if self.stores is not None:
             names, one = self.requests.names(common), np.ones_like(stream)
@@ -194,8 +192,6 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             counters.tokens += len(rows)
             counters.strides += len(rows)
             counters.evicted_tokens += int((cached + 1 - schedule.counts(t + 1)).sum())
-            if not self.windowed:
-                counters.moved_reads += int((cached < t).sum())
             if schedule.scales_logits:
                 scale[rows] = schedule.policy.logit_scale(t, cached + 1)
         if self.schedule.scales_logits:
