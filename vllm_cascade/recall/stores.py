@@ -69,17 +69,18 @@ class Stores(UnitStores):
             for copy in copies
             if copy.src_block_id in self.logs
         }
-        self.logs.update(forks)
-        adopted = set()
-        for name, page, num_computed in begun(output):
-            self._pages[name] = page
-            adopted.add(page)
-            if num_computed == 0:
-                self.logs[page] = Log(self.shape)
-            assert page in self.logs, "a request resumes from a snapshot without its units"
+        begun_now = list(begun(output))
+        adopted = {page for _, page, _ in begun_now}
+        # Before the forks: a new snapshot may own the page of one that was dropped for it.
         for page in getattr(output, "dropped_snapshots", ()):
             if page not in adopted:
                 self.logs.pop(page, None)
+        self.logs.update(forks)
+        for name, page, num_computed in begun_now:
+            self._pages[name] = page
+            if num_computed == 0:
+                self.logs[page] = Log(self.shape)
+            assert page in self.logs, "a request resumes from a snapshot without its units"
 
 
 def begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
