@@ -18,57 +18,38 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from vllm_cascade.patches import max_model_len
-from vllm_cascade.policies.registry import CHOICES, policy_class
-from vllm_cascade.policies.settings import (
+from vllm_cascade.policies.arguments import (
     ARGUMENTS,
-    CONFIG_KEY,
-    DEFAULT_BUDGET,
-    DEFAULT_PREFILL_STRIDE,
-    KVPolicyError,
-    raw_settings,
+    CONFIG,
+    FIELDS,
+    FLAGS,
+    OTHERS,
+    default_of,
+    parse,
+    settings_of,
 )
+from vllm_cascade.policies.registry import CHOICES, POLICIES
+from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyConfig, KVPolicyError
 
 
 def merge_settings(
-    additional_config: dict[str, Any] | None,
-    kv_policy: str | None,
-    kv_budget: int | None,
-    kv_policy_config: dict[str, Any] | None,
-    kv_recall: int | None = None,
+    additional_config: dict[str, Any] | None, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """Merge the policy arguments into ``additional_config``. Without arguments, return a copy.
+    """Put policy arguments into a copy of ``additional_config``; None is an argument not given.
 
     Raises:
-        KVPolicyError: a setting is given twice, or a budget without a policy.
+        KVPolicyError: a setting is given twice, or settings without a policy.
     """
     merged = dict(additional_config or {})
-    flags = {"name": kv_policy, "budget": kv_budget, "recall": kv_recall}
-    if kv_policy_config is None and all(value is None for value in flags.values()):
-        return merged
-    for key in merged.keys() & set(ARGUMENTS):
-        raise KVPolicyError(
-            f'the KV policy is given twice, by --kv-policy and in additional_config["{key}"]'
-            "; remove one"
-        )
-    if kv_policy_config is not None and not isinstance(kv_policy_config, dict):
-        raise KVPolicyError(f"--kv-policy-config must be a JSON object, not {kv_policy_config!r}")
-    settings = dict(kv_policy_config or {})
-    for key, value in flags.items():
-        if value is None:
-            continue
-        if key in settings:
-            flag = "policy" if key == "name" else key
-            raise KVPolicyError(f"--kv-{flag} and {key!r} in --kv-policy-config: remove one")
-        settings[key] = value
-    if "name" not in settings:
-        raise KVPolicyError(
-            "--kv-budget, --kv-recall and --kv-policy-config need a policy; add --kv-policy "
-            + "|".join(CHOICES[1:])
-        )
-    if raw_settings({CONFIG_KEY: settings}) is None:
-        return merged  # `full`
-    policy_class(settings["name"])
-    return {**merged, CONFIG_KEY: settings}
+    flags = {key: arguments[key] for key in ARGUMENTS if arguments.get(key) is not None}
+    settings = parse(flags, FLAGS)
+    for key in ARGUMENTS if flags else ():
+        if key in merged:
+            raise KVPolicyError(
+                f"the KV policy is given twice, by {', '.join(map(FLAGS.name, flags))} and in "
+                f"{CONFIG.name(key)}; remove one"
+            )
+    return merged if settings is None else {**merged, CONFIG_KEY: settings}
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -92,37 +73,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         description="Bounded, training-free KV cache (vllm_cascade).",
     )
     group.add_argument(
-        "--kv-policy",
+        FLAGS.name(CONFIG_KEY),
         choices=CHOICES,
         default=argparse.SUPPRESS,
         help="Which tokens stay in the KV cache. `full` is stock vLLM. (default: full)",
     )
+    for argument, field in FIELDS.items():
+        text = f"{field.description}. (default: {default_of(field)})"
+        group.add_argument(
+            FLAGS.name(argument),
+            type=field.annotation,
+            default=argparse.SUPPRESS,
+            help=text[0].upper() + text[1:],
+        )
     group.add_argument(
-        "--kv-budget",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="Cached tokens per layer and head, besides the attention sinks. (default: "
-        f"{DEFAULT_BUDGET}, or the largest that fits the model's positions)",
-    )
-    group.add_argument(
-        "--kv-recall",
-        type=int,
-        default=argparse.SUPPRESS,
-        help="Evicted units of tokens that wait in host memory and that a query can bring back, "
-        "so many at a time, besides the budget. (default: 0)",
-    )
-    group.add_argument(
-        "--kv-policy-config",
+        FLAGS.name(OTHERS),
         type=_json_object,
         default=argparse.SUPPRESS,
-        help="The policy's other settings as JSON: num_sinks (4), prefill_stride "
-        f"({DEFAULT_PREFILL_STRIDE}), head_policy (homogeneous), head_reduction (mean), "
-        "ema_gamma (null: the paper's), tie (incoming), overflow (1), unit (1, a number of "
-        "tokens, or page; 16 with recall), recall_store (32768), recall_every (16), recall_queries "
-        "(32), trace (false); for cascade also num_subcaches (4), cascade_base (2), "
-        "eager_fill (true), preset (null, or paper). `vllm-cascade policies` lists every policy's "
-        "own. (default: {})",
+        help=f"The policy's other settings as JSON. Every policy has {_keys(KVPolicyConfig)}. "
+        + " ".join(f"{name}: {_keys(cls)}." for name, cls in POLICIES.items() if settings_of(cls))
+        + " `vllm-cascade policies` explains them. (default: {})",
     )
+
+
+def _keys(cls: type[KVPolicyConfig]) -> str:
+    """The settings of ``cls`` without a flag of their own, with their defaults."""
+    fields = [(key, f) for key, f in settings_of(cls).items() if f not in FIELDS.values()]
+    return ", ".join(f"{key} ({default_of(field)})" for key, field in fields)
 
 
 def apply() -> None:
@@ -138,9 +115,9 @@ def apply() -> None:
 def _wrap_init(original):
     @functools.wraps(original)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = [kwargs.pop(name, None) for name in ARGUMENTS]
+        given = {name: kwargs.pop(name, None) for name in ARGUMENTS}
         original(self, *args, **kwargs)
-        self.additional_config = merge_settings(self.additional_config, *given)
+        self.additional_config = merge_settings(self.additional_config, given)
 
     return __init__
 
@@ -171,8 +148,7 @@ def _wrap_from_cli_args(original):
     @functools.wraps(original)
     def from_cli_args(cls, args: argparse.Namespace):
         engine_args = original(cls, args)
-        given = [getattr(args, name, None) for name in ARGUMENTS]
-        engine_args.additional_config = merge_settings(engine_args.additional_config, *given)
+        engine_args.additional_config = merge_settings(engine_args.additional_config, vars(args))
         return engine_args
 
     return from_cli_args
@@ -181,13 +157,12 @@ def _wrap_from_cli_args(original):
 def _wrap_create(original):
     @functools.wraps(original)
     def create_engine_config(self, *args: Any, **kwargs: Any):
-        raw = raw_settings(self.additional_config)
+        raw = parse(self.additional_config)
         if raw is None:
             # `full` is stock vLLM: the settings would change the key of its compile cache.
             for key in ARGUMENTS:
                 self.additional_config.pop(key, None)
             return original(self, *args, **kwargs)
-        policy_class(raw["name"])
         from vllm_cascade.engine.configure import apply_policy
 
         with max_model_len.positions_are_bounded() as native:

@@ -118,7 +118,7 @@ def test_every_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     ("flags", "message"),
     [
         (["--kv-policy", "full"], "full keeps every token"),
-        (["--kv-budget", "33"], "nearest good values: 32 or 64"),
+        (["--kv-budget", "33"], "--kv-budget 33 does not fit .*; set it to 32 or 64"),
         (["--tokens", "5", "--every", "6"], "--every 6 is more than --tokens 5"),
         (["--tokens", "9", "--scores", "SMALL"], "scores must be an array"),
         (["--tokens", "3", "--scores", "HEADS", "--head", "2"], "--head 2: .* has 2 heads"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_cascade.policies.arguments import FLAGS, default_of, parse, settings_of
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
@@ -31,15 +32,8 @@ def show_policies() -> None:
 
 def _settings(cls: type[KVPolicyConfig]) -> str:
     """List the settings that ``cls`` adds or gives another default."""
-    shared = {} if cls is KVPolicyConfig else KVPolicyConfig.model_fields
-    lines = []
-    for key, field in cls.model_fields.items():
-        if key in shared and shared[key].default == field.default:
-            continue
-        fits = "2048, or what fits the model"
-        default = fits if field.is_required() else json.dumps(field.default)
-        lines.append(f"{key} ({default}): {field.description}")
-    return "\n".join(lines)
+    fields = settings_of(cls).items()
+    return "\n".join(f"{key} ({default_of(f)}): {f.description}" for key, f in fields)
 
 
 def trace(args: argparse.Namespace) -> None:
@@ -49,10 +43,8 @@ def trace(args: argparse.Namespace) -> None:
         KVPolicyError: the settings are invalid.
         ValueError: ``--head``, ``--every`` or the shape of the scores is invalid.
     """
-    settings = {"name": args.kv_policy, **getattr(args, "kv_policy_config", {})}
-    if hasattr(args, "kv_budget"):
-        settings["budget"] = args.kv_budget
-    if settings["name"] == "full":
+    settings = parse(vars(args), FLAGS)
+    if settings is None:
         raise KVPolicyError("full keeps every token; choose another --kv-policy to trace")
     policy = resolve(settings)
     probs = None

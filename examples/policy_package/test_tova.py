@@ -71,7 +71,7 @@ from vllm_cascade.patches.engine_args import merge_settings
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import CHOICES, resolve
 from vllm_cascade.policies.schedule import compiled
-merged = merge_settings(None, "tova", 32, None)
+merged = merge_settings(None, {"kv_policy": "tova", "kv_budget": 32})
 policy = resolve({**merged["kv_policy"], "head_policy": "homogeneous"})
 engine = PerRequest(compiled(resolve({"name": "h2o", "budget": 64})))
 own = engine.schedule({"kv_policy": "tova", "kv_budget": 16}).policy
@@ -97,4 +97,4 @@ except KVPolicyError as error:
         shown = run(site, code)
     finally:
         module.write_text(text)
-    assert "kv_policy tova" in shown and "broken on purpose" in shown and "uninstall" in shown
+    assert "kv_policy.name tova" in shown and "broken on purpose" in shown and "uninstall" in shown

@@ -184,7 +184,7 @@ def test_arguments_that_are_not_ours_pass() -> None:
 def test_arguments_are_checked_with_the_size() -> None:
     engine = config()
     engine.cache_config.num_gpu_blocks = 4
-    with pytest.raises(VLLMValidationError, match="ask for 1 to 64"):
+    with pytest.raises(VLLMValidationError, match="set it to at most 64"):
         check_request(engine, 5, SamplingParams(extra_args={"kv_budget": 65}))
     longer = SamplingParams(max_tokens=500, extra_args={"kv_budget": 40})  # 44 slots, three pages
     check_request(engine, 490, longer)

@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "activation_sparsity_pattern": [0.0] * 4,
             "rope_parameters": None,
         },
-        "share the caches of others",
+        "layers that share caches",
     ),
     "recurrent layers without a kernel": (
         {
@@ -196,7 +196,7 @@ FAKED: dict[str, tuple[Any, str]] = {
     ),
     "random windows": (
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
-        "drawn at random",
+        "random windows",
     ),
     "recall beside windows": (
         SimpleNamespace(
@@ -359,7 +359,11 @@ RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "--no-enable-prefix-caching",
     ),
-    "recall of long units on CUDA": (None, {"unit": 256, "budget": 2048}, "128 tokens at most"),
+    "recall of long units on CUDA": (
+        None,
+        {"unit": 256, "budget": 2048},
+        "units of at most 128 tokens",
+    ),
 }
 
 
@@ -397,7 +401,7 @@ def test_a_unit_may_be_a_page(sizes: dict[str, int]) -> None:
 
 def test_a_unit_that_does_not_divide_a_page() -> None:
     policy = {"name": "sink", "budget": 96, "unit": 48}
-    with pytest.raises(KVPolicyError, match="unit 48 does not divide a page of 32 tokens"):
+    with pytest.raises(KVPolicyError, match=r"unit.\] 48 does not divide a page of 32 tokens"):
         EngineArgs(
             model=str(MODEL), additional_config={"kv_policy": policy}, block_size=32
         ).create_engine_config()
@@ -488,7 +492,7 @@ def test_a_full_attention_model_with_layer_types_is_accepted(tmp_path: Path) -> 
 
 
 def test_positions_are_checked_against_the_model(tmp_path: Path) -> None:
-    with pytest.raises(KVPolicyError, match="but the model has 1024; lower the budget"):
+    with pytest.raises(KVPolicyError, match="but the model has 1024; set it to at most 764"):
         EngineArgs(
             model=str(MODEL), additional_config={"kv_policy": {"name": "sink", "budget": 4096}}
         ).create_engine_config()

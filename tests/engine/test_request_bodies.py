@@ -19,9 +19,21 @@ Message = dict[str, Any]
         ({"KV-Policy": "sink"}, "KV-Policy", r'send {"vllm_xargs": {"kv_policy": "sink"}}'),
         ({"extra_body": {"kv_budget": 5}}, "extra_body", "over HTTP send"),
         ({"extra_body": {"vllm_xargs": {}}}, "extra_body", "over HTTP send"),
-        ({"vllm_xargs": {"kv_budget": True}}, "kv_budget", "an integer number of tokens, not true"),
-        ({"vllm_xargs": {"kv_recall": False}}, "kv_recall", "an integer number, not false"),
-        ({"vllm_xargs": {"kv_policy": True}}, "kv_policy", "the name of a policy, not true"),
+        (
+            {"vllm_xargs": {"kv_budget": True}},
+            "kv_budget",
+            "kv_budget = True: Input should be a valid integer",
+        ),
+        (
+            {"vllm_xargs": {"kv_recall": False}},
+            "kv_recall",
+            "kv_recall = False: Input should be a valid integer",
+        ),
+        (
+            {"vllm_xargs": {"kv_policy": True}},
+            "kv_policy",
+            "kv_policy = True: it must be the name of a policy",
+        ),
     ],
 )
 def test_wrong_places(body: Message, key: str, message: str) -> None:

@@ -119,8 +119,8 @@ def test_pages_held_are_those_of_the_requests_budget(
 @pytest.mark.parametrize(
     ("extra_args", "message"),
     [
-        ({"kv_budget": 256}, "ask for 1 to 128"),
-        ({"kv_budget": 100}, "nearest good values: 96 or 128"),
+        ({"kv_budget": 256}, "set it to at most 128"),
+        ({"kv_budget": 100}, "set it to 96 or 128"),
         ({"kv_policy": "full"}, "choose from window, sink, cascade"),
         ({"kv_bugdet": 64}, "did you mean 'kv_budget'"),
     ],

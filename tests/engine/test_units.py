@@ -251,8 +251,8 @@ def test_requests_of_their_own_in_one_batch(
 @pytest.mark.parametrize(
     ("extra_args", "message"),
     [
-        ({"kv_budget": 72}, r"kv_budget 72 cannot .* whole number of units of 16 .* 64 or 80"),
-        ({"kv_budget": 16}, "nearest good values: 32"),
+        ({"kv_budget": 72}, r"kv_budget 72 is not a whole number of units of 16 .* 64 or"),
+        ({"kv_budget": 16}, "does not fit .* set it to 32"),
     ],
 )
 def test_a_budget_that_is_no_whole_number_of_units_is_refused(

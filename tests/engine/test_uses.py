@@ -90,7 +90,7 @@ def test_run_batch(tmp_path: Path, book_tokens: list[int]) -> None:
     chat = ["--chat-template", PLAIN_CHAT]
     run("run-batch", "-i", str(given), "-o", str(out), "--model", str(MODEL), *chat, *ENGINE)
     good, bad = map(json.loads, out.read_text().splitlines())
-    assert "kv_budget 999 is not within the server's" in json.dumps(bad)
+    assert "kv_budget 999 is more than the server's" in json.dumps(bad)
     choice = good["response"]["body"]["choices"][0]
     prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert good["response"]["body"]["usage"]["prompt_tokens"] == len(prompt)

@@ -81,29 +81,38 @@ def test_flags_that_do_not_parse(
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "recall alone": ({"kv_recall": 8}, "--kv-recall and .* need a policy"),
+    "recall alone": (
+        {"kv_recall": 8},
+        "no policy is named for --kv-recall; add --kv-policy window",
+    ),
     "recall twice": (
         {"kv_policy": "sink", "kv_recall": 1, "kv_policy_config": {"recall": 1}},
-        "--kv-recall and 'recall' in --kv-policy-config",
+        "--kv-recall and --kv-policy-config.recall are the same",
     ),
-    "full with recall": ({"kv_policy": "full", "kv_recall": 8}, "remove recall"),
-    "budget alone": ({"kv_budget": 64}, "need a policy; add --kv-policy window"),
-    "config alone": ({"kv_policy_config": {"tie": "resident"}}, "need a policy"),
-    "full with a budget": ({"kv_policy": "full", "kv_budget": 64}, "remove budget"),
+    "full with recall": ({"kv_policy": "full", "kv_recall": 8}, "remove --kv-recall"),
+    "budget alone": (
+        {"kv_budget": 64},
+        "no policy is named for --kv-budget; add --kv-policy window",
+    ),
+    "config alone": ({"kv_policy_config": {"tie": "resident"}}, "no policy is named"),
+    "full with a budget": ({"kv_policy": "full", "kv_budget": 64}, "remove --kv-budget"),
     "unknown": ({"kv_policy": "casade"}, "did you mean 'cascade'"),
     "budget twice": (
         {"kv_policy": "sink", "kv_budget": 1, "kv_policy_config": {"budget": 1}},
-        "--kv-budget and 'budget' in --kv-policy-config",
+        "--kv-budget and --kv-policy-config.budget are the same",
     ),
     "policy twice": (
         {"kv_policy": "sink", "kv_policy_config": {"name": "sink"}},
-        "--kv-policy and 'name' in --kv-policy-config",
+        "--kv-policy and --kv-policy-config.name are the same",
     ),
     "two places": (
         {"kv_policy": "sink", "additional_config": {"kv_policy": "sink"}},
         "given twice",
     ),
-    "config no object": ({"kv_policy": "sink", "kv_policy_config": [1]}, "must be a JSON object"),
+    "config no object": (
+        {"kv_policy": "sink", "kv_policy_config": [1]},
+        r"--kv-policy-config = \[1\]: Input should be a valid dictionary",
+    ),
 }
 
 
@@ -161,9 +170,26 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     (summary,) = [line for line in lines if line.startswith("KV policy sink: budget=")]
     assert "budget=764, num_sinks=4, prefill_stride=256" in summary
     assert "fits in the model's 1024 positions" in summary
-    assert "KV policy sink: no effect from tie" in lines
+    assert "KV policy sink: settings without effect: tie" in lines
     (ignored,) = [line for line in lines if "other:Sink" in line]
     assert "KV policy 'sink' of another package is ignored" in ignored
+
+
+@pytest.mark.parametrize(("most", "count"), [(256, 1), (260, 5), (2048, None)])
+def test_a_stride_that_must_wait_is_logged(
+    most: int, count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    log = SimpleNamespace(info=lambda *_: None, warning=lambda line, *_: lines.append(line))
+    monkeypatch.setattr(vllm_cascade.engine.configure, "logger", log)
+    EngineArgs(
+        model=str(MODEL), kv_policy="sink", max_num_batched_tokens=most, max_num_seqs=64
+    ).create_engine_config()
+    waits = [line for line in lines if "and waits" in line]
+    assert len(waits) == (count is not None)
+    assert all(
+        f"while {count} or more requests decode, a prompt's stride of 256" in w for w in waits
+    )
 
 
 def test_full_leaves_no_trace() -> None:

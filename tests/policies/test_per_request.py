@@ -22,6 +22,9 @@ CASCADE = resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64, "num
 SINK = resolve({"name": "sink", "budget": 1000, "prefill_stride": 64})
 
 
+PLACES = {"name": "kv_policy", "budget": "kv_budget", "recall": "kv_recall"}
+
+
 def own(policy: Policy, **asked: Any) -> Policy:
     """The policy of one request of an engine."""
     return PerRequest(compiled(policy)).schedule(asked).policy
@@ -99,6 +102,8 @@ def test_whatever_is_allowed_fits_the_engines_tables(
         policy = own(engine, kv_policy=asked, kv_budget=budget)
     except KVPolicyError as error:
         assert str(error).startswith(("kv_policy", "kv_budget"))
+        for change in error.offers:
+            own(engine, **{"kv_policy": asked, **{PLACES[key]: v for key, v in change.items()}})
         return
     assert policy.name == asked and policy.budget <= 256
     assert budget is None or policy.budget == budget
@@ -110,18 +115,25 @@ def test_whatever_is_allowed_fits_the_engines_tables(
 
 
 UNMET: list[tuple[Policy, dict[str, Any], str]] = [
-    (CASCADE, {"kv_budget": 2048}, "kv_budget 2048 is not within .* ask for 1 to 1024"),
-    (CASCADE, {"kv_budget": 0}, "kv_budget 0 is not within"),
-    (CASCADE, {"kv_budget": "512"}, "kv_budget must be an integer number of tokens, not '512'"),
-    (CASCADE, {"kv_budget": True}, "kv_budget must be an integer"),
-    (CASCADE, {"kv_budget": 512.0}, "kv_budget must be an integer"),
-    (CASCADE, {"kv_budget": 500}, "kv_budget 500 .*multiple of .* = 32; nearest .* 480 or 512"),
-    (CASCADE, {"kv_policy": 3}, "kv_policy must be the name of a policy, not 3"),
+    (
+        CASCADE,
+        {"kv_budget": 2048},
+        "kv_budget 2048 is more than .* --kv-budget 1024; set it to at most 1024",
+    ),
+    (CASCADE, {"kv_budget": 0}, "kv_budget = 0: Input should be greater than or equal to 1"),
+    (CASCADE, {"kv_budget": "512"}, "kv_budget = '512': Input should be a valid integer"),
+    (CASCADE, {"kv_budget": True}, "kv_budget = True: Input should be a valid integer"),
+    (CASCADE, {"kv_budget": 512.0}, "kv_budget = 512.0: Input should be a valid integer"),
+    (CASCADE, {"kv_budget": 500}, "kv_budget 500 .*multiple of .* = 32; set it to 480 or 512"),
+    (CASCADE, {"kv_policy": 3}, "kv_policy = 3: it must be the name of a policy"),
     (CASCADE, {"kv_policy": "casc"}, "unknown policy 'casc'.*did you mean 'cascade'"),
     (CASCADE, {"kv_policy": "full"}, "full cannot be chosen for one request.*choose from"),
-    (CASCADE, {"kv_policy": "lazy", "kv_budget": 1024}, "1063.*1032; .*kv_budget of at most 993"),
+    (CASCADE, {"kv_policy": "lazy", "kv_budget": 1024}, "1063.*1032; set it to at most 993"),
     (SINK, {"kv_policy": "cascade"}, "needs attention scores.*computes none.*--kv-policy"),
     (CASCADE, {"kv_policy": "dgc"}, "dgc needs scores of token ids.*choose from window, sink,"),
+    (CASCADE, {"kv_budget": 1030}, "kv_budget 1030 is more than .*; set it to at most 1024"),
+    (CASCADE, {"kv_policy": "lazy", "kv_budget": 2000}, "; set it to at most 993"),
+    (CASCADE, {"kv_policy": {"name": "sink"}}, "kv_policy = .* it must be the name of a policy"),
     (SINK, {"kv_policy": "h2o"}, "choose from window, sink, lazy,"),
 ]
 

@@ -8,12 +8,15 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from vllm_cascade.policies.arguments import CONFIG, FLAGS, Source, parse
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import CHOICES, POLICIES, discover, resolve
 from vllm_cascade.policies.schedule import compiled
-from vllm_cascade.policies.settings import KVPolicyError, raw_settings
+from vllm_cascade.policies.settings import KVPolicyError
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown policy": ({"name": "cascad"}, "did you mean 'cascade'"),
@@ -21,8 +24,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"name": 3},
         "choose from full, window, sink, cascade, beehive, lazy, dgc, h2o",
     ),
-    "unknown key": ({"name": "cascade", "subcaches": 4}, "unknown key 'subcaches'.*num_subcaches"),
-    "another policy's key": ({"name": "sink", "num_subcaches": 4}, "unknown key 'num_subcaches'"),
+    "unknown key": (
+        {"name": "cascade", "subcaches": 4},
+        "policy.subcaches: unknown key for.*did you mean 'num_subcaches'",
+    ),
+    "another policy's key": (
+        {"name": "sink", "num_subcaches": 4},
+        "num_subcaches: unknown key for policy 'sink'",
+    ),
     "budget zero": ({"name": "sink", "budget": 0}, "budget = 0: .*greater than or equal to 1"),
     "budget text": ({"name": "sink", "budget": "2k"}, "budget = '2k': .*valid integer"),
     "budget fraction": ({"name": "sink", "budget": 1.5}, "budget = 1.5: .*valid integer"),
@@ -32,7 +41,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"name": "cascade", "cascade_base": 10**9},
         "with cascade_base 1000000000 a budget must be a multiple of .*; lower cascade_base, or",
     ),
-    "name without end": ({"name": "x" * 100_000}, r"unknown name 'x{59}\.\.\., choose"),
+    "name without end": ({"name": "x" * 100_000}, r"unknown policy 'x{59}\.\.\., choose"),
     "budget true": ({"name": "sink", "budget": True}, "budget = True"),
     "negative sinks": ({"name": "sink", "num_sinks": -1}, "num_sinks = -1"),
     "window with sinks": ({"name": "window", "num_sinks": 4}, "num_sinks = 4"),
@@ -50,20 +59,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "trace as text": ({"name": "cascade", "trace": "yes"}, "trace = 'yes'"),
     "budget not divisible": (
         {"name": "cascade", "budget": 1000},
-        r"budget 1000 .*multiple of .* = 32; nearest good values: 992 or 1024",
+        r"budget 1000 .*multiple of .* = 32; set it to 736$",
     ),
     "budget below one step": (
         {"name": "cascade", "budget": 20},
-        r"multiple of .* = 32; nearest good values: 32$",
+        r"multiple of .* = 32; set it to 32$",
     ),
     "positions": (
         {"name": "sink", "budget": 1000, "prefill_stride": 64},
         "num_sinks 4 .* budget 1000 .* prefill_stride 64 = 1068 positions, but the model has 1024"
-        "; lower the budget to at most 956",
+        "; set it to at most 956",
     ),
     "positions, divisible": (
         {"name": "cascade", "budget": 1024, "prefill_stride": 64},
-        "lower the budget to at most 928",
+        "set it to at most 928",
     ),
     "positions, stride": (
         {"name": "sink", "budget": 64, "prefill_stride": 1024},
@@ -133,25 +142,70 @@ def test_a_policy_travels(name: str) -> None:
 
 
 def test_where_settings_come_from() -> None:
-    assert raw_settings({}) is None
-    assert raw_settings({"other": 1}) is None
-    assert raw_settings({"kv_policy": "sink"}) == {"name": "sink"}
-    assert raw_settings({"kv_policy": "full"}) is None
-    assert raw_settings({"kv_policy": {"name": "full"}}) is None
+    assert parse({}) is parse({"other": 1}) is parse({"kv_policy": "full"}) is None
+    assert parse({"kv_policy": {"name": "full"}}) is None
+    assert parse({"kv_policy": "sink"}) == {"name": "sink"}
     chosen = {"name": "cascade", "budget": 512, "num_subcaches": 2}
-    for given in (
+    more = {"num_subcaches": 2}
+    for written in (
         {"kv_policy": chosen},
-        {"kv_policy": "cascade", "kv_budget": 512, "kv_policy_config": {"num_subcaches": 2}},
-        {"kv_policy": {"name": "cascade"}, "kv_policy_config": {"budget": 512, "num_subcaches": 2}},
+        {"kv_policy": "cascade", "kv_budget": 512, "kv_policy_config": more},
+        {"kv_policy": {"name": "cascade"}, "kv_policy_config": {"budget": 512, **more}},
         {"kv_policy": {"name": "cascade", "num_subcaches": 2}, "kv_budget": 512, "other": 1},
     ):
-        assert raw_settings(given) == chosen
-    with pytest.raises(KVPolicyError, match="policy name or an object"):
-        raw_settings({"kv_policy": 7})
-    with pytest.raises(KVPolicyError, match='has no "name"'):
-        raw_settings({"kv_policy": {"budget": 7}})
-    with pytest.raises(KVPolicyError, match=r"full.*takes no"):
-        raw_settings({"kv_policy": {"name": "full", "budget": 7}})
+        assert parse(written) == chosen
+    flags = {"kv_policy": "cascade", "kv_budget": 512, "kv_policy_config": more}
+    found = parse(flags, FLAGS)
+    assert found == chosen and found is not None
+    copy = pickle.loads(pickle.dumps(found))
+    assert copy == chosen and json.loads(json.dumps(found)) == chosen
+    assert parse({"kv_policy": copy}).name("budget") == "--kv-budget"  # type: ignore[union-attr]
+
+
+WRITTEN: list[tuple[Source, dict[str, Any], str]] = [
+    (FLAGS, {"kv_policy": "sink", "kv_budget": 0}, "--kv-budget = 0: Input should be greater"),
+    (
+        FLAGS,
+        {"kv_policy": "cascade", "kv_budget": 1000, "kv_policy_config": {"unit": 16}},
+        "--kv-budget 1000 is not a whole number of units of 16 tokens; set it to 704, or change",
+    ),
+    (
+        FLAGS,
+        {"kv_policy": "h2o", "kv_budget": 2000, "kv_policy_config": {"window": 1500}},
+        "--kv-budget 2000 is too large: .* model has 1024; set --kv-budget to 764 and "
+        "--kv-policy-config.window to 764$",
+    ),
+    (FLAGS, {"kv_policy": "sink", "kv_policy_config": {"tie": 3}}, "--kv-policy-config.tie = 3: "),
+    (
+        CONFIG,
+        {"kv_policy": {"name": "cascade", "budget": 1000}},
+        r'^additional_config\["kv_policy"\]\["budget"\] 1000 does not fit .*; set it to 736$',
+    ),
+    (
+        CONFIG,
+        {"kv_policy": "cascade", "kv_budget": 1000},
+        r'^additional_config\["kv_budget"\] 1000 does not fit',
+    ),
+    (
+        CONFIG,
+        {"kv_policy": "cascade", "kv_policy_config": {"base": 3}},
+        r'^additional_config\["kv_policy_config"\]\["base"\]: unknown key for policy .cascade',
+    ),
+    (CONFIG, {"kv_policy": 7}, r'\["kv_policy"\] = 7: it must be the name of a policy or an obj'),
+    (CONFIG, {"kv_policy": {"name": 7}}, r'\["kv_policy"\]\["name"\]: unknown policy 7, choose'),
+    (CONFIG, {"kv_policy": {"budget": 7}}, r"no policy is named for .*; add additional_config"),
+    (CONFIG, {"kv_policy": {"name": "full", "budget": 7}}, r"full.*takes no.*\[.budget.\]"),
+]
+
+
+@pytest.mark.parametrize(("source", "values", "message"), WRITTEN)
+def test_settings_are_named_as_they_were_written(
+    source: Source, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(KVPolicyError, match=message):
+        given = parse(values, source)
+        assert given is not None
+        resolve(given, max_position=1024)
 
 
 # --------------------------------------------------------------------- units of several tokens
@@ -187,24 +241,30 @@ BAD_UNITS: dict[str, tuple[dict[str, Any], str]] = {
     "lazy's max_drop": ({"name": "lazy", "unit": 16, "max_drop": 8}, "max_drop 8 is .* 16, or"),
     "dgc's clusters": (
         {**DGC, "importance": "cluster"},
-        "importance 'cluster' .* move single tokens; remove them or set unit to 1",
+        "importance cluster moves single tokens, .*; set it to tfidf, or set .*unit to 1",
     ),
-    "dgc's order": ({**DGC, "order": "importance"}, "order 'importance' .* set unit to 1"),
+    "dgc's order": (
+        {**DGC, "order": "importance"},
+        "order importance moves .*; set it to chronological, or set .*unit to 1",
+    ),
     "dgc's global part": ({**DGC, "global_size": 40}, "global_size 40 is not .* 32 or 48, or"),
-    "dgc of one unit": ({**DGC, "budget": 16}, "leaves no room for .* recent unit; set >= 32"),
+    "dgc of one unit": (
+        {**DGC, "budget": 16},
+        "leaves no room for .* recent unit; set it to at least 32",
+    ),
     "beehive's window": ({**BEEHIVE, "window": 40}, "window 40 is not .* set it to 32 or 48"),
     "beehive without a middle": (
         {**BEEHIVE, "window": 160},
-        "in units of 16 tokens: window 10 leaves nothing of the budget 10",
+        "window 160 leaves nothing of the budget 160 for the middle; set it to at most 144",
     ),
     "cascade's budget": (
         {"name": "cascade", "unit": 16, "budget": 96},
         r"budget 96 does not fit 4 sub-caches .*multiple of .* and of num_subcaches \* unit 16: 64"
-        "; nearest good values: 64 or 128",
+        "; set it to 64 or 128",
     ),
     "cascade's base": (
         {"name": "cascade", "unit": 8, "num_subcaches": 3, "cascade_base": 3, "budget": 24},
-        ": 216; nearest good values: 216$",  # the multiple of 3 * 3 * 3 and of 3 * 8
+        ": 216; set it to 216$",  # the multiple of 3 * 3 * 3 and of 3 * 8
     ),
     "paper preset": (
         {"name": "cascade", "preset": "paper", "unit": 16},
@@ -213,7 +273,7 @@ BAD_UNITS: dict[str, tuple[dict[str, Any], str]] = {
     "positions": (
         {"unit": 16, "budget": 1024},
         "num_sinks 16 .* budget 1024 .* prefill_stride 256 = 1296 positions, but the model has "
-        "1024; lower the budget to at most 752",
+        "1024; set it to at most 752",
     ),
     "positions, overflow": (
         {"unit": 16, "budget": 1024, "overflow": 32},
@@ -233,13 +293,69 @@ def test_bad_units(name: str) -> None:
         resolve({"name": "sink", **settings}, max_position=1024, max_num_batched_tokens=512)
 
 
-def test_what_is_named_as_good_is_accepted() -> None:
-    for budget in (64, 128):
-        assert resolve({"name": "cascade", "unit": 16, "budget": budget}).budget == budget
-    resolve({"name": "cascade", "unit": 8, "num_subcaches": 3, "cascade_base": 3, "budget": 216})
-    for budget, sizes in ((752, {}), (736, {"overflow": 32})):
-        settings = {"name": "sink", "unit": 16, "budget": budget, **sizes}
-        assert resolve(settings, max_position=1024).max_position == 1024
+LIMITS = {"max_position": 1024, "max_num_batched_tokens": 512, "block_size": 48}
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    name=st.sampled_from(sorted(POLICIES)),
+    budget=st.one_of(st.integers(1, 200), st.integers(1, 3000)),
+    unit=st.sampled_from([1, 1, 16, 24, 32]),
+    sizes=st.fixed_dictionaries(
+        {},
+        optional={
+            "prefill_stride": st.integers(1, 700),
+            "overflow": st.integers(1, 100),
+            "recall": st.integers(0, 4),
+            "recall_store": st.integers(1, 100),
+            "window": st.integers(1, 900),
+            "threshold": st.integers(1, 900),
+            "threshold_counts": st.sampled_from(["middle", "new"]),
+            "stride": st.integers(1, 5),
+            "global_size": st.integers(1, 900),
+            "importance": st.sampled_from(["tfidf", "attention", "cluster"]),
+            "order": st.just("importance"),
+            "idf": st.just("table"),
+            "num_subcaches": st.integers(1, 5),
+        },
+    ),
+)
+def test_what_is_offered_is_accepted(
+    name: str, budget: int, unit: int, sizes: dict[str, Any]
+) -> None:
+    """Every value that a message names as a fix passes every check, the model's among them."""
+    own = {key: value for key, value in sizes.items() if key in POLICIES[name].model_fields}
+    raw = {"name": name, "budget": budget, "unit": unit, **own}
+    try:
+        resolve(raw, **LIMITS)
+    except KVPolicyError as error:
+        fix = str(error).rpartition("; ")[2]
+        numbers = {int(number) for number in re.findall(r"\b\d+\b", fix)}
+        offered = {value for change in error.offers for value in change.values()}
+        assert numbers == {value for value in offered if isinstance(value, int)}, str(error)
+        for change in error.offers:
+            resolve({**raw, **change}, **LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("raw", "limits", "fix"),
+    [
+        ({"name": "cascade", "unit": 16, "budget": 96}, {}, "set it to 64 or 128"),
+        ({"name": "cascade", "budget": 9000, "recall": 8}, {"max_position": 8192}, "7744, or ch"),
+        ({"name": "sink", "unit": 16, "budget": 752, "overflow": 32}, LIMITS, "at most 736"),
+        ({"name": "beehive", "budget": 64, "window": 64, "threshold": 8}, {}, ".*budget to 72"),
+        ({"name": "sink", "unit": 24, "prefill_stride": 600}, LIMITS, "at most 504, or raise"),
+        ({"name": "sink", "unit": 32, "budget": 64}, LIMITS, "unit to page and .*budget to 48, "),
+    ],
+)
+def test_offers_of_several_checks(raw: dict[str, Any], limits: dict[str, Any], fix: str) -> None:
+    """A value that a later check would refuse is replaced by one that it accepts."""
+    limits = {key: limits[key] for key in limits if key != "block_size" or raw["unit"] == 32}
+    with pytest.raises(KVPolicyError, match=fix) as caught:
+        resolve(raw, **limits)
+    assert caught.value.offers
+    for change in caught.value.offers:
+        resolve({**raw, **change}, **limits)
 
 
 def test_a_unit_and_a_page() -> None:
@@ -306,9 +422,11 @@ def test_units_of_one_requests_own() -> None:
     assert lazy.capacity == cascade.capacity
     window = own(resolve({"name": "window", "unit": 8, "budget": 64}), kv_policy="sink")
     assert (window.num_sinks, window.budget) == (8, 56)
-    with pytest.raises(KVPolicyError, match=r"kv_budget 100 cannot .* units of 16 .* 96 or 112"):
+    with pytest.raises(
+        KVPolicyError, match=r"kv_budget 100 is not .* units of 16 .*; set it to 96 or 112$"
+    ):
         own(cascade, kv_policy="sink", kv_budget=100)
-    with pytest.raises(KVPolicyError, match=r"kv_budget 96 cannot .* good values: 64 or 128"):
+    with pytest.raises(KVPolicyError, match=r"kv_budget 96 does not fit .*; set it to 64 or 128$"):
         own(cascade, kv_budget=96)
     with pytest.raises(KVPolicyError, match=r"kv_budget 256 .* needs up to 336 .* at most 208"):
         own(cascade, kv_policy="lazy", kv_budget=256)
@@ -329,8 +447,11 @@ def test_recall_in_settings() -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"recall": 8, "unit": 1}, "recall 8 brings back units of several tokens; set unit to 16"),
-        ({"recall": 8, "recall_store": 64}, "no room for the 8 units of 16 .* at least 128"),
+        (
+            {"recall": 8, "unit": 1},
+            "recall 8 needs units of .*; set it to 0, or set .*unit to 16",
+        ),
+        ({"recall": 8, "recall_store": 64}, "no room for 8 recalled units of 16 .* at least 128"),
         ({"recall": 30, "budget": 16}, "recall 30 x unit 16 = .*; lower recall"),
         ({"recall": -1}, "recall = -1"),
         ({"recall": True}, "recall = True"),
@@ -346,14 +467,16 @@ def test_a_request_recalls_no_more_than_the_server() -> None:
         return PerRequest(compiled(engine)).schedule(asked).policy
 
     engine = resolve({"name": "cascade", "unit": 16, "budget": 256, "prefill_stride": 64})
-    with pytest.raises(KVPolicyError, match=r"kv_recall 1 is not .*: start it with --kv-recall"):
+    with pytest.raises(KVPolicyError, match=r"kv_recall 1 is more than the server's --kv-recall 0"):
         own(kv_recall=1)
     assert own(kv_recall=0) == engine
     engine = resolve({**engine.model_dump(), "name": "cascade", "recall": 3})
     assert own(kv_recall=2).recall == 2 and own(kv_budget=128).recall == 3
     sink = own(kv_policy="sink")
     assert (sink.recall, sink.budget, sink.capacity) == (3, 256, engine.capacity)
-    with pytest.raises(KVPolicyError, match=r"kv_recall 4 is not within .* ask for 0 to 3"):
+    with pytest.raises(
+        KVPolicyError, match=r"kv_recall 4 is more than .* --kv-recall 3; set it to at most 3"
+    ):
         own(kv_recall=4)
 
 
@@ -367,27 +490,39 @@ def test_every_policy_is_documented() -> None:
 @pytest.mark.parametrize(
     ("additional_config", "message"),
     [
-        ({"kv_budget": 512}, 'has no "name"; add one'),
-        ({"kv-policy": "cascade"}, "has 'kv-policy', which nobody reads; did you mean 'kv_policy'"),
+        ({"kv_budget": 512}, 'additional_config["kv_budget"]; add additional_config["kv_policy"] '),
+        ({"kv-policy": "cascade"}, "[\"kv-policy\"] has no effect; did you mean 'kv_policy'"),
         ({"KV_POLICY": "cascade"}, "did you mean 'kv_policy'"),
         ({"kv_polcy": "cascade"}, "did you mean 'kv_policy'"),
         ({"kv_policy": "sink", "kv_budgets": 8}, "did you mean 'kv_budget'"),
-        ({"kv_policy": {"name": "sink"}, "budget": 512}, "has 'budget' beside 'kv_policy'; put it"),
-        ({"kv_policy": "cascade", "num_subcaches": 2}, "has 'num_subcaches' beside 'kv_policy'"),
-        ({"kv_policy": {"name": "sink", "budget": 4}, "kv_budget": 4}, "gives budget twice"),
+        (
+            {"kv_policy": {"name": "sink"}, "budget": 512},
+            '["budget"] has no effect; write {"kv_policy": {"name": ..., "budget": ...}}',
+        ),
+        (
+            {"kv_policy": "cascade", "num_subcaches": 2},
+            '["num_subcaches"] has no effect; write {"kv_policy"',
+        ),
+        (
+            {"kv_policy": {"name": "sink", "budget": 4}, "kv_budget": 4},
+            'additional_config["kv_policy"]["budget"] and additional_config["kv_budget"] are the',
+        ),
         (
             {"kv_policy": "sink", "kv_budget": 4, "kv_policy_config": {"budget": 4}},
-            "gives budget twice",
+            'additional_config["kv_policy_config"]["budget"] are the same',
         ),
-        ({"kv_policy": "sink", "kv_policy_config": {"name": "sink"}}, "gives name twice"),
-        ({"kv_policy": "sink", "kv_policy_config": [1]}, "must be an object of settings"),
+        ({"kv_policy": "sink", "kv_policy_config": {"name": "sink"}}, '["name"] are the same'),
+        (
+            {"kv_policy": "sink", "kv_policy_config": [1]},
+            '_config"] = [1]: Input should be a valid',
+        ),
         ({"kv_policy": "full", "kv_budget": 4}, "full is stock vLLM and takes no settings"),
     ],
 )
 def test_settings_in_the_wrong_place(additional_config: dict[str, Any], message: str) -> None:
     """Each of them once ran silently: with other settings, or as stock vLLM."""
     with pytest.raises(KVPolicyError, match=re.escape(message)):
-        raw_settings(additional_config)
+        parse(additional_config)
 
 
 # --- policies of other packages -------------------------------------------------------------------

@@ -4,7 +4,6 @@
 Without these checks, a request that never fits the pool would wait in the queue forever.
 """
 
-import difflib
 from bisect import bisect_right
 
 from vllm.config import VllmConfig
@@ -15,10 +14,13 @@ from vllm.utils.math_utils import cdiv
 
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import requests_of
-from vllm_cascade.policies.per_request import BUDGET, KEYS, NAME, SHORT, PerRequest, plain_key
+from vllm_cascade.policies.arguments import KEYS, plain_key
+from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
-from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError, did_you_mean
 
+SHORT = {key.removeprefix("kv_"): key for key in KEYS}
+"""Likely short spellings (``budget``, ``policy``, ``recall``), used to suggest the right key."""
 VLLM_KEYS = ("kv_transfer_params", "kv_cache_report_mode")
 """``kv_*`` keys of ``extra_args`` that vLLM itself reads."""
 
@@ -110,14 +112,13 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
     for key in extra_args if requests is not None else ():
         plain = plain_key(key)
         if key in SHORT or (plain.startswith("kv_") and key not in (*KEYS, *VLLM_KEYS)):
-            close = [SHORT[key]] if key in SHORT else difflib.get_close_matches(plain, KEYS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(SHORT.get(key, plain), KEYS)
             raise _refusal(key, f"unknown argument {key!r}, choose from {', '.join(KEYS)}{hint}")
     asked = [key for key in KEYS if extra_args.get(key) is not None]
     if not asked:
         return
     if requests is None:
-        if extra_args.get(NAME) == "full" and extra_args.get(BUDGET) is None:
+        if asked == [CONFIG_KEY] and extra_args[CONFIG_KEY] == "full":
             return
         raise _refusal(
             asked[0], f"{asked[0]}: this server runs no KV policy; start it with --kv-policy"

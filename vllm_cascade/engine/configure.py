@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes a complete stock ``VllmConfig`` so that the engine runs a policy."""
+"""Configures an engine to run a policy, by changing a complete stock ``VllmConfig``."""
 
 from typing import Any
 
@@ -9,18 +9,20 @@ from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
+from vllm_cascade.policies.arguments import ARGUMENTS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
-from vllm_cascade.policies.settings import ARGUMENTS, CONFIG_KEY
+from vllm_cascade.policies.settings import CONFIG_KEY
 
 
 def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
-    """Check the settings, then select our scheduler, worker and backend.
+    """Check the settings, then select the policy's scheduler, worker and backend.
 
     Args:
         config: changed in place.
         raw: the user's settings, including ``name``.
-        native_max_len: the longest stream that the model's positions allow without a policy.
+        native_max_len: the longest sequence, in tokens, that the model's positions allow without a
+            policy.
 
     Raises:
         KVPolicyError: a setting cannot work; names the setting and the fix.
@@ -59,10 +61,10 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
     notes = []
     if raw.get("budget") is None:
         room = f" in the model's {max_position} positions" if max_position else ""
-        notes.append(f"budget chosen: the default, or the largest that fits{room}")
+        notes.append(f"default budget, or the largest that fits{room}")
     if policy.max_position <= (max_position or 0) < config.model_config.max_model_len:
         notes.append(
-            f"streams of up to {config.model_config.max_model_len} tokens use positions below "
+            f"sequences of up to {config.model_config.max_model_len} tokens use positions below "
             f"{policy.max_position}"
         )
     logger.info("KV policy %s: %s%s", policy.name, settings, "".join(f" ({n})" for n in notes))
@@ -70,14 +72,14 @@ def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: 
         logger.warning("KV policy %s: %s", policy.name, remark)
     inert = sorted(policy.inert_keys & set(raw))
     if inert:
-        logger.warning("KV policy %s: no effect from %s", policy.name, ", ".join(inert))
+        logger.warning("KV policy %s: settings without effect: %s", policy.name, ", ".join(inert))
     for name, error in UNUSABLE.items():
         logger.warning("KV policy %r of another package is ignored (%s)", name, error)
     most = config.scheduler_config.max_num_batched_tokens
     spare = most - policy.prefill_stride
     if spare < config.scheduler_config.max_num_seqs - 1:
         logger.warning(
-            f"KV policy {policy.name}: with more than {max(spare, 0)} requests decoding, a "
-            f"prompt's stride of {policy.prefill_stride} tokens does not fit "
-            f"--max-num-batched-tokens {most} and waits; raise it or lower prefill_stride"
+            f"KV policy {policy.name}: while {spare + 1} or more requests decode, a prompt's "
+            f"stride of {policy.prefill_stride} tokens does not fit --max-num-batched-tokens "
+            f"{most} and waits; raise it or lower prefill_stride"
         )

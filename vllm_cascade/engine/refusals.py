@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engine settings and models that a policy cannot run with, each with its reason and its fix.
+"""Refuses engine settings and models that a policy cannot run with.
 
-A setting that would be ignored, or would make a cache silently wrong, is an error before a model
+A setting that would have no effect, or would make a cache silently wrong, is an error before a model
 is loaded. An entry leaves this list when a test shows that it works. Those of one device are in
 ``devices.py``.
 """
@@ -23,7 +23,13 @@ UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 @dataclass(frozen=True)
 class Refusal:
-    """``message`` says what is set, why it cannot work and what to do instead."""
+    """One combination that is refused.
+
+    Attributes:
+        name: its row in docs/OPERATING.md.
+        applies: whether a configuration and a policy are this combination.
+        message: the setting, why it cannot work, and the fix.
+    """
 
     name: str
     applies: Callable[[VllmConfig, Policy], bool]
@@ -74,7 +80,7 @@ def _no_movable_positions(config: VllmConfig) -> bool:
 
 
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
-    """A kind of model that no policy knows."""
+    """Refuse a kind of model that no policy supports."""
     message = f"{what} not supported; use --kv-policy full"
     return Refusal(name, lambda config, _: applies(config.model_config), message)
 
@@ -83,8 +89,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "recall beside windows",
         lambda config, policy: policy.recall > 0 and windowed(config.model_config),
-        "recall moves positions in a way that layers with sliding windows do not follow yet; "
-        "set --kv-recall 0 for this model",
+        "recall moves positions, which layers with sliding windows do not support yet; set "
+        "--kv-recall 0 for this model",
     ),
     Refusal(
         "recall over stages",
@@ -99,8 +105,8 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, policy: (
             policy.token_scores is not None and config.parallel_config.pipeline_parallel_size > 1
         ),
-        "an importance that comes from token ids is not tested with --pipeline-parallel-size above "
-        '1 yet; set importance to "attention", or use --tensor-parallel-size',
+        "importance from token ids is not tested with --pipeline-parallel-size above 1 yet; set "
+        'importance to "attention", or use --tensor-parallel-size',
     ),
     Refusal(
         "recurrent layers over stages",
@@ -115,20 +121,20 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, policy: (
             policy.token_scores is not None and config.model_config.enable_prompt_embeds
         ),
-        "an importance that comes from token ids cannot be combined with --enable-prompt-embeds, "
-        'whose prompts have none; remove it, or set importance to "attention"',
+        "importance from token ids cannot be combined with --enable-prompt-embeds, because such "
+        'prompts have no token ids; remove it, or set importance to "attention"',
     ),
     Refusal(
         "speculative decoding",
         lambda config, _: config.speculative_config is not None,
-        "--speculative-config cannot be combined with --kv-policy: rejected draft tokens would "
-        "already have evicted others; remove one of the two",
+        "--speculative-config cannot be combined with --kv-policy: a rejected draft token would "
+        "already have evicted another token; remove one of the two",
     ),
     Refusal(
         "KV connector",
         lambda config, _: config.kv_transfer_config is not None,
-        "--kv-transfer-config cannot be combined with --kv-policy: pages change in place and "
-        "cannot be shared with a connector; remove one of the two",
+        "--kv-transfer-config cannot be combined with --kv-policy: pages change in place, so a "
+        "connector cannot share them; remove one of the two",
     ),
     Refusal(
         "context parallelism",
@@ -147,9 +153,9 @@ REFUSALS: tuple[Refusal, ...] = (
             % config.parallel_config.tensor_parallel_size
             != 0
         ),
-        "--tensor-parallel-size must divide the model's KV heads with head_policy per_kv_head: a "
-        "KV head on several ranks would keep different tokens on each; use fewer ranks or "
-        "head_policy homogeneous",
+        "--tensor-parallel-size must divide the number of KV heads with head_policy per_kv_head: a "
+        "KV head on several ranks would keep different tokens on each; use fewer ranks, or set "
+        "head_policy to homogeneous",
     ),
     Refusal(
         "micro-batches",
@@ -159,20 +165,19 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "quantised KV cache",
         _unknown_cache_dtype,
-        "--kv-cache-dtype has a type that no policy can store keys and values in; set it to auto "
-        f"or to one of {', '.join(CODES)}",
+        f"--kv-cache-dtype has an unsupported type; set it to auto or to one of {', '.join(CODES)}",
     ),
     Refusal(
         "layers that are not quantised",
         _some_layers_quantised,
-        "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: pages have as many "
-        "tokens in every layer; remove it, or set --kv-cache-dtype to auto",
+        "--kv-cache-dtype-skip-layers cannot be combined with --kv-policy: pages hold the same "
+        "number of tokens in every layer; remove it, or set --kv-cache-dtype to auto",
     ),
     Refusal(
         "quantised means",
         _quantised_means,
-        "importance 'cluster' writes a mean anew with every token that joins it, and 8 bits would "
-        "round it every time; set --kv-cache-dtype to auto, or another importance",
+        "importance 'cluster' rewrites a mean for every token that joins it, and 8 bits would "
+        "round it every time; set --kv-cache-dtype to auto, or choose another importance",
     ),
     _model("MLA", "models with multi-head latent attention are", lambda m: m.use_mla),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
@@ -184,14 +189,14 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "prefix LM",
         lambda config, _: config.model_config.is_mm_prefix_lm,
-        "models whose image tokens attend in both directions are not supported: a stride is "
-        "causal; add --language-model-only to serve text alone, or use --kv-policy full",
+        "models whose image tokens attend in both directions are not supported: strides are "
+        "causal; add --language-model-only to serve text only, or use --kv-policy full",
     ),
     Refusal(
         "state-space layers",
         lambda config, _: config.model_config.is_attention_free,
-        "all layers of the model are recurrent (Mamba and others) and keep no tokens that a policy "
-        "could evict; remove --kv-policy",
+        "all layers of the model are recurrent (Mamba and others), so a policy has no tokens to "
+        "evict; remove --kv-policy",
     ),
     Refusal(
         "recall beside recurrent layers",
@@ -201,8 +206,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "replayed states",
         lambda config, _: config.cache_config.use_replayssm,
-        "--use-replayssm cannot be combined with --kv-policy: a snapshot would need the tokens "
-        "that wait to be replayed; remove one of the two",
+        "--use-replayssm cannot be combined with --kv-policy: a snapshot would need the tokens to "
+        "be replayed; remove one of the two",
     ),
     _model(
         "dual-chunk attention",
@@ -229,17 +234,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     _model(
         "chunked layers",
-        "models whose layers attend within chunks of the stream (Llama 4) are",
+        "models whose layers attend within chunks of the sequence (Llama 4) are",
         _chunked,
     ),
     _model(
         "shared caches",
-        "models whose layers share the caches of others (Gemma 3n, Gemma 4 E2B and E4B) are",
+        "models with layers that share caches (Gemma 3n, Gemma 4 E2B and E4B) are",
         lambda m: bool(getattr(m.hf_text_config, "num_kv_shared_layers", 0)),
     ),
     _model(
         "random windows",
-        "models whose windows are drawn at random are",
+        "models with random windows are",
         lambda m: m.rswa_window is not None,
     ),
     Refusal(
@@ -255,8 +260,8 @@ REFUSALS: tuple[Refusal, ...] = (
             and policy.head_policy == "homogeneous"
             and config.parallel_config.tensor_parallel_size > 1
         ),
-        "importance 'cluster' with one set of tokens for all heads would need every rank's keys "
-        'to find a cluster; set head_policy to "per_kv_head" with --tensor-parallel-size > 1',
+        "importance 'cluster' with head_policy homogeneous would need the keys of every rank; set "
+        'head_policy to "per_kv_head" with --tensor-parallel-size above 1',
     ),
     Refusal(
         "prefill threshold",

@@ -12,11 +12,13 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_cascade.policies.per_request import BUDGET, KEYS, NAME, plain_key
+from vllm_cascade.policies.arguments import KEYS, REQUEST, collect, plain_key
+from vllm_cascade.policies.settings import KVPolicyError
 
 MIDDLEWARE = f"{__name__}.KVKeysMiddleware"
 """Import path for vLLM's ``--middleware``."""
-_SUSPECT = re.compile(rb'"(kv[_-](budget|policy|recall)|extra_body)"', re.IGNORECASE)
+_WORDS = "|".join(["extra_body", *KEYS]).replace("_", "[_-]").encode()
+_SUSPECT = re.compile(b'"(' + _WORDS + b')"', re.IGNORECASE)
 
 
 def wrong_place(body: Any) -> tuple[str, str] | None:
@@ -37,10 +39,11 @@ def wrong_place(body: Any) -> tuple[str, str] | None:
         )
     own = body.get("vllm_xargs")
     for key, value in own.items() if isinstance(own, dict) else ():
-        if key in KEYS and isinstance(value, bool):  # vLLM would convert it to a number
-            what = "the name of a policy" if key == NAME else "an integer number"
-            what += " of tokens" if key == BUDGET else ""
-            return key, f"{key} must be {what}, not {json.dumps(value)}"
+        if isinstance(value, bool):  # vLLM would convert it to a number
+            try:
+                collect({key: value}, REQUEST)
+            except KVPolicyError as error:
+                return key, str(error)
     return None
 
 

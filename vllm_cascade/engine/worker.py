@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
+"""vLLM's workers with a policy: select the backend before model load, connect it afterwards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,16 +37,16 @@ from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Reque
 
 
 def scales_of(layer: AttentionLayer) -> tuple[float, float]:
-    """Of all keys and of all values: the checkpoint's, or 1.
+    """Scales of a layer's quantised keys and values: the checkpoint's, or 1.
 
     Raises:
-        KVPolicyError: a checkpoint with several of them for one layer.
+        KVPolicyError: the checkpoint has several scales for one layer.
     """
     scales = layer._k_scale, layer._v_scale
     if any(scale.numel() > 1 for scale in scales):
         raise KVPolicyError(
-            "kv_policy: the checkpoint has a scale of keys and values for every head, which no "
-            "policy supports; set --kv-cache-dtype to fp8_per_token_head, or to the model's dtype"
+            "kv_policy: the checkpoint has key and value scales per head, which no policy "
+            "supports; set --kv-cache-dtype to fp8_per_token_head, or to the model's dtype"
         )
     return scales[0].item(), scales[1].item()
 
@@ -65,10 +65,10 @@ class KVPolicyWorker:
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
-        """Layers built in this context use our backend; later engines of this process do not."""
+        """Make layers built in this context use our backend; later engines are not affected."""
         slot = self.device_entry.slot
         register_backend(slot, self.device_entry.backend)
-        _cached_get_attn_backend.cache_clear()  # vLLM remembers which backend it selected
+        _cached_get_attn_backend.cache_clear()  # vLLM caches its selection
         try:
             yield
         finally:
@@ -89,9 +89,9 @@ class KVPolicyWorker:
     def _bounded(self, stock: Callable[[], dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
         """The specs of the model's layers under the policy; ``stock`` returns vLLM's."""
         cache_config, block_size = self.vllm_config.cache_config, self._block_size
-        # Where layers are recurrent vLLM has raised it, until a page held a state.
+        # For models with recurrent layers, vLLM raises it until a page holds a state.
         cache_config.block_size = block_size
-        with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
+        with set_current_vllm_config(self.vllm_config):  # for customize_spec
             specs = stock()
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
@@ -101,8 +101,8 @@ class KVPolicyWorker:
         made = bounded(whole, policy, block_size, last)
         if all(getattr(spec, "window", None) is not None for spec in made.values()):
             logger.warning_once(
-                "KV policy %s: every layer of this model has a sliding window and keeps no more "
-                "than that, so the policy decides nothing; --kv-policy full is faster",
+                "KV policy %s has no effect: every layer of this model has a sliding window; "
+                "--kv-policy full is faster",
                 policy.name,
             )
         if states:
@@ -131,25 +131,25 @@ class KVPolicyWorker:
             builder.follow(first)
         self._connect(builders)
         self._open_stores(first, layers)
-        # The V1 runner maps absolute positions to slots of a table that holds a bounded number
-        # of pages; nothing reads the result, and it would read past the table's end.
+        # The V1 runner maps absolute positions to slots. Our tables are bounded, so it would read
+        # past their end. The result is unused.
         if not self.use_v2_model_runner:
             for table in self.model_runner.input_batch.block_table.block_tables:
                 table.slot_mapping_mode = SlotMappingMode.NONE
 
     def _connect(self, builders: list[StepBuilder]) -> None:
-        """Give builders what the runner knows of requests, and the runner our whole pages."""
+        """Give the builders the runner's requests, and the runner our whole pages."""
         runner, schedule = self.model_runner, builders[0].engine_schedule
         importance = token_importance(schedule.policy, self.model_config)
         kind = RunnerV2Requests if self.use_v2_model_runner else RunnerV1Requests
         self._requests = kind(runner, schedule, importance)
         for builder in builders:
             builder.requests = self._requests
-        # What the runner copies where a request starts from a snapshot: also the pages' tails.
+        # The runner copies these when a request starts from a snapshot, including page tails.
         runner.kv_caches[:] = [whole_pages(cache) for cache in runner.kv_caches]
 
     def _make_stores(self, specs: Sequence[KVPolicySpec], device: torch.device) -> None:
-        """Where evicted units of layers wait; for a policy that recalls them."""
+        """Create the stores of evicted units, for a policy with recall."""
         spec = specs[0]
         policy = spec.policy
         shape = UnitShape(
@@ -167,7 +167,7 @@ class KVPolicyWorker:
         self._stores = resolve_name(backend).make_stores(shape, most, device)
 
     def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
-        """Connect builder and layers with where evicted units wait."""
+        """Connect the builder and the layers with the stores of evicted units."""
         names, spec = builder.layer_names, builder.kv_cache_spec
         if not spec.policy.recall:
             return
@@ -187,14 +187,14 @@ class KVPolicyWorker:
         return get_layers_from_vllm_config(self.vllm_config, Attention)
 
     def _builders(self) -> list[StepBuilder]:
-        """The metadata builders, one for each kind of layers with keys and values.
+        """The metadata builders, one per kind of attention layers.
 
-        These share a cache group; recurrent layers have others, and vLLM's builders. The first one
-        has the policy's layers, if the model has any; it publishes positions, and its counters are
-        the engine's.
+        These kinds share a cache group. Recurrent layers have other groups and use vLLM's builders.
+        The first builder has the policy's layers, if the model has any. It publishes positions, and
+        its counters are the engine's.
 
         Raises:
-            KVPolicyError: a model whose layers need caches that are not ours.
+            KVPolicyError: some layers need caches that are not ours.
         """
         groups = [
             all_of
@@ -205,17 +205,17 @@ class KVPolicyWorker:
         if len(groups) != 1 or not all(isinstance(builder, StepBuilder) for builder in builders):
             kinds = ", ".join(type(builder).__name__ for builder in builders)
             raise KVPolicyError(
-                f"kv_policy: vLLM keeps the model's layers in several groups of caches ({kinds}); "
-                "use a model whose layers use full attention or sliding windows, or full attention "
-                "beside at least as many recurrent layers"
+                f"kv_policy: vLLM splits this model's caches into several groups ({kinds}); use a "
+                "model with full attention or sliding windows, or with full attention and at least "
+                "as many recurrent layers"
             )
         return sorted(builders, key=lambda builder: builder.kv_cache_spec.window is not None)
 
     def kv_policy_counters(self) -> dict[str, int]:
-        """What the policy has done in this worker: tokens seen, evicted, strides, steps.
+        """Counters of this worker: tokens seen, tokens evicted, strides, steps.
 
-        With recall also units that came back, summed over layers and head sets, units that are
-        stored for requests and snapshots, and host memory in bytes.
+        With recall, also units recalled (summed over layers and head sets), units stored for
+        requests and snapshots, and the stores' memory in bytes.
         """
         counters = asdict(self._builders()[0].counters)
         if self._stores is not None:
@@ -226,7 +226,10 @@ class KVPolicyWorker:
         return counters
 
     def kv_policy_trace(self, every: int = 1) -> None:
-        """Start recording which tokens every layer keeps; replaces an earlier recording.
+        """Start to record which tokens every layer keeps, and drop an earlier recording.
+
+        Args:
+            every: record stride ends that are multiples of this many tokens.
 
         Raises:
             KVPolicyError: the policy's ``trace`` setting is off.
@@ -238,7 +241,7 @@ class KVPolicyWorker:
             layer.impl.recorder = recorder
 
     def kv_policy_kept(self) -> list[dict[str, Any]]:
-        """What was recorded; recording stops."""
+        """Stop recording and return what was recorded."""
         layers = list(self._attention_layers().values())
         recorder = layers[0].impl.recorder
         for layer in layers:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
+from vllm_cascade.policies.settings import Misfit
 
 
 class Beehive(Policy):
@@ -36,62 +37,58 @@ class Beehive(Policy):
     token_keys: ClassVar[tuple[str, ...]] = (*Policy.token_keys, "window", "threshold")
 
     head_policy: Literal["homogeneous", "per_kv_head"] = Field(
-        "per_kv_head", description="one kept set for all heads, or one for each KV head"
+        "per_kv_head", description="keep the same tokens for all heads, or choose per KV head"
     )
     tie: Literal["incoming", "resident"] = Field(
-        "resident", description="which of a segment's equal scores stays: the last or the first"
+        "resident", description="which of equal scores in a segment stays: the last or the first"
     )
-    stride: int = Field(5, description="s: new tokens of which one stays")
+    stride: int = Field(5, description="s: one of this many new tokens stays")
     window: int | None = Field(
         None, ge=1, description="most recent tokens, always kept; null: by the paper's theorem"
     )
     threshold: int | None = Field(
-        None, ge=1, description="T: tokens between sinks and window; null: what the budget leaves"
+        None, ge=1, description="T: tokens between sinks and window; null: the rest of the budget"
     )
     threshold_counts: Literal["middle", "new"] = Field(
-        "middle", description="what the threshold counts: all in the middle (the code), or new ones"
+        "middle", description="counted by the threshold: the middle (authors' code) or new tokens"
     )
     log_n: bool = Field(False, description="multiply logits by log(n) / log(512)")
     log_n_counts: Literal["seen", "cached"] = Field(
-        "seen", description="n: tokens seen so far (the paper), or keys in the cache"
+        "seen", description="n: tokens seen so far (paper) or keys in the cache"
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.unit > 1:
-            try:
-                self.in_units._check()
-            except ValueError as error:
-                raise ValueError(f"in units of {self.unit} tokens: {error}") from None
-            return self
+        units, size, budget = self.in_units, self.unit, self.budget
+        recent, comb = units.recent * size, units.comb * size
         if self.stride < 3:
-            raise ValueError(
-                f"stride {self.stride} would never thin old tokens (their interval is "
-                "floor((stride + 1) / 2) = 1), so the cache would grow without bound; set stride "
-                "to at least 3"
+            reason = (
+                "would never thin old tokens (their interval is floor((stride + 1) / 2) = 1), so "
+                "the cache would grow without bound"
             )
-        if self.budget < 2:
-            raise ValueError(
-                f"budget {self.budget} leaves no room for a recent and a middle token; set it to "
-                "at least 2"
-            )
-        if self.comb < 1:
-            raise ValueError(
-                f"window {self.recent} leaves nothing of the budget {self.budget} for the middle; "
-                f"set window to at most {self.budget - 1}"
-            )
-        if self.recent + self.comb > self.budget:
-            raise ValueError(
-                f"window {self.recent} + threshold {self.comb} is more than the budget "
-                f"{self.budget}; lower the threshold to at most {self.budget - self.recent}"
+            raise Misfit("stride", self.stride, reason, {"stride": 3}, bound="at least ")
+        if budget < 2 * size:
+            one = "token" if size == 1 else "unit"
+            reason, change = f"leaves no room for a recent and a middle {one}", {"budget": 2 * size}
+            raise Misfit("budget", budget, reason, change, bound="at least ")
+        if comb < size:
+            reason = f"leaves nothing of the budget {budget} for the middle"
+            raise Misfit("window", recent, reason, {"window": budget - size}, bound="at most ")
+        if recent + comb > budget:
+            raise Misfit(
+                "threshold",
+                comb,
+                f"and window {recent} are together more than the budget {budget}",
+                {"threshold": budget - recent},
+                {"budget": recent + comb},
+                bound="at most ",
             )
         if self.threshold_counts == "new":
-            peak = self._most_cached() - self.num_sinks
-            if peak > self.budget:
-                raise ValueError(
-                    f"threshold {self.comb} counting new tokens needs up to {peak} cached tokens, "
-                    f"more than the budget {self.budget}; lower the threshold"
-                )
+            peak = (units._most_cached() - units.num_sinks) * size
+            if peak > budget:
+                reason = f"counting new tokens needs up to {peak} cached tokens, more than the "
+                reason += f"budget {budget}"
+                raise Misfit("threshold", comb, reason, {"budget": peak}, hint="lower it")
         return self
 
     @property

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
+from vllm_cascade.policies.settings import Misfit, nearest
 
 
 class Cascade(Policy):
@@ -40,14 +41,16 @@ class Cascade(Policy):
     }
 
     preset: Literal["paper"] | None = Field(
-        None, description="`paper`: the paper's own setting, for keys that are not given"
+        None, description="`paper`: the paper's values for settings that are not given"
     )
     num_subcaches: int = Field(4, ge=1, le=16, description="sub-caches that share the budget")
     cascade_base: int = Field(
-        2, ge=2, description="each sub-cache accepts this many times less often than the one before"
+        2,
+        ge=2,
+        description="each sub-cache accepts tokens this many times less often than the last",
     )
     eager_fill: bool = Field(
-        True, description="fill the whole budget before thinning; false is the paper's"
+        True, description="fill the whole budget before thinning; false: as in the paper"
     )
 
     @classmethod
@@ -63,14 +66,14 @@ class Cascade(Policy):
     def _check_budget(self) -> Self:
         step = self.budget_step(self.model_dump())
         if self.budget % step:
-            below, above = self.budget // step * step, -(-self.budget // step) * step
-            good = f"{below} or {above}" if below else f"{above}"
             units = "" if self.unit == 1 else f" and of num_subcaches * unit {self.unit}:"
-            raise ValueError(
-                f"budget {self.budget} does not fit {self.num_subcaches} sub-caches of base "
-                f"{self.cascade_base}: it must be a multiple of num_subcaches * "
-                f"cascade_base**(num_subcaches - 1){units or ' ='} {step}; nearest good values: "
-                f"{good}"
+            raise Misfit(
+                "budget",
+                self.budget,
+                f"does not fit {self.num_subcaches} sub-caches of base {self.cascade_base}: it "
+                "must be a multiple of num_subcaches * cascade_base**(num_subcaches - 1)"
+                f"{units or ' ='} {step}",
+                *nearest("budget", self.budget, step),
             )
         return self
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from vllm_cascade.policies.policy import Policy, TokenScores
 from vllm_cascade.policies.rules import Insertions, Rule, Scoring
+from vllm_cascade.policies.settings import Misfit
 
 GLOBAL_SHARE = 5
 """By default 1/5 of the budget is global. The papers' best results use 60 to 160 of 510 tokens."""
@@ -42,43 +43,41 @@ class DGC(Policy):
         "tfidf", description="what makes a token important"
     )
     global_size: int | None = Field(
-        None, ge=1, description="tokens of the global part; null is a fifth of the budget"
+        None, ge=1, description="tokens of the global part; null: a fifth of the budget"
     )
     idf: str | None = Field(
         None,
-        description="table made by `vllm-cascade idf`; null: frequencies in the request's own past",
+        description="table made by `vllm-cascade idf`; null: frequencies in the request so far",
     )
     order: Literal["chronological", "importance"] = Field(
         "chronological",
-        description="positions of the global part: by time, or the most important first, as the "
-        "authors' code has them",
+        description="positions of the global part: by time, or the most important token first, "
+        "as in the authors' code",
     )
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
         if self.budget < 2 * self.unit:
             one = "token" if self.unit == 1 else "unit"
-            raise ValueError(
-                f"budget {self.budget} leaves no room for a global and a recent {one}; set >= "
-                f"{2 * self.unit}"
-            )
+            reason = f"leaves no room for a global and a recent {one}"
+            change = {"budget": 2 * self.unit}
+            raise Misfit("budget", self.budget, reason, change, bound="at least ")
         if self.num_global >= self.budget:
-            raise ValueError(
-                f"global_size {self.global_size} leaves no recent token in the budget "
-                f"{self.budget}; set it to at most {self.budget - 1}"
-            )
+            reason = f"leaves no recent token in the budget {self.budget}"
+            change = {"global_size": self.budget - self.unit}
+            raise Misfit("global_size", self.global_size, reason, change, bound="at most ")
         if self.idf is not None and self.token_scores is None:
-            raise ValueError(
-                f"idf is not used with importance {self.importance!r}; remove it, or set "
-                "importance to tfidf or tfidf_sklearn"
-            )
+            reason = f"is not used with importance {self.importance}"
+            changes = [{"importance": rule} for rule in ("tfidf", "tfidf_sklearn")]
+            raise Misfit("idf", self.idf, reason, *changes, hint="remove it")
         if self.order == "importance" and self.importance == "cluster":
-            raise ValueError("order 'importance' has no meaning for clusters; remove it")
+            changes = [{"order": "chronological"}, {"importance": "attention"}]
+            raise Misfit("order", self.order, "has no meaning for clusters", *changes)
         if self.unit > 1 and (self.merge_into is not None or self.arranges):
-            raise ValueError(
-                "importance 'cluster' and order 'importance' move single tokens; remove them or "
-                "set unit to 1"
-            )
+            key = "order" if self.arranges else "importance"
+            change = {key: type(self).model_fields[key].default}
+            reason = f"moves single tokens, and unit is {self.unit}"
+            raise Misfit(key, getattr(self, key), reason, change, {"unit": 1})
         return self
 
     @property

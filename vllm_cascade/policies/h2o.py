@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Insertions, Rule, Scoring
+from vllm_cascade.policies.settings import Misfit
 
 
 class H2O(Policy):
@@ -21,19 +22,17 @@ class H2O(Policy):
     token_keys: ClassVar[tuple[str, ...]] = (*Policy.token_keys, "window")
 
     window: int | None = Field(
-        None, ge=1, description="most recent tokens, always kept; null is half the budget"
+        None, ge=1, description="most recent tokens, always kept; null: half the budget"
     )
     normalise: bool = Field(
-        False, description="compare attention per query that saw a token: raw sums favour old ones"
+        False, description="compare attention per query that saw the token; sums favour old tokens"
     )
 
     @model_validator(mode="after")
     def _check_window(self) -> Self:
         if self.window is not None and self.window > self.budget:
-            raise ValueError(
-                f"window {self.window} is larger than the budget {self.budget}; "
-                f"set it to at most {self.budget}"
-            )
+            reason, change = f"is larger than the budget {self.budget}", {"window": self.budget}
+            raise Misfit("window", self.window, reason, change, bound="at most ")
         return self
 
     @property

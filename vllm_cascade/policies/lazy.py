@@ -26,7 +26,7 @@ class Lazy(Sink):
 
     overflow: int = Field(32, ge=1, description="R: tokens over the budget before pruning")
     slack: int = Field(24, ge=0, description="σ: tokens over the budget that pruning may leave")
-    max_drop: int = Field(8, ge=0, description="δ: tokens pruned at once; 0 is all of them")
+    max_drop: int = Field(8, ge=0, description="δ: tokens pruned at once; 0: all of them")
 
     @classmethod
     def unit_defaults(cls, unit: int) -> dict[str, Any]:

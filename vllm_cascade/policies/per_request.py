@@ -6,25 +6,22 @@ or with ``vllm_xargs`` in the OpenAI API. Front-end, scheduler and worker each d
 policy from these values and the engine's policy, so no other data is sent.
 """
 
-import difflib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
+from vllm_cascade.policies.arguments import FLAGS, KEYS, REQUEST, collect
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.registry import POLICIES, resolve
+from vllm_cascade.policies.registry import POLICIES, policy_class, resolve, validated
 from vllm_cascade.policies.schedule import MAX_SCHEDULES, Schedule, compiled
-from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
-
-BUDGET, NAME, RECALL = KEYS = ("kv_budget", "kv_policy", "kv_recall")
-SHORT = {key.removeprefix("kv_"): key for key in KEYS}
-"""Likely short spellings (``budget``, ``policy``, ``recall``), used to suggest the right key."""
-
-
-def plain_key(key: str) -> str:
-    """Normalise a key: lower case, underscores."""
-    return key.lower().replace("-", "_")
+from vllm_cascade.policies.settings import (
+    CONFIG_KEY,
+    Change,
+    Given,
+    KVPolicyConfig,
+    KVPolicyError,
+    Misfit,
+    explaining,
+)
 
 
 class PerRequest:
@@ -32,7 +29,7 @@ class PerRequest:
 
     def __init__(self, engine: Schedule) -> None:
         self.engine = engine
-        self._known: dict[tuple[str | None, int | None, int | None], Schedule] = {}
+        self._known: dict[Hashable, Schedule] = {}
 
     def schedule(self, extra_args: Mapping[str, Any] | None) -> Schedule:
         """A request's schedule; the engine's unless the request sets its own values.
@@ -40,68 +37,69 @@ class PerRequest:
         Raises:
             KVPolicyError: names the key and the fix.
         """
-        if not extra_args:
+        given = collect(extra_args, REQUEST) if extra_args else None
+        if not given:
             return self.engine
-        name, budget, recall = (extra_args.get(key) for key in (NAME, BUDGET, RECALL))
-        if name is None and budget is None and recall is None:
-            return self.engine
-        for key, number, what in ((BUDGET, budget, "tokens"), (RECALL, recall, "units")):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int)):
-                raise KVPolicyError(f"{key} must be an integer number of {what}, not {number!r}")
-        if name is not None and not isinstance(name, str):
-            raise KVPolicyError(f"{NAME} must be the name of a policy, not {name!r}")
-        own = self._known.get((name, budget, recall))
+        key = tuple(given.items())
+        own = self._known.get(key)
         if own is None:
-            policy = derive(self.engine.policy, name, budget, recall)
+            policy = derive(self.engine.policy, given)
             own = self.engine if policy == self.engine.policy else compiled(policy)
             if len(self._known) >= MAX_SCHEDULES:
                 self._known.clear()
-            self._known[name, budget, recall] = own
+            self._known[key] = own
         return own
 
 
-def derive(
-    policy: Policy, name: str | None, budget: int | None, recall: int | None = None
-) -> Policy:
+def derive(policy: Policy, given: Given) -> Policy:
     """Derive a request's policy from the engine's policy.
 
     Args:
         policy: the engine's policy.
-        name: the request's policy name; None: the engine's.
-        budget: tokens, at most the engine's budget; None: the engine's for the same policy, else
-            the largest that fits.
-        recall: units, at most the engine's recall; None: the engine's.
+        given: the request's settings, each at most the engine's. Without ``budget``, another policy
+            gets the largest that fits. All else is the engine's.
 
     Raises:
         KVPolicyError: a value is not allowed. The message names the key and the fix.
     """
-    name = policy.name if name is None else name
-    if budget is not None and not 1 <= budget <= policy.budget:
-        raise KVPolicyError(
-            f"{BUDGET} {budget} is not within the server's --kv-budget: ask for 1 to "
-            f"{policy.budget}"
-        )
-    if recall is not None and not 0 <= recall <= policy.recall:
-        fix = f"ask for 0 to {policy.recall}" if policy.recall else "start it with --kv-recall"
-        raise KVPolicyError(f"{RECALL} {recall} is not within the server's --kv-recall: {fix}")
-    cls = _allowed_class(policy, name)
-    settings = _inherited(policy, cls)
-    if recall is not None:
-        settings["recall"] = recall
-    largest = _largest_budget(policy, cls, settings)
-    default = policy.budget if cls is type(policy) else largest
-    settings["budget"] = default if budget is None else budget
-    try:
-        own = cls.model_validate(settings)
-    except ValidationError as error:
-        reasons = "; ".join(item["msg"].removeprefix("Value error, ") for item in error.errors())
-        key = NAME if budget is None else f"{BUDGET} {budget}"
-        raise KVPolicyError(f"{key} cannot work with kv_policy {name}: {reasons}") from None
+
+    def attempt(change: Change) -> Policy:
+        if not change.keys() <= set(KEYS.values()):
+            raise KVPolicyError("a request cannot set this")
+        try:
+            return _derived(policy, given, {**given, **change})
+        except Misfit as misfit:
+            misfit.hint = ""  # names settings of the engine
+            raise
+
+    return explaining(attempt, given)
+
+
+def _derived(policy: Policy, given: Given, asked: Mapping[str, Any]) -> Policy:
+    cls = _allowed_class(policy, asked.get("name", policy.name))
+    for key in asked.keys() - {"name"}:
+        if asked[key] > (most := getattr(policy, key)):
+            reason = f"is more than the server's {FLAGS.name(f'kv_{key}')} {most}"
+            raise Misfit(key, asked[key], reason, {key: most}, bound="at most ")
+    settings = {**_inherited(policy, cls), **asked, "name": cls.name}
+    # Without a budget: how large may one be?
+    least = cls.model_construct(**{**settings, "budget": 0, "recall": policy.recall})
+    step = cls.budget_step(settings)
+    largest = min(policy.budget, policy.capacity - least.capacity) // step * step
+    if "budget" not in asked and cls is not type(policy):
+        settings["budget"] = largest
+        if largest < 1:
+            reason = f"has no budget that fits the server's {policy.name}"
+            raise Misfit("name", cls.name, reason, {"name": policy.name})
+    own = validated(settings, given)
     if own.capacity > policy.capacity:
-        raise KVPolicyError(
-            f"{BUDGET} {budget} with {NAME} {name} needs up to {own.capacity} cached tokens a "
-            f"request, but the server's {policy.name} has tables for {policy.capacity}; ask for "
-            f"a {BUDGET} of at most {largest}"
+        raise Misfit(
+            "budget",
+            own.budget,
+            f"with {CONFIG_KEY} {own.name} needs up to {own.capacity} cached tokens a request, but "
+            f"the server's {policy.name} has tables for {policy.capacity}",
+            {"budget": largest},
+            bound="at most ",
         )
     assert own.head_policy == policy.head_policy and own.prefill_stride == policy.prefill_stride
     assert own.head_reduction == policy.head_reduction and own.unit == policy.unit
@@ -115,23 +113,21 @@ def _allowed_class(policy: Policy, name: str) -> type[Policy]:
     Raises:
         KVPolicyError: the policy is unknown, ``full``, or needs scores the engine lacks.
     """
-    allowed = [key for key, cls in POLICIES.items() if _missing(policy, cls) is None]
+    missing = {key: _missing(policy, cls) for key, cls in POLICIES.items()}
+    allowed = [key for key in POLICIES if missing[key] is None]
     choices = f"choose from {', '.join(allowed)}"
     if name == "full":
         raise KVPolicyError(
-            f"{NAME} full cannot be chosen for one request: this server's pages are those of "
+            f"{CONFIG_KEY} full cannot be chosen for one request: this server's pages are those of "
             f"{policy.name}; {choices}"
         )
-    if name not in POLICIES:
-        close = difflib.get_close_matches(name, allowed, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise KVPolicyError(f"{NAME}: unknown policy {name!r}, {choices}{hint}")
+    cls = policy_class(name, CONFIG_KEY, allowed)
     if name not in allowed:
         raise KVPolicyError(
-            f"{NAME} {name} needs {_missing(policy, POLICIES[name])}; "
-            f"{choices}, or start the server with --kv-policy {name}"
+            f"{CONFIG_KEY} {name} needs {missing[name]}; {choices}, or start the server with "
+            f"{FLAGS.name(CONFIG_KEY)} {name}"
         )
-    return POLICIES[name]
+    return cls
 
 
 def _missing(policy: Policy, cls: type[Policy]) -> str | None:
@@ -161,16 +157,3 @@ def _inherited(policy: Policy, cls: type[Policy]) -> dict[str, Any]:
     }
     changed = cls.unit_defaults(policy.unit) if policy.unit > 1 else {}
     return {**changed, **{key: getattr(policy, key) for key in common}}
-
-
-def _largest_budget(policy: Policy, cls: type[Policy], settings: dict[str, Any]) -> int:
-    """Largest budget, in tokens, with which ``cls`` fits the engine's tables."""
-    sinks, overflow = (
-        settings.get(key, cls.model_fields[key].default) for key in ("num_sinks", "overflow")
-    )
-    unit = policy.unit
-    filling, waiting = unit if unit > 1 else 0, max(overflow - unit, 0)
-    room = policy.capacity - policy.recalled - sinks - waiting - filling
-    room = min(policy.budget, room)
-    step = cls.budget_step(settings)
-    return room // step * step

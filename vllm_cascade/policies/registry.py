@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy registry: finds policies by name and resolves raw settings."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -15,13 +15,18 @@ from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.lazy import Lazy
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import (
+    CONFIG_KEY,
     DEFAULT_BUDGET,
     DEFAULT_PREFILL_STRIDE,
     RECALL_UNIT,
+    Change,
+    Given,
     KVPolicyError,
-    raw_settings,
+    Misfit,
+    describe,
+    did_you_mean,
+    explaining,
 )
-from vllm_cascade.policies.settings import describe_errors as _describe_errors
 from vllm_cascade.policies.sink import Sink
 from vllm_cascade.policies.window import Window
 
@@ -83,23 +88,28 @@ POLICIES: dict[str, type[Policy]] = {**_built_in(), **_others}
 CHOICES = ("full", *POLICIES)
 
 
-def policy_class(name: Any) -> type[Policy]:
+def policy_class(
+    name: Any, place: str = CONFIG_KEY, choices: Sequence[str] = CHOICES
+) -> type[Policy]:
     """The class of policy ``name``.
 
+    Args:
+        place: how the user wrote the setting, for the message.
+        choices: the policies to choose from.
+
     Raises:
-        KVPolicyError: no policy has this name. The message lists the valid names.
+        KVPolicyError: no policy has this name. The message lists the choices.
     """
     if isinstance(name, str) and name in POLICIES:
         return POLICIES[name]
     if isinstance(name, str) and name in UNUSABLE:
         raise KVPolicyError(
-            f"kv_policy {name}: its package cannot be loaded ({UNUSABLE[name]}); "
+            f"{place} {name}: its package cannot be loaded ({UNUSABLE[name]}); "
             "repair or uninstall that package"
         )
-    close = difflib.get_close_matches(str(name), CHOICES, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     shown = repr(name) if len(repr(name)) < 80 else f"{repr(name)[:60]}..."
-    raise KVPolicyError(f"kv_policy: unknown name {shown}, choose from {', '.join(CHOICES)}{hint}")
+    hint = did_you_mean(str(name), choices)
+    raise KVPolicyError(f"{place}: unknown policy {shown}, choose from {', '.join(choices)}{hint}")
 
 
 def resolve(
@@ -109,10 +119,10 @@ def resolve(
     max_num_batched_tokens: int | None = None,
     block_size: int | None = None,
 ) -> Policy:
-    """Check raw settings, fill in the defaults, and return the policy.
+    """Check settings, fill in the defaults, and return the policy.
 
     Args:
-        raw: the user's settings, including ``name``.
+        raw: the user's settings, including ``name``. ``Given`` has the user's names of them.
         max_position: positions of the model. None: unbounded, as with ALiBi.
         max_num_batched_tokens: most tokens that vLLM schedules in a step. None: unknown.
         block_size: tokens per page. ``unit: page`` resolves to it; other units must divide it.
@@ -121,33 +131,49 @@ def resolve(
     Raises:
         KVPolicyError: an unknown key, a wrong type or an impossible size.
     """
-    given = dict(raw)
-    cls = policy_class(given.pop("name", None))
-    preset = given.get("preset")
-    given = {**getattr(cls, "presets", {}).get(preset, {}), **given}
-    if given.get("recall"):
-        given.setdefault("unit", RECALL_UNIT)
-    if given.get("unit") == "page" and block_size is not None:
-        given["unit"] = block_size
-    unit = cls.unit_of(given)
-    if unit > 1:
-        given = {**cls.unit_defaults(unit), **given}
-    if "prefill_stride" not in given:
-        given["prefill_stride"] = _default_stride(unit, max_position, max_num_batched_tokens)
-    if "budget" not in given:
-        given["budget"] = _default_budget(cls, given, max_position)
+    given = raw if isinstance(raw, Given) else Given(raw)
+
+    def attempt(change: Change) -> Policy:
+        settings = {**given, **change}
+        cls = policy_class(settings.get("name"), given.name("name"))
+        settings = {**getattr(cls, "presets", {}).get(settings.get("preset"), {}), **settings}
+        if settings.get("recall"):
+            settings.setdefault("unit", RECALL_UNIT)
+        if settings.get("unit") == "page" and block_size is not None:
+            settings["unit"] = block_size
+        unit = cls.unit_of(settings)
+        if block_size is not None and block_size % unit:
+            reason, hint = f"does not divide a page of {block_size} tokens", "choose a divisor"
+            raise Misfit("unit", unit, reason, {"unit": "page"}, hint=hint)
+        if unit > 1:
+            settings = {**cls.unit_defaults(unit), **settings}
+        if "prefill_stride" not in settings:
+            settings["prefill_stride"] = _default_stride(unit, max_position, max_num_batched_tokens)
+        if "budget" not in settings:
+            settings["budget"] = _default_budget(cls, settings, max_position)
+        policy = validated(settings, given)
+        _check_fit(policy, max_position, max_num_batched_tokens)
+        return policy
+
+    return explaining(attempt, given)
+
+
+def validated(settings: dict[str, Any], given: Given) -> Policy:
+    """The policy with these settings, including ``name``.
+
+    Raises:
+        Misfit: settings do not fit together.
+        KVPolicyError: an unknown key or a wrong type.
+    """
+    own = dict(settings)
+    cls = policy_class(own.pop("name", None), given.name("name"))
     try:
-        policy = cls.model_validate(given)
+        return cls.model_validate(own)
     except ValidationError as error:
-        keys = ["name", *cls.model_fields]
-        raise KVPolicyError(_describe_errors(error, cls.name, keys)) from None
-    _check_fit(policy, max_position, max_num_batched_tokens)
-    if block_size is not None and block_size % policy.unit:
-        raise KVPolicyError(
-            f"kv_policy: unit {policy.unit} does not divide a page of {block_size} tokens; choose "
-            "a divisor of --block-size, or 'page'"
-        )
-    return policy
+        cause = error.errors()[0].get("ctx", {}).get("error")
+        if isinstance(cause, Misfit):
+            raise cause from None
+        raise KVPolicyError(describe(error, given.name, cls)) from None
 
 
 def _default_stride(unit: int, max_position: int | None, max_num_batched_tokens: int | None) -> int:
@@ -164,20 +190,16 @@ def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int 
     """2048, or the largest valid budget whose positions fit the model."""
     limit, step = DEFAULT_BUDGET, cls.budget_step(given)
     if step > limit:
-        steps = [key for key in ("num_subcaches", "cascade_base", "unit") if key in given]
+        without = {key: {k: v for k, v in given.items() if k != key} for key in given}
+        steps = [key for key, others in without.items() if cls.budget_step(others) < step]
         raise KVPolicyError(
             f"kv_policy: with {', '.join(f'{key} {given[key]}' for key in steps)} a budget must be "
             f"a multiple of {step}, more than the default of {limit}; lower {' or '.join(steps)}, "
             "or set budget"
         )
-    others = [
-        given.get(key, cls.model_fields[key].default)
-        for key in ("num_sinks", "overflow", "prefill_stride", "recall")
-    ]
-    if max_position is not None and all(isinstance(value, int) for value in others):
-        unit = cls.unit_of(given)
-        waiting = max(others[1] - unit, 0)
-        limit = min(limit, max_position - others[0] - waiting - others[2] - others[3] * unit)
+    if max_position is not None:
+        with suppress(TypeError, ZeroDivisionError):  # wrong settings, which validation reports
+            limit = min(limit, max_position - cls.model_construct(**given, budget=0).max_position)
     return max(limit // step * step, step)
 
 
@@ -192,34 +214,42 @@ def _largest(policy: Policy) -> str:
 def _check_fit(
     policy: Policy, max_position: int | None, max_num_batched_tokens: int | None
 ) -> None:
+    """Check a policy against the model and the engine.
+
+    Raises:
+        Misfit: it needs too many positions, or a size that the engine cannot have.
+    """
     if max_position is not None and policy.max_position > max_position:
         room = max_position - (policy.max_position - policy.budget)
         step = policy.budget_step(policy.model_dump())
-        fix = (
-            f"lower the budget to at most {room // step * step}"
-            if room >= step
-            else f"lower {_largest(policy)}"
-        )
         extra = f" + overflow {policy.overflow} - {policy.unit}" if policy.waiting else ""
         if policy.recall:
             extra += f" + recall {policy.recall} x unit {policy.unit}"
-        raise KVPolicyError(
-            f"kv_policy: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
+        raise Misfit(
+            "budget",
+            policy.budget,
+            f"is too large: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
             f"{policy.prefill_stride}{extra} = {policy.max_position} positions, but the model has "
-            f"{max_position}; {fix}"
+            f"{max_position}",
+            *([{"budget": room // step * step}] if room >= step else []),
+            bound="at most ",
+            hint="" if room >= step else f"lower {_largest(policy)}",
         )
     if max_num_batched_tokens is not None and policy.prefill_stride > max_num_batched_tokens:
-        raise KVPolicyError(
-            f"kv_policy: prefill_stride {policy.prefill_stride} is larger than "
-            f"max_num_batched_tokens {max_num_batched_tokens}, so no prompt could ever be "
-            f"scheduled; set prefill_stride to at most {max_num_batched_tokens} or raise "
-            "--max-num-batched-tokens"
+        raise Misfit(
+            "prefill_stride",
+            policy.prefill_stride,
+            f"is larger than max_num_batched_tokens {max_num_batched_tokens}, so no prompt could "
+            "ever be scheduled",
+            {"prefill_stride": max_num_batched_tokens // policy.unit * policy.unit},
+            bound="at most ",
+            hint="raise --max-num-batched-tokens",
         )
 
 
-def policy_of(additional_config: Mapping[str, Any]) -> Policy | None:
+def policy_of(additional_config: Any) -> Policy | None:
     """The policy in an engine's resolved ``additional_config``; None for stock vLLM."""
-    settings = raw_settings(additional_config)
-    if settings is None:
+    if not isinstance(additional_config, dict) or CONFIG_KEY not in additional_config:
         return None
-    return policy_class(settings.pop("name")).model_validate(settings)
+    settings = Given(additional_config[CONFIG_KEY])
+    return validated(settings, settings)

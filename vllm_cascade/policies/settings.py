@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings shared by all KV policies, and how they are read from ``additional_config``.
+"""The settings shared by all KV policies, and what is raised if they do not fit.
 
-``KVPolicyConfig`` holds the validated settings. Users write them as flags, as
-``additional_config["kv_policy"]`` or as ``LLM`` arguments. A policy subclasses it, so settings and
-behaviour are one frozen, hashable, picklable object that can be sent to every process.
+``KVPolicyConfig`` holds the validated settings. A policy subclasses it, so settings and behaviour
+are one frozen, hashable, picklable object that can be sent to every process.
+``vllm_cascade/policies/arguments.py`` reads what users write.
 """
 
 import difflib
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -20,17 +21,108 @@ from pydantic import (
 
 CONFIG_KEY = "kv_policy"
 """Key of the settings in ``VllmConfig.additional_config``."""
-ARGUMENTS = (CONFIG_KEY, "kv_budget", "kv_policy_config", "kv_recall")
-"""Flag names, which also work as keys of ``additional_config``."""
 
 DEFAULT_BUDGET = 2048
 DEFAULT_PREFILL_STRIDE = 256
 RECALL_UNIT = 16
 """Default of ``unit`` if ``recall`` is set."""
+OFFER_DEPTH = 3
+"""Most further settings that are changed to make an offered value valid."""
+
+Change = dict[str, Any]
+Result = TypeVar("Result")
 
 
 class KVPolicyError(ValueError):
-    """Invalid setting. The message names the setting and the fix."""
+    """Invalid setting. The message names the setting, as the user wrote it, and the fix.
+
+    Attributes:
+        offers: the changes of settings that the message offers. Each of them is valid.
+    """
+
+    def __init__(self, message: str, offers: Sequence[Change] = ()) -> None:
+        super().__init__(message)
+        self.offers = offers
+
+
+class Given(dict[str, Any]):
+    """Unchecked settings, which remember how the user wrote each of them.
+
+    Attributes:
+        names: the user's names of keys, such as ``--kv-budget`` for ``budget``.
+        template: makes the name of any other key.
+    """
+
+    names: Mapping[str, str] = {}
+    template = "kv_policy.{}"
+
+    def name(self, key: str) -> str:
+        return self.names.get(key) or self.template.format(key)
+
+
+class Misfit(ValueError):
+    """A setting that does not fit the other settings, the model or the engine.
+
+    Args:
+        key: the setting; ``value`` is its value.
+        reason: completes a sentence that begins with the key and its value.
+        offers: changes that may help. ``explaining`` offers those that pass every check.
+        bound: "at most " or "at least ", if an offer is the end of a range.
+        hint: a fix without a number.
+    """
+
+    def __init__(
+        self, key: str, value: Any, reason: str, *offers: Change, bound: str = "", hint: str = ""
+    ) -> None:
+        self.key, self.value, self.reason, self.offers = key, value, reason, offers
+        self.bound, self.hint = bound, hint
+        super().__init__(self.message(offers, str))
+
+    def good(self, attempt: Callable[[Change], Any], depth: int = OFFER_DEPTH) -> list[Change]:
+        """The offers that pass ``attempt``, each with the further changes that it needs."""
+        good: list[Change] = []
+        for change in self.offers if depth else ():
+            try:
+                attempt(change)
+                found = [change]
+            except Misfit as other:
+                more = other.good(lambda c, change=change: attempt({**change, **c}), depth - 1)
+                found = [{**change, **one} for one in more]
+            except KVPolicyError:
+                continue
+            good += [one for one in found if one not in good]
+        return good
+
+    def message(self, offers: Iterable[Change], name: Callable[[str], str]) -> str:
+        same = [str(change[self.key]) for change in offers if change.keys() == {self.key}]
+        fixes = [f"set it to {self.bound}{' or '.join(same)}"] if same else []
+        for change in offers:
+            if change.keys() != {self.key}:
+                fixes.append("set " + " and ".join(f"{name(k)} to {v}" for k, v in change.items()))
+        fix = ", or ".join([*fixes, *filter(None, [self.hint])]) or "change the other settings"
+        return f"{name(self.key)} {self.value} {self.reason}; {fix}"
+
+
+def explaining(attempt: Callable[[Change], Result], given: Given) -> Result:
+    """What ``attempt`` makes of the settings ``given`` without a change.
+
+    Args:
+        attempt: raises ``Misfit`` or ``KVPolicyError`` if the settings do not fit with a change.
+
+    Raises:
+        KVPolicyError: instead of ``Misfit``; the changes that it offers pass ``attempt``.
+    """
+    try:
+        return attempt({})
+    except Misfit as misfit:
+        good = misfit.good(attempt)
+        raise KVPolicyError(misfit.message(good, given.name), good) from None
+
+
+def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about an unknown word; empty if no choice is similar."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class KVPolicyConfig(BaseModel):
@@ -44,48 +136,52 @@ class KVPolicyConfig(BaseModel):
     name: ClassVar[str]
     inert_keys: ClassVar[frozenset[str]] = frozenset()
     """Shared keys that have no effect on this policy. Setting one logs a warning."""
+    own_arguments: ClassVar[tuple[str, ...]] = ("budget", "recall")
+    """Settings that have a flag of their own, and that a request may set."""
     token_keys: ClassVar[tuple[str, ...]] = ("budget", "num_sinks", "overflow", "prefill_stride")
     """Settings that count tokens and must be multiples of ``unit``."""
 
-    budget: int = Field(ge=1, description="cached tokens per layer and head, besides the sinks")
-    num_sinks: int = Field(4, ge=0, description="first tokens of a stream, kept for ever")
+    budget: int = Field(
+        ge=1, description="cached tokens per layer and head, besides the attention sinks"
+    )
+    num_sinks: int = Field(
+        4, ge=0, description="attention sinks: first tokens of a stream, never evicted"
+    )
     prefill_stride: int = Field(
         DEFAULT_PREFILL_STRIDE,
         ge=1,
-        description="prompt tokens attended before the next eviction; 1 is token by token",
+        description="prompt tokens attended between evictions; 1 is token by token",
     )
     head_policy: Literal["homogeneous", "per_kv_head"] = Field(
-        "homogeneous", description="one kept set for all heads, or one for each KV head"
+        "homogeneous", description="keep the same tokens for all heads, or choose per KV head"
     )
     head_reduction: Literal["mean", "max", "median"] = Field(
-        "mean", description="how the query heads' scores become one score a token"
+        "mean", description="how the scores of several query heads become one"
     )
     ema_gamma: float | None = Field(
-        None, gt=0.0, lt=1.0, description="decay of the attention average; null is the paper's"
+        None, gt=0.0, lt=1.0, description="decay of the attention average; null: the paper's"
     )
     tie: Literal["incoming", "resident"] = Field(
         "incoming", description="which of two tokens with equal scores stays"
     )
     overflow: int = Field(
-        1, ge=1, description="evict every this many tokens, in one batch (lazy pruning's R)"
+        1, ge=1, description="evict this many tokens at a time (R of lazy pruning)"
     )
     unit: int | Literal["page"] = Field(
-        1, description="consecutive tokens that are kept and evicted together; `page` is a block"
+        1, description="consecutive tokens that are kept or evicted together; `page`: a block"
     )
     recall: int = Field(
         0, ge=0, description="evicted units that a query can bring back, besides the budget"
     )
     recall_store: int = Field(
-        32768, ge=1, description="evicted tokens a request that wait in host memory"
+        32768, ge=1, description="evicted tokens per request that host memory holds"
     )
-    recall_every: int = Field(
-        16, ge=1, description="decoded tokens from one choice of recalled units to the next"
-    )
+    recall_every: int = Field(16, ge=1, description="decode steps between selections of units")
     recall_queries: int = Field(
-        32, ge=1, description="tokens of a prompt's stride that choose its recalled units"
+        32, ge=1, description="evenly spaced queries of a prompt's stride that select units"
     )
     trace: bool = Field(
-        False, description="remember original token indices in the pages, for inspection"
+        False, description="store original token indices in the pages, for inspection"
     )
 
     @field_validator("unit", mode="before")
@@ -103,12 +199,9 @@ class KVPolicyConfig(BaseModel):
             tokens = getattr(self, key)
             if tokens is None or tokens % self.unit == 0 or (key, tokens) == ("overflow", 1):
                 continue
-            below, above = tokens // self.unit * self.unit, -(-tokens // self.unit) * self.unit
-            good = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"{key} {tokens} is not a whole number of units of {self.unit} tokens; set it to "
-                f"{good}, or change unit"
-            )
+            reason = f"is not a whole number of units of {self.unit} tokens"
+            changes = nearest(key, tokens, self.unit)
+            raise Misfit(key, tokens, reason, *changes, hint="change unit")
         return self
 
     @model_validator(mode="after")
@@ -116,16 +209,12 @@ class KVPolicyConfig(BaseModel):
         if not self.recall:
             return self
         if self.unit == 1:
-            raise ValueError(
-                f"recall {self.recall} brings back units of several tokens; set unit to "
-                f"{RECALL_UNIT}, or recall to 0"
-            )
-        if self.recall_store < self.recall * self.unit:
-            raise ValueError(
-                f"recall_store {self.recall_store} has no room for the {self.recall} units of "
-                f"{self.unit} tokens that are recalled; set it to at least "
-                f"{self.recall * self.unit}"
-            )
+            changes = {"unit": RECALL_UNIT}, {"recall": 0}
+            raise Misfit("recall", self.recall, "needs units of several tokens", *changes)
+        if self.recall_store < self.recalled:
+            reason = f"has no room for {self.recall} recalled units of {self.unit} tokens"
+            change = {"recall_store": self.recalled}
+            raise Misfit("recall_store", self.recall_store, reason, change, bound="at least ")
         return self
 
     @classmethod
@@ -166,95 +255,31 @@ class KVPolicyConfig(BaseModel):
         return self.num_sinks + self.recalled + self.budget + self.waiting + self.prefill_stride
 
 
-def describe_errors(error: ValidationError, name: str, own_keys: list[str]) -> str:
-    """Describe every invalid key and its fix in one line."""
+def nearest(key: str, value: int, step: int) -> list[Change]:
+    """The positive multiples of ``step`` next to ``value``, as changes of ``key``."""
+    below = value // step * step
+    return [{key: multiple} for multiple in (below, below + step) if multiple]
+
+
+def describe(
+    error: ValidationError, name: Callable[[str], str], cls: type[KVPolicyConfig] | None = None
+) -> str:
+    """Describe every invalid setting in one line.
+
+    Args:
+        name: the user's name of a key.
+        cls: the policy, whose settings are listed after an unknown key.
+    """
     lines = []
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]) or "kv_policy"
-        if item["type"] == "extra_forbidden":
+        where = name(str(item["loc"][0])) if item["loc"] else "kv_policy"
+        if item["type"] == "extra_forbidden" and cls is not None:
+            keys = ["name", *cls.model_fields]
+            hint = did_you_mean(str(item["loc"][0]), keys)
             lines.append(
-                f"kv_policy: unknown key {key!r} for policy {name!r}; known keys: "
-                + ", ".join(own_keys)
+                f"{where}: unknown key for policy {cls.name!r}; known keys: {', '.join(keys)}{hint}"
             )
         else:
-            message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"kv_policy: {key} = {item['input']!r}: {message}")
+            given = f" = {item['input']!r}" if item["loc"] else ""
+            lines.append(f"{where}{given}: {item['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
-
-
-def raw_settings(additional_config: Any) -> dict[str, Any] | None:
-    """The policy settings in ``additional_config``; None for stock vLLM.
-
-    ``kv_policy`` is a policy name or an object of settings. The other flag names work beside it.
-    ``full`` means stock vLLM.
-
-    Raises:
-        KVPolicyError: ``kv_policy`` is neither a name nor an object, it has no name, a setting is
-            given twice, or a setting stands beside ``kv_policy`` instead of inside it.
-    """
-    if not isinstance(additional_config, dict):
-        return None
-    _check_keys(additional_config)
-    given = {key: additional_config[key] for key in ARGUMENTS if key in additional_config}
-    if not given:
-        return None
-    raw = given.get(CONFIG_KEY, {})
-    if isinstance(raw, str):
-        raw = {"name": raw}
-    if not isinstance(raw, dict):
-        raise KVPolicyError(
-            f'additional_config["{CONFIG_KEY}"] must be a policy name or an object such as '
-            f'{{"name": "cascade", "budget": 2048}}, not {raw!r}'
-        )
-    raw = _with_flags(raw, given)
-    if "name" not in raw:
-        raise KVPolicyError(
-            f'additional_config["{CONFIG_KEY}"] has no "name"; add one, for example '
-            '{"name": "cascade"}'
-        )
-    if raw["name"] == "full":
-        if len(raw) > 1:
-            extra = ", ".join(sorted(set(raw) - {"name"}))
-            raise KVPolicyError(
-                f"kv_policy: full is stock vLLM and takes no settings; remove {extra} or choose "
-                "another policy"
-            )
-        return None
-    return raw
-
-
-def _with_flags(raw: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Merge ``kv_policy_config``, ``kv_budget`` and ``kv_recall`` into the settings ``raw``."""
-    more = given.get(ARGUMENTS[2]) or {}
-    if not isinstance(more, dict):
-        raise KVPolicyError(
-            f'additional_config["{ARGUMENTS[2]}"] must be an object of settings, not {more!r}'
-        )
-    flags = {"budget": given.get(ARGUMENTS[1]), "recall": given.get(ARGUMENTS[3])}
-    flags = {key: value for key, value in flags.items() if value is not None}
-    added = {**more, **flags}
-    twice = set(raw) & set(added) | set(flags) & set(more)
-    if twice:
-        raise KVPolicyError(f"additional_config gives {', '.join(sorted(twice))} twice; remove one")
-    return {**raw, **added}
-
-
-def _setting_names(cls: type[KVPolicyConfig]) -> set[str]:
-    """All keys that ``cls`` and its subclasses accept."""
-    return {"name", *cls.model_fields}.union(*map(_setting_names, cls.__subclasses__()))
-
-
-def _check_keys(additional_config: dict[str, Any]) -> None:
-    """Reject mistyped or misplaced keys of this plugin; ignore keys of other plugins."""
-    for key in additional_config.keys() - set(ARGUMENTS):
-        plain = str(key).lower().replace("-", "_")
-        close = difflib.get_close_matches(plain, ARGUMENTS, n=1, cutoff=0.85)
-        if close:
-            raise KVPolicyError(
-                f"additional_config has {key!r}, which nobody reads; did you mean {close[0]!r}?"
-            )
-        if CONFIG_KEY in additional_config and key in _setting_names(KVPolicyConfig):
-            raise KVPolicyError(
-                f"additional_config has {key!r} beside {CONFIG_KEY!r}; put it inside, as in "
-                f'{{"{CONFIG_KEY}": {{"name": "cascade", "{key}": ...}}}}'
-            )

@@ -16,10 +16,10 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.policies.per_request import NAME, PerRequest
+from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import POLICIES
 from vllm_cascade.policies.schedule import Schedule
-from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
 from vllm_cascade.step.requests import Requests
 
 
@@ -70,7 +70,7 @@ def _schedules(engine: Schedule) -> list[Schedule]:
     own = PerRequest(engine)
     for name in POLICIES:
         with suppress(KVPolicyError):  # this engine cannot run the policy
-            one = own.schedule({NAME: name})
+            one = own.schedule({CONFIG_KEY: name})
             found.setdefault((one.scoring.source, one.keeps_newest is not None), one)
     return list(found.values())
 
