@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a bounded cache in C++, compiled once on the machine that runs it."""
+"""Attention over a bounded cache in C++, compiled on the machine that runs it."""

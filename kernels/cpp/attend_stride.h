@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stride of one request: attention of its tokens, as products of plain matrices, of fp32 or,
-// where rows are bf16 and the processor multiplies those, of bf16: keys and probabilities are then
-// rounded once more. Logits, softmax and sums are fp32.
+// Attention for one request's stride, as products of dense matrices. The products are in bf16 if
+// rows are bf16 and the processor supports it, which rounds keys and probabilities once more; else
+// in fp32. Logits, softmax and sums are fp32.
 #pragma once
 
 #include "panel.h"
@@ -10,17 +10,17 @@
 struct Stride {
   const int32_t *step, *pages;
   int64_t moved;
-  const float* logit_scale;      // one a token, or null: all 1
-  const float* given;            // scores that attention doesn't make, or null
-  int64_t scored;                // rank of the first token that gets one; those below 0 get none
+  const float* logit_scale;      // one per token, or null: all 1
+  const float* given;            // scores that do not come from attention, or null
+  int64_t scored;                // rank of the first token with one; negative ranks get none
   int64_t shift;                 // positions beyond ranks
   const int32_t *rules, *first;  // [any, RULE_COLUMNS]; row i applies first[i] .. first[i + 1] - 1
-  int64_t transient, period;     // rows that occur once, and rows that repeat for ever
-  // Units among the cached ones that were recalled; rules are about ranks behind them. So many more
-  // will be, when this stride's evictions are done.
+  int64_t transient, period;     // rows that apply once, and rows that repeat
+  // Recalled units in the cache; the ranks of rules start behind them. `recalls_more` units are
+  // added after this stride's evictions.
   int64_t recalled, recalls_more;
-  // Room for units that leave: [H, num_evicted, unit, 2 D], their scales [H, num_evicted, unit, 2]
-  // and, twice, [S, num_evicted]; or null.
+  // Buffers for evicted units, or null: rows [H, num_evicted, unit, 2 D], scales
+  // [H, num_evicted, unit, 2], and two words [S, num_evicted].
   int64_t num_evicted;
   char* evicted_rows;
   float* evicted_scale;
@@ -29,21 +29,21 @@ struct Stride {
 
 namespace {
 
-constexpr int64_t LOGITS = 1 << 16;  // fp32 logits at once and thread: a quarter of an L2 cache
+constexpr int64_t LOGITS = 1 << 16;  // fp32 logits per tile and thread: a quarter of an L2 cache
 constexpr int64_t DEPTH = 128;       // keys whose values stay in L1 over a tile's rows
 
-// The cache and the stride as plain matrices, in slot order, the new tokens behind. A number of
-// theirs stands for `DEPTHS` channels of a key, or for a channel of as many tokens' values.
+// The cache and the stride as dense matrices: cached tokens in slot order, then new ones. A number
+// holds `DEPTHS` channels of a key, or one channel of `DEPTHS` tokens' values.
 template <class T>
 struct Packed {
   typedef typename Numbers<T>::Number Number;
   int64_t padded, width;         // keys, rounded up to COLUMNS; channels, rounded up to W
-  int64_t tile, tiles;           // queries at once
-  int64_t depth;                 // numbers of a query
+  int64_t tile, tiles;           // queries per tile; tiles
+  int64_t depth;                 // numbers per query
   Number* keys;                  // [H, padded / COLUMNS, depth, COLUMNS], transposed blocks
   Number* values;                // [H, padded / DEPTHS, width]
   float* mass;                   // [H * G, tiles, padded]
-  int32_t *slot, *rank;          // [S, cached], of the keys in this order, unit after unit
+  int32_t *slot, *rank;          // [S, cached], slots and ranks of the keys, unit by unit
 };
 
 template <class T>
@@ -57,11 +57,11 @@ struct Work {
   const int64_t stream = step[STREAM], start = step[START], num_tokens = step[LENGTH];
   const int64_t cached = step[CACHED], old_slots = step[OLD_SLOTS], new_slots = step[NEW_SLOTS];
   const int64_t total = cached + num_tokens;
-  // Units: cached ones, those that the stride begins, and those of them that it completes.
+  // Units: cached, begun by the stride, and completed by it.
   const int64_t unit = layer.unit, old_units = cached / unit;
   const int64_t new_units = (num_tokens + unit - 1) / unit, complete = num_tokens / unit;
 
-  // Whether attention makes scores here.
+  // Whether attention updates scores.
   bool scored() const { return layer.uses_scores && step.weight() != 0; }
 
   const T* query(int64_t t, int64_t head) const {
@@ -79,14 +79,14 @@ struct Work {
   char* slot_row(int64_t slot, int64_t head) const {
     return layer.row(stride.pages[slot / layer.block_size], head, slot % layer.block_size);
   }
-  // Its key's scale; null where rows have none of their own.
+  // The key's scale; null without row scales.
   float* slot_scale(int64_t slot, int64_t head) const {
     if (!layer.row_scale) return nullptr;
     return layer.scale_of(stride.pages[slot / layer.block_size], head, slot % layer.block_size);
   }
 };
 
-// Slots that hold a token, and their ranks. Returns how many: `work.cached`.
+// Lists the slots that hold a token, and their ranks: `work.cached` of them.
 template <class T>
 void list_slots(const Work<T>& work, const Packed<T>& packed, int64_t set) {
   const Stride& stride = work.stride;
@@ -102,7 +102,7 @@ void list_slots(const Work<T>& work, const Packed<T>& packed, int64_t set) {
     }
 }
 
-// One cached token's key at its present position, and its value.
+// Reads one cached token's key, rotated to its present position, and its value.
 template <class T>
 void unpack_cached(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t j, float* key,
                    float* value) {
@@ -125,11 +125,11 @@ void unpack_cached(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t
   rotate(layer, key, born + within - packed.rank[set * work.cached + j] - stride.shift);
 }
 
-// W tokens' values, fp32 rows, as numbers.
+// Packs fp32 values of W tokens into numbers.
 inline void pack_values(const float* rows, int64_t width, float* to) {
   std::memcpy(to, rows, W * width * sizeof(float));
 }
-// W tokens' keys, fp32 rows, transposed: their channels from `c`, of which there are `left`.
+// Packs and transposes W channels of W tokens' fp32 keys; only `left` channels exist.
 inline void pack_keys(vf* square, int64_t left, float* to) {
   transpose(square);
 #pragma GCC unroll 16
@@ -154,7 +154,7 @@ inline void pack_keys(vf* square, int64_t left, uint32_t* to) {
 }
 #endif
 
-// Keys (rotated to where they are now, transposed) and values of one block of COLUMNS tokens.
+// Packs keys (rotated to present positions, transposed) and values of COLUMNS tokens.
 template <class T>
 void pack(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t block) {
   static thread_local Scratch scratch;
@@ -186,7 +186,7 @@ void pack(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t block) {
   }
 }
 
-// Masks the keys that a query at `position` has behind its window.
+// Masks the keys that are older than the window of a query at `position`.
 template <class T>
 void mask_window(const Work<T>& work, const int32_t* rank, int64_t position, float* x) {
   const int64_t first = position - work.layer.window + 1;  // the oldest that it sees
@@ -195,8 +195,8 @@ void mask_window(const Work<T>& work, const int32_t* rank, int64_t position, flo
   for (int64_t j = work.cached; j < first; j++) x[j] = -INFINITY;
 }
 
-// Logits of one query to exponentials; returns 1 / their sum, with what nothing gets in it.
-// `visible` keys, then masked ones.
+// Turns one query's logits into exponentials. Returns 1 / their sum, which includes the sink.
+// Keys from `visible` on are masked.
 inline float softmax_row(const Layer& layer, int64_t head, float* x, int64_t visible, int64_t end) {
   vf top = splat(-INFINITY);
   for (int64_t j = visible; j < end; j++) x[j] = -INFINITY;
@@ -211,7 +211,7 @@ inline float softmax_row(const Layer& layer, int64_t head, float* x, int64_t vis
   return 1.0f / (sum(total) + layer.sink(head, most));
 }
 
-// A query as numbers, and what its logits are to be multiplied with after that.
+// Packs a query into numbers. Returns the factor that its logits still need.
 template <class T>
 float pack_query(const T* from, int64_t size, float scale, float* to) {
   widen_row(to, from, size);
@@ -226,7 +226,7 @@ inline float pack_query(const bf16* from, int64_t size, float scale, uint32_t* t
 }
 #endif
 
-// Exponentials as numbers, in the same place.
+// Packs exponentials into numbers, in place.
 inline void pack_exponentials(float*, int64_t, float*) {}
 #ifdef HAS_BF16_PRODUCTS
 inline void pack_exponentials(float* x, int64_t end, uint32_t* to) {
@@ -234,7 +234,7 @@ inline void pack_exponentials(float* x, int64_t end, uint32_t* to) {
 }
 #endif
 
-// Attention of one query head over a tile of the stride's queries.
+// Attention of one query head for one tile of the stride's queries.
 template <class T>
 void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, int64_t head,
             int64_t tile) {
@@ -247,7 +247,7 @@ void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, 
   const int64_t begin = tile * packed.tile;
   const int64_t n = std::min(packed.tile, work.num_tokens - begin);
   const int64_t first = work.cached + begin;       // position of the tile's first query
-  const int64_t end = round_up(first + n, W);      // later keys are not seen
+  const int64_t end = round_up(first + n, W);      // later keys are masked for all
   float* acc = scratch.take(n * (2 * width + end));
   float* logits = acc + n * width;
   Number *query = (Number*)(logits + n * end), *exponentials = (Number*)logits;
@@ -257,7 +257,7 @@ void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, 
     factor[r] = pack_query(work.query(begin + r, head), size, scale, query + r * width);
   }
   for (int64_t j = 0; j < end; j += COLUMNS) {
-    const int64_t r = std::max<int64_t>(j - first, 0) / ROWS * ROWS;  // those before do not see it
+    const int64_t r = std::max<int64_t>(j - first, 0) / ROWS * ROWS;  // earlier ones are masked
     multiply<N>(n - r, std::min<int64_t>(COLUMNS, end - j), query + r * width, width,
                 packed.keys + (kv_head * packed.padded + j) * packed.depth, COLUMNS,
                 logits + r * end + j, end, packed.depth, false);

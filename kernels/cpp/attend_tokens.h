@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One new token for each of many requests: attention, tile after tile of its cached tokens.
+// Attention for one new token of each of many requests, over tiles of cached tokens.
 #pragma once
 
 #include "layer.h"
@@ -10,23 +10,23 @@ struct Tokens {
   int64_t count, num_pages;
   const int32_t *steps, *pages;  // [count, STEP_COLUMNS], [count, num_pages]
   const float* logit_scale;      // [count], or null: all 1
-  const float* given;            // [count] scores that attention doesn't make, or null
-  const int32_t* scored;         // the ranks of the cached tokens that get them; negative: none
-  const int32_t* rules;          // [any, RULE_COLUMNS], what rows have beyond their first rule
+  const float* given;            // [count], scores that do not come from attention, or null
+  const int32_t* scored;         // [count], ranks of the tokens that get them; negative: none
+  const int32_t* rules;          // [any, RULE_COLUMNS], the rules after the first of each row
   const int32_t* shift;          // [count], positions beyond ranks, or null: all 0
   int64_t moved;
 };
 
 namespace {
 
-// What attention leaves for the score update of one request: exponentials relative to a number that
-// W slots share, and what turns them into probabilities.
+// The output of attention for one request's score update: exponentials relative to a logit that W
+// slots share, and the factors that turn them into probabilities.
 struct Mass {
   float* exps;       // [H * G, padded]
-  float* relative;   // [H * G, blocks] of W slots: a logit, then the factor of its exponentials
+  float* relative;   // [H * G, blocks] of W slots: the logit, later the factor
   float* row_max;    // [H * G]
   float* row_scale;  // [H * G], 1 / sum
-  float* own;        // [H * G], the new token's own probability
+  float* own;        // [H * G], probability of the new token
   int64_t padded, blocks;
 };
 
@@ -68,11 +68,11 @@ struct Request {
   }
 };
 
-// The state of the online softmax of one request's heads, between tiles.
+// State of the online softmax of one request's heads between tiles.
 struct Online {
   int64_t first, num, width;  // query heads, and channels rounded up to W
   float *query, *acc;  // [num, width]
-  float *sums, *own;   // [num, W], to be added up; [num]
+  float *sums, *own;   // [num, W], summed at the end; [num]
 
   static int64_t floats(int64_t num, int64_t width) {
     return round_up(num * (2 * width + W + 1), 16);
@@ -82,7 +82,7 @@ struct Online {
         sums(acc + num * width), own(sums + num * W) {}
 };
 
-// The new token itself opens the sums.
+// Starts the softmax with the new token itself.
 template <class T>
 void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, float* key) {
   const Layer& layer = request.layer;
@@ -107,7 +107,7 @@ void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, floa
   }
 }
 
-// What is left of it: outputs, and what turns exponentials into probabilities.
+// Writes outputs, and the factors that turn exponentials into probabilities.
 template <class T>
 void end_softmax(const Request<T>& request, const Mass& mass, const Online& on) {
   const Layer& layer = request.layer;
@@ -121,14 +121,14 @@ void end_softmax(const Request<T>& request, const Mass& mass, const Online& on) 
   }
 }
 
-// A tile's keys: as they are stored, or at their present positions in `keys`.
+// A tile's keys: stored rows, or rotated to present positions in `keys`.
 template <class T>
 struct TileKeys {
-  const float* keys;             // see tile_keys; null: take the rows
-  const T* const* row;           // stored rows, some row for all up to a whole register
+  const float* keys;             // see tile_keys; null: use the rows
+  const T* const* row;           // stored rows, padded to a whole register
   const T* const* next;          // rows to prefetch, or null
   const float* const* rotation;  // each row's cos and sin
-  bool turn;                     // whether rows are to be turned
+  bool turn;                     // whether to rotate rows
 
   template <int Queries>
   void products(const float* query, int64_t width, int64_t i, vf* x) const {
@@ -153,7 +153,7 @@ struct TileKeys {
   }
 };
 
-// Logits of `Queries` queries over a tile, exponentials relative to the largest so far.
+// Logits and exponentials of `Queries` queries over a tile, relative to the largest logit so far.
 template <int Queries, class T>
 void tile_softmax(const Layer& layer, const Mass& mass, Online& on, int64_t q, int64_t tile,
                   const TileKeys<T>& keys, const int32_t* rank, int64_t n, int64_t cached) {
@@ -206,8 +206,8 @@ void attend_tile(const Layer& layer, const Mass& mass, Online& on, int64_t q, in
                     rank, n);
 }
 
-// Attention of KV heads [begin, end) of one request: tile after tile, all heads of each, so that
-// the rotations of a tile are read from memory once. Not `Plain`: a tile is decoded to fp32 first.
+// Attention of KV heads [begin, end) of one request. Every tile serves all heads, so its rotations
+// are read from memory once. Unless `Plain`, a tile is decoded to fp32 first.
 template <bool Plain, class T>
 void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t end) {
   using S = std::conditional_t<Plain, T, float>;
@@ -225,7 +225,7 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
   float* keys = memory + online;
   int32_t* rank = (int32_t*)(keys + buffer);
   int32_t* distance = rank + num_sets * TILE;
-  // Keys that are needed twice are better read and turned once.
+  // For larger groups it is faster to read and rotate keys once.
   const bool by_row = group <= 4 && (moved ? layer.turns_by_registers() : size % (2 * W) == 0);
   Online on(memory, begin * group, num, width);
   begin_softmax(request, mass, on, keys);

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// One new token for each of many requests, where units fill whole registers: attention block after
-// block of W tokens. The queries turn as far as a unit has moved; its keys are taken as stored.
+// Attention for one new token of each of many requests, if units fill whole registers: over blocks
+// of W tokens. Queries are rotated by the distance that a unit has moved; keys are used as stored.
 #pragma once
 
 #include "attend_tokens.h"
 
 namespace {
 
-// Exponentials are relative to a reference, which follows only a logit that is so far above it:
-// sums stay far below fp32's largest number, and hardly a block waits for its largest logit.
+// Exponentials are relative to a reference that is raised only if a logit exceeds it by more than
+// this. Sums stay within fp32, and few blocks have to compute their largest logit.
 constexpr float SLACK = 16;
 
-// W slots of a unit; the first `tokens` of them hold one.
+// W slots of a unit, of which the first `tokens` are filled.
 struct Block {
-  int64_t row;  // the first one's, in numbers from the pool's first
+  int64_t row;  // of the first slot, in elements from the start of the pool
   int64_t slot;
-  int32_t tokens, rank, distance;  // rank of the first; how far all have moved
+  int32_t tokens, rank, distance;  // rank of the first token; distance moved
 };
 
-// The blocks of a head set that hold anything; returns how many.
+// Lists the blocks of a head set with tokens. Returns their number.
 template <class T>
 int64_t list_blocks(const Request<T>& request, int64_t set, Block* block) {
   const Layer& layer = request.layer;
@@ -40,8 +40,8 @@ int64_t list_blocks(const Request<T>& request, int64_t set, Block* block) {
   return n;
 }
 
-// Dot products of `Queries` queries with W keys, whose values, the next to be needed, lie behind
-// them. `Width`: the same as `width` where it is known here (0: not), to unroll the loop over it.
+// Dot products of `Queries` queries with W keys. Prefetches the values behind the keys.
+// `Width` is `width` if known at compile time, to unroll the loop; else 0.
 template <int Queries, int Width, class T>
 __attribute__((noinline)) void block_dots(const float* query, int64_t width, const T* key,
                                           vf* result) {
@@ -86,8 +86,8 @@ inline void block_dots(const float* query, int64_t width, const T* key, vf* resu
   block_dots<Queries, 0>(query, width, key, result);
 }
 
-// acc[q, c ..] += sum over a block's tokens of exps[q, token] * V[token, c ..], `Parts` registers;
-// `next`: what is needed after it.
+// acc[q, c ..] += sum over a block's tokens of exps[q, token] * V[token, c ..], `Parts` registers.
+// Prefetches `next`.
 template <int Queries, int Parts, class T>
 inline void block_values(float* acc, int64_t width, const float* exps, int64_t padded,
                          const T* value, int64_t tokens, const T* next) {
@@ -118,16 +118,16 @@ inline void block_values(float* acc, int64_t width, const float* exps, int64_t p
     for (int p = 0; p < Parts; p++) store(acc + q * width + p * W, sum[q][p]);
 }
 
-// One KV head of a request: its blocks in turn, for all of its queries.
+// One KV head of a request: every block for all queries of the head.
 template <class T>
 struct UnitHead {
   const Layer& layer;
   const Mass& mass;
   Online& on;
-  const T* rows;  // the head's, in the pool's first page
+  const T* rows;  // of the head, in the pool's first page
   int64_t cached;
-  float* turned;  // [group, width], the queries
-  int32_t distance = 0;  // as far as they have turned
+  float* turned;  // [group, width], rotated queries
+  int32_t distance = 0;  // by which they are rotated
 
   void turn(int32_t wanted) {
     if (wanted == distance) return;
@@ -155,7 +155,7 @@ struct UnitHead {
     return mass.exps + (on.first + q) * mass.padded + block.slot;
   }
 
-  // Let the references of queries from `q` on follow a block's logits, and all that is relative.
+  // Raises the references of queries from `q` on to a block's logits, and rescales sums.
   template <int Queries>
   void raise(int64_t q, const vf* x) {
     for (int k = 0; k < Queries; k++) {
@@ -170,7 +170,7 @@ struct UnitHead {
     }
   }
 
-  // A block's logits to exponentials, in memory.
+  // Turns a block's logits into exponentials and stores them.
   template <int Queries>
   void exponentials(int64_t q, const Block& block, vf* x) {
     const vi lane = lanes();
@@ -210,7 +210,7 @@ struct UnitHead {
       block_values<Queries, 1>(acc + c, width, of_block, padded, value + c, tokens, next + c);
   }
 
-  // Logits of a block between those of the one before and its values: neither waits for the other.
+  // Interleaves a block's logits with the values of the previous block, which are independent.
   template <int Queries>
   void step(int64_t q, const Block* now, const Block* before, const T* next) {
     vf x[Queries];
@@ -242,7 +242,7 @@ struct UnitHead {
   }
 };
 
-// Attention of KV heads [begin, end) of one request, head after head.
+// Attention of KV heads [begin, end) of one request, one head at a time.
 template <class T>
 void attend_units(const Request<T>& request, const Mass& mass, int64_t begin, int64_t end) {
   static thread_local Scratch scratch;

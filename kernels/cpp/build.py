@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the C++ sources beside this file, once a machine, into the user's cache.
+"""Compiles the C++ sources in this folder, once per machine, into the user's cache.
 
-Built for the processor at hand (``-march=native``), so the result is keyed by the sources, the
-compiler, its flags and the processor. Beside a library lie its size and hash: a machine that went
-down may have left half of it, which would end the process that loads it.
+The library is built for this processor (``-march=native``), so its name depends on the sources, the
+compiler, the flags and the processor. Its size and hash are stored in a file next to it, because
+loading a partly written library would crash the process.
 
-Nothing is linked but the C++ and OpenMP runtimes: the
-``libgomp`` that PyTorch has loaded serves both, so its threads and their binding are shared.
+Only the C++ and OpenMP runtimes are linked. PyTorch and the library share one ``libgomp``, and with
+it threads and their binding.
 """
 
 import fcntl
@@ -31,11 +31,11 @@ TIMEOUT = 300.0
 
 
 class BuildError(RuntimeError):
-    """No library could be built; the message says why, in one line."""
+    """The library could not be built. The message gives the reason in one line."""
 
 
 def cache_folder() -> Path:
-    """Where vLLM keeps what it compiles."""
+    """vLLM's cache folder for compiled code."""
     root = os.environ.get("VLLM_CACHE_ROOT")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "vllm")
@@ -61,17 +61,16 @@ def sources() -> list[Path]:
 
 
 def build(folder: Path | None = None) -> Path:
-    """Path of the shared library, compiled unless an equal and whole one is in the cache.
+    """Path of the shared library, compiled unless the cache has a complete copy.
 
-    Safe for any number of processes: one compiles while the others wait.
+    Several processes may call this: one compiles while the others wait.
 
     Args:
-        folder: where libraries are kept; None is ``cache_folder()``. One that cannot be written
-            serves if it has the library; else a folder of this user's among the temporary files,
-            the same for all processes, takes its place.
+        folder: cache of libraries; None: ``cache_folder()``. If it is read-only and lacks the
+            library, a temporary folder of this user is used, the same for all processes.
 
     Raises:
-        BuildError: no compiler, or it failed, or there is nowhere to keep a library.
+        BuildError: there is no compiler, it failed, or no folder can be written.
     """
     compiler = find_compiler()
     folder, name = folder or cache_folder(), f"attention-{_key(compiler)}.so"
@@ -96,10 +95,10 @@ def _can_write(folder: Path) -> bool:
 
 
 def _temporary_folder() -> Path:
-    """This user's alone: whoever could write there could run code in this process.
+    """A temporary folder that only this user can write, because its libraries are executed.
 
     Raises:
-        BuildError: somebody else has it.
+        BuildError: other users can write it.
     """
     folder = Path(tempfile.gettempdir()) / f"vllm_cascade-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -132,7 +131,7 @@ def _key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on; a home directory may be shared by several machines."""
+    """What ``-march=native`` depends on. Several machines may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -154,7 +153,7 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _put(partial: Path, target: Path) -> None:
-    """Rename a file whose bytes are on the disk, so that the name never stands for fewer."""
+    """Flush a file to disk, then rename it, so that the target is never incomplete."""
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, target)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stride of one request, after its attention: scores, then its tokens' rules, one after another
-// with these scores, and the insertion of the survivors.
+// Insertion of one request's stride after attention: updates scores, applies the rules of every
+// token in order, and inserts the survivors.
 #pragma once
 
 #include "attend_stride.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-// What each unit got from the stride's queries, reduced over a set's heads.
+// Attention that each unit received from the stride's queries, reduced over the heads of a set.
 template <class T>
 void unit_masses(const Work<T>& work, const Packed<T>& packed, int64_t set, float* reduced) {
   const Layer& layer = work.layer;
@@ -35,7 +35,7 @@ void unit_masses(const Work<T>& work, const Packed<T>& packed, int64_t set, floa
   }
 }
 
-// The scores after this stride: what its queries gave on decayed ones; by ranks, the new units last.
+// Scores after this stride, by rank, new units last: decayed scores plus new attention.
 template <class T>
 void new_scores(const Work<T>& work, const Packed<T>& packed, int64_t set, float* scores) {
   const Layer& layer = work.layer;
@@ -55,7 +55,7 @@ void new_scores(const Work<T>& work, const Packed<T>& packed, int64_t set, float
     if (stride.scored + t >= 0) scores[(stride.scored + t) / unit] += stride.given[t];
 }
 
-// Scores to scores per query that saw the unit's first token.
+// Divides scores by the number of queries that saw the unit's first token.
 template <class T>
 void divide_by_age(const Work<T>& work, const Packed<T>& packed, int64_t set, float* scores) {
   const int64_t unit = work.unit, places = work.old_slots / unit;
@@ -69,8 +69,8 @@ void divide_by_age(const Work<T>& work, const Packed<T>& packed, int64_t set, fl
     scores[work.old_units + u] /= work.num_tokens - u * unit;
 }
 
-// Run every new unit's rules. The line's columns are ranks before the stride, the new units behind;
-// one that is not complete only joins.
+// Applies the rules of every new unit. Columns of the line are ranks before the stride, then new
+// units. An incomplete unit joins without rules.
 template <class T>
 void run_rules(const Work<T>& work, Line& line) {
   const Stride& stride = work.stride;
@@ -88,8 +88,8 @@ void run_rules(const Work<T>& work, Line& line) {
   }
 }
 
-// The rows of a new unit, in every head of a set. Where its other tokens are yet to come, keys turn
-// by what the stride's evictions have moved it: those come after them, at positions that follow.
+// Writes the rows of a new unit in every head of a set. Keys of an incomplete unit are rotated by
+// the distance that this stride's evictions moved it, because its later tokens get new positions.
 template <class T>
 void write_unit(Work<T>& work, int64_t set, int64_t unit, int64_t place, int64_t distance) {
   static thread_local Scratch scratch;
@@ -112,8 +112,8 @@ void write_unit(Work<T>& work, int64_t set, int64_t unit, int64_t place, int64_t
     }
 }
 
-// Copy a set's units that leave, before their slots are written over: those that are cached by rank,
-// from `rank`, the places' ranks before the stride, then the stride's own.
+// Copies a set's evicted units before their slots are overwritten: cached units in order of rank,
+// then units of the stride. `rank` holds the ranks of places before the stride.
 template <class T>
 void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t* left) {
   const Layer& layer = work.layer;
@@ -153,7 +153,7 @@ void take_evicted(Work<T>& work, int64_t set, const int32_t* rank, const int32_t
   }
 }
 
-// Renumber one set's survivors; the k-th surviving new unit takes the k-th free place.
+// Renumbers the survivors of one set. The k-th surviving new unit takes the k-th free place.
 template <class T>
 void insert(Work<T> work, const Packed<T>& packed, int64_t set) {
   static thread_local Scratch scratch;
@@ -187,7 +187,7 @@ void insert(Work<T> work, const Packed<T>& packed, int64_t set) {
   for (int64_t u = 0; u < work.new_units; u++) {
     if (left[old + u] < 0) continue;
     while (place < places && rank[place] >= 0) place++;
-    if (place == places) break;  // the policy's count says that this cannot be
+    if (place == places) break;  // cannot happen: the policy bounds the count
     rank[place] = left[old + u];
     score[place] = scores[old + u];
     const int64_t at = work.cached + u * work.unit, settled = left[old + u] + work.stride.recalls_more;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One new token for each of many requests: scores after its query, what its rules delete, its slot.
+// Insertion of one new token of each of many requests: scores, rules and its slot.
 #pragma once
 
 #include <numeric>
@@ -9,15 +9,15 @@
 
 namespace {
 
-// What turns exponentials into probabilities, in the place of what they are relative to.
+// Replaces the reference logits with the factors that turn exponentials into probabilities.
 inline void make_factors(const Mass& mass, int64_t query, int64_t slots) {
   float* factor = mass.relative + query * mass.blocks;
   for (int64_t block = 0; block * W < slots; block += W)
     store(factor + block, vexp(load(factor + block) - mass.row_max[query]) * mass.row_scale[query]);
 }
 
-// scores = decay * scores + weight * probability, reduced over the heads of a set. The new token's
-// probability is the score of the unit that it opens, at `entry`, or joins that unit's.
+// scores = decay * scores + weight * probability, reduced over the heads of a set. The new
+// token's own probability is the score at `entry`.
 inline void update_scores(const Layer& layer, const Step& step, const Mass& mass, int64_t set,
                           int64_t entry, float* scores) {
   const int64_t slots = step[OLD_SLOTS], heads = layer.num_queries() / layer.num_sets;
@@ -37,8 +37,8 @@ inline void update_scores(const Layer& layer, const Step& step, const Mass& mass
   scores[entry] = reduce_heads(layer.reduction, column, heads)[0] * weight;
 }
 
-// The probability that W units from a place on have, summed over `count` queries; `rank`: of each
-// place, -1 where nothing is.
+// The probability of W units from place `from` on, summed over `count` queries. `rank` is the rank
+// of each place, or -1 if it is empty.
 inline vf unit_mass(const Layer& layer, const Mass& mass, int64_t query, int64_t count,
                     int64_t cached, const int32_t* rank, int64_t from, int64_t end) {
   const int64_t unit = layer.unit;
@@ -61,8 +61,8 @@ inline vf unit_mass(const Layer& layer, const Mass& mass, int64_t query, int64_t
   return sums[0];
 }
 
-// The same for units of several tokens, W units a register. A mean's heads are summed first: adding
-// up a register's lanes costs more than all else here.
+// The same for units of several tokens, W units per register. For a mean, heads are summed first,
+// because summing the lanes of a register is the slowest part.
 inline void update_units(const Layer& layer, const Step& step, const Mass& mass, int64_t set,
                          const int32_t* rank, int64_t entry, float* scores) {
   const int64_t slots = step[OLD_SLOTS], units = slots / layer.unit, cached = step[CACHED];
@@ -72,7 +72,7 @@ inline void update_units(const Layer& layer, const Step& step, const Mass& mass,
   vf column[256];
   for (int64_t q = first; q < first + heads; q++) make_factors(mass, q, slots);
   for (int64_t u = 0; u <= std::max(entry, units - 1); u += W) {
-    if (u >= units && u + W <= entry) continue;  // `entry` of a new unit is behind all others
+    if (u >= units && u + W <= entry) continue;  // a new unit's `entry` is behind all others
     const vi at_entry = lanes() == (int32_t)(entry - u);
     for (int64_t i = 0; i < columns; i++) {
       const float* own = mass.own + first + i * each;
@@ -84,7 +84,7 @@ inline void update_units(const Layer& layer, const Step& step, const Mass& mass,
   }
 }
 
-// Scores of the units after this query; the new token's is at `entry`, or joins what is there.
+// Updates the scores of units after this query. `entry` is the new token's unit.
 template <class T>
 void new_scores(const Request<T>& request, const Mass& mass, int64_t set, const int32_t* rank,
                 int64_t entry, float* scores) {
@@ -99,14 +99,14 @@ void new_scores(const Request<T>& request, const Mass& mass, int64_t set, const 
   update_units(request.layer, step, mass, set, rank, entry, scores);
 }
 
-// Where a unit of this rank is.
+// The place of the unit with rank `wanted`.
 inline int64_t place_of(const int32_t* rank, int64_t units, int64_t wanted) {
   int64_t place = 0;
   while (place < units && rank[place] != wanted) place++;
   return place;
 }
 
-// The new token's row, in every head of a set.
+// Writes the new token's row in every head of a set.
 template <class T>
 void write_slot(const Request<T>& request, const Layer& layer, int64_t set, int64_t slot) {
   const int64_t page = request.pages()[slot / layer.block_size], offset = slot % layer.block_size;
@@ -119,8 +119,8 @@ void write_slot(const Request<T>& request, const Layer& layer, int64_t set, int6
   }
 }
 
-// Put the new token in its unit's next slot, or into the first free ones; run the rules of one head
-// set where the unit is complete. Ranks are written only where they change.
+// Puts the new token into the next slot of its unit, or begins a unit in the first free place, and
+// applies the rules of one head set. Only changed ranks are written.
 template <class T>
 void insert(const Request<T>& request, const Mass& mass, int64_t set) {
   static thread_local Scratch scratch;
@@ -130,7 +130,7 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
   const int64_t unit = layer.unit, offset = step[STREAM] % unit;
   const int64_t old_units = step[OLD_SLOTS] / unit, units = step[NEW_SLOTS] / unit;
   const int32_t* pages = request.pages();
-  const int64_t padded = round_up(units + 1, BLOCK), last = padded - 1;  // where a new unit is
+  const int64_t padded = round_up(units + 1, BLOCK), last = padded - 1;  // entry of a new unit
   float* score = scratch.take(3 * padded);
   int32_t* rank = (int32_t*)(score + padded);
   int32_t* token = rank + padded;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the calls are given. library.py has the same structures, field by field, as ctypes.
+// The arguments of the library's calls. library.py repeats these structures field by field.
 //
-// Sizes: H KV heads, G query heads a KV head, D channels, S head sets (1 or H), N slots.
-// A page is [H, block_size, 2 D], K then V. Slots come in units whose tokens are consecutive; each
-// has words of its own, [S, page_units] a page, of their own strides. Scores, logits and sums are
-// fp32. Rows of new tokens have one type, those in pages may have another: stored.h.
+// Sizes: H KV heads, G query heads per KV head, D channels, S head sets (1 or H), N slots.
+// A page is [H, block_size, 2 D], K then V. A unit is a group of slots with consecutive tokens. Each
+// unit has its own words, [S, page_units] per page. Scores, logits and sums are fp32. New rows and
+// rows in pages may have different types (stored.h).
 #pragma once
 
 #include <omp.h>
@@ -19,7 +19,7 @@
 enum Dtype : int64_t { FP32 = 0, BF16 = 1, FP16 = 2, INT8 = 3, E4M3 = 4, E5M2 = 5 };
 enum Reduction : int64_t { MEAN = 0, MAX = 1, MEDIAN = 2 };
 
-// One layer's cache and what no step changes about it.
+// One layer's cache. No step changes these fields.
 struct Layer {
   char* kv;
   int32_t *rank, *born;
@@ -27,39 +27,39 @@ struct Layer {
   int32_t* token;         // null: not kept
   const float* slopes;    // [H * G] of ALiBi, or null
   const float* rotation;  // [distance, 2, half]: cos and sin of a rotation back, or null
-  const float* sinks;     // [H * G] learned logits of nothing, or null
-  float* row_scale;       // [H, 2, block_size] a page, keys' then values'; null: not of each row
-  int64_t page_bytes;     // between two pages' K/V
-  int64_t page_words;     // between two pages' words
+  const float* sinks;     // [H * G] learned sink logits, or null
+  float* row_scale;       // [H, 2, block_size] per page, keys then values; null: no row scales
+  int64_t page_bytes;     // from one page's K/V to the next
+  int64_t page_words;     // from one page's words to the next
   int64_t num_heads, group, head_size, num_sets, block_size;
-  int64_t unit, page_units;  // slots of a unit, units of a page
+  int64_t unit, page_units;  // slots per unit, units per page
   int64_t half;  // rotary_dim / 2
   int64_t is_neox;
-  int64_t dtype, stored;  // of new rows, of those in pages
-  int64_t stored_bytes;   // of one of the latter's channels
-  int64_t uses_scores;  // whether the scores in pages mean anything
+  int64_t dtype, stored;  // types of new rows and of rows in pages
+  int64_t stored_bytes;   // bytes of a stored channel
+  int64_t uses_scores;  // whether pages hold scores
   int64_t reduction;
-  int64_t window;  // tokens that a query sees, its own included; 0: all that are cached
+  int64_t window;  // tokens that a query sees, itself included; 0: all cached ones
   float scale, softcap;
-  float key_scale, value_scale;  // of all stored keys and values, where rows have none of their own
+  float key_scale, value_scale;  // scales of all stored keys and values without row scales
 
   int64_t num_queries() const { return num_heads * group; }
   int64_t set_of(int64_t head) const { return num_sets == 1 ? 0 : head; }
-  // Whether rows in pages are those of the tokens as they are.
+  // Whether pages store rows in the type of new rows.
   bool plain() const { return stored == dtype; }
   int64_t row_bytes() const { return 2 * head_size * stored_bytes; }
   char* row(int64_t page, int64_t head, int64_t offset) const {
     return kv + page * page_bytes + (head * block_size + offset) * row_bytes();
   }
-  // A row's scale of its key; `block_size` further stands that of its value.
+  // The scale of a row's key. The scale of its value is `block_size` further.
   float* scale_of(int64_t page, int64_t head, int64_t offset) const {
     return row_scale + page * page_words + head * 2 * block_size + offset;
   }
-  // Whether a whole key turns, in halves of whole registers.
+  // Whether the whole key is rotary and each half fills whole registers.
   bool turns_by_registers() const {
     return rotation && is_neox && half % W == 0 && 2 * half == head_size;
   }
-  // What nothing gets in a query's softmax, whose exponentials are relative to `most`.
+  // The sink's term in a query's softmax, relative to logit `most`.
   float sink(int64_t head, float most) const { return sinks ? std::exp(sinks[head] - most) : 0; }
   float soft_cap(float x) const { return softcap ? softcap * std::tanh(x / softcap) : x; }
   vf soft_cap(vf x) const {
@@ -69,14 +69,14 @@ struct Layer {
   int64_t word(int64_t page, int64_t set) const { return page * page_words + set * page_units; }
 };
 
-// New tokens' rows; strides in elements between tokens, heads and channels are contiguous.
+// Rows of new tokens. Strides are elements between tokens; heads and channels are contiguous.
 struct Rows {
   const void *query, *key, *value;
   void* output;
   int64_t query_stride, key_stride, value_stride, output_stride;
 };
 
-// Units `from .. to` of one of the words, page by page.
+// Calls `each` on units [from, to) of one word, page by page.
 template <class Word, class Each>
 static inline void each_page(const Layer& layer, const int32_t* pages, int64_t set, Word* words,
                              int64_t from, int64_t to, Each each) {
@@ -100,8 +100,8 @@ static inline void scatter(const Layer& layer, const int32_t* pages, int64_t set
             [=](int64_t at, Word* page, int64_t n) { std::memcpy(page, from + at, 4 * n); });
 }
 
-// Turn an fp32 row in place, back by a distance (`Sign` 1: a key to where it is now) or forth (-1: a
-// query by as much as the keys have moved); channels beyond the rotary ones stay.
+// Rotates an fp32 row in place by `distance`: back (`Sign` 1: a key to its present position) or
+// forward (-1: a query, by as much as the keys have moved). Non-rotary channels do not change.
 template <int Sign = 1>
 static inline void rotate(const Layer& layer, float* x, int64_t distance) {
   const int64_t half = layer.half;
@@ -128,7 +128,7 @@ static inline void rotate(const Layer& layer, float* x, int64_t distance) {
   }
 }
 
-// A register's lanes over `n` rows, reduced to one; `rows` is scratch for the median.
+// Reduces `n` rows lane by lane. The median reorders `rows`.
 static inline vf reduce_heads(int64_t reduction, vf* rows, int64_t n) {
   if (reduction == MEDIAN) {  // the lower one: bubble the k + 1 smallest to the front
     for (int64_t k = 0; k <= (n - 1) / 2; k++)
@@ -144,7 +144,7 @@ static inline vf reduce_heads(int64_t reduction, vf* rows, int64_t n) {
   return reduction == MAX ? total : total * (1.0f / n);
 }
 
-// Memory that is kept between calls and only grows; fp32 rows in it are register-aligned.
+// Memory that is reused between calls and only grows, aligned to registers.
 struct Scratch {
   std::vector<float> memory;
   float* take(int64_t n) {

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled library's calls and their arguments: the structures of the C++ files as ctypes.
+"""Python bindings of the compiled library: its calls, and the C++ structures as ctypes.
 
-Addresses are ``data_ptr()`` of CPU tensors that the caller keeps alive. A call releases the GIL.
+Addresses are ``data_ptr()`` of CPU tensors, which the caller must keep alive. Calls release the
+GIL.
 """
 
 import ctypes
@@ -17,12 +18,12 @@ import torch
 from vllm_cascade.kernels.cpp.build import BuildError, build
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Of new tokens' rows, and of those in pages, which may also be codes."""
+"""Types of new rows. Rows in pages may also have ``CODES``."""
 CODES = {torch.int8: 3, torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
 REDUCTIONS = {"mean": 0, "max": 1, "median": 2}
 MAX_QUERY_HEADS = 256
 TILE = 32
-"""Tokens that are attended at once; see tile.h."""
+"""Tokens per tile; see tile.h."""
 
 
 def _of(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -30,7 +31,7 @@ def _of(kind: Any, names: str) -> list[tuple[str, Any]]:
 
 
 class Layer(ctypes.Structure):
-    """One layer's cache and what no step changes about it."""
+    """One layer's cache. No step changes these fields."""
 
     _fields_: ClassVar = [
         *_of(c_void_p, "kv rank born score token slopes rotation sinks row_scale"),
@@ -42,7 +43,7 @@ class Layer(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """New tokens' rows: addresses, and elements between two tokens."""
+    """Rows of new tokens: addresses, and strides in elements between tokens."""
 
     _fields_: ClassVar = [
         *_of(c_void_p, "query key value output"),
@@ -54,12 +55,12 @@ _ROWS = struct.Struct("4P4q")
 
 
 def row_addresses(new: Sequence[torch.Tensor]) -> Rows:
-    """Query, key, value and output, ``[num_tokens, heads, head_size]`` each.
+    """Addresses of query, key, value and output, each ``[num_tokens, heads, head_size]``.
 
-    Slices of a fused projection will do.
+    They may be slices of a fused projection.
     """
     size, dtype, strides = new[0].shape[2], new[0].dtype, []
-    for rows in new:  # called for every layer and step: microseconds count
+    for rows in new:  # called per layer and step, so it must be fast
         step, head, channel = rows.stride()
         assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
         strides.append(step)
@@ -80,7 +81,7 @@ class Tokens(ctypes.Structure):
 
 
 class Stride(ctypes.Structure):
-    """One request's stride, and the rules of its schedule."""
+    """A stride of one request, with the rules of its schedule."""
 
     _fields_: ClassVar = [
         *_of(c_void_p, "step pages"),
@@ -94,7 +95,7 @@ class Stride(ctypes.Structure):
 
 
 class Store(ctypes.Structure):
-    """A request's stored units, and the tokens that ask for some of them."""
+    """A request's stored units, and the queries that select from them."""
 
     _fields_: ClassVar = [
         *_of(c_void_p, "codes scales"),
@@ -105,7 +106,7 @@ class Store(ctypes.Structure):
 
 
 class Library:
-    """The loaded library; ``calls`` counts what ran in it, for tests and the curious."""
+    """The loaded library. ``calls`` counts calls by kind."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,11 +127,11 @@ class Library:
             assert size() == ctypes.sizeof(kind), f"C++ and library.py differ in {name}"
         self.from_memory = c_int64.in_dll(native, "from_memory")  # bytes; see tokens.cpp
         native.has_fp16.restype = c_int64
-        wide = native.has_fp16()  # floating codes become such
+        wide = native.has_fp16()  # floating-point codes are decoded to fp16
         self.dtypes = {d for d in DTYPES if d != torch.float16 or wide}
         self.codes = {code for code in CODES if code == torch.int8 or wide}
         native.multiplies_bf16.restype = c_int64
-        self.multiplies_bf16 = bool(native.multiplies_bf16())  # a stride's rows, as they are
+        self.multiplies_bf16 = bool(native.multiplies_bf16())  # in strides
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
         self._recall = native.recall_units
@@ -142,28 +143,28 @@ class Library:
             function.restype = None
 
     def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
-        """Attend, update scores, run each row's rules, insert."""
+        """Attend, update scores, apply each row's rules, and insert, for single tokens."""
         self.calls["tokens"] += 1
         self._tokens(layer, batch, rows)
 
     def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
-        """The same for a stride, with the rules of all of its tokens."""
+        """Attend, update scores, apply the rules of all tokens, and insert, for a stride."""
         self.calls["strides"] += 1
         self._stride(layer, stride, rows)
 
     def recall_units(
         self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int
     ) -> None:
-        """Which units some tokens' queries ask for most; the addresses are of what is written."""
+        """Select the units that queries attend to most; writes to the addresses given."""
         self.calls["recalls"] += 1
         self._recall(layer, rows, store, index, asked, chosen)
 
 
 @lru_cache(maxsize=1)
 def load() -> Library:
-    """The library, compiled if need be; once a process.
+    """The library, compiled if needed and loaded once per process.
 
     Raises:
-        BuildError: it cannot be had on this machine.
+        BuildError: it cannot be built or loaded on this machine.
     """
     return Library(build())

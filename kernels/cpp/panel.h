@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-// C = A B or C += A B for a handful of rows of A: the register-blocked core of both products of
-// attention. B's rows are read once for all rows of A, C stays in registers, in fp32.
+// Matrix products C = A B and C += A B for a few rows of A, blocked for registers: the core of both
+// products of attention. Rows of B are read once for all rows of A; C stays in fp32 registers.
 #pragma once
 
 #include "vec.h"
 
-constexpr int ROWS = 6;                // of A at once
-constexpr int PARTS = W == 8 ? 2 : 4;  // registers of B's row at once: AVX2 has half as many
+constexpr int ROWS = 6;                // rows of A per block
+constexpr int PARTS = W == 8 ? 2 : 4;  // registers of a row of B per block; AVX2 has half as many
 constexpr int COLUMNS = PARTS * W;
 
-// What A and B are made of. One fp32 number:
+// Elements of A and B: single fp32 numbers.
 struct Single {
   typedef float Number;
   typedef vf Register;
-  static constexpr int64_t DEPTHS = 1;  // of the product that a number stands for
+  static constexpr int64_t DEPTHS = 1;  // depths of the product per number
   static vf add(vf sum, float a, vf b) { return sum + splat(a) * b; }
 };
 #ifdef HAS_BF16_PRODUCTS
-// Two bf16 numbers, of depths that follow each other: twice the products an instruction.
+// Elements of two bf16 numbers at consecutive depths: twice the products per instruction.
 struct Pair {
   typedef uint32_t Number;
   typedef vu Register;
   static constexpr int64_t DEPTHS = 2;
   static vf add(vf sum, uint32_t a, vu b) { return add_bf16_products(sum, a, b); }
 };
-// Rows of bf16 are multiplied as they are, all others in fp32.
+// bf16 rows are multiplied directly, all others in fp32.
 template <class T>
 using Numbers = std::conditional_t<std::is_same_v<T, bf16>, Pair, Single>;
 #else
@@ -72,15 +72,15 @@ static inline void panel_rows(int64_t rows, const typename N::Number* a, int64_t
   }
 }
 
-// C [rows, columns] (+)= A [rows, depth] B [depth, columns]; columns a multiple of W. Depth and A's
-// stride are counted in numbers.
+// C [rows, columns] (+)= A [rows, depth] B [depth, columns]; `columns` is a multiple of W. `depth`
+// and `lda` count numbers.
 template <class N>
 static inline void multiply(int64_t rows, int64_t columns, const typename N::Number* a,
                             int64_t lda, const typename N::Number* b, int64_t ldb, float* c,
                             int64_t ldc, int64_t depth, bool add) {
   int64_t left = columns / W, at = 0;
   while (left > 0) {
-    // Five registers are three and two, not four and one: a narrow panel wastes B's loads.
+    // Split five registers into three and two: a panel of one would waste loads of B.
     int64_t parts = left <= PARTS ? left : left < 2 * PARTS ? (left + 1) / 2 : PARTS;
     switch (parts) {
       case 4: panel_rows<N, 4>(rows, a, lda, b + at, ldb, c + at, ldc, depth, add); break;

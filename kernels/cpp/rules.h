@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Victim rules (../../vllm_cascade/policies/rules.py) run on a line of tokens, oldest to newest. Of
-// the ranks [lo, hi) a rule deletes none, all, the lowest value, or all but one of every cell of so
-// many ranks: the highest value, or the oldest. A rule acts on the ranks that the one before left.
+// Applies victim rules (../../vllm_cascade/policies/rules.py) to tokens in order of age. From the
+// ranks [lo, hi) a rule deletes none, all, the lowest value, or all but one of every cell of `cell`
+// ranks: it keeps the highest value or the oldest. Each rule sees the ranks left by the last one.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 #include "step.h"
 #include "vec.h"
 
-constexpr int64_t BLOCK = 64;  // entries that are looked at one by one only where one is wanted
+constexpr int64_t BLOCK = 64;  // entries per block; only blocks with a match are searched
 
-// The place of the lowest of values [from, to); of equal ones the first, or the last.
+// The index of the lowest value in [from, to): the first or the last of equal ones.
 static inline int64_t lowest(const float* value, int64_t from, int64_t to, bool last) {
   float least = INFINITY;
   int64_t i = from;
@@ -34,10 +34,10 @@ static inline int64_t lowest(const float* value, int64_t from, int64_t to, bool 
     for (i = last ? end - 1 : begin; value[i] != least;) i += last ? -1 : 1;
     return i;
   }
-  return from;  // no number among them
+  return from;  // all are NaN
 }
 
-// The place of the highest of a few values.
+// The index of the highest value in [from, to), which are few.
 static inline int64_t highest(const float* value, int64_t from, int64_t to, bool last) {
   int64_t best = from;
   for (int64_t i = from + 1; i < to; i++)
@@ -45,7 +45,7 @@ static inline int64_t highest(const float* value, int64_t from, int64_t to, bool
   return best;
 }
 
-// Which of every cell of the places [from, to) stays: each(first of the cell, its end, who stays).
+// Calls each(begin, end, survivor) for every cell of [from, to).
 template <class Each>
 static inline void each_cell(const Rule& rule, const float* value, int64_t from, int64_t to,
                              bool newest_stays, Each each) {
@@ -56,12 +56,12 @@ static inline void each_cell(const Rule& rule, const float* value, int64_t from,
   }
 }
 
-// A line in order: what is compared, and each token's column in the arrays that it came from. A
-// stride's tokens stand behind those in the line until they are appended.
+// Tokens in order of age: compared values, and columns in the caller's arrays. Tokens of a stride
+// are stored behind the line until they are appended.
 struct Line {
   float* value;
   int32_t* column;
-  int64_t begin, end;  // the line's part of both
+  int64_t begin, end;  // the line's range in both arrays
   bool newest_stays;
 
   void append(int64_t from) {
@@ -85,7 +85,7 @@ struct Line {
   }
 
  private:
-  // The shorter part moves.
+  // Moves the shorter part.
   void erase(int64_t from, int64_t to) {
     const bool head = from - begin < end - to;
     move(value, from, to, head);
@@ -101,13 +101,13 @@ struct Line {
   }
 };
 
-// A line as the ranks of its tokens' places, -1 where nothing is: nothing moves but ranks.
+// Tokens by place: each has a rank, and empty places have -1. Only ranks change.
 struct Places {
   int64_t size;          // a multiple of BLOCK
   int32_t* rank;
   const float* score;
-  const int32_t* token;  // indices in the stream; null: scores are compared as they are
-  int64_t seen;          // tokens of the stream
+  const int32_t* token;  // token indices; null: scores are compared without ages
+  int64_t seen;          // tokens seen so far
   bool newest_stays;
 
   void apply(const Rule& rule) {
@@ -121,7 +121,7 @@ struct Places {
       std::memcpy(rank + i, &left, sizeof(left));
     }
   }
-  // The first place before `end` that holds nothing; -1: none.
+  // The first empty place before `end`, or -1.
   int64_t free(int64_t end) const {
     for (int64_t from = 0; from < end; from += BLOCK) {
       int32_t least = 0;
@@ -139,7 +139,7 @@ struct Places {
     const vi age = (int32_t)seen - load_as<vi>(token + i);
     return x / __builtin_convertvector(age < 1 ? splat_int(1) : age, vf);
   }
-  // The rank that the lowest value of [lo, hi) has: lane by lane, then of the lanes.
+  // The rank of the lowest value in [lo, hi): reduced per lane, then over lanes.
   int32_t victim(int32_t lo, int32_t hi) const {
     vf low = splat(INFINITY);
     vi found = splat_int(-1);

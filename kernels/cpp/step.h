@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The columns of a step row and of a rule, with the numbers of ../columns.py, which explains them.
+// The columns of a step row and of a rule. ../columns.py has the same numbers and explains them.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ enum Column : int32_t {
 };
 // clang-format on
 
-// What is deleted among the ranks [lo, hi); rules.h says how.
+// What is deleted from the ranks [lo, hi); see rules.h.
 struct Rule {
   int32_t lo, hi, evicts, cell;
 };
@@ -27,7 +27,7 @@ struct Step {
   int64_t operator[](Column column) const { return row[column]; }
   float decay() const { return as_float(DECAY); }
   float weight() const { return as_float(WEIGHT); }
-  // A single token's rules: the first is in the row, the others in a table.
+  // The rules of a single token: the first one is in the row, the others are in a table.
   template <class Each>
   void each_rule(const int32_t* table, Each each) const {
     each(rule_at(row + LO));

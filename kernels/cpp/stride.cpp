@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stride of one request: attend, update scores, run its tokens' rules, insert; one call a layer.
+// Processes one request's stride in one layer: attends, updates scores, applies rules, inserts.
 #include "insert_stride.h"
 
 namespace {
@@ -48,7 +48,7 @@ void run(const Layer& layer, const Stride& stride, const Rows& rows) {
 }  // namespace
 
 extern "C" int64_t stride_size() { return sizeof(Stride); }
-// Whether bf16 rows are multiplied as they are (panel.h).
+// Whether bf16 rows are multiplied without conversion (panel.h).
 extern "C" int64_t multiplies_bf16() { return Numbers<bf16>::DEPTHS == 2; }
 
 extern "C" void attend_and_insert_stride(const Layer* layer, const Stride* stride,

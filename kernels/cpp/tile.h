@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of cached tokens of one KV head against the few queries that share it.
+// Products of a tile of one KV head's cached tokens with the queries that share the head.
 #pragma once
 
 #include "stored.h"
 
 constexpr int64_t TILE = 32;                   // tokens
-constexpr int64_t KEY_STRIDE = (TILE + 1) * W;  // one more token, so that rows spread over L1's sets
+constexpr int64_t KEY_STRIDE = (TILE + 1) * W;  // one more token, to spread rows over L1's sets
 
 // The stored rows of slots [from, from + n) of a head.
 template <class T>
@@ -20,7 +20,7 @@ static inline void tile_rows(const Layer& layer, const int32_t* pages, int64_t h
   }
 }
 
-// The same in fp32, for rows that pages have in another type than new tokens': [n, 2 D].
+// The same, decoded to fp32 [n, 2 D], if pages store another type than that of new rows.
 static inline void decoded_rows(const Layer& layer, const int32_t* pages, int64_t head,
                                 int64_t from, int64_t n, float* to, const float** row) {
   const int64_t size = layer.head_size;
@@ -33,8 +33,8 @@ static inline void decoded_rows(const Layer& layer, const int32_t* pages, int64_
   }
 }
 
-// Ranks of a tile's slots (-1 where nothing is), and how far each key has moved since it was
-// written: positions are ranks and `shift`. The unit that is being filled, the newest of `cached` tokens, has fewer than its slots.
+// Ranks of a tile's slots (-1: empty), and the distance that each key has moved since its write.
+// A position is rank + `shift`. The newest unit of the `cached` tokens may be incomplete.
 static inline void tile_words(const Layer& layer, const int32_t* pages, int64_t set, int64_t from,
                               int64_t n, int64_t cached, int32_t shift, bool moved, int32_t* rank,
                               int32_t* distance) {
@@ -59,8 +59,8 @@ static inline void tile_words(const Layer& layer, const int32_t* pages, int64_t 
   }
 }
 
-// The cos and sin of a tile's rows, to be turned by `distance` or, where that is null, not at all;
-// pads both arrays to whole registers with what may be read.
+// Lists the cos and sin that rotate a tile's rows by `distance` (null: no rotation). Pads both
+// arrays to whole registers with readable addresses.
 template <class T>
 static inline void tile_rotation(const Layer& layer, const int32_t* distance, int64_t n,
                                  const T** row, const float** rotation) {
@@ -69,19 +69,19 @@ static inline void tile_rotation(const Layer& layer, const int32_t* distance, in
   for (int64_t i = n; i < round_up(n, W); i++) row[i] = row[0], rotation[i] = layer.rotation;
 }
 
-// Into L1 before they are needed.
+// Prefetches `n` elements into L1.
 template <class T>
 static inline void prefetch(const T* from, int64_t n) {
   for (int64_t byte = 0; byte < (int64_t)sizeof(T) * n; byte += 64)
     __builtin_prefetch((const char*)from + byte);
 }
-// A row is K and V, so both passes profit.
+// Prefetches K and V of a row.
 template <class T>
 static inline void prefetch_row(const T* row, int64_t head_size) {
   prefetch(row, 2 * head_size);
 }
 
-// One key turned in fp32, to blocks of W channels. `Parts`: half / W where known, else 0.
+// Rotates one key in fp32, into blocks of W channels. `Parts` is half / W if known, else 0.
 template <int Parts, class T>
 static inline void turn_key(const T* from, const float* rotation, int64_t half, float* to) {
   const int64_t parts = Parts ? Parts : half / W;
@@ -94,8 +94,8 @@ static inline void turn_key(const T* from, const float* rotation, int64_t half, 
   }
 }
 
-// Keys as fp32 at their present positions, in blocks of W channels: [width / W, TILE + 1, W].
-// `next` are the rows of the tile that follows, or null.
+// Rotates keys to their present positions: fp32 [width / W, TILE + 1, W], in blocks of W channels.
+// `next` are rows of the next tile to prefetch, or null.
 template <int Parts, class T>
 static inline void turned_keys(const Layer& layer, const T* const* row, const T* const* next,
                                const int32_t* distance, int64_t n, float* keys) {
@@ -129,7 +129,7 @@ static inline void tile_keys(const Layer& layer, const T* const* row, const T* c
   }
 }
 
-// Sums of products, one register a query and key, to one lane a key: `Keys` keys at a time.
+// Folds one register of products per query and key into one lane per key, `Keys` keys at a time.
 template <int Queries, int Keys>
 struct Folded {
   vf part[Queries][W / Keys];
@@ -177,10 +177,9 @@ static inline void dots(const float* query, int64_t width, const float* keys, vf
   folded.give(result);
 }
 
-// The same with keys as they are stored, and each turned by its distance on the way where `Turn`:
-// neither written to memory nor read again. For heads that are two halves of whole registers;
-// `Width` is their size where that is known here (0: not), so that the loop over it is unrolled.
-// `next`: rows to prefetch, or null.
+// The same with stored keys, which are rotated in registers if `Turn`. Needs halves of heads that
+// fill whole registers. `Width` is `width` if known at compile time, to unroll the loop; else 0.
+// `next` are rows to prefetch, or null.
 template <int Queries, int Keys, int Width, bool Turn, class T>
 static __attribute__((noinline)) void row_dots(const float* query, int64_t width,
                                                const T* const* row, const T* const* next,

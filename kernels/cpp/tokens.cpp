@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// One new token for each of many requests: attend, update scores, insert; one call a layer.
+// Processes one new token of each of many requests in one layer: attends, updates scores, inserts.
 #include "attend_units.h"
 #include "insert_tokens.h"
 
-// Bytes of a step's rows beyond which they come from memory, not from the last-level cache: there
-// prefetching tiles pays, and reading every key once more does not (measured on Zen 5 with 32 MiB).
+// Bytes of a step's rows above which they are read from memory instead of the last-level cache.
+// Then prefetching tiles is faster, and reading keys twice is slower (measured on Zen 5 with 32 MiB).
 extern "C" {
 int64_t from_memory = 12 << 20;
 }
@@ -34,7 +34,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
   shape.blocks = round_up(shape.padded / W, W);
   const int threads = omp_get_max_threads();
   const int64_t floats = shape.mass_floats();
-  if (batch.count >= threads) {  // a request is one thread's work from end to end
+  if (batch.count >= threads) {  // one thread per request
     float* memory = scratch.take(floats * threads);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t b = 0; b < batch.count; b++) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One SIMD register of fp32, written with the compilers' vector extensions so that the same source
-// serves AVX-512, AVX2, NEON and plain SSE2. Everything is computed in fp32; bf16 and fp16 are
-// only how rows are stored, but for the products of a prompt's bf16 rows (panel.h).
+// SIMD registers of fp32 by vector extensions of the compiler, so that one source serves AVX-512,
+// AVX2, NEON and SSE2. All arithmetic is fp32, except for the products of a prompt's bf16 rows
+// (panel.h). bf16 and fp16 are storage formats.
 #pragma once
 
 #include <cstdint>
@@ -50,7 +50,7 @@ static inline vi lanes(std::integer_sequence<int, Lane...>) {
   return vi{Lane...};
 }
 static inline vi lanes() { return lanes(std::make_integer_sequence<int, W>()); }
-// Whether any lane of a comparison's result is set.
+// Whether any lane of a mask is set.
 static inline bool any(vi mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -62,7 +62,7 @@ static inline bool any(vi mask) {
 }
 static inline vf load(const float* from) { return load_as<vf>(from); }
 static inline vf load(const bf16* from) {
-#if defined(__AVX512F__)  // GCC makes two halves and a shuffle of a convertvector here
+#if defined(__AVX512F__)  // GCC splits a convertvector into two halves and a shuffle here
   return (vf)((vu)_mm512_maskz_cvtepu16_epi32(0xFFFF, load_as<__m256i>(from)) << 16);
 #else
   return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16);
@@ -74,7 +74,7 @@ static inline vf load(const fp16* from) {
   return __builtin_convertvector(load_as<v16>(from), vf);
 }
 #endif
-// Keeps a loaded register for all its uses: GCC would rather load it again for each.
+// Keeps a loaded value in its register; GCC would load it again for each use.
 template <class V>
 static inline V held(V v) {
 #if defined(__AVX512F__)
@@ -110,7 +110,7 @@ inline bf16 narrow<bf16>(float x) {  // to nearest, ties to even; NaN stays NaN
 static inline float widen(fp16 x) { return (float)x; }
 #endif
 
-// fp32 numbers times a factor as stored ones, to nearest, ties to even; NaN stays NaN.
+// Stores fp32 numbers times a factor. Rounds to nearest, ties to even; NaN stays NaN.
 template <class T>
 static inline void narrow_row(T* to, const float* from, float factor, int64_t n) {
   int64_t i = 0;
@@ -126,7 +126,7 @@ static inline void narrow_row(T* to, const float* from, float factor, int64_t n)
   for (; i < n; i++) to[i] = narrow<T>(from[i] * factor);
 }
 
-// `n` stored numbers as fp32, zeros after them up to a whole register.
+// Loads `n` stored numbers as fp32, padded with zeros to a whole register.
 template <class T>
 static inline void widen_row(float* to, const T* from, int64_t n) {
   int64_t i = 0;
@@ -137,7 +137,7 @@ static inline void widen_row(float* to, const T* from, int64_t n) {
   }
 }
 
-// sums + products of each lane's four unsigned bytes with the four signed ones of `four`.
+// sums + products of the four unsigned bytes in each lane with the four signed bytes of `four`.
 static inline vi add_products(vi sums, vi bytes, int32_t four) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32(four));
@@ -151,17 +151,17 @@ static inline vi add_products(vi sums, vi bytes, int32_t four) {
 
 #if defined(__AVX512BF16__)
 #define HAS_BF16_PRODUCTS 1
-// sums + products of each lane's two bf16 numbers with the two of `pair`.
+// sums + products of the two bf16 numbers in each lane with the two numbers of `pair`.
 static inline vf add_bf16_products(vf sums, uint32_t pair, vu pairs) {
   return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)_mm512_set1_epi32((int)pair),
                               (__m512bh)pairs);
 }
-// Two registers as bf16, to nearest, ties to even: pairs of a lane's two numbers.
+// Rounds two registers to bf16 (nearest, ties to even) and pairs their lanes.
 static inline vu pairs_of(vf low, vf high) {
   const vu first = (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)low));
   return first | (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)high)) << 16;
 }
-// One register as W bf16 numbers in a row.
+// Stores one register as W bf16 numbers.
 static inline void store_bf16(uint16_t* to, vf x) {
   const __m256i half = (__m256i)_mm512_cvtneps_pbh((__m512)x);
   std::memcpy(to, &half, sizeof(half));
@@ -171,7 +171,7 @@ static inline void store_bf16(uint16_t* to, vf x) {
 static inline vf vmax(vf a, vf b) { return a > b ? a : b; }
 static inline vf vmin(vf a, vf b) { return a < b ? a : b; }
 
-// exp(x) of numbers up to 88 to about 2 ulp; exactly 0 below -87, also of -inf, a masked logit.
+// exp(x) for x up to 88, to about 2 ulp. Exactly 0 below -87, and for masked logits (-inf).
 static inline vf vexp(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2**23: adding it rounds to an integer
   vf shifted = x * 1.44269504f + magic;
@@ -189,7 +189,7 @@ static inline vf vexp(vf x) {
   return x < splat(-87.0f) ? vf{} : (vf)bits;
 }
 
-// Lanes of two registers, chosen by constants (W and up: of the second).
+// Lanes of two registers, selected by constants; W and up are lanes of the second.
 template <int... Lanes>
 static inline vf shuffle(vf x, vf y) {
 #if defined(__clang__)
@@ -199,7 +199,7 @@ static inline vf shuffle(vf x, vf y) {
 #endif
 }
 
-// Lanes `Half` apart summed; the sums of `x` and of `y` alternate in groups of `Half` lanes.
+// Sums lanes that are `Half` apart. Sums of `x` and `y` alternate in groups of `Half` lanes.
 template <int Half, int... Lane>
 static inline vf fold(vf x, vf y, std::integer_sequence<int, Lane...>) {
   return shuffle<(Lane & Half ? W + Lane : Lane)...>(x, y) +
@@ -210,7 +210,7 @@ static inline vf fold(vf x, vf y) {
   return fold<Half>(x, y, std::make_integer_sequence<int, W>());
 }
 
-// `a[0]`: in each group of N lanes, partial sums of the N registers of `a`.
+// Leaves partial sums of the N registers of `a` in `a[0]`, in each group of N lanes.
 template <int N>
 static inline void fold_within(vf* a) {
   if constexpr (N > 1) {
@@ -219,7 +219,7 @@ static inline void fold_within(vf* a) {
     fold_within<N / 2>(a);
   }
 }
-// `a[0]`: sums, one in each lane, from the W / N registers that `fold_within<N>` left.
+// Leaves one sum per lane in `a[0]`, from the W / N registers of `fold_within<N>`.
 template <int N, int Half = W / 2>
 static inline void fold_across(vf* a) {
   if constexpr (Half >= N) {
@@ -229,7 +229,7 @@ static inline void fold_across(vf* a) {
   }
 }
 
-// W registers as rows of a square, to its columns.
+// Transposes a square of W registers.
 template <int Half, int... Lane>
 static inline void exchange(vf& x, vf& y, std::integer_sequence<int, Lane...>) {
   const vf upper = shuffle<(Lane & Half ? W + Lane - Half : Lane)...>(x, y);
@@ -246,8 +246,8 @@ static inline void transpose(vf* rows) {
   }
 }
 
-// 2 W stored numbers as two registers: one half after the other, or, of bf16, the even ones and the
-// odd ones, which takes no more than a shift and a mask.
+// Loads 2 W stored numbers into two registers: the first and second half or, for bf16, even and odd
+// numbers, which takes only a shift and a mask.
 template <class T>
 static inline void load_two(const T* from, vf* x) {
   x[0] = load(from);
@@ -270,7 +270,7 @@ static inline void zip(float* x, std::integer_sequence<int, Lane...>) {
   store(x, shuffle<(Lane / 2 + Lane % 2 * W)...>(even, odd));
   store(x + W, shuffle<(Lane / 2 + W / 2 + Lane % 2 * W)...>(even, odd));
 }
-// fp32 numbers in the order in which `load_two` loads them, and back.
+// Reorders fp32 numbers to the order of `load_two`, and back.
 template <class T>
 static inline void to_loaded_order(float* x, int64_t n) {
   if constexpr (std::is_same_v<T, bf16>)
@@ -284,7 +284,7 @@ static inline void from_loaded_order(float* x, int64_t n) {
       zip(x + i, std::make_integer_sequence<int, W>());
 }
 
-// Each lane with the one `Half` away, in log2(W) rounds.
+// Sums and maxima over all lanes, in log2(W) rounds.
 template <int Half, int... Lane>
 static inline vf swapped(vf x, std::integer_sequence<int, Lane...>) {
   return shuffle<(Lane ^ Half)...>(x, x);

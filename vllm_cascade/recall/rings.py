@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where evicted units wait on CUDA: a ring a running request, all of them made at start.
+"""Stores evicted units on CUDA: one ring buffer per running request, all allocated at start.
 
-Keys and values lie in pinned memory of the host, which kernels read and write by themselves, and
-what judges them, 8 bits a channel, on the device. Unit ``n`` of those that a request ever evicted
-lies in place ``n`` modulo the ring's size, so nothing has to be looked up, and what a step does
-with a ring is a row of numbers that follow from token counts (``kernels/columns.py``).
+Keys and values are in pinned host memory, which kernels read and write directly. Their 8-bit codes,
+which recall compares, are on the device. The ``n``-th unit that a request evicts is at place ``n``
+modulo the size of the ring, so no lookup is needed. What a step does with a ring follows from token
+counts; ``kernels/columns.py`` describes these numbers.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,14 @@ class Rings(UnitStores):
     """A worker's ring buffers for evicted units.
 
     Attributes:
-        shape: of units; a ring has room for ``shape.most_units``.
-        rows, codes, scales, born, token: ``[layers, ...]`` of what ``kernels/triton/recall*.py``
-            call a layer's store.
-        rings: numbers of the running requests' rings, by name.
-        end: int64 ``[num_requests]``, units that a ring's request ever evicted.
-        shown: int64, units that are recalled in its pages now.
-        selected_by_many: bool, whether a stride of several tokens made the last selection.
+        shape: sizes of the units; a ring holds ``shape.most_units``.
+        rows, codes, scales, born, token: ``[layers, ...]``, each layer's store as described in
+            ``kernels/triton/recall*.py``.
+        rings: ring numbers of running requests, by name.
+        end: int64 ``[num_requests]``, units evicted so far by the request of each ring.
+        shown: int64 ``[num_requests]``, recalled units in its pages.
+        selected_by_many: bool ``[num_requests]``, whether a stride of several tokens made the last
+            selection.
     """
 
     def __init__(self, shape: UnitShape, num_requests: int, device: torch.device) -> None:
@@ -60,7 +61,7 @@ class Rings(UnitStores):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the rings in use, on device and host."""
+        """Bytes of the rings in use, on device and host."""
         return len(self.rings) * sum(ring_bytes(self.shape))
 
     @property
@@ -68,9 +69,10 @@ class Rings(UnitStores):
         return int(self.end[list(self.rings.values())].clip(max=self.shape.most_units).sum())
 
     def note(self, output: SchedulerOutput) -> None:
-        """Follow the scheduler; called before every step.
+        """Assign and free rings as the scheduler decided; called before every step.
 
-        A ring's memory can be another's at once: what still reads it comes earlier on the device.
+        A freed ring can be reused at once, because kernels that still read it run earlier in the
+        stream.
         """
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             number = self.rings.pop(name, None)
@@ -82,19 +84,19 @@ class Rings(UnitStores):
             self.end[number] = self.shown[number] = self.selected_by_many[number] = 0
 
     def numbers(self, names: Sequence[str | None]) -> list[int]:
-        """The rings of requests by name; -1 for None and for a request without a ring."""
+        """Ring numbers of requests by name; -1 for None or a request without a ring."""
         return [-1 if name is None else self.rings.get(name, -1) for name in names]
 
 
 def ring_bytes(shape: UnitShape) -> tuple[int, int]:
-    """Bytes of one request's ring on the device, and on the host."""
+    """Bytes of one ring on the device, and on the host."""
     keys = shape.num_layers * shape.num_kv_heads * shape.most_units * shape.unit
     words = shape.num_layers * shape.num_sets * shape.most_units * 8
     return keys * (shape.head_size + 4) + words, keys * 2 * shape.head_size * shape.dtype.itemsize
 
 
 def round_up(num_bytes: int) -> int:
-    """What PyTorch takes of the host for so many pinned bytes: a power of two."""
+    """Bytes that PyTorch allocates for pinned memory: the next power of two."""
     return 1 << (num_bytes - 1).bit_length()
 
 
@@ -104,13 +106,13 @@ def check_memory(
     device: torch.device,
     free: tuple[int, int] | None = None,
 ) -> None:
-    """Refuse rings that cannot be.
+    """Check that the rings fit in memory.
 
     Args:
-        free: bytes on device and host; None: what there is now.
+        free: free bytes on device and host; None: measure them.
 
     Raises:
-        KVPolicyError: so many rings are larger than one of them.
+        KVPolicyError: the rings are larger than the free memory of device or host.
     """
     if free is None:
         host = psutil.virtual_memory().available
