@@ -362,7 +362,7 @@ RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {
     "recall of long units on CUDA": (
         None,
         {"unit": 256, "budget": 2048},
-        "units of at most 128 tokens",
+        "128 tokens at most",
     ),
 }
 

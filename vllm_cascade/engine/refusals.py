@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses engine settings and models that a policy cannot run with.
 
-A setting that would have no effect, or would make a cache silently wrong, is an error before a model
-is loaded. An entry leaves this list when a test shows that it works. Those of one device are in
-``devices.py``.
+A setting that would have no effect, or would make a cache silently wrong, is an error before a
+model is loaded. An entry leaves this list when a test shows that it works. Refusals of one device
+are in ``devices.py``.
 """
 
 from collections.abc import Callable, Iterable
