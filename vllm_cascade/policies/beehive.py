@@ -59,14 +59,14 @@ class Beehive(Policy):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        units, size, budget = self.in_units, self.unit, self.budget
-        recent, comb = units.recent * size, units.comb * size
         if self.stride < 3:
             reason = (
                 "would never thin old tokens (their interval is floor((stride + 1) / 2) = 1), so "
                 "the cache would grow without bound"
             )
             raise Misfit("stride", self.stride, reason, {"stride": 3}, bound="at least ")
+        units, size, budget = self.in_units, self.unit, self.budget
+        recent, comb = units.recent * size, units.comb * size
         if budget < 2 * size:
             one = "token" if size == 1 else "unit"
             reason, change = f"leaves no room for a recent and a middle {one}", {"budget": 2 * size}
