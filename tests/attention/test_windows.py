@@ -48,6 +48,22 @@ CASES: dict[str, tuple[Shape, int, dict[str, Any]]] = {
         10,
         {"name": "sink", "budget": 12, "num_sinks": 3, "unit": 3, "prefill_stride": 6},
     ),
+    # Recalled units come between; as many as there are, and more than the policy itself keeps.
+    "recall": (
+        Shape(block_size=12),
+        10,
+        {"name": "sink", "budget": 12, "num_sinks": 3, "unit": 3, "prefill_stride": 6, "recall": 2},
+    ),
+    "recall beyond the budget": (
+        Shape(block_size=12, sinks=True),
+        45,
+        {"name": "lazy", "budget": 12, "overflow": 6, "unit": 3, "prefill_stride": 9, "recall": 9},
+    ),
+    "int8, recall": (
+        Shape(block_size=12, cache_dtype="int8_per_token_head"),
+        23,
+        {"name": "sink", "budget": 12, "unit": 3, "prefill_stride": 9, "recall": 5},
+    ),
     "many": (
         Shape(head_size=64, rotary_dim=64, group=4, sinks=True),
         120,

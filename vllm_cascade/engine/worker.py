@@ -171,6 +171,14 @@ class KVPolicyWorker:
         names, spec = builder.layer_names, builder.kv_cache_spec
         if not spec.policy.recall:
             return
+        # A store is known by its request's first page of tokens, in the first group of pages.
+        assert not isinstance(self.model_runner.attn_groups[0][0].kv_cache_spec, StateSpec)
+        recalling = [b for b in self._builders() if b.kv_cache_spec.policy.recall]
+        if len(recalling) > 1:
+            raise KVPolicyError(
+                "kv_policy: the model's layers without windows have keys of several shapes, and "
+                "recall stores units of one shape; set --kv-recall 0 for this model"
+            )
         if self._stores is None:
             self._make_stores([spec] * len(names), builder.device)
         builder.stores = self._stores
