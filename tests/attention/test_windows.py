@@ -6,6 +6,7 @@ The layer is given queries and keys at the positions that the policy of other la
 are others and stop growing.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -270,7 +271,22 @@ def test_a_request_of_its_own_policy_has_its_own_frame() -> None:
 
 def check_own_frames(layer: WindowLayer) -> None:
     """Positions follow the request's policy; what a window sees does not."""
-    own = PerRequest(layer.spec.engine_schedule).schedule({"kv_budget": 4, "kv_policy": "window"})
+    check_frames(layer, {"kv_budget": 4, "kv_policy": "window"}, lambda t: [min(t, 4), min(t, 16)])
+
+
+def test_a_request_that_recalls_nothing_has_its_own_frame() -> None:
+    """Five units of 3 are kept; the others' requests have two more."""
+    layer = WindowLayer(*CASES["recall"])
+    check_frames(
+        layer, {"kv_recall": 0}, lambda t: [3 * min(t // 3, most) + t % 3 for most in (5, 7)]
+    )
+
+
+def check_frames(
+    layer: WindowLayer, asked: dict[str, Any], expected: Callable[[int], list[int]]
+) -> None:
+    """``expected``: positions of a request that asks for its own policy, and of another."""
+    own = PerRequest(layer.spec.engine_schedule).schedule(asked)
     layer.builder.requests = layer.others.requests = SimpleNamespace(
         schedules=lambda common: [own, layer.spec.engine_schedule],
         prefilling=lambda common: common.is_prefilling.numpy(),
@@ -281,7 +297,7 @@ def check_own_frames(layer: WindowLayer) -> None:
     for t in range(60):
         output = layer.step([stream, stream], [t, t], [1, 1], [False, False], table)
         positions = layer.others.positions.buffer[:2].tolist()
-        assert positions == [min(t, 4), min(t, 16)]
+        assert positions == expected(t)
         for row in output:
             torch.testing.assert_close(
                 row.double(), layer.expected(stream, t), atol=3e-5, rtol=1e-4

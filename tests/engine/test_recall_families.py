@@ -141,7 +141,7 @@ def test_windows(
     ("family", "policy", "cache_dtype", "env"),
     [
         ("gemma3", "sink", "int8_per_token_head", {}),
-        ("gpt-oss", "cascade-heads", "fp8_per_token_head", dict(PYTORCH)),
+        ("gemma3", "cascade-heads", "fp8_per_token_head", dict(PYTORCH)),
     ],
     ids=["int8", "fp8-pytorch"],
 )
@@ -184,7 +184,8 @@ def test_windows_on_triton(
     monkeypatch.setattr(CPUKVPolicyBackend, "make_stores", CUDAKVPolicyBackend.make_stores)
     two_layers, prompt, total = shallow(FAMILIES[family]), 133, 180
     path = write_family(tmp_path, two_layers)
-    settings = {**POLICIES["sink"], "budget": 32, "prefill_stride": 16, "recall_store": 128}
+    settings = {**POLICIES["sink"], "budget": 32, "prefill_stride": 16, "recall_every": 4}
+    settings |= {"recall_store": 128}
     engine_pool.close()  # others of the same settings use the CPU's paths
     limits = {"enable_prefix_caching": False, "max_num_seqs": 4}
     llm = engine(engine_pool, path, settings, {}, logits_processors=[ForceTokens], **limits)
