@@ -27,7 +27,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.kernels import columns
 
-SLOW = ("window beyond the budget", "many")
+SLOW = ("window beyond the budget", "recall beyond the budget", "many")
 STORED = [name for name, (shape, *_) in CASES.items() if shape.cache_dtype == "auto"]
 """Those that the kernels know: rows as they are."""
 

@@ -5,6 +5,7 @@ Kernels are interpreted. Plans and choices are compared with those of the CPU's 
 compare with the oracle (``tests/engine/test_recall.py``).
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.attention.recorder import kept_tokens
+from vllm_cascade.cache.kinds import window_policy
 from vllm_cascade.engine import gpu_worker
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.kernels import columns
@@ -211,7 +213,8 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
         scheduler_config=SimpleNamespace(max_num_seqs=5), additional_config={}
     )
     worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
-    specs = {"a": layer.spec, "b": layer.spec}
+    window = replace(layer.spec, policy=window_policy(policy, 9), window=9)
+    specs = {"a": layer.spec, "windowed": window, "b": layer.spec}
     monkeypatch.setattr(worker, "get_kv_cache_spec", lambda: order.append("specs") or specs)
     worker.load_model()
     assert order == ["model", "specs"] and isinstance(worker._stores, Rings)

@@ -6,6 +6,7 @@ The layer is given queries and keys at the positions that the policy of other la
 are others and stop growing.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,6 +48,22 @@ CASES: dict[str, tuple[Shape, int, dict[str, Any]]] = {
         Shape(block_size=12),
         10,
         {"name": "sink", "budget": 12, "num_sinks": 3, "unit": 3, "prefill_stride": 6},
+    ),
+    # Recalled units come between; as many as there are, and more than the policy itself keeps.
+    "recall": (
+        Shape(block_size=12),
+        10,
+        {"name": "sink", "budget": 12, "num_sinks": 3, "unit": 3, "prefill_stride": 6, "recall": 2},
+    ),
+    "recall beyond the budget": (
+        Shape(block_size=12, sinks=True),
+        45,
+        {"name": "lazy", "budget": 12, "overflow": 6, "unit": 3, "prefill_stride": 9, "recall": 9},
+    ),
+    "int8, recall": (
+        Shape(block_size=12, cache_dtype="int8_per_token_head"),
+        23,
+        {"name": "sink", "budget": 12, "unit": 3, "prefill_stride": 9, "recall": 5},
     ),
     "many": (
         Shape(head_size=64, rotary_dim=64, group=4, sinks=True),
@@ -254,7 +271,22 @@ def test_a_request_of_its_own_policy_has_its_own_frame() -> None:
 
 def check_own_frames(layer: WindowLayer) -> None:
     """Positions follow the request's policy; what a window sees does not."""
-    own = PerRequest(layer.spec.engine_schedule).schedule({"kv_budget": 4, "kv_policy": "window"})
+    check_frames(layer, {"kv_budget": 4, "kv_policy": "window"}, lambda t: [min(t, 4), min(t, 16)])
+
+
+def test_a_request_that_recalls_nothing_has_its_own_frame() -> None:
+    """Five units of 3 are kept; the others' requests have two more."""
+    layer = WindowLayer(*CASES["recall"])
+    check_frames(
+        layer, {"kv_recall": 0}, lambda t: [3 * min(t // 3, most) + t % 3 for most in (5, 7)]
+    )
+
+
+def check_frames(
+    layer: WindowLayer, asked: dict[str, Any], expected: Callable[[int], list[int]]
+) -> None:
+    """``expected``: positions of a request that asks for its own policy, and of another."""
+    own = PerRequest(layer.spec.engine_schedule).schedule(asked)
     layer.builder.requests = layer.others.requests = SimpleNamespace(
         schedules=lambda common: [own, layer.spec.engine_schedule],
         prefilling=lambda common: common.is_prefilling.numpy(),
@@ -265,7 +297,7 @@ def check_own_frames(layer: WindowLayer) -> None:
     for t in range(60):
         output = layer.step([stream, stream], [t, t], [1, 1], [False, False], table)
         positions = layer.others.positions.buffer[:2].tolist()
-        assert positions == [min(t, 4), min(t, 16)]
+        assert positions == expected(t)
         for row in output:
             torch.testing.assert_close(
                 row.double(), layer.expected(stream, t), atol=3e-5, rtol=1e-4

@@ -43,9 +43,17 @@ def specs(
     return bounded(made, run, block_size)
 
 
-def test_recall_beside_windows_is_refused() -> None:
-    with pytest.raises(KVPolicyError, match="set recall to 0 for this model"):
-        specs([None, 32], policy(budget=64, recall=2))
+def test_a_window_beside_recall_fits_on_the_pages_of_both() -> None:
+    """16 sinks, 64 tokens, 32 recalled ones and a unit that fills: eight pages of 16."""
+    run = policy(budget=64, recall=2)
+    window, full = specs([49, None], run).values()
+    assert run.capacity == 128 and full.most_pages == window.most_pages == 8
+    assert (window.page_slots, full.page_slots) == (6, 16)
+    assert (window.policy.recall, window.policy.unit) == (0, 1)
+    for tokens in (1, 48, 80, 96, 112, 2000):
+        units = min(-(-tokens // 16), 5 + 2 + 1)
+        need = max(units, -(-min(tokens, 48) // 6))
+        assert window.num_pages(tokens) == full.num_pages(tokens) == need
 
 
 def test_without_windows_nothing_changes() -> None:

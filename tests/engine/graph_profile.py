@@ -10,7 +10,7 @@ from typing import Any
 from vllm.config import set_current_vllm_config
 from vllm.v1.worker.gpu import cudagraph_utils
 
-from vllm_cascade.engine.worker import CPUKVPolicyWorker
+from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
 
 NUM_TOKENS = 4
 

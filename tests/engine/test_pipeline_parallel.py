@@ -187,8 +187,42 @@ def test_heads_with_tokens_of_their_own(engine_pool: EnginePool, book_tokens: li
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("heads", ["homogeneous", "per_kv_head"])
+@pytest.mark.parametrize("sizes", [TWO_STAGES, FOUR_RANKS], ids=["2 stages", "2 of 2 ranks"])
+def test_recall(
+    sizes: dict[str, int], heads: str, engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    """Each rank stores units of its own layers and heads; as one process, and as the oracle says.
+
+    Together, from snapshots whose units all ranks share with them, and each alone.
+    """
+    policy = {**POLICY, "num_subcaches": 2, "unit": 16, "recall": 3, "recall_store": 256}
+    policy["head_policy"] = heads
+    prompts = prompts_of(book_tokens)
+    llm = engine(engine_pool, policy)
+    wanted = [ask(llm, [prompt])[0] for prompt in prompts]
+    llm = engine(engine_pool, policy, **sizes)
+    none = [0] * len(prompts)
+    check_turns(ask(llm, prompts), wanted, none)
+    check_turns(ask(llm, prompts), wanted, [(len(p) - 1) // 64 * 64 for p in prompts])
+    llm.reset_prefix_cache()
+    check_turns([ask(llm, [prompt])[0] for prompt in prompts], wanted, none)
+    compare(llm, policy, book_tokens[:1500])
+    assert all(found["recalled_units"] > 3 for found in llm.collective_rpc("kv_policy_counters"))
+    llm.reset_prefix_cache()
+    ask(llm, [[5]], 1)  # workers learn of the last request's end with the next step
+    assert [found["stored_units"] for found in llm.collective_rpc("kv_policy_counters")] == [0] * (
+        sizes["stages"] * sizes.get("ranks", 1)
+    )
+    assert pool_usage(llm) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recall", [0, 3])
 @pytest.mark.parametrize("order", [(0, 1, 0, 1), (0, 0, 1, 1), (1, 1, 0, 0)])
-def test_windows(order: tuple[int, ...], engine_pool: EnginePool, tmp_path: Path) -> None:
+def test_windows(
+    order: tuple[int, ...], recall: int, engine_pool: EnginePool, tmp_path: Path
+) -> None:
     """Also where one stage has all layers with windows: slots and pages are the whole model's."""
     kinds = ("sliding_attention", "full_attention")
     path = write_family(tmp_path, FAMILIES["gemma3"])
@@ -196,6 +230,8 @@ def test_windows(order: tuple[int, ...], engine_pool: EnginePool, tmp_path: Path
     config["layer_types"] = [kinds[kind] for kind in order]
     (path / "config.json").write_text(json.dumps(config))
     policy = {"name": "cascade", "budget": 64, "prefill_stride": 32}
+    if recall:
+        policy |= {"num_subcaches": 2, "unit": 8, "recall": recall}
     prompts = [random_tokens(seed, n) for seed, n in ((1, 330), (2, 1), (3, 47), (4, 600))]
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     answers, saved = [], []

@@ -198,18 +198,6 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
         "random windows",
     ),
-    "recall beside windows": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(
-                hf_text_config=SimpleNamespace(layer_types=["sliding_attention"])
-            )
-        ),
-        "--kv-recall 0",
-    ),
-    "recall over stages": (
-        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
-        "--kv-recall 0",
-    ),
     "scores by text over stages": (
         SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
         'set importance to "attention"',
@@ -220,10 +208,6 @@ FAKED: dict[str, tuple[Any, str]] = {
             parallel_config=SimpleNamespace(pipeline_parallel_size=2),
         ),
         "not tested with --pipeline-parallel-size",
-    ),
-    "recall beside recurrent layers": (
-        SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
-        "--kv-recall 0",
     ),
     "type of delta nets": (
         SimpleNamespace(
@@ -328,11 +312,8 @@ def test_refused_configuration(name: str) -> None:
     own = {
         "clusters over ranks": {"name": "dgc", "importance": "cluster"},
         "quantised means": {"name": "dgc", "importance": "cluster"},
-        "recall beside windows": {"name": "sink", "recall": 8},
-        "recall over stages": {"name": "sink", "recall": 8},
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
         "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
-        "recall beside recurrent layers": {"name": "sink", "recall": 8},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
     assert refusal.applies(config, resolve(raw))

@@ -226,13 +226,18 @@ def shallow(family: Family) -> Family:
 
 
 def run_family(
-    path: str | Path, family: Family, tokens: list[int], prompt_len: int, policy: dict[str, Any]
+    path: str | Path,
+    family: Family,
+    tokens: list[int],
+    prompt_len: int,
+    policy: dict[str, Any],
+    chosen: dict[int, list[list[list[int]]]] | None = None,
+    **rows: Any,
 ) -> OracleResult:
-    """What the oracle says of ``tokens`` under a user's settings of a policy."""
-    settings = oracle_settings(policy)
-    return stream_family(
-        load_family(path), tokens, **family.attention, prompt_len=prompt_len, **settings
-    )
+    """What the oracle says of ``tokens`` under a user's settings of a policy; ``chosen`` and
+    ``rows``, a quantiser and what is stored, as in ``stream_family``."""
+    settings = {**oracle_settings(policy), "prompt_len": prompt_len, "chosen": chosen, **rows}
+    return stream_family(load_family(path), tokens, **family.attention, **settings)
 
 
 def load_family(path: str | Path) -> PreTrainedModel:

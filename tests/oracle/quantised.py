@@ -176,9 +176,9 @@ def write_rows(
 
     `at` are the positions at which their keys are written, `stored` what somebody else chose.
     """
-    written = model.rotate(keys[:, own], at), values[:, own]
+    written = model.rotate(keys[:, own], at).float(), values[:, own]
     if stored is None:
         key, value = (quantiser.read(rows, part) for part, rows in enumerate(written))
     else:
         key, value = (stored.settle(quantiser, rows, own, p) for p, rows in enumerate(written))
-    keys[:, own], values[:, own] = model.rotate_back(key, at), value
+    keys[:, own], values[:, own] = model.rotate_back(key, at).float(), value

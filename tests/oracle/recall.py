@@ -7,7 +7,6 @@ looked up by token, and judged as if each stood in the middle of the shown units
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,13 +89,21 @@ class RecallSim:
         before = num_sinks + number // 2 * self.settings.unit
         return torch.tensor([cached + number * self.settings.unit + i - before for i in asking])
 
-    def choose(self, queries: Tensor, keys: Tensor, hint: list[int] | None = None) -> None:
+    def choose(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        hint: list[int] | None = None,
+        scale: float | None = None,
+    ) -> None:
         """Bring units back.
 
         `queries` are [asking, query heads, D], rotated by their `distances`, and `keys` [KV heads,
-        tokens, D] of the whole stream, at position 0, of this set's heads. `hint` is what another
-        implementation chose: it is taken if all of its units are worth as much as the least of
-        ours, within `NEAR`. A key that falls between two steps of its 8 bits may go either way.
+        tokens, D] of the whole stream, at position 0, of this set's heads. `scale` is the model's
+        factor on products (default: 1 / sqrt(D)); soft caps and learned sinks are left out. `hint`
+        is what another implementation chose: it is taken if all of its units are worth as much as
+        the least of ours, within `NEAR`. A key that falls between two steps of its 8 bits may go
+        either way.
         """
         number, stored = min(self.settings.units, len(self.evicted)), self.stored
         if number == len(stored):
@@ -109,7 +116,7 @@ class RecallSim:
         queries = in_15_bits(queries)
         worth = torch.zeros(len(stored))
         for head in range(queries.shape[1]):
-            logits = queries[:, head] @ coarse[head // group].T / math.sqrt(size)
+            logits = queries[:, head] @ coarse[head // group].T * (scale or size**-0.5)
             of_units = logits.softmax(-1).view(len(queries), len(stored), unit)
             share = of_units.amax(-1) + of_units.mean(-1)
             worth += (share / share.sum(-1, keepdim=True)).amax(0) / queries.shape[1]

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from .families import COMMON, EXPERTS, PLAIN, load_family
 from .model import OracleResult, strides
 from .settings import oracle_settings
-from .streamed import OURS, Layer, Streamed, frequencies
+from .streamed import OURS, Layer, Streamed, frequencies, result_of, stores_of
 
 
 @dataclass
@@ -50,16 +50,22 @@ class InOnePiece:
             self.strided.start, self.strided.end = start, end
             rows = (x[:, :, start:end] for x in (query, key, value))
             parts.append(self.strided(module, *rows, None, scaling)[0])
-            sims = self.strided.layers[module.layer_idx].sims
-            self.kept.setdefault(end, {})[module.layer_idx] = [sim.tokens() for sim in sims]
+            lines = self.strided.layers[module.layer_idx].lines
+            self.kept.setdefault(end, {})[module.layer_idx] = lines
         return torch.cat(parts, dim=1), None
 
 
 @torch.inference_mode()
 def run_recurrent(
-    path: str | Path, name: str, tokens: list[int], prompt_len: int, policy: dict[str, Any]
+    path: str | Path,
+    name: str,
+    tokens: list[int],
+    prompt_len: int,
+    policy: dict[str, Any],
+    chosen: dict[int, list[list[list[int]]]] | None = None,
 ) -> OracleResult:
-    """What the oracle says of ``tokens`` under a user's settings of a policy."""
+    """What the oracle says of ``tokens`` under a user's settings of a policy; ``chosen`` is what
+    the engine kept, of layers that attend."""
     family, model, settings = RECURRENT[name], load_family(path), oracle_settings(policy)
     config = model.config
     num_kv = config.num_key_value_heads
@@ -75,11 +81,17 @@ def run_recurrent(
             torch.zeros(num_kv, len(tokens), head_dim),
             torch.zeros(num_kv, len(tokens), head_dim),
             torch.zeros(num_sets, len(tokens)),
+            stores_of(settings["recall"], num_sets),
         )
         for index in family.attention
     }
     strided = Streamed(
-        layers, settings["decay"], settings["weight"], settings["head_reduction"], per_head
+        layers,
+        settings["decay"],
+        settings["weight"],
+        settings["head_reduction"],
+        per_head,
+        chosen=chosen,
     )
     whole = InOnePiece(strided, strides(len(tokens), prompt_len, settings["stride"]))
     AttentionInterface.register(OURS, whole)
@@ -89,8 +101,7 @@ def run_recurrent(
     logits = model(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False).logits[0]
     logprobs = logits[:-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     kept = {end: [by[index] for index in sorted(by)] for end, by in whole.kept.items()}
-    gaps = [sim.closest_contest for layer in layers.values() for sim in layer.sims]
-    return OracleResult(logprobs.tolist(), logits[-1].float(), kept, [], min(gaps))
+    return result_of(list(layers.values()), logprobs.tolist(), logits[-1].float(), kept)
 
 
 # --- tiny random models ---------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from .model import (
     strides,
 )
 from .policies import Sim
+from .quantised import Quantiser, Stored, write_rows, written_at
+from .recall import RecallSettings, RecallSim
 
 OURS = "explicit_tokens"
 
@@ -38,6 +40,7 @@ class Layer:
     Attributes:
         inv_freq: None where the layer has no rotary positions.
         window: tokens that a query sees, its own included; None: what ``sims`` keep.
+        stores: of units that left, by head set; empty where none comes back.
     """
 
     inv_freq: Tensor | None
@@ -47,6 +50,25 @@ class Layer:
     keys: Tensor
     values: Tensor
     scores: Tensor
+    stores: list[RecallSim] = field(default_factory=list)
+
+    @property
+    def lines(self) -> list[list[int]]:
+        """Tokens in order of position, by head set, recalled ones included."""
+        lines = [sim.tokens() for sim in self.sims]
+        for s, store in enumerate(self.stores):
+            lines[s] = store.line(lines[s], len(self.sims[s].sinks))
+        return lines
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in a line when the next stride attends, which may recall more than are now."""
+        shown = self.stores[0].tokens_to_show if self.stores else 0
+        return len(self.sims[0].tokens()) + shown
+
+    def rotate_back(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Take ``rotate`` back."""
+        return self.rotate(x, -positions)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """fp64 rotation of ``[..., n, D]`` at ``[..., n]`` positions."""
@@ -65,16 +87,27 @@ class Layer:
 
 @dataclass
 class Streamed:
-    """What transformers calls in place of attention, for one stride after the other."""
+    """What transformers calls in place of attention, for one stride after the other.
 
-    layers: list[Layer]
+    ``chosen`` is what another implementation kept, by end of a stride, layer that attends and head
+    set, recalled tokens included: its choices of these stand where rounding decides. With a
+    ``quantiser`` a stride's rows are quantised when it is over, rotated to where they stand: from
+    ``position`` on. ``stored`` is what another implementation wrote, by layer: its codes stand
+    where rounding decides.
+    """
+
+    layers: list[Layer] | dict[int, Layer]
     decay: float
     weight: float
     reduction: str
     per_head: bool
     start: int = 0
     end: int = 0
+    position: int = 0
     seen: dict[int, Tensor] = field(default_factory=dict)
+    quantiser: Quantiser | None = None
+    stored: list[Stored] | None = None
+    chosen: dict[int, list[list[list[int]]]] | None = None
 
     def __call__(
         self,
@@ -93,7 +126,8 @@ class Streamed:
         layer.keys[:, own], layer.values[:, own] = key[0].float(), value[0].float()
         num_kv = key.shape[1]
         if layer.window is None:
-            lists = [sim.tokens() + own for sim in layer.sims]
+            self._recall(module.layer_idx, query[0], scaling)
+            lists = [line + own for line in layer.lines]
         else:
             lists = [list(range(max(self.start - layer.window + 1, 0), self.end))]
         rows = torch.tensor(lists)  # [sets, n + T]
@@ -121,7 +155,32 @@ class Streamed:
             probs = logits.softmax(-1)
         output = probs @ layer.values[heads, rows][:, None].double()
         self._keep(layer, own, torch.tensor(lists), probs.float())
+        if self.quantiser is not None:
+            at = self.position + torch.arange(len(own))
+            if layer.window is None:
+                filling = self.end % layer.sims[0].unit
+                at = written_at(self.position, layer.num_tokens, len(own), filling)
+            theirs = None if self.stored is None else self.stored[module.layer_idx]
+            write_rows(layer, self.quantiser, layer.keys, layer.values, own, at, theirs)
         return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype).contiguous(), None
+
+    def _recall(self, index: int, query: Tensor, scaling: float | None) -> None:
+        """Units that the stride's queries ``[heads, T, D]`` bring back."""
+        layer, num_sets = self.layers[index], len(self.layers[index].sims)
+        place = sorted(self.layers).index(index) if isinstance(self.layers, dict) else index
+        for s, (sim, store) in enumerate(zip(layer.sims, layer.stores, strict=False)):
+            if not store.chooses(self.start, self.end):
+                continue
+            num_sinks = len(sim.sinks)
+            asking = store.asking(self.end - self.start)
+            away = store.distances(len(sim.tokens()), asking, num_sinks)
+            of_set = slice(None) if num_sets == 1 else slice(s, s + 1)
+            asked = layer.rotate(query[:, asking].float(), away).float()
+            asked = asked.unflatten(0, (len(layer.keys), -1))[of_set].flatten(0, 1).transpose(0, 1)
+            hint = None
+            if self.chosen is not None:
+                hint = store.hint(self.chosen[self.end][place][s], num_sinks)
+            store.choose(asked, layer.keys[of_set], hint, scaling)
 
     def _keep(self, layer: Layer, own: list[int], seen: Tensor, probs: Tensor) -> None:
         """Scores after these queries, and with them what stays."""
@@ -137,9 +196,12 @@ class Streamed:
             shown = dict(zip(seen[s].tolist(), layer.scores[s, seen[s]].tolist(), strict=True))
             if sim.normalise:
                 shown = {t: v / (self.end - sim.first_of(t)) for t, v in shown.items()}
+            before = sim.tokens() + own
             for token in own:
                 sim.insert(token, shown.__getitem__)
             sim.end_stride(shown.__getitem__)
+            if layer.stores:
+                layer.stores[s].note(before, sim.tokens())
             layer.scores[s, sim.sinks] = 0.0
 
     def kept(self, end: int) -> list[list[list[int]]]:
@@ -147,7 +209,7 @@ class Streamed:
         result = []
         for layer in self.layers:
             if layer.window is None:
-                result.append([sim.tokens() for sim in layer.sims])
+                result.append(layer.lines)
             else:
                 result.append([list(range(max(end - layer.window + 1, 0), end))])
         return result
@@ -178,6 +240,21 @@ def frequencies(config: Any, kind: str, index: int, head_dim: int) -> Tensor:
     return rotary_frequencies(settings, head_dim)[0]
 
 
+def stores_of(recall: RecallSettings | None, num_sets: int) -> list[RecallSim]:
+    """A layer's empty stores."""
+    return [RecallSim(recall) for _ in range(num_sets)] if recall else []
+
+
+def result_of(
+    layers: list[Layer], logprobs: list[float], logits: Tensor, kept: dict[int, Any]
+) -> OracleResult:
+    """With the closest contest, and how many choices of units there were, over all layers."""
+    gaps = [sim.closest_contest for layer in layers for sim in layer.sims]
+    used = [store for layer in layers for store in layer.stores]
+    choices = sum(store.choices for store in used), sum(store.near for store in used)
+    return OracleResult(logprobs, logits, kept, [], min(gaps), choices)
+
+
 @torch.inference_mode()
 def stream_family(
     model: PreTrainedModel,
@@ -194,7 +271,10 @@ def stream_family(
     decay: float,
     weight: float,
     logit_scale: Any = None,
-    recall: Any = None,
+    recall: RecallSettings | None = None,
+    chosen: dict[int, list[list[list[int]]]] | None = None,
+    quantiser: Quantiser | None = None,
+    stored: list[Stored] | None = None,
 ) -> OracleResult:
     """``tests.oracle.model.stream`` for a model of transformers'.
 
@@ -203,7 +283,7 @@ def stream_family(
         rotated: by layer, whether it has rotary positions.
         interleaved: whether pairs of channels are neighbours, or the halves of a head.
     """
-    assert logit_scale is None and recall is None
+    assert logit_scale is None
     config = model.config
     per_head = head_policy == "per_kv_head"
     layers = []
@@ -220,9 +300,11 @@ def stream_family(
                 torch.zeros(num_kv, len(tokens), head_dim),
                 torch.zeros(num_kv, len(tokens), head_dim),
                 torch.zeros(num_sets, len(tokens)),
+                stores_of(recall if window is None else None, num_sets),
             )
         )
     state = Streamed(layers, decay, weight, head_reduction, per_head)
+    state.chosen, state.quantiser, state.stored = chosen, quantiser, stored
     AttentionInterface.register(OURS, state)
     AttentionMaskInterface.register(OURS, lambda *args, **kwargs: None)
     model.set_attn_implementation(OURS)
@@ -232,6 +314,8 @@ def stream_family(
     logits = torch.empty(0)
     for start, end in strides(len(tokens), prompt_len, stride):
         state.start, state.end = start, end
+        of_policy = [layer.num_tokens for layer in layers if layer.window is None]
+        state.position = of_policy[0] if of_policy else start
         zeros = torch.zeros(1, end - start, dtype=torch.int64)
         logits = model(input_ids=ids[None, start:end], position_ids=zeros, use_cache=False).logits
         logits = logits[0].float()
@@ -239,5 +323,4 @@ def stream_family(
         logprob = logits[: len(following)].log_softmax(-1)
         logprobs += logprob.gather(-1, following[:, None])[:, 0].tolist()
         kept[end] = state.kept(end)
-    gaps = [sim.closest_contest for layer in layers for sim in layer.sims]
-    return OracleResult(logprobs, logits[-1].clone(), kept, [], min(gaps))
+    return result_of(layers, logprobs, logits[-1].clone(), kept)

@@ -61,8 +61,7 @@ def bounded(
         Bounded specs by layer name.
 
     Raises:
-        KVPolicyError: If a layer has another kind of cache, or if the policy uses recall and some
-            layers have windows.
+        KVPolicyError: If a layer has another kind of cache.
     """
     for name, spec in specs.items():
         if not isinstance(spec, KVPolicySpec | SlidingWindowSpec):
@@ -72,11 +71,6 @@ def bounded(
             )
     if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
         return dict(specs)
-    if policy.recall:
-        raise KVPolicyError(
-            "kv_policy: the model has layers with sliding windows, and recall moves positions in a "
-            "way that these do not follow; set recall to 0 for this model"
-        )
     bounded_specs: dict[str, KVPolicySpec] = {}
     for name, spec in specs.items():
         if isinstance(spec, SlidingWindowSpec):

@@ -133,7 +133,8 @@ class KVPolicySpec(AttentionSpec):
 
         A sliding-window layer uses the positions of the engine's policy. While a key is in the
         window, these positions shift by at most the tokens that arrive in that time plus the tokens
-        that the policy can evict at once.
+        that the policy can evict at once. Recall changes nothing: a unit that is evicted while
+        fewer than ``recall`` units are recalled comes back at once, so positions do not shift.
         """
         if self.window is None:
             return self.policy.max_position

@@ -6,6 +6,7 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_cascade.attention.cuda.warm_up import warm_up
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.policies.registry import policy_of
@@ -21,8 +22,11 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
         super().load_model(**kwargs)
         policy = policy_of(self.vllm_config.additional_config)
         if policy is not None and policy.recall:  # before vLLM measures the memory left
-            specs = list(self.get_kv_cache_spec().values())
-            self._make_stores(specs, next(self.model_runner.get_model().parameters()).device)
+            specs = self.get_kv_cache_spec().values()
+            recalling = [s for s in specs if isinstance(s, KVPolicySpec) and s.policy.recall]
+            if recalling:  # windows keep their own tokens
+                device = next(self.model_runner.get_model().parameters()).device
+                self._make_stores(recalling, device)
 
     def _maybe_activate_jit_monitor(self) -> None:
         """Compile our kernels first: from here on vLLM reports what is compiled as late."""

@@ -40,11 +40,6 @@ def layer_types(model: ModelConfig) -> set[str]:
     return set(getattr(model.hf_text_config, "layer_types", None) or ())
 
 
-def windowed(model: ModelConfig) -> bool:
-    kinds = layer_types(model)
-    return "sliding_attention" in kinds or (model.get_sliding_window() is not None and not kinds)
-
-
 def _rope_types(config: VllmConfig) -> set[str]:
     parameters = iter_rope_parameters(config.model_config.hf_text_config)
     return {entry.get("rope_type", "default") for entry in parameters}
@@ -86,20 +81,6 @@ def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refu
 
 
 REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "recall beside windows",
-        lambda config, policy: policy.recall > 0 and windowed(config.model_config),
-        "recall moves positions, which layers with sliding windows do not support yet; set "
-        "--kv-recall 0 for this model",
-    ),
-    Refusal(
-        "recall over stages",
-        lambda config, policy: (
-            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
-        ),
-        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
-        "--tensor-parallel-size",
-    ),
     Refusal(
         "scores by text over stages",
         lambda config, policy: (
@@ -197,11 +178,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: config.model_config.is_attention_free,
         "all layers of the model are recurrent (Mamba and others), so a policy has no tokens to "
         "evict; remove --kv-policy",
-    ),
-    Refusal(
-        "recall beside recurrent layers",
-        lambda config, policy: policy.recall > 0 and config.model_config.is_hybrid,
-        "recall is not tested in models with recurrent layers; set --kv-recall 0 for this model",
     ),
     Refusal(
         "replayed states",

@@ -72,7 +72,7 @@ class _StrideAligned:
         self._managers[0].states = self._states
         spec: KVPolicySpec = self._managers[0].kv_cache_spec
         self._stride = spec.policy.prefill_stride
-        self._recalls = spec.policy.recall > 0
+        self._recalls = spec.engine_schedule.policy.recall > 0
         self._requests = PerRequest(spec.engine_schedule)
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission

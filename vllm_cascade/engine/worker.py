@@ -130,6 +130,7 @@ class KVPolicyWorker:
         for builder in others:
             builder.follow(first)
         self._connect(builders)
+        self._check_recalling(builders)
         self._open_stores(first, layers)
         # The V1 runner maps absolute positions to slots. Our tables are bounded, so it would read
         # past their end. The result is unused.
@@ -165,6 +166,20 @@ class KVPolicyWorker:
         )
         most, backend = self.vllm_config.scheduler_config.max_num_seqs, self.device_entry.backend
         self._stores = resolve_name(backend).make_stores(shape, most, device)
+
+    def _check_recalling(self, builders: list[StepBuilder]) -> None:
+        """Check that one store fits all layers whose units are recalled.
+
+        Raises:
+            KVPolicyError: their keys differ in shape.
+        """
+        # A log is known by its request's first page of tokens, which is in the first group.
+        assert not isinstance(self.model_runner.attn_groups[0][0].kv_cache_spec, StateSpec)
+        if sum(builder.kv_cache_spec.policy.recall > 0 for builder in builders) > 1:
+            raise KVPolicyError(
+                "kv_policy: the model's layers without windows have keys of several shapes, and "
+                "recall stores units of one shape; set --kv-recall 0 for this model"
+            )
 
     def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
         """Connect the builder and the layers with the stores of evicted units."""
