@@ -50,7 +50,7 @@ setup(
         "bench": [
             "datasets",
             "gguf>=0.19",
-            "lm-eval>=0.4.13",
+            "lm-eval[ruler]>=0.4.13",
             "matplotlib",
             "rich",
             "rouge-score",

@@ -6,9 +6,11 @@
 First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
 given to the oracle (``tests/oracle``), which must find the same log-probabilities: of three
 requests, of one beside them that runs under another policy, and of one that starts from another's
-snapshot. Then Llama 1B and 8B configurations with dummy weights decode at
-2k, 8k and 32k of context, beside stock vLLM with the same bytes of KV cache. Each engine has a
-process of its own. ``--tiny`` runs the same code with toy sizes, also on a CPU.
+snapshot. So must two layers of models with windows. These engines are told no bytes of cache, only
+a share of the GPU's memory, so that vLLM measures what CUDA graphs need. Then Llama 1B and 8B
+configurations with dummy weights decode at 2k, 8k and 32k of context, beside stock vLLM with the
+same bytes of KV cache. Each engine has a process of its own. ``--tiny`` runs the same code with toy
+sizes, also on a CPU.
 """
 
 import argparse
@@ -41,6 +43,10 @@ LLAMAS: dict[str, dict[str, int]] = {
 }
 TINY = {"hidden": 128, "layers": 1, "heads": 4, "kv": 2, "inner": 64, "vocab": 512}
 CONTEXTS = (2048, 8192, 32768)
+FAMILIES = ("gemma3", "gpt-oss")
+"""Models with windows, of ``tests/oracle/families.py``."""
+SHARE = 0.15
+"""Of the GPU's memory for a tiny model's engine."""
 MAX_ERROR = 5e-4
 """Largest difference of a log-probability from the oracle's, in fp32."""
 
@@ -79,6 +85,9 @@ def jobs(
     if "identity" in kinds:
         for name in policies:
             found.append({"kind": "identity", "policy": POLICIES[name], "label": name})
+    if "windows" in kinds:
+        policy = POLICIES["cascade"]
+        found += [{"kind": "windows", "policy": policy, "label": name} for name in FAMILIES]
     if "speed" in kinds:
         for model in ["tiny"] if tiny else models:
             for name in ["stock", *policies]:
@@ -129,9 +138,8 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
             dtype="float32",
             additional_config={"kv_policy": policy},
             max_model_len=1024,
-            kv_cache_memory_bytes=64 << 20,
             max_num_seqs=8,
-            enforce_eager=tiny,
+            **start(tiny),
         )
         ends = sentence_ends(llm.get_tokenizer()).tolist()
         oracle, errors = load_model(path, bloom_gelu="none"), []
@@ -183,6 +191,58 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
         "async": bool(config.scheduler_config.async_scheduling),
     }
     return [found]
+
+
+def start(tiny: bool) -> dict[str, Any]:
+    """Memory and graphs of an engine: on a GPU as by default, and nothing is compiled later."""
+    if tiny:
+        return {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
+    return {"gpu_memory_utilization": SHARE, "jit_monitor_mode": "error"}
+
+
+def windows(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
+    """Two layers of the family ``label``, one with a window: a prompt and generated tokens."""
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    from tests.oracle.families import FAMILIES, run_family, shallow, write_family
+
+    policy = {**policy, "budget": 32, "prefill_stride": 32}
+    family, length = shallow(FAMILIES[label]), 6 if tiny else 300
+    prompt = np.random.default_rng(0).integers(1, 500, 130).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_family(Path(folder), family)
+        llm = LLM(
+            str(path),
+            dtype="float32",
+            additional_config={"kv_policy": policy},
+            max_model_len=2048,
+            max_num_batched_tokens=100,
+            max_num_seqs=4,
+            skip_tokenizer_init=True,
+            **start(tiny),
+        )
+        params = SamplingParams(
+            max_tokens=length, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False
+        )
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        (counters,) = llm.collective_rpc("kv_policy_counters")
+        config = llm.llm_engine.vllm_config
+        (choice,) = output.outputs
+        found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
+        text = prompt + list(choice.token_ids)
+        truth = run_family(path, family, text, len(prompt), policy)
+    expected = np.asarray(truth.logprobs[len(prompt) - 1 :])
+    error = float(np.abs(np.asarray(found) - expected).max())
+    return [
+        {
+            "equal": error < MAX_ERROR and counters["evicted_tokens"] > 0,
+            "max_error": error,
+            "evicted": counters["evicted_tokens"],
+            "reused": 0,
+            "runner": "V2" if config.use_v2_model_runner else "V1",
+        }
+    ]
 
 
 OTHER = {"kv_policy": "sink", "kv_budget": 32}
@@ -261,7 +321,7 @@ def speed(
         return found
 
 
-KINDS = {"identity": identity, "speed": speed}
+KINDS = {"identity": identity, "windows": windows, "speed": speed}
 
 
 def write_idf(path: Path, vocab: int) -> str:
@@ -302,7 +362,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         head = f"{row['what']:<9} {row['policy']:<20}"
         if "error" in row:
             lines.append(f"{head} FAILED: {row['error']}")
-        elif row["what"] == "identity":
+        elif "equal" in row:
             verdict = "equal" if row["equal"] else "DIFFERS"
             lines.append(
                 f"{head} {verdict}, max error {row['max_error']:.1e}, {row['evicted']} evicted, "

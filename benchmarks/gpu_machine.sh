@@ -31,7 +31,7 @@ engines() {
 
 correct() {
     python -m benchmarks.gpu_check --out "$out"
-    engines --kinds identity "$@"
+    engines --kinds identity windows "$@"
     mv "$out/gpu_engine.json" "$out/gpu_engine_identity.json"
 }
 

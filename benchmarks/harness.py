@@ -4,22 +4,39 @@
 Its ``vllm`` model takes ``additional_config`` like any other argument of ``vllm.LLM``, so nothing
 of the harness is changed. ``--suite`` names the papers' settings; ``--tasks`` any tasks. The suite
 ``book`` is local and needs no network. See ``benchmarks/inputs/lm_eval.md``.
+
+``--suite ruler`` asks ``vllm serve`` instead: full attention, and policies that attend to a part of
+each length, without and with recall. It needs no network either (``benchmarks/inputs/ruler.py``).
 """
 
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from math import isfinite
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.inputs import ruler
 from benchmarks.perplexity import add_policy_arguments, policies
-from benchmarks.reporting import results
+from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
-from benchmarks.running import arms
-from benchmarks.running.engines import EngineSettings, native_positions, quiet, settle_dtype
+from benchmarks.running import arms, served
+from benchmarks.running.answers import as_tokens
+from benchmarks.running.engines import (
+    BOOK,
+    EngineSettings,
+    load_tokenizer,
+    native_positions,
+    quiet,
+    settle_dtype,
+)
 from benchmarks.running.environment import ROOT
 from benchmarks.running.parts import Arm
+from benchmarks.running.scoring import equal_policy
 
 TASKS = ROOT / "benchmarks/inputs/tasks"
 SUITES: dict[str, dict[str, Any]] = {
@@ -31,7 +48,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "capacity": 1028,
         "policy_config": {"cascade": {"num_subcaches": 2}},
     },
-    "ruler": {"tasks": ["ruler"], "capacity": 2052, "metadata": {"max_seq_lengths": [4096, 16384]}},
+    "ruler": {"tasks": list(ruler.ANSWER_TOKENS), "limit": 20},
     "gsm8k": {"tasks": ["gsm8k"], "num_fewshot": 5, "capacity": 516},
 }
 """Tasks and sizes. LongBench and MMLU STEM: as in the cascade paper, |C| and four sinks."""
@@ -83,6 +100,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-model-len", type=int, help="default: 8 times the model's positions")
     add("--no-full", action="store_true", help="leave stock attention out")
     add("--chat", action="store_true", help="use the model's chat template")
+    only = parser.add_argument_group("only for --suite ruler").add_argument
+    only("--lengths", type=int, nargs="+", help="tokens of a prompt with its answer (default: "
+         "4096, 8192, and twice the model's positions)")  # fmt: skip
+    only("--attended", type=int, nargs="+", default=[4, 8, 16], help="parts of a length that a "
+         "policy attends to: 4 is a quarter")  # fmt: skip
+    only(
+        "--recall", type=int, nargs="*", default=[4, 8, 16, 32], help="recalled units, an arm each"
+    )
+    only("--haystack", type=Path, default=BOOK, help="a novel as a text file")
     args = parser.parse_args(argv)
     suite = {"num_fewshot": None, "stride": 256, "policy_config": {}, "metadata": {}}
     for key, value in {**suite, **SUITES[args.suite]}.items():
@@ -189,11 +215,180 @@ def table(
     )
 
 
+# --- RULER --------------------------------------------------------------------------------------
+
+RULER_POLICIES = ("sink", "cascade")
+RECALLED = {"name": "sink", "unit": 16, "num_sinks": 16}
+"""The policy of the arms with recall."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """An arm at a length: what it is in the table, and what it is asked.
+
+    Attributes:
+        attended: tokens.
+        job: for the server; its requests are those of ``documents``, in their order.
+    """
+
+    policy: str
+    length: int
+    attended: int
+    documents: tuple[ruler.Document, ...] = field(repr=False)
+    job: served.Served = field(repr=False)
+
+    def scores(self, answers: Sequence[str]) -> dict[str, np.ndarray]:
+        """Scores in percent by task, a number a document."""
+        found: dict[str, list[float]] = {}
+        for one, answer in zip(self.documents, answers, strict=True):
+            found.setdefault(one.task, []).append(100 * ruler.score(answer, one.answers))
+        return {task: np.asarray(values) for task, values in found.items()}
+
+
+def ruler_settings(args: argparse.Namespace, capacity: int) -> dict[str, dict[str, Any]]:
+    """Settings by arm, of those that fit ``capacity`` attended tokens."""
+    from vllm_cascade import KVPolicyError
+
+    named = args.arms
+    if named is None:
+        named = {
+            name: {"name": name, "recall": 0, "num_sinks": args.num_sinks}
+            | args.policy_config.get(name, {})
+            for name in args.policies or RULER_POLICIES
+        }
+        named |= {f"sink, recall {units}": {**RECALLED, "recall": units} for units in args.recall}
+    found = {}
+    for label, settings in named.items():
+        try:
+            found[label] = equal_policy(
+                **{"capacity": capacity, "prefill_stride": args.stride, **settings}
+            )
+        except KVPolicyError as error:
+            print(f"{label} with {capacity:,} attended tokens is left out: {error}", flush=True)
+    return found
+
+
+def shares(args: argparse.Namespace) -> list[Share]:
+    """Every arm at every length; full attention as far as the model has positions."""
+    tokenizer, native = load_tokenizer(args.model), native_positions(args.model)
+    novel = args.haystack.read_text("utf-8")
+    made = []
+    for length in args.lengths or sorted({4096, 8192, 2 * native}):
+        asked = tuple(
+            one
+            for task in args.tasks
+            for one in ruler.documents(
+                task,
+                length,
+                args.limit,
+                tokenizer,
+                lambda text, answer: as_tokens(tokenizer, text, args.chat, answer),
+                novel,
+            )
+        )
+        requests = tuple(served.Request(one.prompt, one.max_tokens) for one in asked)
+        engine = EngineSettings(
+            model=args.model,
+            dtype=args.dtype,
+            max_model_len=length,
+            max_num_seqs=8,
+            max_num_batched_tokens=max(2048, args.stride),
+            arguments={"enable_prefix_caching": False},  # no document begins like another
+        )
+        some: list[tuple[str, int, dict[str, Any] | None]] = []
+        if length <= native and not args.no_full:
+            some.append(("full", length, None))
+        for part in args.attended:
+            settings = ruler_settings(args, length // part)
+            some += [(label, length // part, policy) for label, policy in settings.items()]
+        for label, attended, policy in some:
+            name = f"{label}, {attended:,} of {length:,}"
+            job = served.Served(name, replace(engine, policy=policy), requests)
+            made.append(Share(label, length, attended, asked, job))
+    return made
+
+
+def ruler_table(
+    found: Sequence[tuple[Share, dict[str, np.ndarray]]], failed: Mapping[str, str]
+) -> tuple[Table, dict[str, Any]]:
+    """A row an arm and length, and the same numbers for the JSON.
+
+    Args:
+        found: scores in percent by task.
+    """
+    full = {share.length: scores for share, scores in found if share.policy == "full"}
+    tasks = list(found[0][1]) if found else []
+    rows, data = [], {}
+    for share, scores in found:
+        mean = stats.mean_of_groups(list(scores.values()))
+        base = full.get(share.length)
+        of_full = None
+        if base is not None and share.policy != "full":
+            of_full = stats.mean_of_groups(list(scores.values()), list(base.values()))
+        by_task = {task: float(values.mean()) for task, values in scores.items()}
+        rows.append(
+            (
+                share.policy,
+                f"{share.length:,}",
+                f"{share.attended:,}",
+                *(number(by_task[task], 0) for task in tasks),
+                _with_interval(mean),
+                "-" if of_full is None else _with_interval(of_full, 100, "%"),
+            )
+        )
+        data[share.job.label] = {
+            "policy": share.job.engine.policy,
+            "length": share.length,
+            "attended": share.attended,
+            "documents": {task: len(values) for task, values in scores.items()},
+            "scores": by_task,
+            "mean": _plain(mean),
+            "share_of_full": None if of_full is None else _plain(of_full),
+        }
+    heads = ("policy", "tokens", "attended", *tasks, "mean (95 % interval)", "of full's mean")
+    note = (
+        "Percent of the expected strings that an answer contains, by RULER's rule; "
+        f"{len(next(iter(found[0][1].values()))) if found else 0} documents a task and length. "
+        "Intervals: bootstrap of the documents of each task; against full attention in pairs."
+    )
+    return Table("RULER", heads, (*rows, *failure_rows(failed, len(heads))), note), data
+
+
+def _with_interval(found: tuple[float, float, float], times: float = 1, unit: str = "") -> str:
+    value, low, high = (times * one for one in found)
+    if not isfinite(value):
+        return "-"
+    space = f" {unit}" if unit else ""
+    return f"{value:.1f}{space}" + (f" ({low:.1f} to {high:.1f})" if isfinite(low) else "")
+
+
+def _plain(found: tuple[float, float, float]) -> list[float | None]:
+    return [round(value, 4) if isfinite(value) else None for value in found]
+
+
+def run_ruler(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
+    """RULER's documents through servers."""
+    plan = shares(args)
+    found = arms.run_all(
+        served.ask, [share.job for share in plan], args.engines, results.parts_of(args)
+    )
+    done = [
+        (share, share.scores(found.done[share.job.label]))
+        for share in plan
+        if share.job.label in found.done
+    ]
+    table, data = ruler_table(done, found.failed)
+    results.save(args.out, [table], {**data, **results.failures(found.failed)}, vars(args), argv)
+    results.end(found.failed)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate."""
     args = parse_args(argv)
     quiet()
     args.dtype = settle_dtype(args.dtype, args.model)
+    if args.suite == "ruler":
+        return run_ruler(args, argv)
     found = arms.run_all(evaluate, evaluations(args), args.engines, results.parts_of(args))
     data = {"results": found.done, **results.failures(found.failed)}
     tables = [table(found.done, args.capacity, found.failed)]

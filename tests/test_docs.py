@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from vllm_cascade.engine.refusals import REFUSALS
+from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.policies.registry import CHOICES, POLICIES
 from vllm_cascade.policies.settings import DEFAULT_BUDGET, KVPolicyConfig
 
@@ -105,7 +105,8 @@ def test_every_refusal_is_documented() -> None:
         for cell in re.findall(r"^\| (.+?) \|", body, flags=re.MULTILINE)
         for name in cell.split(",")
     }
-    assert {refusal.name for refusal in REFUSALS} == listed - {"refused", "---"}
+    refused = {refusal.name for device in DEVICES.values() for refusal in device.refusals}
+    assert refused == listed - {"refused", "---"}
 
 
 # ---------------------------------------------------------------------------- links and names

@@ -5,6 +5,7 @@ The whole syntax tree of a file counts: imports inside functions and under ``TYP
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,6 +139,20 @@ def test_devices_know_nothing_of_each_other(folder: str) -> None:
     assert len(inside) > 1, folder
     others = tuple(f"vllm_cascade.{other}" for other in DEVICES[folder])
     assert not {(m, o) for m in inside for o in ARROWS[m] if o.startswith(others)}
+
+
+ASKS_WHAT_IT_IS = re.compile(r"\b(current_platform|is_cuda|is_cpu|device_type)\b|\.type ==")
+
+
+def test_only_the_device_module_asks_what_the_device_is() -> None:
+    """Engine code uses ``Device`` instead; policies know no device."""
+    asks = {
+        module
+        for module, path in MODULES.items()
+        if room_of(module) in ("engine", "policies")
+        and ASKS_WHAT_IT_IS.search(path.read_text("utf-8"))
+    }
+    assert asks == {"vllm_cascade.engine.devices"}
 
 
 @pytest.mark.parametrize("path", MODULES.values(), ids=lambda path: str(path.relative_to(ROOT)))

@@ -23,7 +23,7 @@ SOURCES = sorted(path for room in (PACKAGE, ROOT / "kernels") for path in room.g
 
 COMPILE = {
     "vllm_cascade/cache/spec.py": "a cache group's schedule, once for each spec",
-    "vllm_cascade/engine/configure.py": "a warning at start",
+    "vllm_cascade/engine/devices.py": "a warning at start",
     "vllm_cascade/engine/lookup.py": "the front-end's, once for each engine",
     "vllm_cascade/policies/per_request.py": "a request's own, once for its values",
     "vllm_cascade/policies/simulate.py": "a trace without an engine",

@@ -80,6 +80,38 @@ def _interval(sums: np.ndarray, sizes: np.ndarray, seed: int) -> tuple[float, fl
     return float(found.low), float(found.high)
 
 
+def mean_of_groups(
+    groups: Sequence[np.ndarray], base: Sequence[np.ndarray] | None = None, *, seed: int = 0
+) -> tuple[float, float, float]:
+    """Mean of the groups' means, as ``(value, low, high)``; groups weigh alike.
+
+    Members are resampled within their group. The interval is NaN if no group has two.
+
+    Args:
+        groups: a float array a group.
+        base: of the same members. The value is then the share of its mean; NaN if that is 0.
+    """
+    rng = np.random.default_rng(seed)
+    draws = [rng.integers(len(group), size=(RESAMPLES, len(group))) for group in groups]
+
+    def means(of: Sequence[np.ndarray]) -> tuple[float, np.ndarray]:
+        resampled = [
+            np.asarray(group)[drawn].mean(1) for group, drawn in zip(of, draws, strict=True)
+        ]
+        return float(np.mean([np.mean(group) for group in of])), np.mean(resampled, axis=0)
+
+    value, drawn = means(groups)
+    if base is not None:
+        whole, of = means(base)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value, drawn = float(np.float64(value) / whole), drawn / of
+    if max(map(len, groups)) < 2 or not np.isfinite(drawn).all():
+        return value, float("nan"), float("nan")
+    outside = 50 * (1 - CONFIDENCE)
+    low, high = np.percentile(drawn, [outside, 100 - outside])
+    return value, float(low), float(high)
+
+
 def perplexity(nll: Sequence[np.ndarray]) -> float:
     """Of all tokens together; documents weigh by their tokens."""
     return float(np.exp(np.concatenate(nll).mean()))

@@ -38,21 +38,25 @@ class Asking:
         return values
 
 
-def as_tokens(tokenizer: Any, text: str, chat: bool) -> tuple[int, ...]:
+def as_tokens(tokenizer: Any, text: str, chat: bool, answer: str = "") -> tuple[int, ...]:
     """A prompt, or what the chat template makes of it as the user's turn, up to the answer.
+
+    Args:
+        answer: how the answer begins.
 
     Raises:
         ValueError: ``chat``, but the model has no template.
     """
     if not chat:
-        return tuple(tokenizer(text)["input_ids"])
+        return tuple(tokenizer(f"{text} {answer}" if answer else text)["input_ids"])
     if not tokenizer.chat_template:
         raise ValueError(
             f"--chat: {tokenizer.name_or_path} has no chat template; leave --chat out, or name an "
             "instruct model with --model"
         )
     turn = [{"role": "user", "content": text}]
-    return tuple(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
+    whole = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    return tuple(tokenizer(whole + answer, add_special_tokens=False)["input_ids"])
 
 
 def ask_all(

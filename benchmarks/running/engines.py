@@ -6,6 +6,7 @@ process starts in seconds, and nothing of one policy (vLLM's registered backend,
 left when the next one starts. Nothing here imports vLLM before a job runs.
 """
 
+import json
 import logging
 import os
 from dataclasses import dataclass, field
@@ -107,6 +108,20 @@ class EngineSettings:
             "additional_config": {"kv_policy": self.policy} if self.policy else {},
             **self.arguments,
         }
+
+    def flags(self) -> list[str]:
+        """The same for ``vllm serve``, which does not know benchmark-only policies."""
+        found: list[str] = []
+        for name, value in self.llm_arguments().items():
+            flag = name.replace("_", "-")
+            if name in ("model", "disable_log_stats"):  # given by its place; off already
+                continue
+            if isinstance(value, bool):
+                found.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None and value != {}:
+                text = json.dumps(value) if isinstance(value, dict) else str(value)
+                found += [f"--{flag}", text]
+        return found
 
     def determines(self) -> dict[str, Any]:
         """All of it that a result depends on, as JSON: not how much room or time there is."""

@@ -28,6 +28,10 @@ TURNED = 16
 """Tokens per rotated query in decode, which is one tensor-core tile; a unit is a multiple of it, or
 smaller."""
 DEFAULT_SMS = 132
+DEFAULT_SHARED = 227 << 10
+ROOM_OF_EIGHT = 146 << 10
+"""Shared memory in bytes that 8 heads of 128 channels need in decode. Where a block has less, such
+as the 99 KB of compute capabilities 8.6, 8.9 and 12.0, a program takes 4 heads."""
 MAX_SPLITS = 32
 HEADS_PER_SM = 4
 """Fewest KV heads of a batch per multiprocessor in decode, one warp each. Rounding up to a power of
@@ -51,6 +55,13 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return DEFAULT_SMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def block_shared(device: torch.device) -> int:
+    """Bytes of shared memory that one block may use; an H100's elsewhere."""
+    if device.type != "cuda":
+        return DEFAULT_SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 def _tuned(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Config | None:
@@ -80,7 +91,8 @@ def attend_config(
         shared = Config(tile=32, warps=8, stages=2)
         alone = Config(tile=16, warps=4, stages=2 if long else 3)
         return tuned or (shared if several else alone), 1
-    heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if long else 8)
+    few = long or (head_size > 64 and block_shared(device) < ROOM_OF_EIGHT)
+    heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if few else 8)
     return tuned or Config(tile=16, warps=heads, stages=2 if long else 3), heads
 
 

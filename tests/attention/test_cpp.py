@@ -31,7 +31,7 @@ def test_columns_have_the_same_numbers() -> None:
     named = {name: value for name, value in vars(columns).items() if name.isupper()}
     of_recall = list(named)[list(named).index("RULE_COLUMNS") + 1 :]  # rows that only kernels read
     assert found == {name: named[name] for name in named if name not in of_recall}
-    assert of_recall[0] == "HOW" and of_recall[-1] == "MOST_UNIT"
+    assert of_recall[0] == "HOW" and of_recall[-1] == "MOST_RULES"
 
 
 # --- drawing layers, caches and rules -------------------------------------------------------------

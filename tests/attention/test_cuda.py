@@ -14,6 +14,7 @@ import torch
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from tests.attention import test_paged
 from tests.attention.steps import step_of
@@ -31,12 +32,13 @@ from tests.attention.test_step import literal_rules
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.attention.cuda.mail import SPARE
+from vllm_cascade.attention.cuda.mail import SPARE, DeviceTables
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
-from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.step.requests import RunnerV2Requests
 
 CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 RULES: dict[str, dict[str, Any]] = {
@@ -369,8 +371,50 @@ def test_policies_come_and_go() -> None:
     for budget in range(10, 10 + 2 * SPARE):
         for length in (budget + 4, budget + 5, budget + 6, budget + 7):
             check([layer.spec.schedule, own.schedule({"kv_budget": budget})], length)
-    assert 2 < len(builder.tables._numbers) <= 8 + SPARE < 2 * SPARE
+    assert 2 < len(builder.tables._numbers) <= 8 + SPARE + 1 < 2 * SPARE
     assert builder.tables.rules.data_ptr() == address, "a captured graph has this address"
+
+
+def test_rules_of_one_step_stay_where_its_rows_point() -> None:
+    """More schedules than are remembered come in one step of prompts, one after another."""
+    engine = compiled(resolve({"name": "cascade", "budget": 1024, "prefill_stride": 64}))
+    own = PerRequest(engine)
+    asked = [{"kv_policy": "beehive", "kv_budget": 200 + 8 * i} for i in range(SPARE + 6)]
+    schedules = [own.schedule(one) for one in asked]
+    tables = DeviceTables(engine, torch.device("cpu"), max_requests=4)
+    for step in range(1, len(schedules), 3):
+        tables.prune()
+        same = [schedules[0], *schedules[step : step + 3]]
+        begins = [tables.begin(schedule) for schedule in same]
+        for begin, schedule in zip(begins, same, strict=True):
+            rules = tables.rules[begin : begin + len(schedule.further)]
+            assert len(rules) > 0 and np.array_equal(rules.numpy(), schedule.further), step
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_a_dummy_run_of_the_second_runner_launches_nothing(num_requests: int) -> None:
+    """2,048 tokens of which none is said to be a prompt's would be as many waves in a request."""
+    layer = PagedLayer(Shape(), {**CASCADE, "prefill_stride": 4}, 3)
+    builder, num_tokens = layer.builder, 2048
+    builder.positions.buffer = torch.zeros(num_tokens, dtype=torch.int64)
+    states = SimpleNamespace(req_states=SimpleNamespace(index_to_req_id={}))
+    builder.requests = RunnerV2Requests(states, layer.spec.schedule, None)
+    rows = InputBatch.make_dummy(
+        num_requests, num_tokens, InputBuffers(num_requests, num_tokens, torch.device("cpu"))
+    )
+    table = torch.zeros(num_requests, 2, dtype=torch.int32)
+    lengths = rows.num_scheduled_tokens.tolist()
+    prefilling = rows.is_prefilling_np.tolist()
+    step = step_of([0] * num_requests, lengths, prefilling, table)
+    metadata = builder.build(0, step.replace(req_idx=rows.idx_mapping_np))
+    assert len(metadata.waves) == 0
+    query = torch.randn(num_tokens, 4, 8)
+    output = torch.full_like(query, torch.nan)
+    layer.impl.forward(
+        *(SimpleNamespace(layer_name="layer"), query, query[:, :2], query[:, :2], layer.pool),
+        *(metadata, output),
+    )
+    assert not output.any() and builder.counters.tokens == 0
 
 
 def test_vllm_finds_and_accepts_the_backend() -> None:

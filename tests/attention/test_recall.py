@@ -336,3 +336,23 @@ def test_a_resumed_request_begins_anew() -> None:
     )
     stores.note(output(scheduled_cached_reqs=cached))
     assert list(stores.logs) == [4] and len(stores.logs[4]) == 0
+
+
+def test_a_snapshot_on_the_page_of_one_that_is_given_up() -> None:
+    """A small pool hands the least recently used snapshot's pages to the next one, in one step."""
+    stores = Stores(shape_of())
+    stores.note(output(scheduled_new_reqs=[new("a", 1)]))
+    mark(stores.logs[1], [10])
+    stores.note(output(kv_cache_block_copies=[copy(1, 5)]))
+    mark(stores.logs[1], [11])
+    stores.note(output(kv_cache_block_copies=[copy(1, 5)], dropped_snapshots=(5,)))
+    assert numbers(stores.logs[5]) == [10, 11]
+    # A request starts from it in the step that gives it up.
+    stores.note(
+        output(
+            kv_cache_block_copies=[copy(5, 7)],
+            scheduled_new_reqs=[new("b", 7, 64)],
+            dropped_snapshots=(5,),
+        )
+    )
+    assert numbers(stores.logs[7]) == [10, 11] and set(stores.logs) == {1, 7}

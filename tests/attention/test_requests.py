@@ -145,6 +145,27 @@ def test_policies_of_rows_in_the_second_runner() -> None:
     assert not batch._requests
 
 
+def test_rows_without_requests_are_dummies() -> None:
+    """As in vLLM's dummy runs, whose rows number from 0 on; a real row beside them is not one."""
+    runner = Runner()
+    batch = RunnerV2Requests(runner, SCHEDULE, None)
+    common = step_of([0, 0], [8, 8], [False, False], torch.zeros(2, 1))
+    dummies = common.replace(req_idx=np.arange(2))
+    assert batch.all_dummies(dummies) and batch.all_dummies(common)
+    request = new("a", [1, 2], 2)
+    runner.add(request)
+    assert batch.all_dummies(dummies), "the scheduler has not sent it"
+    batch.note(output(request))
+    index = runner.req_states.req_id_to_index["a"]
+    assert not batch.all_dummies(common.replace(req_idx=np.asarray([index, (index + 1) % 4])))
+    first = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[]), requests={})
+    batch = RunnerV1Requests(first, SCHEDULE, None)
+    assert batch.all_dummies(common)
+    first.input_batch.req_ids.append("a")
+    assert not batch.all_dummies(common)
+    assert not Requests().all_dummies(common), "our warm-up's rows run kernels"
+
+
 @pytest.mark.parametrize("index", [None, np.asarray([2, 3])])
 def test_warm_up_rows_are_nobodys(index: np.ndarray | None) -> None:
     batch = RunnerV2Requests(Runner(), SCHEDULE, judge())

@@ -40,6 +40,8 @@ from vllm_cascade.step.requests import RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.step.rows import StrideRows
 
 CPU = torch.device("cpu")
+NOWHERE = np.zeros(2, dtype=np.int32), np.zeros(2, dtype=bool)
+"""Positions of strides, and whether keys have moved: which recall does not read."""
 CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
 RECALL = {**CASCADE, "recall": 2, "recall_store": 24, "recall_every": 3, "prefill_stride": 8}
 POLICIES: dict[str, dict[str, Any]] = {
@@ -98,7 +100,7 @@ def test_logs_and_rings_do_what_settings_say(name: str, lengths: list[int]) -> N
 
         steps = np.zeros((1, columns.STEP_COLUMNS), dtype=np.int32)
         steps[0, [columns.STREAM, columns.LENGTH]] = begin, length
-        rows = StrideRows(steps, np.zeros(1, dtype=np.int64), [schedule])
+        rows = StrideRows(steps, np.zeros(1, dtype=np.int64), [schedule], *NOWHERE)
         (planned,) = plan_logs([rows], torch.ones(1, 1), {1: log})
         (theirs,) = planned.values()
         assert (theirs.selects, theirs.before, theirs.now) == (how > 0, shown, now), begin
@@ -121,7 +123,7 @@ def test_a_wave_of_some_requests_is_planned_by_their_rows() -> None:
     rings.end[:] = int(schedule.evicted(np.asarray(begin)))
     steps = np.zeros((2, columns.STEP_COLUMNS), dtype=np.int32)
     steps[:, columns.STREAM], steps[:, columns.LENGTH] = begin, 8
-    wave = StrideRows(steps, np.asarray([2, 1]), [schedule, schedule])
+    wave = StrideRows(steps, np.asarray([2, 1]), [schedule, schedule], *NOWHERE)
     plan = builder._plan_recall(wave, ["a", "b", "c"], 3)
     assert not plan[0].any()
     places = [rings.rings[name] * 6 for name in "bc"]

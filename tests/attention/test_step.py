@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.attention.steps import step_of
+from tests.policies.cases import raw_settings, raw_unit_settings
 from vllm_cascade.attention.cpu.builder import CPUBuilder
+from vllm_cascade.attention.cuda.mail import DeviceTables
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
 from vllm_cascade.policies.strides import cut_strides
-from vllm_cascade.step.plan import RuleBook
+from vllm_cascade.step.plan import RuleBook, describe
+from vllm_cascade.step.rows import RequestTokens
 
 SHARED = {"num_sinks": 4, "prefill_stride": 16}
 POLICY = resolve({"name": "cascade", "budget": 64, **SHARED})
@@ -130,3 +134,48 @@ def test_a_step_prunes_its_rules_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(made._rules, "begin", lambda schedule: order.append("begin") or 0)
     made.build(0, step_of([5], [3], [True], torch.ones(1, 4, dtype=torch.int32)))
     assert order[0] == "prune" and order.count("prune") == 1 and "begin" in order
+
+
+# --- positions: one formula on the host, and a compiled copy in a kernel --------------------------
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["tokens", "units"])
+@pytest.mark.parametrize("name", ("cascade", "sink", "lazy", "h2o", "beehive"))
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_the_kernels_positions_are_the_hosts(name: str, units: bool, data: st.DataObject) -> None:
+    """Of random schedules of one engine side by side, with recall, at random times."""
+    made = raw_unit_settings(name) if units else raw_settings(name)
+    raw = data.draw(made)
+    recalls = data.draw(st.lists(st.integers(0, 9), min_size=3, max_size=3)) if units else [0]
+    schedules = [compiled(resolve({**raw, "recall": recall})) for recall in recalls]
+    tables = DeviceTables(schedules[0], torch.device("cpu"), len(schedules))
+    count = 200
+    which = data.draw(st.lists(st.sampled_from(schedules), min_size=count, max_size=count))
+    late = st.integers(0, 3000)
+    times = data.draw(st.lists(late, min_size=count, max_size=count))
+    numbers = torch.from_numpy(tables.numbers(which))  # loads those that are missing
+    rows = torch.full((count, columns.STEP_COLUMNS), -9, dtype=torch.int32)
+    positions = torch.full((count,), -9)
+    write_steps(
+        seq_lens=torch.tensor(times, dtype=torch.int32) + 1,
+        blocks=torch.ones(count, 1, dtype=torch.int32),
+        tables=tables.schedules,
+        schedule_of=numbers,
+        steps=rows,
+        positions=positions,
+    )
+    expected = [int(one.positions(np.asarray(t))) for one, t in zip(which, times, strict=True)]
+    assert positions.tolist() == rows[:, columns.CACHED].tolist() == expected
+    ones, at = np.ones(count, dtype=np.int64), np.arange(count)
+    tokens = RequestTokens(which, np.asarray(times), ones, at, ones < 1)
+    planned = describe(tokens, 16, lambda _: 0)
+    assert planned.positions.tolist() == expected
+    window = compiled(resolve({"name": "window", "budget": 5, "prefill_stride": 16}))
+    (wave,) = describe(
+        RequestTokens([window] * count, np.asarray(times), ones, at, ones < 1, frames=which),
+        16,
+        lambda _: 0,
+    ).waves
+    assert wave.position.tolist() == expected
+    assert wave.shift.tolist() == [e - min(t, 5) for e, t in zip(expected, times, strict=True)]

@@ -15,6 +15,9 @@ import pytest
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
+from vllm.config import CompilationConfig, CompilationMode, ObservabilityConfig
+from vllm.utils import jit_monitor
+from vllm.v1.worker import gpu_worker as vllm_worker
 
 from tests.attention import test_paged, test_windows
 from tests.attention.test_cuda import AtOnce
@@ -157,17 +160,17 @@ def test_nothing_is_compiled_for_a_window_after_the_warm_up(
 
 @pytest.mark.parametrize("v2", [False, True])
 def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After vLLM's own warm-up, with tables as wide as the runner's."""
+    """Before vLLM watches for late compilation, with tables as wide as the runner's."""
     calls: list[Any] = []
-    monkeypatch.setattr(
-        gpu_worker.Worker, "compile_or_warm_up_model", lambda self: calls.append("vllm") or "times"
-    )
+    monkeypatch.setattr(jit_monitor, "activate", lambda **settings: calls.append(settings["mode"]))
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: calls.append(arguments))
     table = torch.zeros(3, 7, dtype=torch.int32)
     blocks = SimpleNamespace(block_table=SimpleNamespace(gpu=table))
     first = SimpleNamespace(block_tables=[blocks])
     worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
     worker.use_v2_model_runner = v2
+    worker.vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=True))
+    worker.observability_config = ObservabilityConfig(jit_monitor_mode="error")
     worker.model_runner = SimpleNamespace(
         block_tables=SimpleNamespace(input_block_tables=[table]),
         input_batch=SimpleNamespace(block_table=first),
@@ -176,6 +179,25 @@ def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPat
     layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "abc"}
     monkeypatch.setattr(worker, "_builders", lambda: builders)
     monkeypatch.setattr(worker, "_attention_layers", lambda: layers)
-    assert worker.compile_or_warm_up_model() == "times"
+    finish_warm_up(worker, monkeypatch)
     first, second = builders
-    assert calls == ["vllm", (first, "b.impl", "b.pool", 7), (second, "c.impl", "c.pool", 7)]
+    assert calls == [(first, "b.impl", "b.pool", 7), (second, "c.impl", "c.pool", 7), "error"]
+
+
+def finish_warm_up(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's ``compile_or_warm_up_model``, of a worker that neither compiles nor captures."""
+    monkeypatch.setattr(vllm_worker, "kernel_warmup", lambda worker: None)
+    monkeypatch.setattr(vllm_worker, "warmup_kernels", lambda *arguments: None)
+    monkeypatch.setattr(vllm_worker, "set_random_seed", lambda *arguments: None)
+    monkeypatch.setattr(vllm_worker, "freeze_gc_heap", lambda: None)
+    monkeypatch.setattr(vllm_worker, "enable_gpu_sync_check", lambda: None)
+    monkeypatch.setattr(vllm_worker, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
+    compilation = CompilationConfig(mode=CompilationMode.NONE)
+    worker.vllm_config.compilation_config = worker.compilation_config = compilation
+    worker.model_runner.maybe_remove_all_loras = lambda config: None
+    worker.model_runner.lora_config = None
+    worker.model_config = SimpleNamespace(enforce_eager=True, seed=0)
+    worker.cache_config = SimpleNamespace(kv_cache_memory_bytes=1)
+    worker.parallel_config = SimpleNamespace(data_parallel_index=0)
+    worker.execute_model = worker.sample_tokens = None
+    worker.compile_or_warm_up_model()

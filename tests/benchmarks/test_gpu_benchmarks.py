@@ -92,6 +92,17 @@ def test_goals() -> None:
     assert [row["reached"] for row in found] == [True, False, False, True]
 
 
+def test_an_engine_that_is_compared_starts_as_by_default() -> None:
+    """On a GPU with no bytes of cache and with CUDA graphs, whose memory vLLM then measures."""
+    from benchmarks.gpu_engine import FAMILIES, POLICIES, jobs, start
+
+    told = start(tiny=False)
+    assert "gpu_memory_utilization" in told and told["jit_monitor_mode"] == "error"
+    assert not {"kv_cache_memory_bytes", "enforce_eager"} & set(told)
+    wanted = jobs(False, list(POLICIES), ["windows"], [])
+    assert [job["label"] for job in wanted] == list(FAMILIES) == ["gemma3", "gpt-oss"]
+
+
 @pytest.mark.slow
 def test_gpu_engine_tiny(tmp_path: Path) -> None:
     done = run(
@@ -99,6 +110,7 @@ def test_gpu_engine_tiny(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "gpu_engine_tiny.json").read_text())
-    assert [row["what"] for row in result["rows"]] == ["identity", "speed", "speed"]
-    assert result["rows"][0]["equal"] and result["rows"][0]["evicted"] > 0
-    assert all(row["output_tokens_per_s"] > 0 for row in result["rows"][1:])
+    kinds = ["identity", "windows", "windows", "speed", "speed"]
+    assert [row["what"] for row in result["rows"]] == kinds
+    assert all(row["equal"] and row["evicted"] > 0 for row in result["rows"][:3])
+    assert all(row["output_tokens_per_s"] > 0 for row in result["rows"][3:])

@@ -271,6 +271,21 @@ def test_a_chat_starts_where_its_last_prompt_ended() -> None:
     assert w.reported == Counter(requests=3, queries=100 + 164 + 164, hits=96 + 160)
 
 
+def test_snapshots_are_taken_in_order_of_admission() -> None:
+    """So page numbers repeat from run to run: they do not depend on hashes of request names."""
+    w = worker(max_num_batched_tokens=512)
+    names = [f"r{i}" for i in range(8)]
+    for i, name in enumerate(names):
+        w.scheduler.add_request(request(name, [100 + i] * 40))
+    copies: list[Any] = []
+    while not copies:
+        output = w.scheduler.schedule()
+        copies = output.kv_cache_block_copies or []
+        w.scheduler.update_from_output(output, w.run(output))
+    first = [w.pages[name][0] for name in names]
+    assert [copy.src_block_id for copy in copies if copy.src_block_id in first] == first
+
+
 def test_the_last_token_is_always_computed() -> None:
     """A prompt that ends on a boundary, sent again, still has a state to start from."""
     prompt = list(range(1, 97))

@@ -17,7 +17,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import register_cpu_gdn_attention_ops
 from vllm.utils.torch_utils import _resolve_layer_name
 
-from vllm_cascade.engine import refusals
+from vllm_cascade.engine import devices
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def delta_rule_in_fp32() -> Iterator[list[int]]:
 
     with (
         patch.object(torch.ops.vllm, "cpu_gdn_attention_core", core),
-        patch.object(refusals, "DELTA_NETS", ()),
+        patch.object(devices, "DELTA_NETS", ()),
     ):
         yield calls
 

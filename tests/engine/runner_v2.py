@@ -2,11 +2,14 @@
 """One policy on vLLM's second model runner and the CUDA backend's code, without a GPU.
 
     python -m tests.engine.runner_v2 '{"name": "cascade"}'
+    python -m tests.engine.runner_v2 '{"name": "cascade"}' gemma3
 
 The second runner, the default on GPUs, needs Triton, and vLLM looks for a Triton that has a backend
 for CPUs. Where kernels are interpreted none is needed, so a stand-in is put there before vLLM is
 imported. Scheduling is asynchronous, as on a GPU. ``benchmarks.gpu_engine`` compares with the
-oracle, as it does there; then a request that is preempted is compared with one that is not.
+oracle, as it does there; then a request that is preempted is compared with one that is not. With a
+family's name, two layers of it are compared instead. Every engine measures CUDA graphs' memory as
+on a GPU, less the capture (``graph_profile.py``).
 """
 
 import os
@@ -29,23 +32,27 @@ triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_acti
 
 from vllm import LLM, SamplingParams
 
-from benchmarks.gpu_engine import identity
+from benchmarks.gpu_engine import identity, windows
 from tests.conftest import MODEL
-from tests.engine import async_cpu
+from tests.engine import async_cpu, graph_profile
 from tests.oracle.random_models import write_llama
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
-from vllm_cascade.engine import refusals
+from vllm_cascade.engine.devices import CPU
+
+profiled: list[list[set[str]]] = []
+"""Names of the builders that engines were profiled with, once ``like_a_gpu`` was called."""
 
 
 def like_a_gpu() -> None:
     """Every engine of this process from here on."""
     async_cpu.turn_on()
+    profiled.append(graph_profile.turn_on())
     CPUKVPolicyBackend.get_impl_cls = lambda: TritonKVPolicyImpl
     CPUKVPolicyBackend.get_builder_cls = lambda: CUDABuilder
-    refusals.REFUSALS = tuple(
-        entry for entry in refusals.REFUSALS if entry.name != "Model Runner V2 on the CPU"
+    CPU.own_refusals = tuple(
+        entry for entry in CPU.own_refusals if entry.name != "Model Runner V2 on the CPU"
     )
 
 
@@ -100,6 +107,10 @@ def distinct(llm: LLM) -> int:
 if __name__ == "__main__":
     like_a_gpu()
     settings = json.loads(sys.argv[1])
+    if len(sys.argv) > 2:
+        (found,) = windows(settings, label=sys.argv[2], tiny=True)
+        print("RESULT " + json.dumps(found | {"builders": [sorted(x) for x in profiled[0]]}))
+        sys.exit()
     (found,) = identity(settings, label="", tiny=True)
     with tempfile.TemporaryDirectory() as folder:
         llm = small_engine(folder, settings)

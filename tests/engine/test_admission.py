@@ -27,6 +27,7 @@ from vllm_cascade.engine.admission import (
     longest_stream,
     usable_pages,
 )
+from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.lookup import requests_of
 from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies.per_request import PerRequest
@@ -205,7 +206,7 @@ def test_a_policy_with_too_many_rules_is_refused_on_cuda(monkeypatch: pytest.Mon
     """A thinning cascade that evicts in batches while it fills: a rule for nearly every token."""
     policy = resolve({"name": "cascade", "budget": 2048, "eager_fill": False, "overflow": 8})
     assert check(policy, kv_budget=1024) == ""
-    monkeypatch.setattr(admission.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(admission, "this_device", lambda: DEVICES["cuda"])
     refused = check(policy, kv_budget=1024)
     assert re.search(r"kv_budget: cascade with overflow 8 .* rules, more than the 1024", refused)
     assert check(policy, kv_budget=128) == ""

@@ -6,7 +6,6 @@ error after it would need weights to be read.
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import EngineArgs
 
-import vllm_cascade.engine.refusals as refusals
 from tests.conftest import MODEL
 from vllm_cascade.engine import configure as engine
-from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.engine.devices import CUDA, DEVICES, current_platform
+from vllm_cascade.engine.refusals import Refusal, check
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -293,7 +292,18 @@ def create(model: Path, **kwargs: Any) -> Any:
 def test_the_list_is_complete() -> None:
     on_cuda = set(ON_CUDA) | set(RECALL_ON_CUDA)
     tested = set(SETTINGS) | set(MODELS) | set(FAKED) | on_cuda | ENVIRONMENT
-    assert tested == {refusal.name for refusal in refusals.REFUSALS}
+    assert tested == {entry.name for device in DEVICES.values() for entry in device.refusals}
+
+
+def refusal_of(name: str, device: str = "cpu") -> Refusal:
+    (found,) = [entry for entry in DEVICES[device].refusals if entry.name == name]
+    return found
+
+
+def test_the_device_of_another_platform_is_not_asked() -> None:
+    elsewhere = {entry.name for entry in DEVICES["cuda"].own_refusals}
+    assert elsewhere == set(ON_CUDA) | set(RECALL_ON_CUDA) | {"device"}
+    assert not elsewhere & {entry.name for entry in DEVICES["cpu"].refusals}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -314,7 +324,7 @@ def test_refused_model(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAKED)
 def test_refused_configuration(name: str) -> None:
     config, message = FAKED[name]
-    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
+    refusal = refusal_of(name)
     own = {
         "clusters over ranks": {"name": "dgc", "importance": "cluster"},
         "quantised means": {"name": "dgc", "importance": "cluster"},
@@ -330,13 +340,10 @@ def test_refused_configuration(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CUDA)
-def test_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_on_cuda(name: str) -> None:
     config, message = ON_CUDA[name]
-    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
-    policy = resolve({"name": "cascade"})
-    assert not refusal.applies(config, policy)
-    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
-    assert refusal.applies(config, policy)
+    refusal = refusal_of(name, "cuda")
+    assert refusal.applies(config, resolve({"name": "cascade"}))
     assert message in refusal.message
 
 
@@ -357,28 +364,24 @@ RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", RECALL_ON_CUDA)
-def test_recall_refused_on_cuda(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_refused_on_cuda(name: str) -> None:
     config, settings, message = RECALL_ON_CUDA[name]
-    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == name]
+    refusal = refusal_of(name, "cuda")
     plain = {"name": "sink", "num_sinks": 0, "prefill_stride": 512, **settings}
     recall = resolve({**plain, "recall": 8})
-    assert not refusal.applies(config, recall)
-    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
     assert refusal.applies(config, recall) and not refusal.applies(config, resolve(plain))
     assert message in refusal.message
 
 
-def test_recall_on_cuda_needs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_on_cuda_needs_nothing_else() -> None:
     """One rank, no snapshots, units of 16."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
         cache_config=SimpleNamespace(enable_prefix_caching=False),
     )
-    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
     policy = resolve({"name": "sink", "recall": 8})
-    for refusal in refusals.REFUSALS:
-        if refusal.name in RECALL_ON_CUDA:
-            assert not refusal.applies(config, policy), refusal.name
+    for name in RECALL_ON_CUDA:
+        assert not refusal_of(name, "cuda").applies(config, policy), name
 
 
 @pytest.mark.parametrize("sizes", [{"block_size": 32}, {}])
@@ -402,13 +405,12 @@ def test_a_unit_that_does_not_divide_a_page() -> None:
 
 def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """And then the engine is pointed at the GPU worker and vLLM's CUSTOM backend."""
-    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
-    monkeypatch.setattr(refusals.current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
     with pytest.raises(KVPolicyError, match="VLLM_CASCADE_CUDA=1"):
         create(MODEL)
     monkeypatch.setenv("VLLM_CASCADE_CUDA", "1")
-    stock = replace(DEVICES["cuda"], stock_worker=DEVICES["cpu"].stock_worker)  # this machine's
-    monkeypatch.setitem(DEVICES, "cuda", stock)
+    monkeypatch.setattr(CUDA, "stock_worker", DEVICES["cpu"].stock_worker)  # this machine's
     config = create(MODEL)
     assert config.parallel_config.worker_cls == DEVICES["cuda"].worker
     assert config.attention_config.backend.name == "CUSTOM"
@@ -420,14 +422,14 @@ def test_what_no_kernel_does_is_said(
     importance: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine.logger, "propagate", True)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(), attention_config=SimpleNamespace())
+    config = SimpleNamespace(attention_config=SimpleNamespace())
     with caplog.at_level("WARNING", logger=engine.logger.name):
-        engine._prepare_gpu(config, resolve({"name": "dgc", "importance": importance}))
+        DEVICES["cuda"].configure(config, resolve({"name": "dgc", "importance": importance}))
     assert ("attention runs in PyTorch" in caplog.text) == warned
 
 
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:
-    (refusal,) = [entry for entry in refusals.REFUSALS if entry.name == "clusters over ranks"]
+    refusal = refusal_of("clusters over ranks")
     config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
     raw = {"name": "dgc", "importance": "cluster", "head_policy": "per_kv_head"}
     assert not refusal.applies(config, resolve(raw))
@@ -440,7 +442,7 @@ def test_other_policies_are_accepted_with_quantised_rows(cache_dtype: str) -> No
 
 
 def test_refused_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals.current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     with pytest.raises(KVPolicyError, match="run on the CPU backend"):
         create(MODEL)
 
@@ -450,7 +452,7 @@ def test_refused_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     config.scheduler_config.scheduler_cls = None
     with pytest.raises(KVPolicyError, match="VLLM_USE_V2_MODEL_RUNNER"):
-        refusals.check(config, resolve({"name": "cascade"}))
+        check(config, resolve({"name": "cascade"}), DEVICES["cpu"].refusals)
 
 
 @pytest.mark.parametrize("rope_type", ["default", "linear", "llama3", "longrope", "yarn"])

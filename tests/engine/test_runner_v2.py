@@ -16,8 +16,8 @@ import pytest
 from tests.conftest import ROOT
 
 
-def run(policy: dict[str, Any]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.engine.runner_v2", json.dumps(policy)]
+def run(policy: dict[str, Any], *family: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.engine.runner_v2", json.dumps(policy), *family]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -47,3 +47,12 @@ def test_second_runner(policy: dict[str, Any]) -> None:
     assert found["runner"] == "V2" and found["async"] == (policy != {"name": "dgc"}), found
     assert found["equal"] and found["evicted"] > 150 and found["reused"] > 0, found
     assert found["preempted"] < 1e-4 and found["distinct"] > 30, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
+def test_windows_on_the_second_runner(family: str) -> None:
+    """Through the profile of CUDA graphs' memory, which asks the runner for its specs."""
+    found = run({"name": "cascade"}, family)
+    assert found["runner"] == "V2" and found["builders"] == [["CUDABuilder"]], found
+    assert found["max_error"] < 5e-4, found

@@ -7,13 +7,13 @@ batch and from a snapshot.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.engine import graph_profile
 from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import MAX_ERROR
 from tests.engine.test_families import POLICIES, check, model_of, random_tokens, written
@@ -21,7 +21,7 @@ from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode
 from tests.oracle import full_attention
-from tests.oracle.families import FAMILIES, Family, run_family, write_family
+from tests.oracle.families import FAMILIES, run_family, shallow, write_family
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
@@ -39,13 +39,6 @@ SLOW = [
     ("cohere2", "sink"),  # layers that do not rotate
     ("mistral", "cascade"),  # nothing but windows
 ]
-
-
-def shallow(family: Family) -> Family:
-    """A family with its first two layers, which are one of each kind, where it has two kinds."""
-    own = {key: some[:2] if isinstance(some, list) else some for key, some in family.own.items()}
-    own["num_hidden_layers"] = 2
-    return replace(family, own=own, windows=family.windows[:2], rotated=family.rotated[:2])
 
 
 ALL = {**FAMILIES, **full_attention.OWN_MODULES, **full_attention.BY_TRANSFORMERS}
@@ -81,6 +74,22 @@ def agrees(
 def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
     family, policy = FAST
     agrees(engine_pool, model_of(family), family, POLICIES[policy], prompt_len=80)
+    engine_pool.close()
+
+
+@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.slow), "gpt-oss"])
+def test_graphs_memory_is_profiled(
+    family: str, engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cache of the runner's own specs, as GPUs do by default; tokens are right afterwards."""
+    found = graph_profile.turn_on(monkeypatch.setattr)
+    two_layers = shallow(FAMILIES[family])
+    path, settings = write_family(tmp_path, two_layers), POLICIES["cascade"]
+    llm = engine(engine_pool, path, settings)
+    assert found == [{"CUDABuilder"}]
+    tokens, logprobs = decode(llm, random_tokens(0, 130), 6)
+    truth = run_family(path, two_layers, tokens[:-1], 130, settings)
+    assert np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
     engine_pool.close()
 
 

@@ -22,9 +22,12 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from tests.kernels.launchers import Layer, Shape
+from vllm_cascade.kernels.triton import configs
 
 CAPABILITIES = (80, 90, 100)
-MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+SMALL_BLOCKS = (86, 89, 120)
+"""Compute capabilities with 99 KB of shared memory a block: A10, L4 and L40S, RTX 50."""
+MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(SMALL_BLOCKS, 99 << 10)
 """Bytes of shared memory that one block may use."""
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _TYPES |= {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
@@ -59,10 +62,10 @@ class Resources:
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 
-def launches_of(call: Callable[[], Any]) -> list[Launch]:
-    """The kernels that a function would launch; nothing runs."""
+def launches_of(call: Callable[[], Any], capability: int = 90) -> list[Launch]:
+    """The kernels that a function would launch on a GPU; nothing runs."""
     launches: list[Launch] = []
-    original = JITFunction.run
+    original, room = JITFunction.run, configs.block_shared
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
@@ -70,11 +73,11 @@ def launches_of(call: Callable[[], Any]) -> list[Launch]:
         assert set(arguments) == set(self.arg_names), set(self.arg_names) ^ set(arguments)
         launches.append(Launch(self, arguments, options))
 
-    JITFunction.run = note
+    JITFunction.run, configs.block_shared = note, lambda _: MAX_SHARED[capability]
     try:
         call()
     finally:
-        JITFunction.run = original
+        JITFunction.run, configs.block_shared = original, room
     return launches
 
 
@@ -136,7 +139,7 @@ def recall_resources(shape: Shape, capability: int) -> list[Resources]:
     """Every kernel of recall, of single tokens and of strides; those launched differently twice."""
     layer, found = Layer(shape), {}
     for asking, label in ((1, ""), (32, ", strides")):
-        for launch in launches_of(lambda asking=asking: layer.recall(asking)):
+        for launch in launches_of(lambda asking=asking: layer.recall(asking), capability):
             given = launch.arguments.values()
             values = [x.dtype if isinstance(x, torch.Tensor) else x for x in given]
             found.setdefault((launch.name, *values), (launch, label))
@@ -146,7 +149,7 @@ def recall_resources(shape: Shape, capability: int) -> list[Resources]:
 def resources_of(shape: Shape, capability: int) -> list[Resources]:
     """Every kernel of both paths, compiled for one capability; or those the shape is meant for."""
     layer = Layer(shape)
-    launches = launches_of(lambda: (layer.decode(), layer.prefill()))
+    launches = launches_of(lambda: (layer.decode(), layer.prefill()), capability)
     if shape.only:
         launches = [one for one in launches if one.name == shape.only]
     return [compile_launch(launch, shape.label(), capability) for launch in launches]

@@ -198,7 +198,8 @@ def counts_of(launch: Launch, binary: CompiledKernel, shape: Shape, capability: 
 def decode_counts(shape: Shape, capability: int) -> LoopCounts:
     """The attention kernel that a shape's decode launches, compiled and counted."""
     layer = Layer(shape)
-    (launch,) = [one for one in launches_of(layer.decode) if one.name.startswith("attend")]
+    launches = launches_of(layer.decode, capability)
+    (launch,) = [one for one in launches if one.name.startswith("attend")]
     return counts_of(launch, binary_of(launch, capability), shape, capability)
 
 
@@ -237,7 +238,7 @@ INTEGERS = ("IMMA", "IGMMA", "UTCIMMA", "HMMA", "HGMMA")
 def judge_counts(shape: Shape, capability: int, asking: int = 1) -> JudgeCounts:
     """The kernel that looks at every stored key, of single tokens or of strides."""
     layer = Layer(shape)
-    launches = launches_of(lambda: layer.recall(asking))
+    launches = launches_of(lambda: layer.recall(asking), capability)
     (launch,) = [one for one in launches if one.name == "judge"]
     binary = binary_of(launch, capability)
     label = shape.label() + (f", {asking} ask" if asking > 1 else "")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +216,13 @@ def write_family(path: str | Path, family: Family) -> Path:
         found = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps({**found, "architectures": [family.architecture]}))
     return Path(path)
+
+
+def shallow(family: Family) -> Family:
+    """A family with its first two layers, which are one of each kind, where it has two kinds."""
+    own = {key: some[:2] if isinstance(some, list) else some for key, some in family.own.items()}
+    own["num_hidden_layers"] = 2
+    return replace(family, own=own, windows=family.windows[:2], rotated=family.rotated[:2])
 
 
 def run_family(

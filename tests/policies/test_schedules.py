@@ -257,7 +257,7 @@ def test_recalled_units_for_thousands_of_tokens(name: str, data: st.DataObject) 
     if unit == 1:
         return
     plain = compiled(resolve({**raw, "recall": 0}))
-    sinks, most = policy.num_sinks // unit, 0
+    sinks, most, behind = policy.num_sinks // unit, 0, 0
     for token in range(3000):
         gone = token // unit - len(sim.tokens()) // unit
         back = min(gone, raw["recall"])
@@ -266,6 +266,9 @@ def test_recalled_units_for_thousands_of_tokens(name: str, data: st.DataObject) 
         now = np.asarray(token)
         assert schedule.evicted(now) == gone and schedule.recalled(now) == back
         assert schedule.counts(now) == len(sim.tokens()) and schedule.positions(now) == cached
+        assert schedule.moved(now) == (gone > 0)
+        assert token - cached >= behind, "a key would have to move forward with time"
+        behind = token - cached
         assert schedule.peak_at(token) == schedule.peaks(now) >= most
         # The unit that a token opens has its slots beside the recalled ones of its stride.
         most = max(most, (len(held) + back) * unit)

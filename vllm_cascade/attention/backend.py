@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base class of the attention backends, one per device in ``engine/devices.py``."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -17,6 +17,7 @@ from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.stores import UnitStores
 
 
 class KVPolicyBackend(AttentionBackend):
@@ -30,8 +31,13 @@ class KVPolicyBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
-    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> Any:
-        """Create a worker's stores for evicted units, for policies with recall.
+    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> UnitStores:
+        """Create a worker's stores for evicted units; called once, for policies with recall.
+
+        Args:
+            shape: a unit in all of the worker's layers.
+            max_num_seqs: most running requests.
+            device: the layers' device.
 
         Raises:
             KVPolicyError: the stores do not fit in memory.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base class of one attention layer under a policy, as vLLM calls it."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
@@ -17,10 +17,21 @@ from vllm_cascade.policies.random import salts_of
 from vllm_cascade.policies.settings import KVPolicyError
 
 
+class LayerStore(Protocol):
+    """One layer's part of the stores of evicted units."""
+
+    @property
+    def exchanged(self) -> int:
+        """Units copied back into pages so far."""
+
+
 class KVPolicyImpl(AttentionImpl[Any]):
-    """One attention layer. A device implements ``rotation_table`` and ``run``.
+    """One attention layer. A device implements ``rotation_table``, ``run`` and ``recall_from``.
 
     Attributes:
+        recall: the layer's evicted units; None without recall.
+        recorder: records the kept tokens of every step while the policy is traced; the worker
+            sets it.
         knows_windows: whether the device supports sliding windows.
         knows_sinks: whether the device supports learned sinks.
         knows_codes: whether the device supports quantised rows.
@@ -29,6 +40,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
     knows_windows: ClassVar[bool] = False
     knows_sinks: ClassVar[bool] = False
     knows_codes: ClassVar[bool] = False
+    recall: LayerStore | None = None
 
     def __init__(
         self,
@@ -146,6 +158,21 @@ class KVPolicyImpl(AttentionImpl[Any]):
             kv_cache: the layer's page pool, for steps that run before ``prepare``.
         """
         raise NotImplementedError
+
+    def recall_from(self, stores: Any, index: int, most_queries: int) -> None:
+        """Enable recall of evicted units; called once, after ``prepare``.
+
+        Args:
+            stores: what the backend's ``make_stores`` returned.
+            index: the layer's index in the stores.
+            most_queries: queries of a stride that select units, at most.
+        """
+        raise NotImplementedError
+
+    @property
+    def recalled_units(self) -> int:
+        """Units copied back into the layer's pages so far; may wait for the device."""
+        return 0 if self.recall is None else self.recall.exchanged
 
     def reserve(self, query: torch.Tensor) -> None:
         """Allocate the worst batch's working memory, so that memory profiling counts it."""

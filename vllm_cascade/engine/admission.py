@@ -9,21 +9,13 @@ from bisect import bisect_right
 
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.platforms import current_platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 
+from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import requests_of
-from vllm_cascade.policies.per_request import (
-    BUDGET,
-    KEYS,
-    MAX_OWN_RULES,
-    NAME,
-    SHORT,
-    PerRequest,
-    plain_key,
-)
+from vllm_cascade.policies.per_request import BUDGET, KEYS, NAME, SHORT, PerRequest, plain_key
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -131,25 +123,26 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
             asked[0], f"{asked[0]}: this server runs no KV policy; start it with --kv-policy"
         )
     try:
-        own = requests.schedule(extra_args)
-        if current_platform.is_cuda():
-            _check_rules(own, asked[0])
+        _check_rules(requests.schedule(extra_args), asked[0], this_device().most_rules)
     except KVPolicyError as error:
         key = next((key for key in asked if str(error).startswith(key)), asked[0])
         raise _refusal(key, str(error)) from None
 
 
-def _check_rules(own: Schedule, key: str) -> None:
+def _check_rules(own: Schedule, key: str, most: int | None) -> None:
     """Refuse a policy with more rules than the device's tables can hold for one request.
+
+    Args:
+        most: that number; None: no limit.
 
     Raises:
         KVPolicyError: the policy, the number of rules and the fix.
     """
     policy, num_rules = own.policy, len(own.further)
-    if num_rules > MAX_OWN_RULES:
+    if most is not None and num_rules > most:
         raise KVPolicyError(
             f"{key}: {policy.name} with overflow {policy.overflow} and a budget of {policy.budget} "
-            f"evicts by {num_rules} rules, more than the {MAX_OWN_RULES} that the server's tables "
+            f"evicts by {num_rules} rules, more than the {most} that the server's tables "
             "hold for one request; ask for a smaller kv_budget, or start the server with a smaller "
             "overflow"
         )

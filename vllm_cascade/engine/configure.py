@@ -3,21 +3,15 @@
 
 from typing import Any
 
-from vllm.config import CacheConfig, VllmConfig
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.config import VllmConfig
 
-from vllm_cascade.engine import refusals
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
+from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
-from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import ARGUMENTS, CONFIG_KEY
-
-CPU_PAGE_TOKENS = 128
-"""Page size in tokens on CPUs without ``--block-size``; vLLM's own default."""
 
 
 def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
@@ -31,53 +25,32 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     Raises:
         KVPolicyError: a setting cannot work; names the setting and the fix.
     """
-    _fix_page_size(config.cache_config)
+    device, cache = this_device(), config.cache_config
+    if device.page_tokens is not None and not cache.user_specified_block_size:
+        cache.block_size, cache.user_specified_block_size = device.page_tokens, True
     max_position = None if config.model_config.uses_alibi else native_max_len
     policy = resolve(
         raw,
         max_position=max_position,
         max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        block_size=config.cache_config.block_size,
+        block_size=cache.block_size,
     )
-    refusals.check(config, policy)
+    check(config, policy, device.refusals)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
     if policy.token_scores is not None and config.scheduler_config.async_scheduling:
         config.scheduler_config.async_scheduling = False
         logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
     if config.model_config.is_hybrid:
         # One state per request, updated in place; snapshots hold copies (``cache/states.py``).
-        config.cache_config.mamba_cache_mode = "none"
+        cache.mamba_cache_mode = "none"
     others = {k: v for k, v in config.additional_config.items() if k not in ARGUMENTS}
     resolved = {"name": policy.name, **policy.model_dump()}
     config.additional_config = {**others, CONFIG_KEY: resolved}
     kind = "Async" if config.scheduler_config.async_scheduling else ""
     config.scheduler_config.scheduler_cls = f"vllm_cascade.engine.scheduler.{kind}KVPolicyScheduler"
-    device = this_device()
-    assert device is not None, "refused above"
     config.parallel_config.worker_cls = device.worker
-    if not current_platform.is_cpu():
-        _prepare_gpu(config, policy)
+    device.configure(config, policy)
     _log(policy, raw, config, max_position)
-
-
-def _fix_page_size(cache: CacheConfig) -> None:
-    """Set vLLM's default page size on CPUs now; from 0.33 on, vLLM sets it at model load.
-
-    Units may be pages, and admission counts pages, so the size must be known here.
-    """
-    if current_platform.is_cpu() and not cache.user_specified_block_size:
-        cache.block_size, cache.user_specified_block_size = CPU_PAGE_TOKENS, True
-
-
-def _prepare_gpu(config: VllmConfig, policy: Policy) -> None:
-    config.attention_config.backend = AttentionBackendEnum.CUSTOM
-    logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
-    if compiled(policy).moves_tokens:
-        logger.warning(
-            "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than the "
-            "kernels, where tokens are merged or put out of order; importance and order say so.",
-            policy.name,
-        )
 
 
 def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:

@@ -1,47 +1,221 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices that policies run on: each has a folder in ``attention/`` and an entry here."""
+"""The devices that policies run on, and the contract that each of them fulfils."""
 
-from dataclasses import dataclass
+import os
+from typing import ClassVar
 
+import torch
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_cascade.engine.refusals import REFUSALS, Refusal
+from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
+from vllm_cascade.log import logger
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.policies.settings import KVPolicyError
 
-@dataclass(frozen=True)
+WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
+"""Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
+
+DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Models with gated delta nets, by ``model_type``."""
+
+TRY_CUDA = "VLLM_CASCADE_CUDA"
+"""Environment variable that lets policies run on CUDA, which is untested."""
+
+
 class Device:
-    """The classes that run a policy on one kind of device.
+    """Everything that the engine asks of a device; one subclass per device, listed in ``DEVICES``.
+
+    Before a model is loaded the engine uses the attributes and methods below. Afterwards it uses
+    the base classes of what they name: ``KVPolicyWorker`` (``engine/worker.py``),
+    ``KVPolicyBackend``, ``KVPolicyImpl`` (``attention/``) and ``StepBuilder``
+    (``step/builder.py``). A device overrides their methods that raise ``NotImplementedError``.
 
     Attributes:
-        stock_worker: vLLM's worker class.
-        worker: our worker class, which replaces it.
+        stock_worker: name of vLLM's worker class.
+        worker: name of our worker class, a ``KVPolicyWorker``, which replaces it.
         slot: vLLM's backend name that our backend is registered under while layers are built.
-        backend: our backend class.
+        backend: name of our backend class, a ``KVPolicyBackend``. It names a ``StepBuilder`` and a
+            ``KVPolicyImpl``.
+        page_tokens: tokens of a page without ``--block-size``; None: vLLM's configuration has it.
+        most_rules: maximum further rules of one request's own policy; None: no limit.
+        own_refusals: what this device cannot run. The first that applies is raised.
     """
 
-    stock_worker: str
-    worker: str
-    slot: AttentionBackendEnum
-    backend: str
+    stock_worker: ClassVar[str]
+    worker: ClassVar[str]
+    slot: ClassVar[AttentionBackendEnum]
+    backend: ClassVar[str]
+    page_tokens: ClassVar[int | None] = None
+    most_rules: ClassVar[int | None] = None
+    own_refusals: ClassVar[tuple[Refusal, ...]] = ()
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """All refusals on this device: its own, another worker, and those of every device."""
+        worker = Refusal(
+            "worker",
+            lambda config, _: (
+                config.parallel_config.worker_cls not in (self.worker, self.stock_worker)
+            ),
+            "--worker-cls cannot be combined with --kv-policy, which brings its own worker; "
+            "remove one of the two",
+        )
+        return (*self.own_refusals, worker, *REFUSALS)
+
+    def is_current(self) -> bool:
+        """Whether vLLM runs on this device in this process."""
+        raise NotImplementedError
+
+    def configure(self, config: VllmConfig, policy: Policy) -> None:
+        """Change ``config`` further; called once, after all checks have passed."""
 
 
-DEVICES = {
-    "cpu": Device(
-        stock_worker="vllm.v1.worker.cpu_worker.CPUWorker",
-        worker="vllm_cascade.engine.worker.CPUKVPolicyWorker",
-        slot=AttentionBackendEnum.CPU_ATTN,  # the CPU platform knows no other
-        backend="vllm_cascade.attention.cpu.backend.CPUKVPolicyBackend",
-    ),
-    "cuda": Device(
-        stock_worker="vllm.v1.worker.gpu_worker.Worker",
-        worker="vllm_cascade.engine.gpu_worker.GPUKVPolicyWorker",
-        slot=AttentionBackendEnum.CUSTOM,
-        backend="vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend",
-    ),
-}
-"""Devices by vLLM's platform name, as in ``current_platform.is_cpu``."""
+class CPU(Device):
+    """C++ or PyTorch kernels; Model Runner V1."""
+
+    stock_worker = "vllm.v1.worker.cpu_worker.CPUWorker"
+    worker = "vllm_cascade.engine.cpu_worker.CPUKVPolicyWorker"
+    slot = AttentionBackendEnum.CPU_ATTN  # the CPU platform knows no other
+    backend = "vllm_cascade.attention.cpu.backend.CPUKVPolicyBackend"
+    # vLLM's own default, which it sets at model load from 0.33 on. Units may be pages, and
+    # admission counts pages, so it must be known earlier.
+    page_tokens = 128
+    own_refusals = (
+        Refusal(
+            "recurrent layers without a kernel",
+            lambda config, _: _model_type(config) in WITHOUT_CPU_KERNEL,
+            "vLLM's CPU platform has no kernel for this model's recurrent layers (Mamba-1, Kimi's "
+            "delta attention and others), with or without a policy; use another model or a GPU",
+        ),
+        Refusal(
+            "type of delta nets",
+            lambda config, _: (
+                _model_type(config) in DELTA_NETS and config.model_config.dtype != torch.bfloat16
+            ),
+            "vLLM's CPU kernels for gated delta nets (Qwen3-Next, Qwen 3.5) compute in bfloat16 "
+            "only, with or without a policy; set --dtype bfloat16",
+        ),
+        Refusal(
+            "Model Runner V2 on the CPU",
+            lambda *_: os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1",
+            "VLLM_USE_V2_MODEL_RUNNER=1 is not tested with --kv-policy on the CPU; unset it",
+        ),
+    )
+
+    def is_current(self) -> bool:
+        return current_platform.is_cpu()
 
 
-def this_device() -> Device | None:
-    """The device of vLLM's current platform, or None if policies do not support it."""
-    found = (name for name in DEVICES if getattr(current_platform, f"is_{name}")())
-    return DEVICES.get(next(found, ""))
+class CUDA(Device):
+    """Triton kernels; Model Runner V1 and V2."""
+
+    stock_worker = "vllm.v1.worker.gpu_worker.Worker"
+    worker = "vllm_cascade.engine.gpu_worker.GPUKVPolicyWorker"
+    slot = AttentionBackendEnum.CUSTOM
+    backend = "vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend"
+    most_rules = MOST_RULES
+    own_refusals = (
+        Refusal(
+            "device",
+            lambda *_: os.environ.get(TRY_CUDA) != "1",
+            "KV policies run on the CPU backend of vLLM in this version; remove --kv-policy to run "
+            f"stock vLLM on this device. The CUDA backend has not run on a GPU yet: set {TRY_CUDA}="
+            "1 to be the first, and compare its output with a CPU's",
+        ),
+        Refusal(
+            "attention backend",
+            lambda config, _: (
+                config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM)
+            ),
+            "--attention-backend cannot be combined with --kv-policy, which brings its own "
+            "backend; remove one of the two",
+        ),
+        Refusal(
+            "data parallelism on CUDA",
+            lambda config, _: config.parallel_config.data_parallel_size > 1,
+            "--data-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; run "
+            "one server a GPU",
+        ),
+        Refusal(
+            "pipeline parallelism on CUDA",
+            lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
+            "--pipeline-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; "
+            "use --tensor-parallel-size",
+        ),
+        Refusal(
+            "cache type on CUDA",
+            lambda config, _: (
+                config.cache_config.cache_dtype
+                not in ("auto", str(config.model_config.dtype).removeprefix("torch."))
+            ),
+            "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys and "
+            "values in the model's own type",
+        ),
+        Refusal(
+            "recall over ranks on CUDA",
+            lambda config, policy: (
+                policy.recall > 0 and config.parallel_config.tensor_parallel_size > 1
+            ),
+            "recall is not tested with --tensor-parallel-size above 1 on CUDA yet; set "
+            "--kv-recall 0",
+        ),
+        Refusal(
+            "recall beside snapshots on CUDA",
+            lambda config, policy: policy.recall > 0 and config.cache_config.enable_prefix_caching,
+            "on CUDA evicted units are stored for running requests only, and a request that starts "
+            "from a snapshot would miss them; add --no-enable-prefix-caching, or set --kv-recall 0",
+        ),
+        Refusal(
+            "recall of long units on CUDA",
+            lambda _, policy: policy.recall > 0 and policy.unit > MOST_UNIT,
+            f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
+            "--kv-recall 0",
+        ),
+        Refusal(
+            "recurrent layers on CUDA",
+            lambda config, _: config.model_config.is_hybrid,
+            "models with recurrent layers run on the CPU only: they are not tested on CUDA; use "
+            "--kv-policy full",
+        ),
+    )
+
+    def is_current(self) -> bool:
+        return current_platform.is_cuda()
+
+    def configure(self, config: VllmConfig, policy: Policy) -> None:
+        config.attention_config.backend = self.slot
+        logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
+        if compiled(policy).moves_tokens:
+            logger.warning(
+                "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than "
+                "the kernels, where tokens are merged or put out of order; importance and order "
+                "say so.",
+                policy.name,
+            )
+
+
+def _model_type(config: VllmConfig) -> str | None:
+    return getattr(config.model_config.hf_text_config, "model_type", None)
+
+
+DEVICES: dict[str, Device] = {"cpu": CPU(), "cuda": CUDA()}
+"""Devices by vLLM's platform name."""
+
+
+def this_device() -> Device:
+    """The device of vLLM's current platform.
+
+    Raises:
+        KVPolicyError: policies do not support it.
+    """
+    for device in DEVICES.values():
+        if device.is_current():
+            return device
+    raise KVPolicyError(
+        "kv_policy: KV policies run on the CPU backend of vLLM in this version; remove --kv-policy "
+        "to run stock vLLM on this device"
+    )

@@ -4,7 +4,6 @@
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
-from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.engine.devices import DEVICES
@@ -25,8 +24,12 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
             specs = list(self.get_kv_cache_spec().values())
             self._make_stores(specs, next(self.model_runner.get_model().parameters()).device)
 
-    def compile_or_warm_up_model(self) -> CompilationTimes:
-        times = super().compile_or_warm_up_model()
+    def _maybe_activate_jit_monitor(self) -> None:
+        """Compile our kernels first: from here on vLLM reports what is compiled as late."""
+        self._warm_up()
+        super()._maybe_activate_jit_monitor()
+
+    def _warm_up(self) -> None:
         layers = self._attention_layers()
         if self.use_v2_model_runner:
             (table,) = self.model_runner.block_tables.input_block_tables
@@ -36,7 +39,6 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
         for builder in self._builders():  # one per kind of layer
             layer = layers[builder.layer_names[0]]
             warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
-        return times
 
     def kv_policy_trace(self, every: int = 1) -> None:
         """Start recording the tokens that every layer keeps.

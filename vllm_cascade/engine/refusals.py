@@ -2,36 +2,23 @@
 """Engine settings and models that a policy cannot run with, each with its reason and its fix.
 
 A setting that would be ignored, or would make a cache silently wrong, is an error before a model
-is loaded. An entry leaves this list when a test shows that it works.
+is loaded. An entry leaves this list when a test shows that it works. Those of one device are in
+``devices.py``.
 """
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from vllm.config import ModelConfig, VllmConfig
-from vllm.platforms import current_platform
 from vllm.transformers_utils.config import iter_rope_parameters
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.cache.quantised import CODES
-from vllm_cascade.engine.devices import this_device
-from vllm_cascade.kernels.columns import MOST_UNIT
 from vllm_cascade.models.architectures import may_be_unrotated, needs_no_positions
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
-WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
-"""Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
-
-DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Models with gated delta nets, by ``model_type``."""
-
-TRY_CUDA = "VLLM_CASCADE_CUDA"
-"""Environment variable that lets policies run on CUDA, where nobody has run them yet."""
 
 
 @dataclass(frozen=True)
@@ -52,49 +39,6 @@ def windowed(model: ModelConfig) -> bool:
     return "sliding_attention" in kinds or (model.get_sliding_window() is not None and not kinds)
 
 
-def _recalls_on_cuda(policy: Policy) -> bool:
-    return policy.recall > 0 and current_platform.is_cuda()
-
-
-RECALL_REFUSALS: tuple[Refusal, ...] = (
-    Refusal(
-        "recall over ranks on CUDA",
-        lambda config, policy: (
-            _recalls_on_cuda(policy) and config.parallel_config.tensor_parallel_size > 1
-        ),
-        "recall is not tested with --tensor-parallel-size above 1 on CUDA yet; set --kv-recall 0",
-    ),
-    Refusal(
-        "recall beside snapshots on CUDA",
-        lambda config, policy: (
-            _recalls_on_cuda(policy) and config.cache_config.enable_prefix_caching
-        ),
-        "on CUDA evicted units are stored for running requests only, and a request that starts "
-        "from a snapshot would miss them; add --no-enable-prefix-caching, or set --kv-recall 0",
-    ),
-    Refusal(
-        "recall of long units on CUDA",
-        lambda _, policy: _recalls_on_cuda(policy) and policy.unit > MOST_UNIT,
-        f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
-        "--kv-recall 0",
-    ),
-    Refusal(
-        "recall beside windows",
-        lambda config, policy: policy.recall > 0 and windowed(config.model_config),
-        "recall moves positions in a way that layers with sliding windows do not follow yet; "
-        "set --kv-recall 0 for this model",
-    ),
-    Refusal(
-        "recall over stages",
-        lambda config, policy: (
-            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
-        ),
-        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
-        "--tensor-parallel-size",
-    ),
-)
-
-
 def _rope_types(config: VllmConfig) -> set[str]:
     parameters = iter_rope_parameters(config.model_config.hf_text_config)
     return {entry.get("rope_type", "default") for entry in parameters}
@@ -103,22 +47,6 @@ def _rope_types(config: VllmConfig) -> set[str]:
 def _chunked(model: ModelConfig) -> bool:
     chunks = getattr(model.hf_text_config, "attention_chunk_size", None)
     return "chunked_attention" in layer_types(model) or bool(chunks)
-
-
-def _device(config: VllmConfig, policy: Policy) -> bool:
-    untried = current_platform.is_cuda() and os.environ.get(TRY_CUDA) != "1"
-    return this_device() is None or untried
-
-
-def _worker(config: VllmConfig, policy: Policy) -> bool:
-    device = this_device()
-    assert device is not None, "refused above"
-    return config.parallel_config.worker_cls not in (device.worker, device.stock_worker)
-
-
-def _other_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
-    dtype = str(config.model_config.dtype).removeprefix("torch.")
-    return current_platform.is_cuda() and config.cache_config.cache_dtype not in ("auto", dtype)
 
 
 def _unknown_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
@@ -145,17 +73,6 @@ def _no_movable_positions(config: VllmConfig) -> bool:
     )
 
 
-def _no_state_kernel(config: VllmConfig, policy: Policy) -> bool:
-    kind = getattr(config.model_config.hf_text_config, "model_type", None)
-    return current_platform.is_cpu() and kind in WITHOUT_CPU_KERNEL
-
-
-def _other_delta_dtype(config: VllmConfig, policy: Policy) -> bool:
-    model = config.model_config
-    found = getattr(model.hf_text_config, "model_type", None) in DELTA_NETS
-    return current_platform.is_cpu() and found and model.dtype != torch.bfloat16
-
-
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
     """A kind of model that no policy knows."""
     message = f"{what} not supported; use --kv-policy full"
@@ -164,44 +81,19 @@ def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refu
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        "device",
-        _device,
-        "KV policies run on the CPU backend of vLLM in this version; remove --kv-policy to run "
-        f"stock vLLM on this device. The CUDA backend has not run on a GPU yet: set {TRY_CUDA}=1 "
-        "to be the first, and compare its output with a CPU's",
+        "recall beside windows",
+        lambda config, policy: policy.recall > 0 and windowed(config.model_config),
+        "recall moves positions in a way that layers with sliding windows do not follow yet; "
+        "set --kv-recall 0 for this model",
     ),
     Refusal(
-        "attention backend",
-        lambda config, _: (
-            current_platform.is_cuda()
-            and config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM)
+        "recall over stages",
+        lambda config, policy: (
+            policy.recall > 0 and config.parallel_config.pipeline_parallel_size > 1
         ),
-        "--attention-backend cannot be combined with --kv-policy, which brings its own backend; "
-        "remove one of the two",
-    ),
-    Refusal(
-        "data parallelism on CUDA",
-        lambda config, _: (
-            current_platform.is_cuda() and config.parallel_config.data_parallel_size > 1
-        ),
-        "--data-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; run "
-        "one server a GPU",
-    ),
-    Refusal(
-        "pipeline parallelism on CUDA",
-        lambda config, _: (
-            current_platform.is_cuda() and config.parallel_config.pipeline_parallel_size > 1
-        ),
-        "--pipeline-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; use "
+        "recall is not tested with --pipeline-parallel-size above 1 yet; set --kv-recall 0, or use "
         "--tensor-parallel-size",
     ),
-    Refusal(
-        "cache type on CUDA",
-        _other_cache_dtype,
-        "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys and values "
-        "in the model's own type",
-    ),
-    *RECALL_REFUSALS,
     Refusal(
         "scores by text over stages",
         lambda config, policy: (
@@ -302,27 +194,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "could evict; remove --kv-policy",
     ),
     Refusal(
-        "recurrent layers on CUDA",
-        lambda config, _: current_platform.is_cuda() and config.model_config.is_hybrid,
-        "models with recurrent layers run on the CPU only: nobody has tried them on CUDA; use "
-        "--kv-policy full",
-    ),
-    Refusal(
         "recall beside recurrent layers",
         lambda config, policy: policy.recall > 0 and config.model_config.is_hybrid,
         "recall is not tested in models with recurrent layers; set --kv-recall 0 for this model",
-    ),
-    Refusal(
-        "recurrent layers without a kernel",
-        _no_state_kernel,
-        "vLLM's CPU platform has no kernel for this model's recurrent layers (Mamba-1, Kimi's "
-        "delta attention and others), with or without a policy; use another model or a GPU",
-    ),
-    Refusal(
-        "type of delta nets",
-        _other_delta_dtype,
-        "vLLM's CPU kernels for gated delta nets (Qwen3-Next, Qwen 3.5) compute in bfloat16 only, "
-        "with or without a policy; set --dtype bfloat16",
     ),
     Refusal(
         "replayed states",
@@ -375,12 +249,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "remove one of the two",
     ),
     Refusal(
-        "worker",
-        _worker,
-        "--worker-cls cannot be combined with --kv-policy, which brings its own worker; "
-        "remove one of the two",
-    ),
-    Refusal(
         "clusters over ranks",
         lambda config, policy: (
             policy.merge_into is not None
@@ -389,13 +257,6 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "importance 'cluster' with one set of tokens for all heads would need every rank's keys "
         'to find a cluster; set head_policy to "per_kv_head" with --tensor-parallel-size > 1',
-    ),
-    Refusal(
-        "Model Runner V2 on the CPU",
-        lambda config, _: (
-            current_platform.is_cpu() and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") == "1"
-        ),
-        "VLLM_USE_V2_MODEL_RUNNER=1 is not tested with --kv-policy on the CPU; unset it",
     ),
     Refusal(
         "prefill threshold",
@@ -408,12 +269,12 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def check(config: VllmConfig, policy: Policy) -> None:
+def check(config: VllmConfig, policy: Policy, refusals: Iterable[Refusal]) -> None:
     """Raise for the first setting that cannot work.
 
     Raises:
         KVPolicyError: names the setting and the fix.
     """
-    for refusal in REFUSALS:
+    for refusal in refusals:
         if refusal.applies(config, policy):
             raise KVPolicyError(f"kv_policy {policy.name}: {refusal.message}")

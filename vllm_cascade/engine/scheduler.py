@@ -75,7 +75,7 @@ class _StrideAligned:
         self._recalls = spec.policy.recall > 0
         self._requests = PerRequest(spec.engine_schedule)
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
-        self._prefilling: set[str] = set()
+        self._prefilling: dict[str, None] = {}  # in order of admission
         self._warn_of_small_pool()
         ranks = self.parallel_config.tensor_parallel_size
         copies = [(manager, ranks * self._num_layers(manager)) for manager in self._managers]
@@ -214,8 +214,9 @@ class _StrideAligned:
         return output
 
     def _note_admissions(self, output: SchedulerOutput) -> None:
-        admitted = {new.req_id for new in output.scheduled_new_reqs}
-        for name in admitted | output.scheduled_cached_reqs.resumed_req_ids:
+        cached = output.scheduled_cached_reqs
+        resumed = [name for name in cached.req_ids if name in cached.resumed_req_ids]
+        for name in [*(new.req_id for new in output.scheduled_new_reqs), *resumed]:
             request = self.requests[name]
             hit = request.num_computed_tokens - output.num_scheduled_tokens[name]
             if hit:
@@ -224,7 +225,7 @@ class _StrideAligned:
             self._snapshots.remember(
                 self._schedule_of(request), request.block_hashes, request.num_prompt_tokens
             )
-            self._prefilling.add(name)
+            self._prefilling[name] = None
 
     def _take_snapshots(self, output: SchedulerOutput) -> None:
         """Take snapshots at the start of this step's chunks.
@@ -235,7 +236,7 @@ class _StrideAligned:
         for name in list(self._prefilling):
             request = self.requests.get(name)
             if request is None or request.num_computed_tokens >= request.num_prompt_tokens:
-                self._prefilling.discard(name)
+                del self._prefilling[name]
             if request is None or name not in output.num_scheduled_tokens:
                 continue
             start = request.num_computed_tokens - output.num_scheduled_tokens[name]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's worker with a policy: picks the backend before the model exists, wires it afterwards."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pkgutil import resolve_name
@@ -14,26 +14,25 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.worker.block_table import SlotMappingMode
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
-from vllm_cascade.engine.devices import DEVICES, Device
+from vllm_cascade.engine.devices import Device
 from vllm_cascade.engine.lookup import token_importance
-from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
-from vllm_cascade.engine.stages import expect_hidden_states, of_all_stages, own_part
+from vllm_cascade.engine.stages import of_all_stages, own_part
 from vllm_cascade.log import logger
 from vllm_cascade.models.probe import rotaries_of
 from vllm_cascade.models.rotary import choose_long_tables
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
 
@@ -54,12 +53,16 @@ def scales_of(layer: AttentionLayer) -> tuple[float, float]:
 
 
 class KVPolicyWorker:
-    """Mixin for vLLM's workers: one process of an engine that runs a policy."""
+    """Mixin for vLLM's workers: one process of an engine that runs a policy.
+
+    Attributes:
+        device_entry: the device; each device's worker sets it.
+    """
 
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
     _block_size: int
-    _stores: Any = None
+    _stores: UnitStores | None = None
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
@@ -80,13 +83,17 @@ class KVPolicyWorker:
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
         choose_long_tables(self.model_runner.get_model(), policy.max_position)
+        # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
+        stock = self.model_runner.get_kv_cache_spec
+        self.model_runner.get_kv_cache_spec = lambda: self._bounded(stock)
 
-    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+    def _bounded(self, stock: Callable[[], dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
+        """The specs of the model's layers under the policy; ``stock`` returns vLLM's."""
         cache_config, block_size = self.vllm_config.cache_config, self._block_size
         # Where layers are recurrent vLLM has raised it, until a page held a state.
         cache_config.block_size = block_size
         with set_current_vllm_config(self.vllm_config):  # the backend's customize_spec asks
-            specs = super().get_kv_cache_spec()
+            specs = stock()
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
         model = self.model_config.hf_text_config
@@ -94,7 +101,7 @@ class KVPolicyWorker:
         whole, states = apart(of_all_stages(specs))
         made = bounded(whole, policy, block_size, last)
         if all(getattr(spec, "window", None) is not None for spec in made.values()):
-            logger.warning(
+            logger.warning_once(
                 "KV policy %s: every layer of this model has a sliding window and keeps no more "
                 "than that, so the policy decides nothing; --kv-policy full is faster",
                 policy.name,
@@ -219,8 +226,8 @@ class KVPolicyWorker:
         """
         counters = asdict(self._builders()[0].counters)
         if self._stores is not None:
-            layers = [layer.impl.recall for layer in self._attention_layers().values()]
-            counters["recalled_units"] = sum(layer.exchanged for layer in layers if layer)
+            layers = self._attention_layers().values()
+            counters["recalled_units"] = sum(layer.impl.recalled_units for layer in layers)
             counters["stored_units"] = self._stores.num_units
             counters["store_bytes"] = self._stores.num_bytes
         return counters
@@ -244,19 +251,3 @@ class KVPolicyWorker:
         for layer in layers:
             layer.impl.recorder = None
         return [asdict(kept) for kept in recorder.kept] if recorder else []
-
-
-class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
-    """On the CPU: its platform knows one attention backend, whose name ours takes meanwhile."""
-
-    device_entry = DEVICES["cpu"]
-
-    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)
-        expect_hidden_states(self.model_runner)
-
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
-        if self.use_v2_model_runner:
-            return super().sample_tokens(grammar_output)
-        with unfinished_prompts_draw_nothing(self.model_runner):
-            return super().sample_tokens(grammar_output)

@@ -21,9 +21,6 @@ BUDGET, NAME, RECALL = KEYS = ("kv_budget", "kv_policy", "kv_recall")
 SHORT = {key.removeprefix("kv_"): key for key in KEYS}
 """Likely short spellings (``budget``, ``policy``, ``recall``), used to suggest the right key."""
 
-MAX_OWN_RULES = 1024
-"""Most rules of ``Schedule.further`` that CUDA tables hold for a request's own policy."""
-
 
 def plain_key(key: str) -> str:
     """Normalise a key: lower case, underscores."""

@@ -238,9 +238,20 @@ class Schedule:
         return np.minimum(self.evicted(t), self._recall)
 
     def positions(self, t: np.ndarray) -> np.ndarray:
-        """Cached tokens, recalled ones included, when a stride starts at token ``t``."""
-        counts = self.counts(t)
-        return counts + self.recalled(t) * self.unit if self._recall else counts
+        """Position of token ``t`` when a stride starts with it, in all layers of a model.
+
+        This is the number of tokens cached then, recalled ones included. Tokens move up by a unit
+        for every unit that is evicted and not recalled, so keys never move forward with time:
+        ``t - positions(t)`` never shrinks.
+        """
+        return t - self.unit * np.maximum(self.evicted(t) - self._recall, 0)
+
+    def moved(self, t: np.ndarray) -> np.ndarray:
+        """Whether a cached key may be away from the position it was written at.
+
+        Recalled units are out of order, so keys may move even if all tokens are cached.
+        """
+        return self.evicted(t) > 0
 
     def peaks(self, t: np.ndarray) -> np.ndarray:
         """Most slots in use at any time in a stream of ``t`` tokens.

@@ -17,10 +17,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
-from vllm_cascade.recall.stores import begun
+from vllm_cascade.recall.stores import UnitStores, begun
 
 
-class Rings:
+class Rings(UnitStores):
     """A worker's ring buffers for evicted units.
 
     Attributes:

@@ -6,6 +6,7 @@ each step tells which pages are copied, started, freed and dropped. The worker c
 deletes logs accordingly.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import psutil
@@ -16,7 +17,25 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, UnitShape
 
 
-class Stores:
+class UnitStores(ABC):
+    """A worker's memory for evicted units, as its engine uses it; each device has a subclass."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes in use."""
+
+    @property
+    @abstractmethod
+    def num_units(self) -> int:
+        """Units stored for all requests and snapshots."""
+
+    @abstractmethod
+    def note(self, output: SchedulerOutput) -> None:
+        """Follow the scheduler: start, fork and drop requests' units. Called before every step."""
+
+
+class Stores(UnitStores):
     """Logs of all requests and snapshots of a worker.
 
     Attributes:
@@ -50,17 +69,18 @@ class Stores:
             for copy in copies
             if copy.src_block_id in self.logs
         }
-        self.logs.update(forks)
-        adopted = set()
-        for name, page, num_computed in begun(output):
-            self._pages[name] = page
-            adopted.add(page)
-            if num_computed == 0:
-                self.logs[page] = Log(self.shape)
-            assert page in self.logs, "a request resumes from a snapshot without its units"
+        begun_now = list(begun(output))
+        adopted = {page for _, page, _ in begun_now}
+        # Before the forks: a new snapshot may own the page of one that was dropped for it.
         for page in getattr(output, "dropped_snapshots", ()):
             if page not in adopted:
                 self.logs.pop(page, None)
+        self.logs.update(forks)
+        for name, page, num_computed in begun_now:
+            self._pages[name] = page
+            if num_computed == 0:
+                self.logs[page] = Log(self.shape)
+            assert page in self.logs, "a request resumes from a snapshot without its units"
 
 
 def begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:

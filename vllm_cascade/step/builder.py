@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.policies.random import drawn
 from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.step.plan import describe
 from vllm_cascade.step.positions import CachePositions
 from vllm_cascade.step.requests import Requests
@@ -39,13 +40,15 @@ class StepCounters:
 
 
 class StepBuilder(AttentionMetadataBuilder[Metadata]):
-    """Base class of the devices' builders.
+    """Base class of the devices' builders. A device implements ``make_tables``, ``rules_at`` and
+    vLLM's ``build``.
 
     Attributes:
         schedule: schedule of this builder's layers: the engine's, or that of their window.
         engine_schedule: the engine's schedule.
         requests: maps a step's rows to requests; set by the worker.
         positions: cache positions, which the model sees instead of vLLM's positions.
+        stores: evicted units; set by the worker for policies with recall.
         publishes: whether this builder writes ``positions``. If not, the builder of another kind
             of layer does.
     """
@@ -53,6 +56,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
     reorder_batch_threshold: int | None = None  # rows keep the runner's order
 
     kv_cache_spec: KVPolicySpec
+    stores: UnitStores | None = None
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import CACHED, LENGTH, NEW_SLOTS, OLD_SLOTS, START, STREAM
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.step.recall import RecallStride
-from vllm_cascade.step.rows import Step, StrideRows, may_have_moved
+from vllm_cascade.step.rows import Step, StrideRows
 
 NO_RANK = -2
 """Sentinel rank that matches no slot, for tokens without a score from the host."""
@@ -27,25 +27,25 @@ class Singles:
         table: int32 ``[B, P]`` block numbers, as many as the request with most has; what stands
             behind a request's own means nothing.
         rules: int32 ``[n, 4]``, the table that ``MORE`` points into.
+        shift: int32 ``[B]`` (``StrideRows``).
         moved: whether any key may have left the position it was written at.
         logit_scale: fp32 ``[B]``, factors on the logits, or None.
         scored: int32 ``[B]``, ranks of the units that get a token's score from the host; negative:
             none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
         recall: what each does with its evicted units, or None; empty where nobody does.
-        shift: int32 ``[B]`` (``StrideRows``); None: 0.
         kept: what an implementation makes of them in the first layer, for all others.
     """
 
     steps: torch.Tensor
     table: torch.Tensor
     rules: torch.Tensor
+    shift: torch.Tensor
     moved: bool
     logit_scale: torch.Tensor | None = None
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
     recall: Sequence[RecallStride | None] = ()
-    shift: torch.Tensor | None = None
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def column(self, column: int) -> torch.Tensor:
@@ -55,8 +55,7 @@ class Singles:
     @property
     def positions(self) -> torch.Tensor:
         """int64 ``[B, 1, 1]``, the new tokens' positions."""
-        cached = self.column(CACHED)
-        return cached if self.shift is None else cached + self.shift.long().view(-1, 1, 1)
+        return self.column(CACHED) + self.shift.long().view(-1, 1, 1)
 
     @property
     def places(self) -> torch.Tensor:
@@ -72,12 +71,13 @@ class Stride:
         schedule: what it runs under.
         step: int32 ``[STEP_COLUMNS]``.
         pages: int32 ``[P]``, block numbers, enough for what is cached afterwards.
+        position: the first token's; the others' follow.
+        moved: whether any key may have left the position it was written at.
         logit_scale: fp32 ``[T]``, factors on the logits of each query, or None.
         given: fp32 ``[T]``, scores by the host; None where it gives none.
         recalled: units among the cached ones that were recalled; they stand after the sinks.
         recalls_more: so many more will be, when the stride's own evictions are done.
         recall: what it does with evicted units; None: nothing.
-        shift: as in ``StrideRows``.
     """
 
     schedule: Schedule
@@ -89,12 +89,18 @@ class Stride:
     new_slots: int
     start: int
     num_tokens: int
+    position: int
+    moved: bool
     logit_scale: torch.Tensor | None = None
     given: torch.Tensor | None = None
     recalled: int = 0
     recalls_more: int = 0
     recall: RecallStride | None = None
-    shift: int = 0
+
+    @property
+    def shift(self) -> int:
+        """As in ``StrideRows``."""
+        return self.position - self.cached
 
     @property
     def blocks(self) -> torch.Tensor:
@@ -106,11 +112,6 @@ class Stride:
         """Rank of the first token that gets a score from the host, negative before the stream's
         start; the others follow."""
         return self.cached - self.schedule.lag
-
-    @property
-    def moved(self) -> bool:
-        """Whether any key may have left the position it was written at."""
-        return self.cached + self.shift < self.stream or self.recalled > 0
 
     @property
     def end(self) -> int:
@@ -152,12 +153,12 @@ def singles_of(
         steps=torch.from_numpy(np.ascontiguousarray(steps)),
         table=table[torch.from_numpy(rows.request), :most].int(),
         rules=torch.from_numpy(rules),
-        moved=bool(may_have_moved(steps, rows.schedules, rows.shift).any()),
+        shift=torch.from_numpy(rows.shift),
+        moved=bool(rows.moved.any()),
         logit_scale=scale,
         scored=scored,
         given=given,
         recall=[recall.get(row) for row in rows.request.tolist()] if recall else (),
-        shift=None if rows.shift is None else torch.from_numpy(np.ascontiguousarray(rows.shift)),
     )
 
 
@@ -193,12 +194,13 @@ def strides_of(
                 new_slots=slots,
                 start=start,
                 num_tokens=length,
+                position=int(rows.position[i]),
+                moved=bool(rows.moved[i]),
                 logit_scale=_part(step.logit_scale, part, table.device),
                 given=_part(step.given if scored else None, part, table.device),
                 recalled=before,
                 recalls_more=after - before,
                 recall=recall.get(int(rows.request[i])) if recall else None,
-                shift=0 if rows.shift is None else int(rows.shift[i]),
             )
         )
     return strides

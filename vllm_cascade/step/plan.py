@@ -10,7 +10,7 @@ All columns follow from token counts. Planning therefore never waits for the dev
 only needs a copy of the rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,8 @@ from vllm_cascade.kernels.columns import (
 )
 from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.policies.strides import cut_strides
-from vllm_cascade.step.rows import RequestTokens, Step, StrideRows, may_have_moved
+from vllm_cascade.step.positions import position_strides
+from vllm_cascade.step.rows import RequestTokens, Step, StrideRows
 
 
 @dataclass(frozen=True)
@@ -66,30 +67,22 @@ def describe(
     steps[:, STREAM], steps[:, LENGTH] = cut.begin, cut.length
     steps[:, START] = tokens.place[cut.owner] + cut.begin - tokens.first[cut.owner]
     evicted, scale = 0, None
+    steps[:, CACHED], moved = position, _ = position_strides(schedules, cut.begin)
+    if tokens.frames is not None:
+        position, moved = position_strides([tokens.frames[owner] for owner in owners], cut.begin)
     positions = np.zeros(int(tokens.length.sum()), dtype=np.int64)
+    place, offset = _places(steps)
+    positions[place] = _of_tokens(position, steps) + offset
     for schedule, rows in by_schedule(schedules):
         evicted += _fill(steps, rows, schedule, rules_at(schedule))
-        place, stream, position = _tokens_of(steps[rows])
-        positions[place] = position
         if schedule.scales_logits:
+            own = steps[rows]
+            place, offset = _places(own)
+            stream, cached = (_of_tokens(own[:, c], own) + offset for c in (STREAM, CACHED))
             scale = np.ones(len(positions), dtype=np.float32) if scale is None else scale
-            scale[place] = schedule.policy.logit_scale(stream, position + 1)
-    shift = None
-    if tokens.frames is not None:
-        shift = _shift(steps, [tokens.frames[owner] for owner in owners])
-        place, _, position = _tokens_of(steps)
-        positions[place] = position + np.repeat(shift, steps[:, LENGTH])
-    moved = int(may_have_moved(steps, schedules, shift).sum())
-    waves = _waves(cut, steps, schedules, shift)
-    return Step(waves, positions, scale, tokens.given, evicted, moved)
-
-
-def _shift(steps: np.ndarray, frames: Sequence[Schedule]) -> np.ndarray:
-    """int32 ``[R]``: tokens cached by other layers, under ``frames``, less those cached here."""
-    shift = np.zeros(len(steps), dtype=np.int32)
-    for frame, rows in by_schedule(frames):
-        shift[rows] = frame.positions(steps[rows, STREAM].astype(np.int64)) - steps[rows, CACHED]
-    return shift
+            scale[place] = schedule.policy.logit_scale(stream, cached + 1)
+    waves = _waves(cut, steps, schedules, position, moved)
+    return Step(waves, positions, scale, tokens.given, evicted, int(moved.sum()))
 
 
 def _cut(tokens: RequestTokens, prefill_stride: int) -> _Cut:
@@ -118,7 +111,6 @@ def _fill(steps: np.ndarray, rows: np.ndarray | slice, schedule: Schedule, rules
     own = steps[rows]  # a copy if rows is an array
     begin = own[:, STREAM].astype(np.int64)
     end = begin + own[:, LENGTH]
-    own[:, CACHED] = schedule.positions(begin)
     own[:, OLD_SLOTS], own[:, NEW_SLOTS] = schedule.peaks(begin), schedule.peaks(end)
     ruled = (own[:, LENGTH] == 1) & schedule.completes(begin)
     own[:, LO:PER_AGE] = schedule.leading[schedule.rows(begin)] * ruled[:, None]
@@ -128,19 +120,27 @@ def _fill(steps: np.ndarray, rows: np.ndarray | slice, schedule: Schedule, rules
     return int((schedule.counts(begin) + own[:, LENGTH] - schedule.counts(end)).sum())
 
 
-def _tokens_of(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """int64 ``[num_tokens]`` each: the tokens' places in the step, stream indices and positions."""
-    wide = steps[:, [START, STREAM, CACHED]].astype(np.int64)
+def _places(steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 ``[num_tokens]`` each: the tokens' places in the step, and in their strides."""
     length = steps[:, LENGTH]
     if (length == 1).all():
-        return wide[:, 0], wide[:, 1], wide[:, 2]
-    offset = np.arange(length.sum()) - np.repeat(length.cumsum() - length, length)
-    place, stream, position = (np.repeat(wide, length, axis=0) + offset[:, None]).T
-    return place, stream, position
+        return steps[:, START].astype(np.int64), np.zeros(len(steps), dtype=np.int64)
+    begin = np.repeat(length.cumsum() - length, length)
+    offset = np.arange(len(begin), dtype=np.int64) - begin
+    return _of_tokens(steps[:, START], steps) + offset, offset
+
+
+def _of_tokens(column: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """int64 ``[num_tokens]``: each token's number from ``column``, which has one a stride."""
+    return np.repeat(column.astype(np.int64), steps[:, LENGTH])
 
 
 def _waves(
-    cut: _Cut, steps: np.ndarray, schedules: list[Schedule], shift: np.ndarray | None
+    cut: _Cut,
+    steps: np.ndarray,
+    schedules: list[Schedule],
+    position: np.ndarray,
+    moved: np.ndarray,
 ) -> list[StrideRows]:
     ends = np.searchsorted(cut.depth, np.arange(cut.depth.max(initial=-1) + 2))
     return [
@@ -148,7 +148,8 @@ def _waves(
             steps[begin:end],
             cut.owner[begin:end],
             schedules[begin:end],
-            shift=None if shift is None else shift[begin:end],
+            position[begin:end],
+            moved[begin:end],
         )
         for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
     ]

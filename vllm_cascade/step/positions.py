@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives the model positions inside the cache instead of positions in the stream.
+"""Positions inside the cache, which the model gets instead of positions in the stream.
 
 Queries and new keys have the number of cached tokens, plus their offset in the stride, as their
 position. The host knows it ahead of time. The model rotates a new key at this position (``born``).
@@ -7,12 +7,34 @@ Later the key's position is its rank, so attention rotates it by ``rank - born``
 rotation starts from the key as written, so rounding errors do not accumulate.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from vllm_cascade.cache.transfer import sent
+from vllm_cascade.policies.schedule import Schedule, by_schedule
+
+
+def position_strides(
+    frames: Sequence[Schedule], stream: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of strides, the same in all layers of a model.
+
+    Args:
+        frames: schedules of the layers that give positions: those under the engine's policy.
+        stream: int64 ``[R]``, stream index of each stride's first token.
+
+    Returns:
+        int32 ``[R]``, the positions of these tokens; and bool ``[R]``, whether any cached key may
+        have left the position it was written at.
+    """
+    position, moved = np.empty(len(stream), np.int32), np.empty(len(stream), bool)
+    for frame, rows in by_schedule(frames):
+        position[rows], moved[rows] = frame.positions(stream[rows]), frame.moved(stream[rows])
+    return position, moved
 
 
 class CachePositions:

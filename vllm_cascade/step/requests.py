@@ -33,6 +33,10 @@ class Requests:
         """The rows' request ids; rows beyond the list have no request."""
         return []
 
+    def all_dummies(self, common: CommonAttentionMetadata) -> bool:
+        """Whether no row has a request, as in vLLM's dummy runs once the runner is known."""
+        return False
+
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         """bool ``[B]``: whether a row's tokens are part of its prompt."""
         return common.is_prefilling.numpy()
@@ -58,6 +62,9 @@ class RunnerV1Requests(Requests):
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         return list(self._runner.input_batch.req_ids)
+
+    def all_dummies(self, common: CommonAttentionMetadata) -> bool:
+        return not self._runner.input_batch.req_ids
 
     def token_scores(
         self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
@@ -129,6 +136,9 @@ class RunnerV2Requests(Requests):
     def _name(self, index: int) -> str | None:
         names: Mapping[int, str] = self._runner.req_states.index_to_req_id
         return names.get(index)
+
+    def all_dummies(self, common: CommonAttentionMetadata) -> bool:
+        return not any(name in self._requests for name in self.names(common))
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
         known = [self._requests.get(name) for name in self.names(common)]

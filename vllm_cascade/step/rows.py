@@ -6,12 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vllm_cascade.kernels.columns import (
-    CACHED,
-    LENGTH,
-    STREAM,
-)
-from vllm_cascade.policies.schedule import Schedule, by_schedule
+from vllm_cascade.kernels.columns import CACHED, LENGTH
+from vllm_cascade.policies.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,21 @@ class StrideRows:
         steps: int32 ``[R, STEP_COLUMNS]``.
         request: int64 ``[R]``, each request's row in the batch and in the block table.
         schedules: the schedule of each stride.
-        shift: int32 ``[R]``, added to positions in layers with a window: the other layers cache
-            this many tokens more (or fewer). None: no window.
+        position: int32 ``[R]``, position of each stride's first token; the others follow.
+        moved: bool ``[R]``, whether any key may have left the position it was written at.
     """
 
     steps: np.ndarray
     request: np.ndarray
     schedules: Sequence[Schedule]
-    shift: np.ndarray | None = None
+    position: np.ndarray
+    moved: np.ndarray
+
+    @property
+    def shift(self) -> np.ndarray:
+        """int32 ``[R]``: positions minus ranks. Not 0 in layers with a window only: the other
+        layers, which give positions, cache this many tokens more (or fewer)."""
+        return self.position - self.steps[:, CACHED]
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -66,8 +69,8 @@ class StrideRows:
             return self
         chosen = [self.schedules[i] for i in places]
         at = which if places else slice(0, 0)
-        shift = None if self.shift is None else self.shift[at]
-        return StrideRows(self.steps[at], self.request[at], chosen, shift)
+        columns = (self.steps[at], self.request[at], chosen, self.position[at], self.moved[at])
+        return StrideRows(*columns)
 
 
 @dataclass(frozen=True)
@@ -90,22 +93,6 @@ class Step:
     given: np.ndarray | None
     evicted: int = 0
     moved_reads: int = 0
-
-
-def may_have_moved(
-    steps: np.ndarray, schedules: Sequence[Schedule], shift: np.ndarray | None = None
-) -> np.ndarray:
-    """bool ``[R]``: whether any key may have left the position it was written at.
-
-    Recalled units are out of order, so keys may move even if all tokens are cached.
-    """
-    position = steps[:, CACHED] if shift is None else steps[:, CACHED] + shift
-    moved = position < steps[:, STREAM]
-    if any(schedule.policy.recall for schedule in schedules):
-        stream = steps[:, STREAM].astype(np.int64)
-        for schedule, rows in by_schedule(schedules):
-            moved[rows] |= schedule.evicted(stream[rows]) > 0
-    return moved
 
 
 def split(wave: StrideRows) -> tuple[StrideRows, StrideRows]:

@@ -44,7 +44,6 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     stores: Stores | None = None
-    """Stores of evicted units. The worker sets them if the policy recalls units."""
 
     def make_tables(self, limits: SchedulerConfig) -> None:
         self._rules = RuleBook()

@@ -29,12 +29,6 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
 
     def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
-        """Enable recall of evicted units.
-
-        Args:
-            index: the layer's index in its requests' logs.
-            most_queries: queries of a stride that select units, at most.
-        """
         judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
         self.recall = LayerRecall(self._layer, self._pages, index, most_queries, judge)
 

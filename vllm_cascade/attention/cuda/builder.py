@@ -47,11 +47,7 @@ from vllm_cascade.step.rows import Step, StrideRows, split
 
 
 class CUDABuilder(StepBuilder[TritonMetadata]):
-    """Plans a step for the Triton kernels and publishes its cache positions.
-
-    Attributes:
-        stores: where evicted units wait; the worker sets it where a policy recalls them.
-    """
+    """Plans a step for the Triton kernels and publishes its cache positions."""
 
     stores: Rings | None = None
 
@@ -105,10 +101,12 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         fast_build: bool = False,
     ) -> TritonMetadata:
         common, table = common_attn_metadata, common_attn_metadata.block_table_tensor
-        scale = None
+        for tables in (self.tables, self.frames):
+            tables.prune()
+        scale, waves = None, []
         if common.max_query_len == 1 and not self.schedule.moves_tokens:
             waves = [DeviceWave(None, self._decode(common))]
-        else:
+        elif not self.requests.all_dummies(common):  # of which vLLM says that none is prefilling
             if common.is_prefilling is None:
                 none = torch.zeros(common.num_reqs, dtype=torch.bool)
                 common = common.replace(is_prefilling=none)
@@ -141,11 +139,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self._write_steps(common, self.tables, schedules, self.steps, positions)
         stream = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64) - 1
         self._count(schedules, stream)
-        if self.windowed:
-            self.counters.moved_reads += sum(
-                int((frame.positions(stream[rows]) < stream[rows]).sum())
-                for frame, rows in by_schedule(frames)
-            )
+        self.counters.moved_reads += sum(
+            int(frame.moved(stream[rows]).sum()) for frame, rows in by_schedule(frames)
+        )
         judged = self._judge(common, schedules, stream)
         if self.stores is not None:
             names, one = self.requests.names(common), np.ones_like(stream)
@@ -196,8 +192,6 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             counters.tokens += len(rows)
             counters.strides += len(rows)
             counters.evicted_tokens += int((cached + 1 - schedule.counts(t + 1)).sum())
-            if not self.windowed:
-                counters.moved_reads += int((cached < t).sum())
             if schedule.scales_logits:
                 scale[rows] = schedule.policy.logit_scale(t, cached + 1)
         if self.schedule.scales_logits:

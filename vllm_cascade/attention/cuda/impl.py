@@ -122,7 +122,6 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             self._decode_rotation = rotation_table(*turning)
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
-        """Let evicted units come back; ``index``: of the layer in the stores."""
         self.recall = LayerRings(self._layer, self._pages, stores, index, most_queries)
 
     def rotation_table(
@@ -138,6 +137,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         # its block tables are empty, so every row is padding.
         pages = self._pages or page_views(kv_cache, metadata.spec)
         strides = None
+        if not metadata.waves:  # a dummy run
+            new.output.zero_()
         for wave in metadata.waves:
             if wave.decode is not None:
                 self._decode(pages, metadata, wave.decode, new)

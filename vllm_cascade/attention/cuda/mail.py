@@ -8,13 +8,13 @@ import torch
 
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
+    MOST_RULES,
     RULE_COLUMNS,
     STEP_COLUMNS,
     STREAM,
 )
 from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, ScheduleTables
 from vllm_cascade.policies.execute import Plan
-from vllm_cascade.policies.per_request import MAX_OWN_RULES
 from vllm_cascade.policies.schedule import Schedule
 
 
@@ -117,7 +117,6 @@ def _numbers(plan: Plan) -> np.ndarray:
 SPARE = 64
 """Schedules kept on the device beyond the most that one batch can use."""
 
-
 MORE_IN_TABLE = 4
 """Column of ``Schedule.leading`` that points to further rules."""
 
@@ -134,20 +133,25 @@ class DeviceTables:
     def __init__(self, engine: Schedule, device: torch.device, max_requests: int) -> None:
         self.engine, self._device = engine, device
         self._most = max_requests + SPARE
-        room = 1 + len(engine.further) + self._most * MAX_OWN_RULES
+        room = 1 + len(engine.further) + (self._most + max_requests) * MOST_RULES
         self.rules = torch.zeros(room, RULE_COLUMNS, dtype=torch.int32, device=device)
         self._numbers: dict[Schedule, int] = {}
         self._begins: dict[Schedule, int] = {}
         self._load([engine])
 
+    def prune(self) -> None:
+        """Forget all schedules but the engine's if there are too many.
+
+        Call it between steps only: the rows of a step point into the tables.
+        """
+        if len(self._numbers) > self._most:
+            self._load([self.engine])
+
     def numbers(self, schedules: Sequence[Schedule]) -> np.ndarray:
         """int32, each schedule's row of ``heads``; loads missing schedules."""
         missing = [s for s in dict.fromkeys(schedules) if s not in self._numbers]
         if missing:
-            kept = [*self._numbers, *missing]
-            if len(kept) > self._most:
-                kept = list(dict.fromkeys((self.engine, *schedules)))
-            self._load(kept)
+            self._load([*self._numbers, *missing])
         return np.asarray([self._numbers[schedule] for schedule in schedules], dtype=np.int32)
 
     def begin(self, schedule: Schedule) -> int:

@@ -24,10 +24,8 @@ from vllm_cascade.step.rows import StrideRows
 
 def plan_of(schedule: Schedule, step: list[int]) -> Plan | None:
     """Plan of the evictions of a stride with step row ``step``; None if it evicts nothing."""
-    stream, cached, length = step[STREAM], step[CACHED], step[LENGTH]
-    if schedule.policy.recall:
-        cached -= int(schedule.recalled(np.asarray(stream))) * schedule.unit
-    if cached + length == schedule.count_at(stream + length):
+    stream, length = step[STREAM], step[LENGTH]
+    if schedule.count_at(stream) + length == schedule.count_at(stream + length):
         return None
     plan = schedule.plan(stream, length)
     assert plan is not None, "something is deleted"

@@ -35,7 +35,7 @@ def attend_and_insert(
     """Attend from a stride's tokens and update the pages.
 
     Args:
-        query: ``[T, H * G, D]``, rotated at positions ``cached .. cached + T - 1``.
+        query: ``[T, H * G, D]``, rotated at the stride's positions.
         key, value: ``[T, H, D]``, keys rotated likewise.
         evicted: receives the evicted units, if given.
 
@@ -287,7 +287,7 @@ def _insert(
     place_rank[head_set, place] = new_ranks[head_set, new]
     _scatter_words(pages.rank, stride, place_rank.int())
 
-    written_at = stride.cached + stride.shift + new * unit
+    written_at = stride.position + new * unit
     if stride.num_tokens % unit and unit > 1:
         settled = int(new_ranks[0, -1]) + stride.recalls_more
         new_kv, last = _settle(layer, stride, new_kv, unit, settled)

@@ -83,7 +83,7 @@ def attend_and_insert(
     """Attend from one token per request and update the pages.
 
     Args:
-        query: ``[B, H * G, D]``, rotated at the position ``CACHED``.
+        query: ``[B, H * G, D]``, rotated at ``singles.positions``.
         key: ``[B, H, D]``, rotated likewise.
         value: ``[B, H, D]``.
 

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU worker with a policy."""
+
+from typing import Any
+
+from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
+from vllm_cascade.engine.stages import expect_hidden_states
+from vllm_cascade.engine.worker import KVPolicyWorker
+
+
+class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
+    """Worker on the CPU, whose platform has one attention backend; ours takes its name."""
+
+    device_entry = DEVICES["cpu"]
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        expect_hidden_states(self.model_runner)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        if self.use_v2_model_runner:
+            return super().sample_tokens(grammar_output)
+        with unfinished_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(grammar_output)
