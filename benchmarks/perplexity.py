@@ -3,9 +3,9 @@
 
 By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext2``,
 ``wikitext103`` and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works
-with ``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies run ``random``
-eviction as a control, and stock attention recomputed over a sliding window of the same length:
-the best that a cache of that size could do. Differences are to ``--base``, with paired bootstrap
+with ``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies runs
+stock attention recomputed over a sliding window of the same length: the best that a cache of that
+size could do. Differences are to ``--base``, with paired bootstrap
 intervals.
 """
 
@@ -73,7 +73,7 @@ def add_policy_arguments(
     add("--capacity", type=int, default=capacity, help="most tokens cached, sinks included")
     add("--num-sinks", type=int, default=4)
     add("--stride", type=int, default=stride, help="prompt tokens between evictions")
-    add("--policies", nargs="+", help="default: all, and the random control")
+    add("--policies", nargs="+", help="default: all of them")
     add(
         "--policy-config",
         type=json.loads,
@@ -116,7 +116,7 @@ def policies(args: argparse.Namespace, stride: int) -> dict[str, dict[str, Any]]
     if args.arms is not None:
         arms = {args.base: {"name": args.base}} | args.arms
     else:
-        names = args.policies or [n for n in POLICIES if n not in controls.CONTROLS] + ["random"]
+        names = args.policies or [n for n in POLICIES if n not in controls.CONTROLS]
         names = dict.fromkeys([*names, args.base])
         arms = {name: {"name": name, **args.policy_config.get(name, {})} for name in names}
     return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that only a benchmark needs: a random control, and the papers' ablated variants.
+"""Policies that only a benchmark needs: the papers' ablated variants.
 
 They go into the registry of the process that asks for them (``register``) and are not part of the
 product: none of them is a good idea, which is what they are there to show.
@@ -7,7 +7,6 @@ product: none of them is a good idea, which is what they are there to show.
 
 from typing import ClassVar, Literal
 
-import numpy as np
 from pydantic import Field
 
 from vllm_cascade.policies.beehive import Beehive
@@ -15,33 +14,6 @@ from vllm_cascade.policies.cascade import Cascade
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES
 from vllm_cascade.policies.rules import Insertions, Rule, Rules, Scoring
-
-DRAWS = 1 << 16
-"""Random victims before they repeat: more than a cache's tokens can remember."""
-
-
-class Random(Policy):
-    """Every insertion into a full cache drops one token that is not a sink, at random.
-
-    Which one is drawn by its rank, the same for all layers and heads, as rules know no chance. A
-    token's age when it leaves is geometric: the cache reaches far back, without any reason to keep
-    what it keeps.
-    """
-
-    name: ClassVar[str] = "random"
-    paper: ClassVar[str] = "control"
-
-    draw: int = Field(7, description="seed of the victims")
-
-    def insertions(self) -> Insertions:
-        rng = np.random.default_rng(self.draw)
-        victims = rng.integers(self.num_sinks, self.base_capacity + 1, DRAWS).tolist()
-        rules = [(Rule(rank, rank + 1, 1),) for rank in victims]
-        return Insertions([()] * self.base_capacity + rules, period=DRAWS)
-
-    def regions(self, t: int, count: int) -> list[str]:
-        sinks = min(t, self.num_sinks)
-        return ["sink"] * sinks + ["random"] * (count - sinks)
 
 
 class CascadeWithoutSelection(Cascade):
@@ -100,7 +72,7 @@ class BeehiveSwapped(Beehive):
 
 
 CONTROLS: dict[str, type[Policy]] = {
-    cls.name: cls for cls in (Random, CascadeWithoutSelection, BeehiveIntervals, BeehiveSwapped)
+    cls.name: cls for cls in (CascadeWithoutSelection, BeehiveIntervals, BeehiveSwapped)
 }
 
 

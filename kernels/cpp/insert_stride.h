@@ -52,7 +52,8 @@ void new_scores(const Work<T>& work, const Packed<T>& packed, int64_t set, float
   for (int64_t u = work.old_units; u < work.old_units + work.new_units; u++)
     scores[u] = reduced[u];
   for (int64_t t = 0; t < work.num_tokens && stride.given; t++)
-    if (stride.scored + t >= 0) scores[(stride.scored + t) / unit] += stride.given[t];
+    if (stride.scored + t >= 0)
+      scores[(stride.scored + t) / unit] += layer.own_score(set, stride.given[t]);
 }
 
 // Divides scores by the number of queries that saw the unit's first token.

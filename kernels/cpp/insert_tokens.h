@@ -93,7 +93,7 @@ void new_scores(const Request<T>& request, const Mass& mass, int64_t set, const 
   const int32_t scored = batch.given ? batch.scored[request.b] : -1;
   const int64_t units = step[OLD_SLOTS] / request.layer.unit;
   for (int64_t i = 0; i < units && scored >= 0; i++)
-    if (rank[i] == scored) scores[i] += batch.given[request.b];
+    if (rank[i] == scored) scores[i] += request.layer.own_score(set, batch.given[request.b]);
   if (!step.weight()) return;
   if (request.layer.unit == 1) return update_scores(request.layer, step, mass, set, entry, scores);
   update_units(request.layer, step, mass, set, rank, entry, scores);

@@ -29,6 +29,7 @@ struct Layer {
   const float* rotation;  // [distance, 2, half]: cos and sin of a rotation back, or null
   const float* sinks;     // [H * G] learned sink logits, or null
   float* row_scale;       // [H, 2, block_size] per page, keys then values; null: no row scales
+  const uint32_t* salts;  // [S], hashed into scores from the host; null: used as they are
   int64_t page_bytes;     // from one page's K/V to the next
   int64_t page_words;     // from one page's words to the next
   int64_t num_heads, group, head_size, num_sets, block_size;
@@ -44,6 +45,14 @@ struct Layer {
   float key_scale, value_scale;  // scales of all stored keys and values without row scales
 
   int64_t num_queries() const { return num_heads * group; }
+  // The score that a set makes of one that is given, a whole number below 2**24.
+  float own_score(int64_t set, float given) const {
+    if (!salts) return given;
+    uint32_t x = (uint32_t)given ^ salts[set];
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return (float)((x ^ x >> 16) >> 16);
+  }
   int64_t set_of(int64_t head) const { return num_sets == 1 ? 0 : head; }
   // Whether pages store rows in the type of new rows.
   bool plain() const { return stored == dtype; }

@@ -9,12 +9,14 @@ import torch
 import triton
 import triton.language as tl
 
+from .salted import own_scores
 from .tiles import OLD_SLOTS, STEP, STREAM, check_steps, slot_tile
 
 
 @triton.jit
 def _assign(
     given,
+    salts,
     ranks,
     rank,
     score,
@@ -32,7 +34,7 @@ def _assign(
     if (tl.load(steps + row * STEP + STREAM) < 0) | (wanted < 0):
         return
     slots = tl.load(steps + row * STEP + OLD_SLOTS) // UNIT
-    value = tl.load(given + row)
+    value = own_scores(tl.load(given + row), salts, head_set)
     table += row * table_stride
     first = tl.program_id(2) * TILE
     _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
@@ -52,6 +54,7 @@ def assign(
     table: torch.Tensor,
     steps: torch.Tensor,
     unit: int = 1,
+    salts: torch.Tensor | None = None,
 ) -> None:
     """Set the score of one rank a request, in every head set; of a unit of tokens, add to it.
 
@@ -62,6 +65,7 @@ def assign(
         table: int32 ``[>= B, P]``.
         steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing.
         unit: slots that share one rank and score.
+        salts: int32 ``[num_sets]``, hashed into ``given``; None: used as it is.
     """
     check_steps(steps, table)
     num_rows, (num_sets, page) = steps.shape[0], rank.shape[1:]
@@ -74,6 +78,7 @@ def assign(
     tile = min(1024, triton.next_power_of_2(num_places))
     _assign[(num_rows, num_sets, triton.cdiv(num_places, tile))](
         given=given,
+        salts=salts,
         ranks=ranks,
         rank=rank,
         score=score,

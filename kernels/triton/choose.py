@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .prefill import LINE_SCORE, LINE_TOKEN
+from .salted import own_scores
 from .tiles import (
     CACHED,
     FADE,
@@ -30,6 +31,7 @@ from .tiles import (
 def score_columns(
     sums,
     given,
+    salts,
     line,
     compared,
     scores,
@@ -37,6 +39,7 @@ def score_columns(
     step,
     columns,
     old,
+    head_set,
     sums_stride,
     line_stride,
     SUMMED: tl.constexpr,
@@ -75,6 +78,7 @@ def score_columns(
                 index = column * UNIT + offset - (cached - tl.load(step + LAG))
                 known = inside & (index >= 0) & (index < length)
                 value = tl.load(given + tl.load(step + START) + index, mask=known, other=0.0)
+                value = tl.where(known, own_scores(value, salts, head_set), 0.0)
                 if UNIT == 1:
                     result = tl.where(known, value, result)
                 else:

@@ -126,6 +126,7 @@ def _insert_strides(
     value,
     sums,
     given,
+    salts,
     line,
     kv,
     rank,
@@ -184,6 +185,7 @@ def _insert_strides(
     total = choose_ranks(
         sums=sums,
         given=given,
+        salts=salts,
         line=line,
         token=token,
         step=step,
@@ -193,6 +195,7 @@ def _insert_strides(
         values=values,
         mine=mine,
         row=row,
+        head_set=head_set,
         sums_stride=sums_stride,
         line_stride=line_stride,
         notes_stride=notes_stride,
@@ -284,6 +287,7 @@ class StrideInsertion:
         rotation: torch.Tensor | None,
         interleaved: bool,
         reduction: str,
+        salts: torch.Tensor | None = None,
     ) -> None:
         words = (rank, born, score) if token is None else (rank, born, score, token)
         unit = check_pages(kv, *words)
@@ -295,6 +299,7 @@ class StrideInsertion:
             "rank": rank,
             "born": born,
             "score": score,
+            "salts": salts,
             "token": token,
             "rotation": turned,
             "page_stride": kv.stride(0),

@@ -37,6 +37,7 @@ VALUES, COMPARED, SCORE = (tl.constexpr(n) for n in (VALUE_ROWS, 0, 1))
 def choose_ranks(
     sums,
     given,
+    salts,
     line,
     token,
     step,
@@ -46,6 +47,7 @@ def choose_ranks(
     values,
     mine,
     row,
+    head_set,
     sums_stride,
     line_stride,
     notes_stride,
@@ -68,6 +70,7 @@ def choose_ranks(
     score_columns(
         sums=sums,
         given=given,
+        salts=salts,
         line=line,
         compared=compared,
         scores=scores,
@@ -75,6 +78,7 @@ def choose_ranks(
         step=step,
         columns=columns,
         old=old,
+        head_set=head_set,
         sums_stride=sums_stride,
         line_stride=line_stride,
         SUMMED=SUMMED,
@@ -116,6 +120,7 @@ def choose_ranks(
 def _keep_of_strides(
     sums,
     given,
+    salts,
     line,
     token,
     steps,
@@ -146,6 +151,7 @@ def _keep_of_strides(
     choose_ranks(
         sums=sums,
         given=given,
+        salts=salts,
         line=line,
         token=token,
         step=step,
@@ -155,6 +161,7 @@ def _keep_of_strides(
         values=values,
         mine=mine,
         row=row,
+        head_set=tl.program_id(1),
         sums_stride=sums_stride,
         line_stride=line_stride,
         notes_stride=notes_stride,
@@ -171,8 +178,14 @@ def _keep_of_strides(
 class StrideChoice:
     """``keep_of_strides`` of one layer: what no step changes."""
 
-    def __init__(self, token: torch.Tensor | None, unit: int, reduction: str) -> None:
-        self._token = token
+    def __init__(
+        self,
+        token: torch.Tensor | None,
+        unit: int,
+        reduction: str,
+        salts: torch.Tensor | None = None,
+    ) -> None:
+        self._token, self._salts = token, salts
         self._constants = {"REDUCTION": reduction, "UNIT": unit, "TILE": 1024, "num_warps": 8}
 
     def __call__(self, strides: Strides) -> torch.Tensor:
@@ -182,6 +195,7 @@ class StrideChoice:
             _keep_of_strides[(strides.num_rows, strides.num_sets)](
                 sums=strides.sums,
                 given=strides.given,
+                salts=self._salts,
                 line=strides.line,
                 token=self._token,
                 steps=strides.steps,

@@ -41,7 +41,7 @@ class LiteralCache:
         slopes: torch.Tensor | None = None,
         softcap: float = 0.0,
         logit_scale: Callable[[int], float] | None = None,
-        token_scores: list[float] | None = None,
+        token_scores: Callable[[int], list[float]] | None = None,
         sinks: torch.Tensor | None = None,
         quantiser: Quantiser | None = None,
     ) -> None:
@@ -157,11 +157,15 @@ class LiteralCache:
             seen = first + num_tokens
 
             def compared(
-                token: int, scores: dict = scores, sim: Any = sim, seen: int = seen
+                token: int,
+                scores: dict = scores,
+                sim: Any = sim,
+                index: int = index,
+                seen: int = seen,
             ) -> float:
                 if self.token_scores is not None:
-                    return self.token_scores[token]
-                return scores[token] / (seen - token if sim.normalise else 1)
+                    return self.token_scores(index)[token]
+                return scores[token] / (len(self.keys) - token if sim.normalise else 1)
 
             for token in range(first, seen):
                 sim.insert(token, compared)

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
 
 from tests.attention.reference import LiteralCache
 from tests.attention.steps import step_of
+from tests.oracle.draws import draws
 from tests.oracle.quantised import Quantiser
 from tests.oracle.settings import logit_scale, make_sim, score_rule
 from vllm_cascade.attention.cpu.builder import CPUBuilder
@@ -114,7 +116,8 @@ class PagedLayer:
             exponent = torch.arange(0, shape.rotary_dim, 2) / shape.rotary_dim
             self.inv_freq = 1.0 / 100.0**exponent
         rotary = None if shape.alibi else Rotary(self.inv_freq, shape.is_neox)
-        self.impl.prepare(self.spec, view, rotary, 1, shape.dtype, shape.scales)
+        place = "layer", 0
+        self.impl.prepare(self.spec, view, rotary, 1, shape.dtype, shape.scales, place)
         self.pages = page_views(view, self.spec, Quantised.of(shape.cache_dtype, shape.scales))
         scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
         config = SimpleNamespace(scheduler_config=scheduler)
@@ -150,6 +153,9 @@ def oracle_for(
     layer: PagedLayer,
     token_scores: list[float] | None = None,
 ) -> LiteralCache:
+    shown = None if token_scores is None else lambda _: token_scores
+    if settings["name"] == "random":
+        shown = lru_cache(draws(settings.get("seed", 0), "layer", 4096))
     slopes = layer.impl.alibi_slopes
     return LiteralCache(
         lambda: make_sim(settings),
@@ -162,7 +168,7 @@ def oracle_for(
         slopes=None if slopes is None else slopes.flatten().double(),
         softcap=shape.softcap,
         logit_scale=logit_scale(settings),
-        token_scores=token_scores,
+        token_scores=shown,
         sinks=shape.sink_logits,
         quantiser=Quantiser.of(shape.cache_dtype, shape.scales),
     )
@@ -177,6 +183,7 @@ CASCADE = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2}
 HEADS = {**CASCADE, "head_policy": "per_kv_head"}
 LAZY = {"name": "lazy", "budget": 12, "num_sinks": 2, "overflow": 6, "slack": 5, "max_drop": 2}
 H2O = {"name": "h2o", "budget": 14, "window": 7, "num_sinks": 1}
+RANDOM = {"name": "random", "budget": 14, "window": 5, "num_sinks": 2, "seed": 7}
 DGC = {"name": "dgc", "budget": 15, "num_sinks": 2, "global_size": 6}
 BY_IMPORTANCE = {**DGC, "order": "importance"}
 CLUSTER = {**DGC, "importance": "cluster"}
@@ -216,6 +223,23 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "lazy-1": (Shape(alibi=True), {**LAZY, "overflow": 7, "max_drop": 3, "prefill_stride": 1}),
     "h2o": (Shape(), {**H2O, "prefill_stride": 8}),
     "h2o-heads": (Shape(), {**H2O, "head_policy": "per_kv_head", "prefill_stride": 32}),
+    "random": (Shape(), {**RANDOM, "prefill_stride": 8}),
+    "random-heads": (
+        Shape(),
+        {**RANDOM, "head_policy": "per_kv_head", "overflow": 3, "prefill_stride": 32},
+    ),
+    "random-4": (
+        Shape(block_size=16),
+        {
+            **RANDOM,
+            "budget": 20,
+            "window": 8,
+            "num_sinks": 4,
+            "unit": 4,
+            "prefill_stride": 8,
+            "head_policy": "per_kv_head",
+        },
+    ),
     "h2o-normalise": (Shape(), {**H2O, "normalise": True, "window": 4, "prefill_stride": 5}),
     "h2o-normalise-1": (Shape(), {**H2O, "normalise": True, "overflow": 3, "prefill_stride": 1}),
     "beehive": (Shape(), {**BEEHIVE, "prefill_stride": 8}),

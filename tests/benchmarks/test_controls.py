@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark-only policies: the random control is random, the ablated variants do what they say."""
+"""Benchmark-only policies: the ablated variants do what they say."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from benchmarks.running.controls import (
     BeehiveIntervals,
     BeehiveSwapped,
     CascadeWithoutSelection,
-    Random,
 )
 from benchmarks.running.scoring import cached, equal_policy
 from tests.conftest import ROOT
@@ -40,35 +39,6 @@ def streamed(policy: Policy, num_tokens: int, stride: int, num_sets: int = 1) ->
         mask = schedule.survivors(torch.zeros(line.shape), schedule.plan(begin, size))
         kept = line[mask].view(num_sets, -1)
     return kept
-
-
-@pytest.mark.parametrize("stride", [1, 7, 64])
-def test_random_evicts_at_random(stride: int) -> None:
-    """The ages of what is kept, at many times of a long stream, are geometric."""
-    policy = Random(budget=20, num_sinks=2, prefill_stride=stride)
-    kept, ages, every = torch.zeros(1, 0, dtype=torch.int64), [], -(-60 // stride) * stride
-    schedule = compiled(policy)
-    for begin in range(0, 600 * every, stride):
-        line = torch.cat([kept, torch.arange(begin, begin + stride)[None]], dim=1)
-        plan = schedule.plan(begin, stride)
-        kept = line[schedule.survivors(torch.zeros(line.shape), plan)].view(1, -1)
-        if (begin + stride) % every == 0 and begin > 1000:
-            assert kept[0, :2].tolist() == [0, 1] and kept.shape[1] == 22
-            ages.append(begin + stride - 1 - kept[0, 2:])
-    found = torch.cat(ages)
-    assert len({tuple(row.tolist()) for row in ages}) == len(ages), "no two times alike"
-    # Token t survives the drops that follow its insertion (each takes one of 21).
-    expected = np.cumsum([(20 / 21) ** (age + 1) for age in range(200)])
-    for age in (0, 10, 30, 80):
-        seen = float((found <= age).sum()) / len(ages)
-        assert seen == pytest.approx(expected[age], rel=0.06)
-
-
-def test_random_in_a_stream_token_by_token() -> None:
-    *_, last = simulate(Random(budget=8, num_sinks=1, prefill_stride=1), 60)
-    assert len(last.kept) == 9 and last.kept[0] == 0
-    assert last.kept[1:] != list(range(52, 60)), "that would be a window"
-    assert last.region == ["sink"] + ["random"] * 8
 
 
 def test_cascade_without_selection_ignores_scores() -> None:
@@ -137,9 +107,9 @@ def test_equal_policy_refuses_what_cannot_be() -> None:
         resolve(equal_policy("sink", 100, num_subcaches=2))
 
 
-def test_arms_are_the_registry_and_the_control() -> None:
+def test_arms_are_the_registry() -> None:
     arms = policies(parse_args(["--capacity", "260"]), 64)
-    assert set(arms) == (set(POLICIES) - set(controls.CONTROLS)) | {"random"}
+    assert set(arms) == set(POLICIES) - set(controls.CONTROLS)
     chosen = policies(parse_args(["--policies", "cascade", "--base", "window"]), 64)
     assert list(chosen) == ["cascade", "window"]
 

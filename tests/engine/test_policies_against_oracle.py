@@ -57,6 +57,20 @@ CASES = {
     "h2o-overflow-64": Case(
         {"name": "h2o", "budget": 90, "window": 30, "prefill_stride": 64, "overflow": 5}, 512
     ),
+    "random-64": Case(
+        {"name": "random", "budget": 96, "prefill_stride": 64, "head_policy": "per_kv_head"}, 300
+    ),
+    "random-overflow-256": Case(
+        {
+            "name": "random",
+            "budget": 90,
+            "window": 20,
+            "prefill_stride": 256,
+            "overflow": 5,
+            "seed": 3,
+        },
+        512,
+    ),
     "beehive-1": Case({**BEEHIVE, "prefill_stride": 1, "head_policy": "homogeneous"}, 300),
     "beehive-64": Case({**BEEHIVE, "prefill_stride": 64, "log_n": True}, 300),
     "beehive-new-256": Case(
@@ -68,6 +82,7 @@ CASES = {
 SLOW = {
     *("dgc-sklearn-256", "sink-overflow-256", "lazy-1", "h2o-1", "beehive-1", "h2o-overflow-64"),
     "dgc-attention-1",
+    "random-overflow-256",
 }
 """Cases whose parts others have, too."""
 

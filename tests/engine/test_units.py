@@ -28,6 +28,7 @@ FAST = [
     ("h2o-8-normalise", {}),
     ("beehive-8-each", {}),
     ("dgc-text-16", {}),
+    ("random-16-each", {}),
     ("cascade-8-gated", dict(PYTORCH)),
 ]
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What puts tokens into pages, against its reference: the whole pool, byte by byte."""
 
+import random
+
 import torch
 
 from tests.kernels.random_pool import (
@@ -14,7 +16,7 @@ from tests.kernels.random_pool import (
     real_rows,
     same,
 )
-from tests.kernels.references import assign_reference, survivors_reference
+from tests.kernels.references import as_int32, assign_reference, salted, survivors_reference
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.insert import insert
@@ -117,18 +119,21 @@ def check_assign(case: Case, device: torch.device | str) -> float:
     cache, steps = make_cache(case)
     num_rows = len(case.lengths)
     generator, unit = torch.Generator().manual_seed(case.seed + 4), case.unit
-    given = torch.rand(num_rows, generator=generator)
+    given = torch.randint(0, 1 << 24, (num_rows,), generator=generator).float()
+    salts = [random.Random(case.seed).getrandbits(32) for _ in range(case.num_sets)]
     # A row that only pads brings any number, here what the null block seems to hold.
     wanted = [3 if n is None else (n - 1 - row % 3) // unit for row, n in enumerate(case.lengths)]
     ranks = torch.tensor(wanted, dtype=torch.int32)
     ours = cache.to(device)
-    dgiven, dranks, dsteps = on(device, given, ranks, steps)
-    assign(dgiven, dranks, ours.rank, ours.score, ours.table, dsteps, unit)
+    dgiven, dranks, dsteps, dsalts = on(device, given, ranks, steps, as_int32(salts))
+    told = dsalts if case.seed % 2 else None
+    assign(dgiven, dranks, ours.rank, ours.score, ours.table, dsteps, unit, told)
     for row in real_rows(case):
         valid = cache.words("rank", row)
         valid[:, cache.slots[row] // unit :] = -1  # stale: must not be taken for the token
         old = cache.words("score", row)
-        value = assign_reference(float(given[row]), int(ranks[row]), valid, old, unit)
+        shown = [salted(float(given[row]), salt if case.seed % 2 else None) for salt in salts]
+        value = assign_reference(shown, int(ranks[row]), valid, old, unit)
         cache.put_all("score", row, value)
     same("pool", ours.pool, cache.pool)
     return 0.0

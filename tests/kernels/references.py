@@ -143,11 +143,27 @@ def column_sums_reference(probs: torch.Tensor, decay: float, weight: float) -> t
     return torch.einsum("htn,t->hn", probs.double(), weight * decay**power)
 
 
+def salted(given: float, salt: int | None) -> float:
+    """A set's own score: a 32-bit hash (Wellons, "lowbias32") of the given one and its salt."""
+    if salt is None:
+        return given
+    x = int(given) ^ salt
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) % (1 << 32)
+    return float((x ^ (x >> 16)) >> 16)
+
+
+def as_int32(numbers: list[int]) -> torch.Tensor:
+    """Unsigned 32-bit numbers as int32 with the same bits."""
+    return torch.tensor([n - (1 << 32) if n >> 31 else n for n in numbers], dtype=torch.int32)
+
+
 def assign_reference(
-    given: float, wanted: int, ranks: torch.Tensor, scores: torch.Tensor, unit: int = 1
+    given: list[float], wanted: int, ranks: torch.Tensor, scores: torch.Tensor, unit: int = 1
 ) -> torch.Tensor:
-    """One request: scores ``[S, N]`` by slot with ``given`` where ``ranks [S, N]`` says so."""
-    there = given if unit == 1 else scores + given
+    """One request: scores ``[S, N]`` by slot; ``wanted`` of ``ranks [S, N]`` gets ``given``."""
+    own = torch.tensor(given)[:, None]
+    there = own.expand_as(scores) if unit == 1 else scores + own
     return torch.where((ranks == wanted) & (ranks >= 0), there, scores)
 
 

@@ -416,7 +416,7 @@ def stream(
     decay: float | None = None,
     weight: float | None = None,
     logit_scale: Callable[[int], float] | None = None,
-    token_scores: list[float] | None = None,
+    token_scores: Callable[[int, int], list[float]] | None = None,
     kept_at: Collection[int] | None = None,
     recall: RecallSettings | None = None,
     chosen: dict[int, list[list[list[int]]]] | None = None,
@@ -434,9 +434,10 @@ def stream(
     sum with (1, 1). A simulation with `normalise` is shown that score divided by the number of
     queries that saw the token (of a unit: its first token), its own included. `logit_scale` gives
     a factor on the logits of the query at stream index i (`log_n()`; default 1). `token_scores`
-    are shown in place of scores by attention. Tokens that a simulation merges into others are
-    averaged into them. With `recall` the queries of a stride bring evicted units back; `chosen`
-    is what another implementation kept (as `kept`), whose choice stands where rounding decides.
+    of a layer and head set are shown in place of scores by attention. Tokens that a simulation
+    merges into others are averaged into them. With `recall` the queries of a stride bring evicted
+    units back; `chosen` is what another implementation kept (as `kept`), whose choice stands where
+    rounding decides.
     With a `quantiser` a stride's rows are quantised when it is over, rotated to where they stand;
     `stored` is what another implementation wrote, by layer; its codes stand where rounding decides.
     """
@@ -518,7 +519,8 @@ def stream(
                 if sim.normalise:  # seen by every query from its own up to the stride's last
                     shown = {t: value / (end - sim.first_of(t)) for t, value in shown.items()}
                 if token_scores is not None:
-                    shown = {token: token_scores[token] for token in shown}
+                    own_scores = token_scores(layer, s)
+                    shown = {token: own_scores[token] for token in shown}
                 before = sim.tokens() + own
                 for token in own:
                     sim.insert(token, shown.__getitem__)

@@ -211,6 +211,13 @@ class H2OSim(Sim):
         return self.sinks + self.cached
 
 
+class DrawnSim(H2OSim):
+    """The same for whole numbers, of which rounding decides none."""
+
+    def end_stride(self, score: Score) -> None:
+        self.gone = []
+
+
 class OverflowSim(Sim):
     """Another simulation that takes in new tokens only every `overflow` tokens, in one batch.
 

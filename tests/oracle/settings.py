@@ -7,13 +7,16 @@ Defaults are written out here a second time, on purpose: the oracle shares nothi
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from tests.oracle.dgc import ClusterSim, DGCSim, importance
+from tests.oracle.draws import draws
 from tests.oracle.model import paper_gamma
 from tests.oracle.policies import (
     BeehiveSim,
     CascadeSim,
+    DrawnSim,
     H2OSim,
     LazySim,
     OverflowSim,
@@ -100,6 +103,9 @@ def simulation(settings: dict[str, Any]) -> Sim:
     if name == "lazy":
         drop = settings.get("slack", 24), settings.get("max_drop", 8)
         return PerToken(LazySim(sinks, budget, settings.get("overflow", 32), *drop))
+    if name == "random":
+        window = settings.get("window") or max(budget // 2, 1)
+        return PerToken(DrawnSim(sinks, budget, window, overflow=overflow))
     if name == "h2o":
         window = settings.get("window", budget // 2)
         normalise = settings.get("normalise", False)
@@ -127,7 +133,7 @@ def simulation(settings: dict[str, Any]) -> Sim:
 
 def score_rule(settings: dict[str, Any]) -> dict[str, float]:
     """How a probability changes a token's score: ``decay`` and ``weight``, whatever the unit."""
-    if settings["name"] in ("h2o", "beehive", "dgc"):
+    if settings["name"] in ("h2o", "beehive", "dgc", "random"):
         return {"decay": 1.0, "weight": 1.0}
     window = settings["budget"] // settings.get("num_subcaches", 4)
     gamma = settings.get("ema_gamma") or paper_gamma(max(window, 1))
@@ -146,15 +152,22 @@ def token_scores(
     tokens: Sequence[int],
     ends: Callable[[int], bool],
     corpus: Sequence[Sequence[int]] | None = None,
-) -> list[float] | None:
-    """What each token of a text is worth, where the text decides; None: attention does."""
+    layer_name: str = "model.layers.{}.self_attn.attn",
+) -> Callable[[int, int], list[float]] | None:
+    """What each token is worth in a layer and head set, where attention does not decide."""
+    if settings["name"] == "random":
+        seed = settings.get("seed", 0)
+        return lru_cache(
+            lambda layer, of_set: draws(seed, layer_name.format(layer), len(tokens))(of_set)
+        )
     rule = settings.get("importance", "tfidf")
     if settings["name"] != "dgc" or not rule.startswith("tfidf"):
         return None
     recent = dgc_sizes(settings)[1]
     if unit_of(settings) > 1:
         recent = unit_of(settings) * dgc_sizes(in_units(settings))[1]
-    return importance(tokens, rule, recent, ends, corpus)
+    worth = importance(tokens, rule, recent, ends, corpus)
+    return lambda layer, of_set: worth
 
 
 def oracle_settings(settings: dict[str, Any]) -> dict[str, Any]:

@@ -182,6 +182,7 @@ BY_HAND: dict[str, tuple[dict[str, Any], Callable[[int], ByHand]]] = {
         {"budget": 8, "num_subcaches": 2, "overflow": 3},
         lambda b: ByHand(b, 1, cascade(1, [4, 4], 2), full=9, batch=3),
     ),
+    "random": ({"budget": 7}, lambda b: ByHand(b, 1, lowest(1, 7, 3))),
     "h2o": ({"budget": 7}, lambda b: ByHand(b, 1, lowest(1, 7, 3))),  # half of 7 units: 3
     "h2o-normalise": (
         {"budget": 6, "window": 2, "normalise": True},
@@ -406,7 +407,7 @@ def test_text_is_judged_when_its_unit_has_left() -> None:
     tokens = [Random(t).randrange(9) for t in range(90)]
     ends = [7, 8].__contains__
     policy = {"name": "dgc", "budget": 52, "unit": 4}
-    assert token_scores(policy, tokens, ends) == importance(tokens, "tfidf", 44, ends)
+    assert token_scores(policy, tokens, ends)(0, 0) == importance(tokens, "tfidf", 44, ends)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -508,7 +509,7 @@ def test_every_layer_and_head_keeps_units(kind: str, tmp_path: Path) -> None:
 def test_cases_cover_what_they_should() -> None:
     assert len({case.id for case in CASES}) == len(CASES)
     assert set(FEW) <= {case.id for case in CASES} and len(set(FEW)) == len(FEW)
-    names = {"window", "sink", "cascade", "h2o", "lazy", "beehive", "dgc"}
+    names = {"window", "sink", "cascade", "h2o", "lazy", "beehive", "dgc", "random"}
     for cases in (CASES, [case for case in CASES if case.id in FEW]):
         assert {case.settings["name"] for case in cases} == names
         assert {case.settings["unit"] for case in cases} == {1, 8, 16, 32}

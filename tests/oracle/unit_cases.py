@@ -68,6 +68,7 @@ BY_ATTENTION = {
     "beehive": BEEHIVE,
     "dgc": {unit: {**sizes, "importance": "attention"} for unit, sizes in DGC.items()},
 }
+BY_DRAWS = {"random": H2O}
 BY_PLACE = {"window": SINK, "sink": SINK, "lazy": LAZY, "dgc": DGC}
 
 # Left over of a prompt, for units of 8, 16 and 32: 5 5 5, 3 11 27, 7 15 31. All tokens: 4 12 28.
@@ -85,7 +86,7 @@ EVERY_UNIT = [
         PROMPTS[unit],
         TOTAL,
     )
-    for name, table in BY_ATTENTION.items()
+    for name, table in (BY_ATTENTION | BY_DRAWS).items()
     for unit, sizes in table.items()
     for heads in HEADS
 ] + [
@@ -99,7 +100,7 @@ EVERY_UNIT = [
     for unit, sizes in table.items()
 ]
 
-TABLES = {**BY_ATTENTION, **BY_PLACE}
+TABLES = {**BY_ATTENTION, **BY_DRAWS, **BY_PLACE}
 
 
 def variant(name: str, unit: int, what: str, prompt: int, **settings: Any) -> UnitCase:
@@ -159,5 +160,6 @@ CASES = EVERY_UNIT + VARIANTS
 FEW = [
     *("window-8", "sink-16", "lazy-32", "cascade-8-all", "cascade-16-each", "cascade-32-all"),
     *("h2o-16-all", "h2o-8-normalise", "beehive-8-each", "dgc-8-all", "dgc-text-16"),
+    "random-16-each",
     *("cascade-8-overflow", "cascade-8-gated", "cascade-8-resident", "cascade-1-all"),
 ]

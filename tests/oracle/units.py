@@ -11,6 +11,7 @@ TOKEN_COUNTS: dict[str, dict[str, int | None]] = {
     "beehive": {"window": None, "threshold": None},
     "dgc": {"global_size": None},
     "h2o": {"window": None},
+    "random": {"window": None},
     "lazy": {"overflow": 32, "slack": 24, "max_drop": 8},
 }
 """What counts tokens in one policy only, and the default; None: it follows from the budget."""

@@ -28,6 +28,8 @@ def raw_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
         raw |= {"slack": draw(st.integers(0, 25)), "max_drop": draw(st.integers(0, 25))}
     if name == "h2o":
         raw |= {"window": draw(st.integers(1, raw["budget"])), "normalise": draw(st.booleans())}
+    if name == "random":
+        raw |= {"window": draw(st.integers(1, raw["budget"])), "seed": draw(st.integers(0, 9))}
     if name == "dgc":
         raw |= {"importance": draw(st.sampled_from(["tfidf", "attention", "cluster"]))}
         raw |= {"global_size": draw(st.integers(1, raw["budget"] - 1))}

@@ -41,7 +41,7 @@ def test_sizes() -> None:
     assert policy.derived() == {"global_size": 20, "recent": 80}
     assert make(budget=100, global_size=99).recent == 1
     assert make(importance="attention").uses_attention and not make().uses_attention
-    assert make().token_scores.lag == 16 and make(importance="cluster").token_scores is None
+    assert make().score_lag == 16 and make(importance="cluster").token_scores is None
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_policys_plans_are_its_rules(name: str) -> None:
         assert {len(row) for row in expected} == {schedule.count_at(t + num)}
 
     check()
-    fast = {"h2o": "lowest", "dgc": "lowest"}.get(name, "groups")
+    fast = {"h2o": "lowest", "dgc": "lowest", "random": "lowest"}.get(name, "groups")
     assert min(kinds[fast], kinds["nothing"]) >= 3, kinds
     assert kinds["rules"] == 0, "a policy whose strides run rule by rule"
 

@@ -52,7 +52,7 @@ def regions_of(sim: Any) -> list[str]:
         if isinstance(sim, BeehiveSim):
             parts |= {"old": sim.num_old, "new": rest - recent - sim.num_old, "window": recent}
         else:
-            parts |= {"heavy": rest - recent, "window": recent}
+            parts |= {"older": rest - recent, "window": recent}
     return [name for name, num in (parts | {"waiting": waiting}).items() for _ in range(num)]
 
 

@@ -22,7 +22,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown policy": ({"name": "cascad"}, "did you mean 'cascade'"),
     "policy of the wrong type": (
         {"name": 3},
-        "choose from full, window, sink, cascade, beehive, lazy, dgc, h2o",
+        "choose from full, window, sink, cascade, beehive, lazy, dgc, h2o, random",
     ),
     "unknown key": (
         {"name": "cascade", "subcaches": 4},

@@ -24,7 +24,7 @@ def test_with_probabilities_it_keeps_what_the_oracle_keeps(name: str, data: st.D
     """Scores added up in fp64, token by token, as the paper of each policy has them."""
     raw = data.draw(st.one_of(raw_settings(name), raw_unit_settings(name)))
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    by_text = raw.get("importance") == "tfidf"
+    by_text = raw.get("importance") == "tfidf" or name == "random"
     probs = rng.random(TOKENS if by_text else (TOKENS, TOKENS)).astype(np.float32)
     sim, rule = make_sim(raw), score_rule(raw)
     scores: dict[int, float] = {}

@@ -13,6 +13,7 @@ from vllm_cascade.cache.quantised import CODES, Quantised
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.models.rotary import alibi_slopes as _slopes
+from vllm_cascade.policies.random import salts_of
 from vllm_cascade.policies.settings import KVPolicyError
 
 
@@ -93,6 +94,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         num_ranks: int = 1,
         dtype: torch.dtype | None = None,
         scales: tuple[float, float] = (1.0, 1.0),
+        place: tuple[str, int] = ("", 0),
     ) -> None:
         """Set up the layer's constants; called once the page pool exists.
 
@@ -100,6 +102,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
             num_ranks: tensor-parallel ranks that share the model's heads.
             dtype: dtype of new rows; None uses the cache's dtype, which must not be quantised.
             scales: per-tensor quantisation scales of keys and values.
+            place: name of the layer, and index of its first KV head among those of all ranks.
         """
         slopes, device = self.alibi_slopes, kv_cache.device
         if slopes is not None:
@@ -127,7 +130,18 @@ class KVPolicyImpl(AttentionImpl[Any]):
             window=spec.window,
             sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
             dtype=dtype,
+            salts=self._salts_of(spec, place, device),
         )
+
+    def _salts_of(
+        self, spec: KVPolicySpec, place: tuple[str, int], device: torch.device
+    ) -> torch.Tensor | None:
+        """``LayerConfig.salts`` of a policy whose scores are drawn."""
+        if spec.policy.scoring.source != "random":
+            return None
+        layer, head = place
+        salts = salts_of(layer, head if spec.num_sets > 1 else 0, spec.num_sets)
+        return torch.from_numpy(salts).to(device)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device

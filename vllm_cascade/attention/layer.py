@@ -31,6 +31,8 @@ class LayerConfig:
         sinks: fp32 ``[num_kv_heads, group]``, learned sink logits. They add one term to each head's
             softmax denominator. None if the model has no sinks.
         dtype: dtype of new tokens' rows; None uses the dtype of the pages.
+        salts: int32 ``[num_sets]``, hashed into each score from the host, so that layers and head
+            sets get scores of their own; None: all use the host's score.
     """
 
     num_kv_heads: int
@@ -48,6 +50,7 @@ class LayerConfig:
     window: int | None = None
     sinks: torch.Tensor | None = None
     dtype: torch.dtype | None = None
+    salts: torch.Tensor | None = None
 
     def reduce_heads(self, mass: torch.Tensor) -> torch.Tensor:
         """Reduce the attention mass of query heads to one value per head set, over all ranks.
@@ -61,6 +64,16 @@ class LayerConfig:
             return reduce_heads(self.gather_heads(mass), self.num_sets, self.reduction)
         assert self.over_ranks is not None
         return self.over_ranks(reduce_heads(mass, self.num_sets, self.reduction), self.reduction)
+
+    def own_scores(self, given: torch.Tensor) -> torch.Tensor:
+        """Scores of each head set, fp32 ``[..., num_sets, n]``, from the host's ``[..., 1, n]``."""
+        if self.salts is None:
+            return given.expand(*given.shape[:-2], self.num_sets, given.shape[-1])
+        low = 0xFFFFFFFF
+        x = (given.long() ^ self.salts.long().unsqueeze(-1)) & low
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = ((x ^ (x >> shift)) * factor) & low
+        return ((x ^ (x >> 16)) >> 16).float()
 
     def soft_cap(self, logits: torch.Tensor) -> torch.Tensor:
         if self.softcap == 0:

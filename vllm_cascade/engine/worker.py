@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import register_backend
@@ -125,6 +126,7 @@ class KVPolicyWorker:
                     self.parallel_config.tensor_parallel_size,
                     self.model_config.dtype,
                     scales_of(layers[name]),
+                    (name, self._first_kv_head()),
                 )
         first.positions.install(model)
         for builder in others:
@@ -137,6 +139,11 @@ class KVPolicyWorker:
         if not self.use_v2_model_runner:
             for table in self.model_runner.input_batch.block_table.block_tables:
                 table.slot_mapping_mode = SlotMappingMode.NONE
+
+    def _first_kv_head(self) -> int:
+        """Index of this rank's first KV head among those of all tensor-parallel ranks."""
+        heads, config = self.model_config.get_total_num_kv_heads(), self.parallel_config
+        return get_tensor_model_parallel_rank() * heads // config.tensor_parallel_size
 
     def _connect(self, builders: list[StepBuilder]) -> None:
         """Give the builders the runner's requests, and the runner our whole pages."""

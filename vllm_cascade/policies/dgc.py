@@ -103,7 +103,11 @@ class DGC(Policy):
     def token_scores(self) -> TokenScores | None:
         if self.importance not in ("tfidf", "tfidf_sklearn"):
             return None
-        return TokenScores(self.importance, self.idf, self.recent)
+        return TokenScores(self.importance, self.idf)
+
+    @property
+    def score_lag(self) -> int:
+        return 0 if self.token_scores is None else self.recent
 
     @property
     def merge_into(self) -> tuple[int, int] | None:

@@ -31,13 +31,10 @@ class TokenScores:
     Attributes:
         rule: a key of ``text_importance.RULES``.
         idf: path of a table of document frequencies. None: use the request's own past.
-        lag: a token's score is set after this many more tokens, when it can first be evicted. The
-            score uses the part of its sentence seen by then.
     """
 
     rule: str
     idf: str | None
-    lag: int
 
 
 class Policy(KVPolicyConfig):
@@ -79,6 +76,15 @@ class Policy(KVPolicyConfig):
     def token_scores(self) -> TokenScores | None:
         """Scores that the host computes; None unless the scoring source is ``text``."""
         return None
+
+    @property
+    def score_lag(self) -> int:
+        """Tokens between a token and the step in which the host sets its score.
+
+        Set it to the length of the window that is never evicted: a score is set when its token can
+        first be evicted, and a score by text uses the part of its sentence seen by then.
+        """
+        return 0
 
     @property
     def arranges(self) -> bool:

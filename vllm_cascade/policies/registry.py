@@ -14,6 +14,7 @@ from vllm_cascade.policies.dgc import DGC
 from vllm_cascade.policies.h2o import H2O
 from vllm_cascade.policies.lazy import Lazy
 from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.random import Random
 from vllm_cascade.policies.settings import (
     CONFIG_KEY,
     DEFAULT_BUDGET,
@@ -35,7 +36,7 @@ ENTRY_POINTS = "vllm_cascade.policies"
 
 
 def _built_in() -> dict[str, type[Policy]]:
-    return {cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, DGC, H2O)}
+    return {cls.name: cls for cls in (Window, Sink, Cascade, Beehive, Lazy, DGC, H2O, Random)}
 
 
 def discover(

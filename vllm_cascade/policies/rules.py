@@ -82,14 +82,22 @@ class Scoring:
               probability is reduced over the heads that share a kept set. A sum uses
               ``decay = weight = 1``, an average ``decay = gamma``, ``weight = 1 - gamma``.
             - ``text``: the host sets each token's score once (``text_importance.py``).
+            - ``random``: the same, with a number drawn by ``seed`` (``random.py``).
             - ``none``: scores are unused.
         per_age: compare the score divided by the number of queries that saw the token. Raw sums
             favour old tokens.
         newest_stays: which of equal scores stays: the newest (True) or the oldest.
+        seed: of ``random``.
     """
 
-    source: Literal["none", "attention", "text"]
+    source: Literal["none", "attention", "text", "random"]
     decay: float = 1.0
     weight: float = 1.0
     per_age: bool = False
     newest_stays: bool = True
+    seed: int = 0
+
+    @property
+    def from_host(self) -> bool:
+        """Whether the host sets each token's score, once."""
+        return self.source in ("text", "random")

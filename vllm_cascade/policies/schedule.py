@@ -116,7 +116,7 @@ class Schedule:
         self.number = next(_numbers)
         self.arithmetic = _arithmetics.setdefault(self.scoring, len(_arithmetics))
         self.moves_tokens = policy.arranges or policy.merge_into is not None
-        self.lag = 0 if policy.token_scores is None else policy.token_scores.lag
+        self.lag = policy.score_lag
         self._units = policy.in_units
         insertions = self._units.insertions()
         self._base = Table(insertions.rules, insertions.period)

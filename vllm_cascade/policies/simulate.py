@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.random import drawn
 from vllm_cascade.policies.schedule import compared, compiled
 
 
@@ -40,7 +41,9 @@ def simulate(
     """
     schedule = compiled(policy)
     scoring, unit = schedule.scoring, schedule.unit
-    axes = 1 if scoring.source == "text" else 2
+    if scoring.source == "random" and probs is None:
+        probs = drawn(scoring.seed, 0, num_tokens)
+    axes = 1 if scoring.from_host else 2
     if probs is not None and (probs.ndim != axes or min(probs.shape) < num_tokens):
         raise ValueError(
             f"scores must be an array [{', '.join('T' * axes)}] with T >= {num_tokens} tokens, "
@@ -56,7 +59,7 @@ def simulate(
             score = np.float32(scoring.decay) * score
             score += weight * probs[t, kept].astype(np.float32)
         judged = t - schedule.lag
-        if scoring.source == "text" and probs is not None and judged >= 0:
+        if scoring.from_host and probs is not None and judged >= 0:
             score[kept == judged] = probs[judged]
         if (t + 1) % unit == 0:
             sums = torch.from_numpy(score.reshape(-1, unit).sum(1))

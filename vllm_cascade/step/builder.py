@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.policies.random import drawn
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.step.plan import describe
@@ -111,7 +112,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         if self.kv_cache_spec.window is not None:
             same = [self.schedule] * len(length)
             return replace(tokens, schedules=same, frames=schedules)
-        if self.schedule.scoring.source != "text":
+        if not self.schedule.scoring.from_host:
             return tokens
         return RequestTokens(**{**vars(tokens), "given": self._given(common, tokens)})
 
@@ -120,11 +121,19 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         given = np.zeros(int(tokens.length.sum()), dtype=np.float32)
         for row in np.flatnonzero(tokens.length > 0).tolist():
             schedule = tokens.schedules[row]
-            if schedule.scoring.source == "text":
+            if schedule.scoring.from_host:
                 first, num, place = (
                     int(column[row]) for column in (tokens.first, tokens.length, tokens.place)
                 )
-                given[place : place + num] = self.requests.token_scores(
-                    common, row, first, first + num, schedule.lag
+                given[place : place + num] = self.host_scores(
+                    common, row, schedule, first, first + num
                 )
         return given
+
+    def host_scores(
+        self, common: CommonAttentionMetadata, row: int, schedule: Schedule, begin: int, end: int
+    ) -> np.ndarray:
+        """Scores that a row's tokens ``[begin, end)`` set, fp32 ``[end - begin]``."""
+        if schedule.scoring.source == "random":
+            return drawn(schedule.scoring.seed, begin - schedule.lag, end - schedule.lag)
+        return self.requests.token_scores(common, row, begin, end, schedule.lag)

@@ -144,9 +144,9 @@ def singles_of(
     scored = given = None
     if step.given is not None:
         lags = np.asarray([schedule.lag for schedule in rows.schedules])
-        text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
+        theirs = np.asarray([schedule.scoring.from_host for schedule in rows.schedules])
         rank = (steps[:, CACHED] - lags) // rows.schedules[0].unit
-        scored = torch.from_numpy(np.where(text & (rank >= 0), rank, NO_RANK).astype(np.int32))
+        scored = torch.from_numpy(np.where(theirs & (rank >= 0), rank, NO_RANK).astype(np.int32))
         given = torch.from_numpy(step.given[place])
     scale = None if step.logit_scale is None else torch.from_numpy(step.logit_scale[place])
     return Singles(
@@ -180,7 +180,7 @@ def strides_of(
         start, length, slots = numbers[START], numbers[LENGTH], numbers[NEW_SLOTS]
         num_pages = -(-slots // block_size)
         part = slice(start, start + length)
-        text = step.given is not None and schedule.scoring.source == "text"
+        scored = step.given is not None and schedule.scoring.from_host
         stream = numbers[STREAM]
         before, after = schedule.recalled(np.asarray([stream, stream + length])).tolist()
         strides.append(
@@ -197,7 +197,7 @@ def strides_of(
                 position=int(rows.position[i]),
                 moved=bool(rows.moved[i]),
                 logit_scale=_part(step.logit_scale, part, table.device),
-                given=_part(step.given if text else None, part, table.device),
+                given=_part(step.given if scored else None, part, table.device),
                 recalled=before,
                 recalls_more=after - before,
                 recall=recall.get(int(rows.request[i])) if recall else None,

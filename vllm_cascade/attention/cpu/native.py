@@ -136,6 +136,7 @@ def _layer(layer: LayerConfig, pages: Pages, num_heads: int, schedule: Schedule)
         rotation=_address(rotation),
         sinks=_address(layer.sinks),
         row_scale=_address(pages.scale),
+        salts=_address(layer.salts),
         page_bytes=pages.kv.stride(0) * pages.kv.element_size(),
         page_words=pages.rank.stride(0),
         num_heads=layer.num_kv_heads,

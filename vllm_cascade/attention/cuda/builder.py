@@ -200,15 +200,15 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def _judge(
         self, common: CommonAttentionMetadata, schedules: list[Schedule], stream: np.ndarray
     ) -> bool:
-        """Scores of token ids into the buffers that a graph reads; False: the engine has none."""
-        if self.schedule.scoring.source != "text":
+        """Host scores into the buffers that a graph reads; False: the engine has none."""
+        if not self.schedule.scoring.from_host:
             return False
         given = np.zeros(len(stream), dtype=np.float32)
         scored = np.full(len(stream), NO_RANK, dtype=np.int32)
         for row in np.flatnonzero(stream >= 0).tolist():
             schedule, t = schedules[row], int(stream[row])
-            if schedule.scoring.source == "text":
-                (given[row],) = self.requests.token_scores(common, row, t, t + 1, schedule.lag)
+            if schedule.scoring.from_host:
+                (given[row],) = self.host_scores(common, row, schedule, t, t + 1)
                 cached = int(schedule.positions(stream[row]))
                 scored[row] = (cached - schedule.lag) // schedule.unit
         self.given[: len(given)].copy_(self._sent(given), non_blocking=True)
@@ -315,9 +315,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         scored = None
         if given is not None:
             lag = np.asarray([schedule.lag for schedule in rows.schedules])
-            text = np.asarray([schedule.scoring.source == "text" for schedule in rows.schedules])
+            theirs = np.asarray([schedule.scoring.from_host for schedule in rows.schedules])
             rank = (rows.steps[:, CACHED] - lag) // self.schedule.unit
-            scored = self._sent(np.where(text, rank, NO_RANK).astype(np.int32))
+            scored = self._sent(np.where(theirs, rank, NO_RANK).astype(np.int32))
         return DecodeRows(
             index=index,
             steps=mail.steps[at],
@@ -344,7 +344,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             plans=self.plans.table,
             scoring=schedule.scoring,
             decays=self._decays_of(schedule),
-            given=given if schedule.scoring.source == "text" else None,
+            given=given if schedule.scoring.from_host else None,
             max_length=int(most[LENGTH]),
             max_slots=int(most[OLD_SLOTS]),
             width=widest(rows.steps, schedule.unit),

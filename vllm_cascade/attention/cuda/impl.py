@@ -193,7 +193,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             new_score = self._update(pages, logits, own, lse, policy.head_reduction, where)
         elif decode.given is not None:
             words = _words(pages, "rank", "score")
-            assign(given=decode.given, ranks=decode.scored, **words, **where, unit=pages.unit)
+            assign(
+                given=decode.given,
+                ranks=decode.scored,
+                **words,
+                **where,
+                unit=pages.unit,
+                salts=self._salts,
+            )
         ranks = None if self.recall is None else self.recall.ranks(**recall)
         insert(
             key=key,
@@ -220,6 +227,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if self._layer is None:
             return {"rotation": None, "interleaved": False}
         return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
+
+    @property
+    def _salts(self) -> torch.Tensor | None:
+        return None if self._layer is None else self._layer.salts
 
     @property
     def _sink_logits(self) -> torch.Tensor | None:
@@ -285,8 +296,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         return StrideKernels(
             StrideAttention(**words, **common, **own),
             ColumnSums(**read, **common, reduction=reduction, num_queries=num_queries),
-            StrideChoice(pages.token, pages.unit, reduction),
-            StrideInsertion(**words, **turning, reduction=reduction),
+            StrideChoice(pages.token, pages.unit, reduction, self._salts),
+            StrideInsertion(**words, **turning, reduction=reduction, salts=self._salts),
             *(pages.rank.shape[1], pages.unit, reduction),
         )
 

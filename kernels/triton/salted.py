@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores that each head set makes of the one the host gives."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def own_scores(given, salts, head_set):
+    """Hash a head set's salt into scores, whole numbers below 2**24.
+
+    Args:
+        given: fp32, any shape.
+        salts: int32 ``[num_sets]``, or None: the scores stay as they are.
+    """
+    if salts is not None:
+        x = given.to(tl.uint32) ^ tl.load(salts + head_set).to(tl.uint32, bitcast=True)
+        x = (x ^ (x >> 16)) * 0x7FEB352D
+        x = (x ^ (x >> 15)) * 0x846CA68B
+        given = ((x ^ (x >> 16)) >> 16).to(tl.float32)
+    return given
