@@ -9,7 +9,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,19 @@ from tests.kernels.random_pool import float_bits
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.column_sums import column_sums
+from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import merge, update
-from vllm_cascade.kernels.triton.insert_stride import insert_strides, num_programs
-from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS
-from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
+from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.split import MARKS, Partial
+from vllm_cascade.kernels.triton.strides import (
+    LINE_WORDS,
+    NUMBER_ROWS,
+    VALUE_ROWS,
+    Strides,
+    Tokens,
+)
 from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS
 
 Row = dict[str, Any]
@@ -151,7 +157,11 @@ class Layer:
         first = [10 * cached, cached, cached, cached, 0, 1, 4, 5, 1, 0, 0, 0, 0, 1, *average]
         steps = torch.tensor(first, dtype=torch.int32)
         exponent = torch.arange(0, head_size, 2) / head_size
-        turning = 10000.0**-exponent, 2 * cached + 8, device
+        turning = {
+            "inv_freq": 10000.0**-exponent,
+            "max_distance": 2 * cached + 8,
+            "device": device,
+        }
         return cls(
             kv=kv,
             rank=rank,
@@ -159,8 +169,8 @@ class Layer:
             score=torch.rand(rank.shape, device=device),
             table=table,
             steps=steps.to(device).repeat(batch, 1),
-            rotation=rotation_table(*turning),
-            decode_rotation=rotation_table(*turning, decode_dtype(dtype)),
+            rotation=rotation_table(**turning),
+            decode_rotation=rotation_table(**turning, dtype=decode_dtype(dtype)),
         )
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, featured: bool) -> torch.Tensor:
@@ -288,8 +298,13 @@ def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             continue
         prompt = _Prompt(bench, sizes, sizes.split_stride, queries, heads, torch.float16)
         split = configs.stride_split(
-            *(bench.device, torch.float16, sizes.head_size, queries, sizes.split_stride),
-            *(sizes.prefill_budget, sizes.split_least),
+            bench.device,
+            torch.float16,
+            head_size=sizes.head_size,
+            num_queries=queries,
+            longest=sizes.split_stride,
+            most_slots=sizes.prefill_budget,
+            least=sizes.split_least,
         )
         row |= {"parts": split.splits, "whole_ms": bench.milliseconds(prompt.attend)}
         row["ms"] = bench.milliseconds(lambda p=prompt, s=split: p.attend(s))
@@ -322,75 +337,60 @@ class _Prompt:
         step[columns.PLAN : columns.STAY + 1] = [0, 1, budget + stride, budget]
         step[columns.FADE] = float_bits(0.5)
         self.layer.steps = torch.tensor([step], dtype=torch.int32, device=device)
-        self.query = torch.randn(stride, queries, size, device=device).to(dtype)
-        self.key, self.value = torch.randn(2, stride, heads, size, device=device).to(dtype)
+        query = torch.randn(stride, queries, size, device=device).to(dtype)
+        key, value = torch.randn(2, stride, heads, size, device=device).to(dtype)
+        self.tokens = Tokens(query=query, key=key, value=value, output=torch.empty_like(query))
         begins = torch.arange(budget + 1) + budget + 1
-        self.plan = torch.cat([begins, torch.arange(stride, budget + stride)]).int().to(device)
-        self.decays = 0.991 ** torch.arange(stride, device=device, dtype=torch.float32)
-        self.scale, self.output = size**-0.5, torch.empty_like(self.query)
-        self.lse = torch.empty(stride, queries, device=device)
         width, programs = budget + stride, num_programs(1, 1)
         int32 = {"dtype": torch.int32, "device": device}
-        self.line = torch.empty(1, 1, LINE_WORDS, width, **int32)
-        self.notes = torch.empty(1, 1, programs, NUMBER_ROWS, width, **int32)
-        shape = 1, 1, programs, VALUE_ROWS, width
-        self.values = torch.empty(shape, device=device)
-        self.sums = torch.empty(1, heads, width, device=device)
-        self.partials: dict[Any, Any] = {}
-
-    @property
-    def _common(self) -> tuple[Any, ...]:
-        layer = self.layer
-        where = layer.table, layer.steps, layer.rotation, False
-        return *where, None, None, self.scale, 0.0, self.stride
-
-    def _partial(self, split: Any) -> Any:
-        """What parts leave each other; made once."""
-        if split not in self.partials:
-            shape, device = (*self.query.shape[:2], split.splits), self.query.device
-            sums = torch.empty(*shape, self.query.shape[2], device=device)
-            marks = torch.empty(*shape, MARKS, device=device)
-            arrived = torch.zeros(self.query[..., 0].numel(), dtype=torch.int32, device=device)
-            self.partials[split] = Partial(sums, marks, arrived)
-        return self.partials[split]
-
-    def attend(self, split: Any = configs.WHOLE) -> None:
-        layer = self.layer
-        attend_strides(
-            *(self.query, self.key, self.value, layer.kv, layer.rank, layer.born, layer.score),
-            *(None, *self._common, self.output, self.lse, self.line, None, split),
-            None if split == configs.WHOLE else self._partial(split),
+        self.strides = Strides(
+            steps=self.layer.steps,
+            table=self.layer.table,
+            max_length=stride,
+            max_slots=budget,
+            lse=torch.empty(stride, queries, device=device),
+            line=torch.empty(1, 1, LINE_WORDS, width, **int32),
+            decays=0.991 ** torch.arange(stride, device=device, dtype=torch.float32),
+            sums=torch.empty(1, heads, width, device=device),
+            query_heads=queries,
+            plans=torch.cat([begins, torch.arange(stride, budget + stride)]).int().to(device),
+            notes=torch.empty(1, 1, programs, NUMBER_ROWS, width, **int32),
+            values=torch.empty(1, 1, programs, VALUE_ROWS, width, device=device),
         )
+        pages = {name: getattr(self.layer, name) for name in ("kv", "rank", "born")}
+        turning = {"rotation": self.layer.rotation, "interleaved": False}
+        reads = {"slopes": None, "scale": size**-0.5, "softcap": 0.0, "num_queries": queries}
+        self._read = {**pages, **turning, **reads}
+        self.sums = ColumnSums(**self._read, reduction="mean")
+        self.insertion = StrideInsertion(
+            **pages, score=self.layer.score, token=None, **turning, reduction="mean"
+        )
+        self.splits: dict[configs.Split, tuple[StrideAttention, Strides]] = {}
+
+    def _partial(self, split: configs.Split) -> Partial:
+        """What parts leave each other."""
+        query = self.tokens.query
+        shape, device = (*query.shape[:2], split.splits), query.device
+        return Partial(
+            output=torch.empty(*shape, query.shape[2], device=device),
+            marks=torch.empty(*shape, MARKS, device=device),
+            arrived=torch.zeros(query[..., 0].numel(), dtype=torch.int32, device=device),
+        )
+
+    def attend(self, split: configs.Split = configs.WHOLE) -> None:
+        if split not in self.splits:
+            attention = StrideAttention(
+                **self._read, score=self.layer.score, token=None, split=split
+            )
+            partial = None if split == configs.WHOLE else self._partial(split)
+            self.splits[split] = attention, replace(self.strides, partial=partial)
+        attention, strides = self.splits[split]
+        attention(self.tokens, strides)
 
     def one(self) -> None:
-        layer = self.layer
         self.attend()
-        column_sums(
-            *(self.query, self.key, layer.kv, layer.rank, layer.born, *self._common),
-            *(self.lse, self.decays, "mean", self.budget, self.sums),
-        )
-        insert_strides(
-            key=self.key,
-            value=self.value,
-            kv=layer.kv,
-            rank=layer.rank,
-            born=layer.born,
-            score=layer.score,
-            token=None,
-            table=layer.table,
-            steps=layer.steps,
-            rotation=layer.rotation,
-            interleaved=False,
-            sums=self.sums,
-            given=None,
-            line=self.line,
-            plans=self.plan,
-            reduction="mean",
-            query_heads=self.query.shape[1],
-            parts=1,
-            notes=self.notes,
-            values=self.values,
-        )
+        self.sums(self.tokens, self.strides)
+        self.insertion(self.tokens, self.strides)
 
     def run(self, length: int) -> None:
         for _ in range(length // self.stride):

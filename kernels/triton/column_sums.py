@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a stride: the attention mass that every key received.
 
-``column_sums`` is a second QK pass over what ``attend_strides`` read: it adds up, per key, the
+``ColumnSums`` is a second QK pass over what ``StrideAttention`` read: it adds up, per key, the
 probabilities of all queries with weights that decay with their distance to the stride's end, which
 is what as many single-token updates with a frozen cache would have added. A program takes a tile
 of keys of one KV head, for all queries of its group, and reduces these as far as can be; the rest,
@@ -142,7 +142,11 @@ def _column_sums(
 
 
 class ColumnSums:
-    """``column_sums`` of one layer with ``num_queries`` query heads: what no step changes.
+    """Weighted attention mass of every key of strides in one layer, or of every unit of keys.
+
+    Args:
+        kv, rank, born, rotation, interleaved, slopes, num_queries: as for ``StrideAttention``.
+        reduction: over the query heads of a set, as far as it can be done here (``reduced``).
 
     Attributes:
         parts: columns of ``sums`` for a unit.
@@ -183,7 +187,7 @@ class ColumnSums:
         }
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
-        """Write ``sums``."""
+        """Write the first columns of ``sums``, chronological, ``parts`` for a unit."""
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
         assert strides.sums_heads == self._sums_heads, (strides.sums_heads, self._sums_heads)
         assert strides.parts == self.parts, (strides.parts, self.parts)
@@ -210,54 +214,6 @@ class ColumnSums:
         )
 
 
-def column_sums(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-    slopes: torch.Tensor | None,
-    logit_scale: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    max_length: int,
-    lse: torch.Tensor,
-    decays: torch.Tensor,
-    reduction: str,
-    max_slots: int,
-    sums: torch.Tensor,
-) -> None:
-    """Weighted attention mass of every key of ``R`` strides, or of every unit of keys.
-
-    Args:
-        query, key, kv, rank, born, table, steps, rotation, interleaved, slopes, logit_scale:
-            as for ``attend_strides``.
-        lse: fp32 ``[num_tokens, H * G]``, what ``attend_strides`` wrote.
-        decays: fp32 ``[>= max_length]``: entry ``i`` is the weight of the query with ``i``
-            queries of its stride after it.
-        reduction: over the query heads of a set, as far as it can be done here (``reduced``).
-        max_slots: the most slots in use.
-        sums: fp32 ``[R, num_heads, W * parts]`` with both as ``num_sums`` says; the first
-            columns are written, chronological, ``parts`` for a unit.
-    """
-    layer = ColumnSums(
-        *(kv, rank, born, rotation, interleaved, slopes, scale, softcap),
-        reduction=reduction,
-        num_queries=query.shape[1],
-    )
-    strides = Strides(
-        *(steps, table, max_length, max_slots, lse),
-        decays=decays,
-        sums=sums,
-        parts=layer.parts,
-    )
-    layer(Tokens(query, key, logit_scale=logit_scale), strides)
-
-
 def reduced(reduction: str, parts: int) -> str:
     """How a group's query heads are reduced before the other groups': none for what must wait."""
     if reduction == "mean" or (reduction == "max" and parts == 1):
@@ -266,7 +222,7 @@ def reduced(reduction: str, parts: int) -> str:
 
 
 def num_sums(query: torch.Tensor, num_heads: int, unit: int, reduction: str) -> tuple[int, int]:
-    """Heads of ``column_sums``, and columns of each unit; ``query`` is ``[.., H * G, D]``.
+    """Heads of ``Strides.sums``, and columns of each unit; ``query`` is ``[.., H * G, D]``.
 
     A unit has several columns where it is longer than a tile.
     """

@@ -5,7 +5,7 @@ The stride's plan selects the survivors (``keep``). New ranks are prefix sums; t
 survivor takes the k-th free slot. Evicted tokens never touch a page. No loop runs over tokens.
 
 All of it is one launch. Several programs share out the rows that are to be copied, and each makes
-the choice for itself: nothing is read of what any of them writes, because ``attend_strides`` left
+the choice for itself: nothing is read of what any of them writes, because ``StrideAttention`` left
 what the pages said. In pages of units all of this is about units, and columns are theirs. A
 stride's last unit may not be complete; it always stays, and its keys are written turned to where
 it then stands: its other tokens come after the stride's evictions, and one ``born`` has to fit all
@@ -275,7 +275,15 @@ def num_programs(num_rows: int, num_sets: int) -> int:
 
 
 class StrideInsertion:
-    """``insert_strides`` of one layer: what no step changes."""
+    """Insertion of strides in one layer.
+
+    Args:
+        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
+        rotation: fp32, of ``rotate``; read where pages are of units.
+        interleaved: rotary pairs are (2i, 2i + 1).
+        reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
+        salts: int32 ``[num_sets]``, hashed into the host's scores; None: used as they are.
+    """
 
     def __init__(
         self,
@@ -351,64 +359,3 @@ class StrideInsertion:
             SCORE_TILE=strides.score_tile,
             **self._constants,
         )
-
-
-def insert_strides(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    score: torch.Tensor,
-    token: torch.Tensor | None,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-    sums: torch.Tensor | None,
-    given: torch.Tensor | None,
-    line: torch.Tensor,
-    plans: torch.Tensor,
-    reduction: str,
-    query_heads: int,
-    parts: int,
-    notes: torch.Tensor,
-    values: torch.Tensor,
-    recall: torch.Tensor | None = None,
-) -> None:
-    """Insert ``R`` strides.
-
-    Args:
-        key, value: ``[num_tokens, H, D]`` of the whole step, keys rotated at cache positions.
-        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
-        table: int32 ``[>= R, P]``.
-        steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides (``stride_columns``).
-        rotation: fp32, of ``rotate``; read where pages are of units.
-        interleaved: rotary pairs are (2i, 2i + 1).
-        sums: fp32 of ``column_sums``, or None where attention makes no scores.
-        given: fp32 ``[num_tokens]``, scores that the host made, or None.
-        line: of ``attend_strides``.
-        plans: int32, what ``PLAN`` points into: first, last and excess of a range; or where each
-            group begins, the end of the last, and then the columns of all, in order.
-        reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
-        query_heads: of a set, over all tensor-parallel ranks.
-        parts: columns of ``sums`` for a unit (``num_sums``).
-        notes: int32 ``[R, S, programs, NUMBER_ROWS, W]``, as wide as the longest line or the most
-            slots of a request, in units; written.
-        values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, likewise.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``, where evicted units come back.
-    """
-    layer = StrideInsertion(kv, rank, born, score, token, rotation, interleaved, reduction)
-    strides = Strides(
-        *(steps, table),
-        line=line,
-        sums=sums,
-        parts=parts,
-        query_heads=query_heads,
-        given=given,
-        plans=plans,
-        notes=notes,
-        values=values,
-        recall=recall,
-    )
-    layer(Tokens(None, key, value), strides)

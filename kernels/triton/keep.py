@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """New ranks of a stride's columns: where its choice is made, and what is noted of it.
 
-``insert_strides`` does it to write. Where evicted units are stored, who leaves is asked beforehand
-as well (``keep_of_strides``), while pages still hold it. Units that were evicted and are back stand
+``StrideInsertion`` does it to write. Where evicted units are stored, who leaves is asked beforehand
+as well (``StrideChoice``), while pages still hold it. Units that were evicted and are back stand
 behind the sinks; plans know nothing of them.
 """
 
@@ -176,7 +176,7 @@ def _keep_of_strides(
 
 
 class StrideChoice:
-    """``keep_of_strides`` of one layer: what no step changes."""
+    """Which units of strides and their lines survive ``StrideInsertion`` in one layer."""
 
     def __init__(
         self,
@@ -189,7 +189,12 @@ class StrideChoice:
         self._constants = {"REDUCTION": reduction, "UNIT": unit, "TILE": 1024, "num_warps": 8}
 
     def __call__(self, strides: Strides) -> torch.Tensor:
-        """Write ``notes`` and ``values``; returns the ranks, a part of ``notes``."""
+        """Write ``notes`` and ``values``.
+
+        Returns:
+            int32 ``[R, S, W]``, a part of ``notes``: each unit's rank afterwards, -1 if it leaves;
+            the line's units come first, then the stride's.
+        """
         assert strides.notes is not None and strides.recall is not None
         if strides.num_rows:
             _keep_of_strides[(strides.num_rows, strides.num_sets)](
@@ -214,40 +219,3 @@ class StrideChoice:
                 **self._constants,
             )
         return strides.notes[:, :, 0, NEW_RANK.value]
-
-
-def keep_of_strides(
-    token: torch.Tensor | None,
-    steps: torch.Tensor,
-    recall: torch.Tensor,
-    unit: int,
-    sums: torch.Tensor | None,
-    given: torch.Tensor | None,
-    line: torch.Tensor,
-    plans: torch.Tensor,
-    reduction: str,
-    query_heads: int,
-    parts: int,
-    notes: torch.Tensor,
-    values: torch.Tensor,
-) -> torch.Tensor:
-    """Who of ``R`` strides and their lines will survive ``insert_strides``, whose arguments
-    these are.
-
-    Returns:
-        int32 ``[R, S, W]``, a part of ``notes``: columns' ranks afterwards, -1 of those that leave;
-        columns are units, those of the line and then the stride's.
-    """
-    strides = Strides(
-        steps,
-        line=line,
-        sums=sums,
-        parts=parts,
-        query_heads=query_heads,
-        given=given,
-        plans=plans,
-        notes=notes,
-        values=values,
-        recall=recall,
-    )
-    return StrideChoice(token, unit, reduction)(strides)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of strides of a prompt: each over its request's pages and, causally, itself.
 
-``attend_strides`` is flash attention over the pages, in the order of slots, since a softmax has no
+``StrideAttention`` is flash attention over the pages, in the order of slots, since a softmax has no
 order; a key that was written at another position than its rank is rotated by the difference as it
-is read. Log-sum-exps go out, from which ``column_sums`` makes the scores, and what the pages say
+is read. Log-sum-exps go out, from which ``ColumnSums`` makes the scores, and what the pages say
 of every cached unit, by rank: later kernels that write the pages must not read them.
 Where there are few query heads, programs share out the keys as well (``split``).
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691); strided prefill of Cascading KV Cache
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .configs import WHOLE, Config, Split, prefill_config
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
-from .split import Partial, is_last, join_parts, leave_part, slots_of_part
+from .split import is_last, join_parts, leave_part, slots_of_part
 from .strides import LINE_WORDS, Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
@@ -234,7 +234,17 @@ def check_new(query: torch.Tensor, key: torch.Tensor, kv: torch.Tensor) -> None:
 
 
 class StrideAttention:
-    """``attend_strides`` of one layer with ``num_queries`` query heads: what no step changes."""
+    """Attention of strides in one layer, none of which begins inside a unit.
+
+    Args:
+        kv, rank, born, score, token: ``Pages`` views.
+        rotation: ``[max_distance + 1, 2, rotary_dim / 2]`` of ``rotate``; None: keys stay.
+        interleaved: rotary pairs are (2i, 2i + 1).
+        slopes: fp32 ``[H * G]`` of ALiBi, or None.
+        num_queries: query heads, ``H * G``.
+        sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
+        split: splits attention over keys.
+    """
 
     def __init__(
         self,
@@ -277,7 +287,7 @@ class StrideAttention:
         self._constants = {**own, **constants}
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
-        """Write ``output``, ``lse`` and ``line``."""
+        """Write the strides' rows of ``output`` and ``lse``, and the cached units of ``line``."""
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
         assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
         if strides.num_rows == 0 or strides.max_length == 0:
@@ -310,57 +320,3 @@ class StrideAttention:
             **self._fixed,
             **self._constants,
         )
-
-
-def attend_strides(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    score: torch.Tensor,
-    token: torch.Tensor | None,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-    slopes: torch.Tensor | None,
-    logit_scale: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    max_length: int,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    line: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    split: Split = WHOLE,
-    partial: Partial | None = None,
-) -> None:
-    """Attention of ``R`` strides, none of which begins inside a unit.
-
-    Args:
-        query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
-        key, value: ``[num_tokens, H, D]``, keys rotated likewise.
-        kv, rank, born, score, token: ``Pages`` views.
-        table: int32 ``[>= R, P]`` block numbers.
-        steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides.
-        rotation: ``[max_distance + 1, 2, rotary_dim / 2]`` of ``rotate``; None: keys stay.
-        interleaved: rotary pairs are (2i, 2i + 1).
-        slopes: fp32 ``[H * G]`` of ALiBi, or None.
-        logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
-        max_length: the longest stride.
-        output: like ``query``; the strides' rows are written.
-        lse: fp32 ``[num_tokens, H * G]`` log-sum-exps, written for the strides' tokens.
-        line: int32 ``[R, S, LINE_WORDS, W]``, written as far as units are cached.
-        sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
-        split: over keys; ``partial``: what its parts leave each other.
-    """
-    layer = StrideAttention(
-        *(kv, rank, born, score, token, rotation, interleaved, slopes, scale, softcap),
-        num_queries=query.shape[1],
-        sinks=sinks,
-        split=split,
-    )
-    strides = Strides(steps, table, max_length, lse=lse, line=line, partial=partial)
-    layer(Tokens(query, key, value, output, logit_scale), strides)

@@ -70,11 +70,22 @@ class Strides:
         steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides (``stride_columns``).
         table: int32 ``[>= R, P]`` block numbers.
         max_length, max_slots: the longest stride, and the most slots in use before.
-        lse, line, partial: of ``attend_strides``; ``partial`` None where it is not split.
-        decays, sums: of ``column_sums``; ``sums`` None where attention makes no scores.
+        lse: fp32 ``[num_tokens, H * G]``, log-sum-exps.
+        line: int32 ``[R, S, LINE_WORDS, W]``, what ``StrideAttention`` notes of cached units.
+        partial: what parts of attention leave each other; None where it is not split.
+        decays: fp32 ``[>= max_length]``: entry ``i`` is the weight of the query with ``i`` queries
+            of its stride after it.
+        sums: fp32 ``[R, num_heads, W * parts]`` with both as ``num_sums`` says; None where
+            attention makes no scores.
         parts: columns of ``sums`` for a unit.
         query_heads: of a set, over all tensor-parallel ranks.
-        given, plans, notes, values, recall: of ``insert_strides``.
+        given: fp32 ``[num_tokens]``, scores that the host made, or None.
+        plans: int32, what ``PLAN`` points into: first, last and excess of a range; or where each
+            group begins, the end of the last, and then the columns of all, in order.
+        notes: int32 ``[R, S, programs, NUMBER_ROWS, W]``, as wide as the longest line or the most
+            slots of a request, in units.
+        values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, likewise.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``, where evicted units come back.
     """
 
     steps: torch.Tensor

@@ -330,9 +330,9 @@ def test_strides_are_judged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     plain, layer, stores = two_layers(shape, settings, 16, monkeypatch)
     judged: list[int] = []
 
-    def judge(query: torch.Tensor, *args: Any) -> torch.Tensor:
-        judged.append(len(args[2]))
-        return judge_units(query, *args)
+    def judge(*, steps: torch.Tensor, **others: Any) -> torch.Tensor:
+        judged.append(len(steps))
+        return judge_units(steps=steps, **others)
 
     monkeypatch.setattr(cuda_recall, "judge_units", judge)
     table, names = torch.arange(1, 16).view(3, 5).int(), ["a", "b", "c"]

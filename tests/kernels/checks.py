@@ -68,11 +68,23 @@ def _expected(
     """What ``gather_reference`` and, for the new tokens, ``attend_strides_reference`` return."""
     case = cache.case
     old = gather_reference(
-        *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
-        *(case.inv_freq, case.interleaved, case.shifts[row]),
+        kv=cache.kv,
+        rank=cache.rank,
+        born=cache.born,
+        score=cache.score,
+        blocks=cache.table[row],
+        step=step,
+        inv_freq=case.inv_freq,
+        interleaved=case.interleaved,
+        shift=case.shifts[row],
     )
+    query, key, value = new
     return old, attend_strides_reference(
-        *(*new, *old[:2]),
+        query=query,
+        key=key,
+        value=value,
+        old_keys=old[0],
+        old_values=old[1],
         scale=case.head_size**-0.5,
         slopes=case.slopes,
         logit_scale=factors,
@@ -94,10 +106,9 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     factors = torch.rand(num_rows) + 0.5 if case.logit_scale else torch.ones(num_rows)
     scale = case.head_size**-0.5
     ours = cache.to(device)
-    dsteps, dq, dk, dv, slopes, sinks, dpositions, dfactors = on(
-        *(device, steps, query, key, value, case.slopes, case.sink_logits, positions),
-        factors if case.logit_scale else None,
-    )
+    dsteps, dq, dk, dv, dpositions = on(device, steps, query, key, value, positions)
+    slopes, sinks = on(device, case.slopes, case.sink_logits)
+    (dfactors,) = on(device, factors if case.logit_scale else None)
     splits = case.splits
     if splits is None:
         slots = ours.table.shape[1] * case.block_size
@@ -180,14 +191,30 @@ def _check_ranks(
         made: logits, the new tokens' own, and log-sum-exps.
     """
     case, num = ours.case, made[0].shape[1] // 2
-    where = again.rank, again.table, steps, case.reduction, case.unit
-    ranks = [
-        head_masses(*(x[:, half].contiguous() for x in made), *where)
-        for half in (slice(0, num), slice(num, None))
-    ]
+    ranks = []
+    for half in (slice(0, num), slice(num, None)):
+        logits, own, lse = (x[:, half].contiguous() for x in made)
+        masses = head_masses(
+            logits=logits,
+            own=own,
+            lse=lse,
+            rank=again.rank,
+            table=again.table,
+            steps=steps,
+            reduction=case.reduction,
+            unit=case.unit,
+        )
+        ranks.append(masses)
     both = torch.stack(ranks)
     masses = both.mean(0) if case.reduction == "mean" else both.amax(0)
-    new = update_from(masses, again.rank, again.score, *where[1:3], case.unit)
+    new = update_from(
+        masses=masses,
+        rank=again.rank,
+        score=again.score,
+        table=again.table,
+        steps=steps,
+        unit=case.unit,
+    )
     for row in real_rows(case):
         places = chronological(again, row, steps[row].tolist())[0]
         scores = [cache.to("cpu").words("score", row).gather(1, places) for cache in (again, ours)]

@@ -132,10 +132,9 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         at = own[columns.CACHED] + next(strides_shifts[own[stride_columns.CHUNK]])
         positions[first : first + length] = at + torch.arange(length)
     ours, far = cache.to(device), replace(case, max_distance=case.max_distance + 3 * place + 600)
-    dq, dk, dv, dsteps, dchunks, dpositions, slopes, sinks, dfactors = on(
-        *(device, query, key, value, strides, chunks, positions, case.slopes, case.sink_logits),
-        factors if case.logit_scale else None,
-    )
+    dq, dk, dv, dsteps, dchunks = on(device, query, key, value, strides, chunks)
+    dpositions, slopes, sinks = on(device, positions, case.slopes, case.sink_logits)
+    (dfactors,) = on(device, factors if case.logit_scale else None)
     output = torch.full_like(dq, torch.nan)
     finished = dsteps.new_zeros(len(chunks), 2 * case.num_heads)
     attend_chunks(
@@ -173,8 +172,13 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         moves = zip(own, drops[row], shifts[row][:-1], strict=True)
         for step, gone, shift in moves:
             part = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
+            old_keys, old_values = line.at_ranks(case, shift)
             expected, _, _ = attend_strides_reference(
-                *(query[part], key[part], value[part], *line.at_ranks(case, shift)),
+                query=query[part],
+                key=key[part],
+                value=value[part],
+                old_keys=old_keys,
+                old_values=old_values,
                 scale=case.head_size**-0.5,
                 slopes=case.slopes,
                 logit_scale=factors[part],

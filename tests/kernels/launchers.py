@@ -8,13 +8,13 @@ import torch
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.chunk import attend_chunks
-from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums
+from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.combine import merge, update
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, prefill_config
 from vllm_cascade.kernels.triton.insert import insert
-from vllm_cascade.kernels.triton.insert_stride import insert_strides
-from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
-from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
+from vllm_cascade.kernels.triton.keep import StrideChoice
+from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall import RECALL, judge_units
 from vllm_cascade.kernels.triton.recall_choose import recall_units
 from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
@@ -26,6 +26,13 @@ from vllm_cascade.kernels.triton.schedule import (
     schedule,
 )
 from vllm_cascade.kernels.triton.split import MARKS, Partial
+from vllm_cascade.kernels.triton.strides import (
+    LINE_WORDS,
+    NUMBER_ROWS,
+    VALUE_ROWS,
+    Strides,
+    Tokens,
+)
 from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS
 
 
@@ -97,7 +104,13 @@ class Layer:
         self.born = torch.empty_like(self.rank)
         self.score = _meta(blocks, sets, units, dtype=f32)
         token = torch.empty_like(self.rank) if shape.token else None
-        self.words = self.kv, self.rank, self.born, self.score, token
+        self.words = {
+            "kv": self.kv,
+            "rank": self.rank,
+            "born": self.born,
+            "score": self.score,
+            "token": token,
+        }
         self.table = _meta(shape.batch, shape.pages, dtype=i32)
         self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
         half = size // 2 if shape.rotary and not shape.alibi else 0
@@ -121,7 +134,14 @@ class Layer:
         tables = ScheduleTables(rows, heads, shape.unit)
         shared = positions if shape.window else None  # others say them
         own = None if shape.window else positions
-        schedule(lengths, self.table, tables, lengths, self.steps, own)
+        schedule(
+            seq_lens=lengths,
+            blocks=self.table,
+            tables=tables,
+            schedule_of=lengths,
+            steps=self.steps,
+            positions=own,
+        )
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
         parts, parts_lse, logits, own = attend._init_fn(
             query=self.query,
@@ -143,58 +163,118 @@ class Layer:
             positions=shared,
         )
         output = torch.empty_like(self.query)
-        lse = merge._init_fn(parts, parts_lse, self.steps, output, self.sinks)
+        lse = merge._init_fn(
+            partial=parts, partial_lse=parts_lse, steps=self.steps, output=output, sinks=self.sinks
+        )
+        scored = {"rank": self.rank, "score": self.score, "table": self.table, "steps": self.steps}
         if shape.keep_logits:
-            rows = logits, own, lse, self.rank, self.score, self.table, self.steps
-            update._init_fn(*rows, shape.reduction, shape.unit)
+            update._init_fn(
+                logits=logits,
+                own=own,
+                lse=lse,
+                **scored,
+                reduction=shape.reduction,
+                unit=shape.unit,
+            )
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
-        assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps, shape.unit)
+        assign._init_fn(given=given, ranks=ranks, **scored, unit=shape.unit)
         insert._init_fn(
-            *(self.key, self.key, _meta(shape.batch, self.sets, dtype=f32), *self.words),
-            *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits, shared),
+            key=self.key,
+            value=self.key,
+            new_score=_meta(shape.batch, self.sets, dtype=f32),
+            **self.words,
+            table=self.table,
+            steps=self.steps,
+            rules=_meta(9, 4, dtype=i32),
+            has_cells=shape.keep_logits,
+            positions=shared,
         )
 
     def prefill(self) -> None:
         """Attend, column sums and insert of one stride, and all strides of a chunk at once."""
         shape, f32, i32 = self.shape, torch.float32, torch.int32
-        steps, table, tokens = self.steps[:1], self.table[:1], shape.stride
-        query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
-        key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
-        scale = _meta(tokens, dtype=f32) if shape.logit_scale else None
-        common = (shape.interleaved, self.slopes, scale, 0.088, shape.softcap, tokens)
-        output, lse = torch.empty_like(query), _meta(tokens, self.queries, dtype=f32)
-        width = (2048 + tokens) // shape.unit
-        line = _meta(1, self.sets, LINE_WORDS, width, dtype=i32)
-        pages, where = self.words[:3], (table, steps, self.decode_rotation)
+        steps, table, num_tokens = self.steps[:1], self.table[:1], shape.stride
+        query = _meta(num_tokens, self.queries, shape.head_size, dtype=shape.dtype)
+        key = _meta(num_tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
+        scale = _meta(num_tokens, dtype=f32) if shape.logit_scale else None
+        output, width = torch.empty_like(query), (2048 + num_tokens) // shape.unit
         split, partial = WHOLE, None
         if shape.parts > 1:
             tile = prefill_config(query.device, shape.dtype, shape.head_size).tile
             split = Split(shape.parts, -(-2048 // (shape.parts * tile)) * tile)
-            each, counters = (tokens, self.queries, shape.parts), _meta(tokens * self.queries)
-            sums, marks = _meta(*each, shape.head_size, dtype=f32), _meta(*each, MARKS, dtype=f32)
-            partial = Partial(sums, marks, counters)
-        last = output, lse, line, self.sinks, split, partial
-        attend_strides(query, key, key, *self.words, *where, *common, *last)
-        positions, finished = _meta(tokens, dtype=torch.int64), _meta(1, 2 * shape.num_heads)
-        attend_chunks(
-            *(query, key, key, *self.words, table, steps, steps, positions, finished),
-            *(self.decode_rotation, self.rotation, *common, output, self.sinks, shape.window),
-        )
+            each = num_tokens, self.queries, shape.parts
+            partial = Partial(
+                output=_meta(*each, shape.head_size, dtype=f32),
+                marks=_meta(*each, MARKS, dtype=f32),
+                arrived=_meta(num_tokens * self.queries),
+            )
         sums, parts = None, 1
         if shape.keep_logits:
             heads, parts = num_sums(query, shape.num_heads, shape.unit, shape.reduction)
             sums = _meta(1, heads, width * parts, dtype=f32)
-            column_sums(
-                *(query, key, *pages, *where, *common, lse, _meta(tokens, dtype=f32)),
-                *(shape.reduction, 2048, sums),
+        tokens = Tokens(query=query, key=key, value=key, output=output, logit_scale=scale)
+        strides = Strides(
+            steps=steps,
+            table=table,
+            max_length=num_tokens,
+            max_slots=2048,
+            lse=_meta(num_tokens, self.queries, dtype=f32),
+            line=_meta(1, self.sets, LINE_WORDS, width, dtype=i32),
+            partial=partial,
+            decays=_meta(num_tokens, dtype=f32),
+            sums=sums,
+            parts=parts,
+            query_heads=self.queries // self.sets,
+            given=None if shape.keep_logits else _meta(num_tokens, dtype=f32),
+            plans=_meta(9000, dtype=i32),
+            notes=_meta(1, self.sets, 8, NUMBER_ROWS, width, dtype=i32),
+            values=_meta(1, self.sets, 8, VALUE_ROWS, width, dtype=f32),
+        )
+        reads = {"slopes": self.slopes, "scale": 0.088, "softcap": shape.softcap}
+        turning = {"rotation": self.decode_rotation, "interleaved": shape.interleaved}
+        attention = StrideAttention(
+            **self.words,
+            **turning,
+            **reads,
+            num_queries=self.queries,
+            sinks=self.sinks,
+            split=split,
+        )
+        attention(tokens, strides)
+        attend_chunks(
+            query=query,
+            key=key,
+            value=key,
+            **self.words,
+            table=table,
+            steps=steps,
+            chunks=steps,
+            positions=_meta(num_tokens, dtype=torch.int64),
+            finished=_meta(1, 2 * shape.num_heads),
+            **turning,
+            new_rotation=self.rotation,
+            **reads,
+            logit_scale=scale,
+            max_length=num_tokens,
+            output=output,
+            sinks=self.sinks,
+            window=shape.window,
+        )
+        if shape.keep_logits:
+            read = {name: self.words[name] for name in ("kv", "rank", "born")}
+            sums_of = ColumnSums(
+                **read, **turning, **reads, reduction=shape.reduction, num_queries=self.queries
             )
-        given = None if shape.keep_logits else _meta(tokens, dtype=f32)
-        notes = _meta(1, self.sets, 8, NUMBER_ROWS, width, dtype=i32)
-        values = _meta(1, self.sets, 8, VALUE_ROWS, width, dtype=f32)
-        insert_strides(
-            *(key, key, *self.words, table, steps, self.rotation, shape.interleaved, sums, given),
-            *(line, _meta(9000, dtype=i32), shape.reduction, self.queries // self.sets, parts),
-            *(notes, values),
+            sums_of(tokens, strides)
+        self._insertion(self.words)(tokens, strides)
+
+    def _insertion(self, words: dict[str, torch.Tensor | None]) -> StrideInsertion:
+        shape = self.shape
+        return StrideInsertion(
+            **words,
+            rotation=self.rotation,
+            interleaved=shape.interleaved,
+            reduction=shape.reduction,
         )
 
     def recall(self, asking: int = 1) -> None:
@@ -206,61 +286,61 @@ class Layer:
         codes = _meta(*keys, shape.head_size, dtype=torch.int8)
         scales, words = _meta(*keys, dtype=torch.float32), _meta(self.sets, rings, dtype=i32)
         recall = _meta(shape.batch, RECALL.value, dtype=i32)
-        turning = self.rotation, shape.interleaved
-        token = torch.empty_like(self.rank)
+        turning = {"rotation": self.rotation, "interleaved": shape.interleaved}
+        own = self.words | {"token": torch.empty_like(self.rank)}
+        where = {"table": self.table, "steps": self.steps, "recall": recall}
         query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
         evidence = judge_units._init_fn(
-            *(query, codes, scales, self.steps, recall, *turning, 0.088, capacity, self.sets),
-            asking,
+            query=query,
+            codes=codes,
+            scales=scales,
+            steps=self.steps,
+            recall=recall,
+            **turning,
+            scale=0.088,
+            capacity=capacity,
+            num_sets=self.sets,
+            most_asking=asking,
         )
         recall_units._init_fn(
             evidence=evidence,
             rows=rows,
             stored_born=words,
             stored_token=words,
-            kv=self.kv,
-            rank=self.rank,
-            born=self.born,
-            score=self.score,
-            token=token,
-            table=self.table,
-            steps=self.steps,
-            recall=recall,
+            **own,
+            **where,
             exchanged=_meta(1, dtype=i32),
             most=shape.recall,
         )
-        lines = self.kv, self.rank, self.born, token, self.table, self.steps, recall
-        store = *turning, rows, codes, scales, words, words, capacity
+        line = {name: own[name] for name in ("kv", "rank", "born", "token")}
+        store = {
+            **line,
+            **where,
+            **turning,
+            "rows": rows,
+            "codes": codes,
+            "scales": scales,
+            "stored_born": words,
+            "stored_token": words,
+            "capacity": capacity,
+        }
         if asking == 1:
-            ranks = ranks_before._init_fn(self.rank, self.table, self.steps, recall, shape.unit)
-            store_units._init_fn(None, ranks, None, None, *lines, *store)
+            ranks = ranks_before._init_fn(rank=self.rank, **where, unit=shape.unit)
+            store_units._init_fn(keep=None, ranks=ranks, key=None, value=None, **store)
             return
         key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
         width = (2048 + tokens) // shape.unit
-        line = _meta(shape.batch, self.sets, LINE_WORDS, width, dtype=i32)
-        notes = _meta(shape.batch, self.sets, 8, NUMBER_ROWS, width, dtype=i32)
-        values = _meta(shape.batch, self.sets, 8, VALUE_ROWS, width, dtype=torch.float32)
         heads, parts = num_sums(query, shape.num_heads, shape.unit, shape.reduction)
-        sums = _meta(shape.batch, heads, width * parts, dtype=torch.float32)
-        plans = _meta(9000, dtype=i32)
-        keep = keep_of_strides(
-            token=token,
-            steps=self.steps,
-            recall=recall,
-            unit=shape.unit,
-            sums=sums,
-            given=None,
-            line=line,
-            plans=plans,
-            reduction=shape.reduction,
-            query_heads=self.queries // self.sets,
+        strides = Strides(
+            **where,
+            line=_meta(shape.batch, self.sets, LINE_WORDS, width, dtype=i32),
+            sums=_meta(shape.batch, heads, width * parts, dtype=torch.float32),
             parts=parts,
-            notes=notes,
-            values=values,
+            query_heads=self.queries // self.sets,
+            plans=_meta(9000, dtype=i32),
+            notes=_meta(shape.batch, self.sets, 8, NUMBER_ROWS, width, dtype=i32),
+            values=_meta(shape.batch, self.sets, 8, VALUE_ROWS, width, dtype=torch.float32),
         )
-        store_units._init_fn(keep, None, key, key, *lines, *store)
-        insert_strides(
-            *(key, key, self.kv, self.rank, self.born, self.score, token, self.table, self.steps),
-            *(*turning, sums, None, line, plans, shape.reduction, self.queries // self.sets),
-            *(parts, notes, values, recall),
-        )
+        keep = StrideChoice(own["token"], shape.unit, shape.reduction)(strides)
+        store_units._init_fn(keep=keep, ranks=None, key=key, value=key, **store)
+        self._insertion(own)(Tokens(query=None, key=key, value=key), strides)

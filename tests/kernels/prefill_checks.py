@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a prompt's strides, and the scores it makes, against fp64; also split over keys."""
 
+from dataclasses import replace
+
 import torch
 
 from tests.kernels.random_pool import (
@@ -23,11 +25,12 @@ from tests.kernels.references import (
     in_units,
 )
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.column_sums import column_sums, num_sums, reduced
+from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums, reduced
 from vllm_cascade.kernels.triton.configs import WHOLE, Split
-from vllm_cascade.kernels.triton.prefill import LINE_WORDS, attend_strides
+from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype
 from vllm_cascade.kernels.triton.split import MARKS, Partial
+from vllm_cascade.kernels.triton.strides import LINE_WORDS, Strides, Tokens
 
 DECAY, WEIGHT = 0.97, 0.03
 
@@ -48,38 +51,51 @@ class StrideBatch:
         if case.logit_scale:
             self.factors = torch.rand(num_tokens) + 0.5
         self.ours = self.cache.to(device)
-        self._steps, *tokens, slopes, self._sinks, factors = on(
-            *(device, self.steps, self.query, self.key, self.value, case.slopes, case.sink_logits),
-            self.factors if case.logit_scale else None,
-        )
-        self._tokens, self._turning = tokens, table_of(case, device, decode_dtype(case.dtype))
-        scale = case.head_size**-0.5
-        self._rest = case.interleaved, slopes, factors, scale, case.softcap, self.longest
+        self._steps, query, key, value = on(device, self.steps, self.query, self.key, self.value)
+        slopes, self._sinks = on(device, case.slopes, case.sink_logits)
+        (factors,) = on(device, self.factors if case.logit_scale else None)
+        self._tokens = Tokens(query=query, key=key, value=value, logit_scale=factors)
+        self._layer = {
+            "kv": self.ours.kv,
+            "rank": self.ours.rank,
+            "born": self.ours.born,
+            "rotation": table_of(case, device, decode_dtype(case.dtype)),
+            "interleaved": case.interleaved,
+            "slopes": slopes,
+            "scale": case.head_size**-0.5,
+            "softcap": case.softcap,
+            "num_queries": query.shape[1],
+        }
         self.width = (max(n or 0 for n in case.lengths) + self.longest) // case.unit + 2
-
-    def _where(self, rows: slice) -> tuple[torch.Tensor | None, ...]:
-        return self.ours.table[rows], self._steps[rows], self._turning
 
     def attend(
         self, split: Split = WHOLE, partial: Partial | None = None, rows: slice = slice(None)
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, log-sum-exps and lines; poison where nothing was written."""
-        query, ours = self._tokens[0], self.ours
+        query, ours = self._tokens.query, self.ours
         output, lse = torch.full_like(query, torch.nan), query.new_full(query.shape[:2], torch.nan)
         steps = self._steps[rows]
         line = steps.new_full((len(steps), self.case.num_sets, LINE_WORDS, self.width), -9)
         lse = lse.float()
-        attend_strides(
-            *(*self._tokens, ours.kv, ours.rank, ours.born, ours.score, ours.token),
-            *(*self._where(rows), *self._rest, output, lse, line, self._sinks, split, partial),
+        layer = StrideAttention(
+            **self._layer, score=ours.score, token=ours.token, sinks=self._sinks, split=split
         )
+        strides = Strides(
+            steps=steps,
+            table=ours.table[rows],
+            max_length=self.longest,
+            lse=lse,
+            line=line,
+            partial=partial,
+        )
+        layer(replace(self._tokens, output=output), strides)
         return output, lse, line
 
     def partial(self, split: Split) -> Partial | None:
         """What parts leave each other: poison, and counters at 0."""
         if split == WHOLE:
             return None
-        query = self._tokens[0]
+        query = self._tokens.query
         shape = *query.shape[:2], split.splits
         output = torch.full((*shape, query.shape[2]), torch.nan, device=query.device)
         marks = torch.full((*shape, MARKS), torch.nan, device=query.device)
@@ -88,19 +104,26 @@ class StrideBatch:
 
     def sums(self, lse: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Column sums, and how many of them a unit has."""
-        case, ours = self.case, self.ours
+        case = self.case
         decays = (WEIGHT * DECAY ** torch.arange(self.longest, dtype=torch.float64)).float()
         heads, parts = num_sums(self.query, case.num_heads, case.unit, case.reduction)
         sums = lse.new_empty(len(self.steps), heads, self.width * parts)
-        column_sums(
-            *(*self._tokens[:2], ours.kv, ours.rank, ours.born, *self._where(slice(None))),
-            *(*self._rest, lse, decays.to(lse.device), case.reduction, max(self.cache.slots), sums),
+        strides = Strides(
+            steps=self._steps,
+            table=self.ours.table,
+            max_length=self.longest,
+            max_slots=max(self.cache.slots),
+            lse=lse,
+            decays=decays.to(lse.device),
+            sums=sums,
+            parts=parts,
         )
+        ColumnSums(**self._layer, reduction=case.reduction)(self._tokens, strides)
         return sums, parts
 
 
 def check_prefill(case: Case, device: torch.device | str) -> dict[str, float]:
-    """``attend_strides`` and ``column_sums``, and what the first leaves for ``insert_strides``."""
+    """``StrideAttention`` and ``ColumnSums``, and what the first leaves for ``StrideInsertion``."""
     batch = StrideBatch(case, device)
     return _compare(batch, *batch.attend())
 
@@ -120,12 +143,22 @@ def _compare(
         start, units = step[columns.START], step[columns.CACHED] // case.unit
         rows = slice(start, start + step[columns.LENGTH])
         written[rows] = True
-        old = gather_reference(
-            *(cache.kv, cache.rank, cache.born, cache.score, cache.table[row], step),
-            *(case.inv_freq, case.interleaved),
+        old_keys, old_values, *_ = gather_reference(
+            kv=cache.kv,
+            rank=cache.rank,
+            born=cache.born,
+            score=cache.score,
+            blocks=cache.table[row],
+            step=step,
+            inv_freq=case.inv_freq,
+            interleaved=case.interleaved,
         )
         expected, norm, probs = attend_strides_reference(
-            *(query[rows], key[rows], value[rows], *old[:2]),
+            query=query[rows],
+            key=key[rows],
+            value=value[rows],
+            old_keys=old_keys,
+            old_values=old_values,
             scale=case.head_size**-0.5,
             slopes=case.slopes,
             logit_scale=factors[rows],

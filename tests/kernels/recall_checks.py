@@ -208,14 +208,23 @@ def check_recall(
                 0, 200, (number[row],), generator=generator
             ).int()
     ours, exchanged = cache.to(device), torch.zeros(1, dtype=torch.int32, device=device)
-    rows, _, _, *words = rings.on(device)
+    rows, _, _, born, token = rings.on(device)
+    devidence, dsteps, drecall = on(device, evidence, steps, recall)
     chosen = recall_units(
-        *on(device, evidence),
-        *(rows, *words),
-        *(ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table),
-        *on(device, steps, recall),
-        exchanged,
-        most,
+        evidence=devidence,
+        rows=rows,
+        stored_born=born,
+        stored_token=token,
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        table=ours.table,
+        steps=dsteps,
+        recall=drecall,
+        exchanged=exchanged,
+        most=most,
     ).cpu()
     came = 0
     for row in real_rows(case):
@@ -285,8 +294,8 @@ def check_store_tokens(case: Case, device: torch.device | str, capacity: int = 3
     recall = _columns(
         case, RING=[row * capacity for row in range(len(end))], END=end, STORED=stored
     )
-    words = cache.rank, cache.table, steps, recall
-    ranks = ranks_before(*on(device, *words), case.unit)
+    drank, dtable, dsteps, drecall = on(device, cache.rank, cache.table, steps, recall)
+    ranks = ranks_before(rank=drank, table=dtable, steps=dsteps, recall=drecall, unit=case.unit)
     new = torch.randn(len(case.lengths), case.num_heads, 2 * case.head_size).to(case.dtype)
     gone: dict[tuple[int, int], list[int]] = {}
     for row in real_rows(case):
@@ -303,17 +312,51 @@ def check_store_tokens(case: Case, device: torch.device | str, capacity: int = 3
             for rank, place in enumerate(kept):
                 cache.put(row, head_set, place * case.unit, rank=rank)
     ours, theirs = cache.to(device), Rings(case, capacity)
-    tensors = theirs.on(device)
-    store_units(
-        *(None, ranks, None, None, ours.kv, ours.rank, ours.born, ours.token, ours.table),
-        *on(device, steps, recall),
-        *(_turning(case, device), case.interleaved, *tensors, capacity),
-    )
+    tensors = _store(ours, theirs, device, steps, recall, ranks=ranks)
     same("pool", ours.pool, cache.pool)
     for (row, head_set), places in gone.items():
         for i, place in enumerate(places):
             _note(cache, rings, row, head_set, end[row] + i, place)
     return _same_rings(rings, tensors)
+
+
+def _store(
+    cache: Cache,
+    rings: Rings,
+    device: torch.device | str,
+    steps: torch.Tensor,
+    recall: torch.Tensor,
+    *,
+    keep: torch.Tensor | None = None,
+    ranks: torch.Tensor | None = None,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Launch ``store_units``; returns the tensors of ``rings`` on the device."""
+    rows, codes, scales, born, token = tensors = rings.on(device)
+    dsteps, drecall = on(device, steps, recall)
+    store_units(
+        keep=keep,
+        ranks=ranks,
+        key=key,
+        value=value,
+        kv=cache.kv,
+        rank=cache.rank,
+        born=cache.born,
+        token=cache.token,
+        table=cache.table,
+        steps=dsteps,
+        recall=drecall,
+        rotation=_turning(cache.case, device),
+        interleaved=cache.case.interleaved,
+        rows=rows,
+        codes=codes,
+        scales=scales,
+        stored_born=born,
+        stored_token=token,
+        capacity=rings.capacity,
+    )
+    return tensors
 
 
 def _note(cache: Cache, rings: Rings, row: int, head_set: int, number: int, place: int) -> None:
@@ -348,15 +391,8 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
         case, RING=[row * capacity for row in range(len(end))], END=end, STORED=stored
     )
     ours, theirs = cache.to(device), Rings(case, capacity)
-    tensors = theirs.on(device)
-    store_units(
-        *on(device, torch.where(keep, 0, -1).int()),
-        None,
-        *on(device, key, value),
-        *(ours.kv, ours.rank, ours.born, ours.token, ours.table),
-        *on(device, steps, recall),
-        *(_turning(case, device), case.interleaved, *tensors, capacity),
-    )
+    dkeep, dkey, dvalue = on(device, torch.where(keep, 0, -1).int(), key, value)
+    tensors = _store(ours, theirs, device, steps, recall, keep=dkeep, key=dkey, value=dvalue)
     same("pool", ours.pool, cache.pool)
     for (row, head_set), units in gone.items():
         step = steps[row].tolist()

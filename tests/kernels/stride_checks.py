@@ -27,16 +27,22 @@ from tests.kernels.references import reduce_reference, rotate_reference
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton import stride_columns
 from vllm_cascade.kernels.triton.column_sums import num_sums
-from vllm_cascade.kernels.triton.insert_stride import insert_strides
-from vllm_cascade.kernels.triton.keep import NUMBER_ROWS, VALUE_ROWS, keep_of_strides
-from vllm_cascade.kernels.triton.prefill import LINE_WORDS
+from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
+from vllm_cascade.kernels.triton.keep import StrideChoice
 from vllm_cascade.kernels.triton.rotate import rotation_table
+from vllm_cascade.kernels.triton.strides import (
+    LINE_WORDS,
+    NUMBER_ROWS,
+    VALUE_ROWS,
+    Strides,
+    Tokens,
+)
 
 FADE = 0.5
 
 
 def check_insert_strides(case: Case, device: torch.device | str, recalls: bool = False) -> float:
-    """``insert_strides`` with random plans: the whole pool, byte by byte.
+    """``StrideInsertion`` with random plans: the whole pool, byte by byte.
 
     Numbers are such that fp32 is exact, so that equal scores are equal. ``recalls``: lines have
     units behind their sinks of which plans know nothing, and more of them will come.
@@ -86,25 +92,41 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
     steps[:, columns.NEWEST_STAYS] = int(case.newest_stays)
     steps[:, stride_columns.FADE] = float_bits(FADE)
     ours = cache.to(device)
-    dsteps, dk, dv, dsums, dgiven, dline, dplans = on(
-        *(device, steps, key, value, sums, given, line, torch.cat(plans).int())
-    )
+    dsteps, dk, dv, drecall = on(device, steps, key, value, recall)
+    dsums, dgiven, dline, dplans = on(device, sums, given, line, torch.cat(plans).int())
     notes = dsteps.new_full((len(steps), case.num_sets, 3, NUMBER_ROWS, width), -7)
     values = torch.full_like(notes[..., :VALUE_ROWS, :], 7, dtype=torch.float32).contiguous()
     turning = table_of(case, device)
     if case.inv_freq is not None and recalls:
         turning = rotation_table(case.inv_freq, case.max_distance + 1, device, forward=3 * unit)
-    judges = dsums, dgiven, dline, dplans
-    rest = case.reduction, case.num_heads * case.group // case.num_sets, parts, notes, values
-    (drecall,) = on(device, recall)
+    strides = Strides(
+        steps=dsteps,
+        table=ours.table,
+        line=dline,
+        sums=dsums,
+        parts=parts,
+        query_heads=case.num_heads * case.group // case.num_sets,
+        given=dgiven,
+        plans=dplans,
+        notes=notes,
+        values=values,
+        recall=drecall if recalls else None,
+    )
     if recalls:
-        found = keep_of_strides(ours.token, dsteps, drecall, unit, *judges, *rest).cpu()
+        found = StrideChoice(ours.token, unit, case.reduction)(strides).cpu()
         for row in real_rows(case):
             same("keep", found[row, :, : keeps[row].shape[1]] >= 0, keeps[row])
-    insert_strides(
-        *(dk, dv, ours.kv, ours.rank, ours.born, ours.score, ours.token, ours.table, dsteps),
-        *(turning, case.interleaved, *judges, *rest, drecall if recalls else None),
+    insertion = StrideInsertion(
+        kv=ours.kv,
+        rank=ours.rank,
+        born=ours.born,
+        score=ours.score,
+        token=ours.token,
+        rotation=turning,
+        interleaved=case.interleaved,
+        reduction=case.reduction,
     )
+    insertion(Tokens(query=None, key=dk, value=dv), strides)
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()

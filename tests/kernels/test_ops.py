@@ -25,76 +25,134 @@ from vllm_cascade.kernels.triton import (
 CASE = Case(head_size=16, lengths=(9, 17))
 
 
-def calls(unit: int = 1) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
     """Every operator with arguments it can run on."""
     lengths = CASE.lengths if unit == 1 else (0, unit)
     cache, steps = make_cache(replace(CASE, unit=unit, lengths=lengths))
     query = torch.randn(10, 4, 16)
     key = torch.randn(10, 2, 16)
-    pages = cache.kv, cache.rank, cache.born, cache.score, cache.token
-    table = cache.table
+    names = "kv", "rank", "born", "score", "token"
+    pages = {name: getattr(cache, name) for name in names}
+    scored = {"rank": cache.rank, "score": cache.score, "table": cache.table, "steps": steps}
     rotation = rotate.rotation_table(CASE.inv_freq, 301, "cpu")
-    decode = (query[:2], key[:2], key[:2], *pages[:3], table, steps, rotation, None, None, 0.25)
-    parts, parts_lse, logits, own = attend.attend(*decode, 0.0, False, 2, True)
+    turning = {"rotation": rotation, "interleaved": False}
+    decode = {
+        "query": query[:2],
+        "key": key[:2],
+        "value": key[:2],
+        **{name: pages[name] for name in ("kv", "rank", "born")},
+        "table": cache.table,
+        "steps": steps,
+        **turning,
+        "slopes": None,
+        "logit_scale": None,
+        "scale": 0.25,
+        "softcap": 0.0,
+    }
+    parts, parts_lse, logits, own = attend.attend(**decode, splits=2, keep_logits=True)
     lse = torch.rand(10, 4)
-    rules = torch.zeros(1, 4, dtype=torch.int32)
+    made = {"logits": logits, "own": own, "lse": lse[:2], "reduction": "max", "unit": unit}
     rings = Rings(replace(CASE, unit=unit, lengths=lengths), 6)
     for tensor in rings.tensors:
         tensor.zero_()
+    stored = {"stored_born": rings.born, "stored_token": rings.token}
+    codes = {"codes": rings.codes, "scales": rings.scales, "capacity": 6}
     both = torch.zeros(2, columns.RECALL_COLUMNS, dtype=torch.int32)
     both[1, columns.HOW], both[1, columns.RING], both[1, columns.END] = columns.JUDGED, 6, 6
     both[1, columns.NOW] = both[1, columns.STORED] = 1
+    where = {"table": cache.table, "steps": steps, "recall": both}
     strides = steps.clone()
     strides[:, columns.START], strides[:, columns.LENGTH] = torch.tensor([0, 5]), 5
     stays = torch.zeros(2, 1, max(lengths) // unit + 5, dtype=torch.int32)
     stays[:, :, 0] = -1
-    evidence, turned = torch.rand(2, 1, 6), (rotation, False)
-    lines = cache.kv, cache.rank, cache.born, cache.token, table
     return {
         "judge_units": (
             recall.judge_units,
-            (query, rings.codes, rings.scales, strides, both, *turned, 0.25, 6, 1, 3),
+            {
+                "query": query,
+                "steps": strides,
+                "recall": both,
+                **codes,
+                **turning,
+                "scale": 0.25,
+                "num_sets": 1,
+                "most_asking": 3,
+            },
         ),
         "recall_units": (
             recall_choose.recall_units,
-            (
-                *(evidence, rings.rows, rings.born, rings.token, *pages, table, steps, both),
-                *(torch.zeros(1, dtype=torch.int32), 3),
-            ),
+            {
+                "evidence": torch.rand(2, 1, 6),
+                "rows": rings.rows,
+                **stored,
+                **pages,
+                **where,
+                "exchanged": torch.zeros(1, dtype=torch.int32),
+                "most": 3,
+            },
         ),
-        "ranks_before": (recall_store.ranks_before, (cache.rank, table, steps, both, unit)),
+        "ranks_before": (recall_store.ranks_before, {"rank": cache.rank, **where, "unit": unit}),
         "store_units": (
             recall_store.store_units,
-            (stays, None, key, key, *lines, strides, both, *turned, *rings.tensors, 6),
+            {
+                "keep": stays,
+                "ranks": None,
+                "key": key,
+                "value": key,
+                **{name: pages[name] for name in ("kv", "rank", "born", "token")},
+                **where,
+                "steps": strides,
+                **turning,
+                "rows": rings.rows,
+                **stored,
+                **codes,
+            },
         ),
-        "attend": (attend.attend, (*decode, 0.0, False, 2, True)),
-        "attend without logits": (attend.attend, (*decode, 0.0, False, 4, False)),
-        "merge": (combine.merge, (parts, parts_lse, steps, torch.empty(2, 4, 16))),
-        "update": (
-            combine.update,
-            (logits, own, lse[:2], cache.rank, cache.score, table, steps, "max", unit),
+        "attend": (attend.attend, {**decode, "splits": 2, "keep_logits": True}),
+        "attend without logits": (attend.attend, {**decode, "splits": 4, "keep_logits": False}),
+        "merge": (
+            combine.merge,
+            {
+                "partial": parts,
+                "partial_lse": parts_lse,
+                "steps": steps,
+                "output": torch.empty(2, 4, 16),
+            },
         ),
+        "update": (combine.update, {**made, **scored}),
         "head_masses": (
             combine.head_masses,
-            (logits, own, lse[:2], cache.rank, table, steps, "max", unit),
+            {**made, "rank": cache.rank, "table": cache.table, "steps": steps},
         ),
         "update_from": (
             combine.update_from,
-            (
-                torch.rand(2, table.shape[1] * cache.rank.shape[2] + 1),
-                *(cache.rank, cache.score, table, steps, unit),
-            ),
+            {
+                "masses": torch.rand(2, cache.table.shape[1] * cache.rank.shape[2] + 1),
+                **scored,
+                "unit": unit,
+            },
         ),
         "assign": (
             assign.assign,
-            (
-                *(torch.rand(2), torch.tensor([3, -1]).int(), cache.rank, cache.score),
-                *(table, steps, unit),
-            ),
+            {
+                "given": torch.rand(2),
+                "ranks": torch.tensor([3, -1]).int(),
+                **scored,
+                "unit": unit,
+            },
         ),
         "insert": (
             insert.insert,
-            (key[:2], key[:2], torch.rand(2, 1), *pages, table, steps, rules, True),
+            {
+                "key": key[:2],
+                "value": key[:2],
+                "new_score": torch.rand(2, 1),
+                **pages,
+                "table": cache.table,
+                "steps": steps,
+                "rules": torch.zeros(1, 4, dtype=torch.int32),
+                "has_cells": True,
+            },
         ),
     }
 
@@ -107,9 +165,12 @@ NAMES = list(calls())
 def test_fake_has_the_shapes_and_types_of_the_real_one(name: str, unit: int) -> None:
     op, arguments = calls(unit)[name]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        fake = op(*fakes)
-    real = op(*arguments)
+        fakes = {
+            name: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a
+            for name, a in arguments.items()
+        }
+        fake = op(**fakes)
+    real = op(**arguments)
     as_tuple = (lambda x: x if isinstance(x, tuple) else (x,)) if real is not None else tuple
     if real is None:
         assert fake is None
@@ -122,16 +183,12 @@ def test_fake_has_the_shapes_and_types_of_the_real_one(name: str, unit: int) -> 
 def test_schema_says_what_is_mutated(name: str) -> None:
     """An argument that is not declared as mutated must come back as it was."""
     op, arguments = calls()[name]
-    torch.library.opcheck(op, arguments, test_utils="test_schema")
+    torch.library.opcheck(op, (), arguments, test_utils="test_schema")
 
 
 def test_wrong_layouts_are_caught_at_the_boundary() -> None:
     op, arguments = calls()["attend"]
-    wrong = list(arguments)
-    wrong[3] = arguments[3].transpose(1, 2)
     with pytest.raises(AssertionError):
-        op(*wrong)
-    wrong = list(arguments)
-    wrong[0] = arguments[0].to(torch.float16)
+        op(**{**arguments, "kv": arguments["kv"].transpose(1, 2)})
     with pytest.raises(AssertionError):
-        op(*wrong)
+        op(**{**arguments, "query": arguments["query"].to(torch.float16)})

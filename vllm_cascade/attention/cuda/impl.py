@@ -117,9 +117,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         assert self._pages is not None
         self._stride_kernels = None
         if rotary is not None:
-            dtype, forward = decode_dtype(self._pages.kv.dtype), spec.policy.recalled
-            turning = rotary.inv_freq, spec.max_distance, kv_cache.device, dtype, forward
-            self._decode_rotation = rotation_table(*turning)
+            self._decode_rotation = rotation_table(
+                rotary.inv_freq,
+                spec.max_distance,
+                kv_cache.device,
+                dtype=decode_dtype(self._pages.kv.dtype),
+                forward=spec.policy.recalled,
+            )
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
         self.recall = LayerRings(self._layer, self._pages, stores, index, most_queries)
@@ -144,8 +148,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 self._decode(pages, metadata, wave.decode, new)
             if wave.prefill:
                 strides = strides or self._strides(pages, metadata, new)
+                kernels, tokens = strides
                 for rows in wave.prefill:
-                    self._prefill(*strides, rows)
+                    self._prefill(kernels, tokens, rows)
             if wave.chunks is not None:
                 self._chunks(pages, metadata, wave.chunks, new)
             for stride, recall in wave.others:
@@ -281,7 +286,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             kernels = self._kernels_of(pages, metadata.spec.policy.head_reduction, split)
             if pages is self._pages:
                 self._stride_kernels = kernels
-        return kernels, Tokens(*new, metadata.logit_scale)
+        return kernels, Tokens(**new._asdict(), logit_scale=metadata.logit_scale)
 
     def _kernels_of(self, pages: Pages, reduction: str, split: Split) -> StrideKernels:
         turning, num_queries = self._turning, self.num_heads
@@ -294,11 +299,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         }
         read, words = _words(pages, "kv", "rank", "born"), _words(pages)
         return StrideKernels(
-            StrideAttention(**words, **common, **own),
-            ColumnSums(**read, **common, reduction=reduction, num_queries=num_queries),
-            StrideChoice(pages.token, pages.unit, reduction, self._salts),
-            StrideInsertion(**words, **turning, reduction=reduction, salts=self._salts),
-            *(pages.rank.shape[1], pages.unit, reduction),
+            attention=StrideAttention(**words, **common, **own),
+            sums=ColumnSums(**read, **common, reduction=reduction, num_queries=num_queries),
+            choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
+            insertion=StrideInsertion(**words, **turning, reduction=reduction, salts=self._salts),
+            num_sets=pages.rank.shape[1],
+            unit=pages.unit,
+            reduction=reduction,
         )
 
     def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
@@ -368,7 +375,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         """One launch, whatever the number of strides."""
         turning = self._turning
         attend_chunks(
-            *(new.query, new.key, new.value),
+            query=new.query,
+            key=new.key,
+            value=new.value,
             **_words(pages),
             table=rows.table,
             steps=rows.steps,

@@ -37,7 +37,7 @@ class LayerRings:
         self._rows, self._codes, self._scales = (
             tensor[index] for tensor in (rings.rows, rings.codes, rings.scales)
         )
-        self._words = rings.born[index], rings.token[index]
+        self._born, self._token = rings.born[index], rings.token[index]
         self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
 
     @property
@@ -62,26 +62,47 @@ class LayerRings:
         """
         layer, pages, shape = self._layer, self._pages, self._shape
         asking = 1 if single else self._most_queries
-        turning = layer.rotation, not layer.is_neox
         # What memory is profiled for: the queries of one stride, or one of each request.
         num = max(self._num_requests // asking, 1)
         found = [
             judge_units(
-                *(query, self._codes, self._scales, steps[first : first + num]),
-                *(recall[first : first + num], *turning, layer.scale),
-                *(shape.most_units, shape.num_sets, asking),
+                query=query,
+                codes=self._codes,
+                scales=self._scales,
+                steps=steps[first : first + num],
+                recall=recall[first : first + num],
+                rotation=layer.rotation,
+                interleaved=not layer.is_neox,
+                scale=layer.scale,
+                capacity=shape.most_units,
+                num_sets=shape.num_sets,
+                most_asking=asking,
             )
             for first in range(0, len(steps), num)
         ]
         recall_units(
-            *(found[0] if len(found) == 1 else torch.cat(found), self._rows, *self._words),
-            *(pages.kv, pages.rank, pages.born, pages.score, pages.token),
-            *(table, steps, recall, self._exchanged, shape.most_recalled),
+            evidence=found[0] if len(found) == 1 else torch.cat(found),
+            rows=self._rows,
+            stored_born=self._born,
+            stored_token=self._token,
+            kv=pages.kv,
+            rank=pages.rank,
+            born=pages.born,
+            score=pages.score,
+            token=pages.token,
+            table=table,
+            steps=steps,
+            recall=recall,
+            exchanged=self._exchanged,
+            most=shape.most_recalled,
         )
 
     def ranks(self, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor) -> torch.Tensor:
         """What ``store`` has to know of lines into which single tokens are about to be inserted."""
-        return ranks_before(self._pages.rank, table, steps, recall, self._pages.unit)
+        pages = self._pages
+        return ranks_before(
+            rank=pages.rank, table=table, steps=steps, recall=recall, unit=pages.unit
+        )
 
     def store(
         self,
@@ -98,9 +119,25 @@ class LayerRings:
         longer ones before, with ``keep``, ``key`` and ``value``."""
         layer, pages = self._layer, self._pages
         store_units(
-            *(keep, ranks, key, value, pages.kv, pages.rank, pages.born, pages.token),
-            *(table, steps, recall, layer.rotation, not layer.is_neox),
-            *(self._rows, self._codes, self._scales, *self._words, self._shape.most_units),
+            keep=keep,
+            ranks=ranks,
+            key=key,
+            value=value,
+            kv=pages.kv,
+            rank=pages.rank,
+            born=pages.born,
+            token=pages.token,
+            table=table,
+            steps=steps,
+            recall=recall,
+            rotation=layer.rotation,
+            interleaved=not layer.is_neox,
+            rows=self._rows,
+            codes=self._codes,
+            scales=self._scales,
+            stored_born=self._born,
+            stored_token=self._token,
+            capacity=self._shape.most_units,
         )
 
     # --- a stride that runs in PyTorch ------------------------------------------------------------
@@ -130,5 +167,4 @@ class LayerRings:
         codes, scale = evidence.encode(keys)
         self._rows[:, place.to(self._rows.device)] = gone.rows[:, last].to(self._rows.device)
         self._codes[:, place], self._scales[:, place] = codes[:, last], scale[:, last]
-        for stored, words in zip(self._words, (gone.born, gone.token), strict=True):
-            stored[:, place] = words[:, last]
+        self._born[:, place], self._token[:, place] = gone.born[:, last], gone.token[:, last]

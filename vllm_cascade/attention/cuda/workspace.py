@@ -87,7 +87,10 @@ def split_of(policy: Policy, query: torch.Tensor, least: int) -> Split:
     """
     num_queries, head_size = query.shape[1:]
     return stride_split(
-        *(query.device, query.dtype, head_size, num_queries),
+        query.device,
+        query.dtype,
+        head_size=head_size,
+        num_queries=num_queries,
         longest=policy.prefill_stride,
         most_slots=policy.capacity,
         least=least,
