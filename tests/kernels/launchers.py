@@ -123,7 +123,7 @@ class Layer:
         own = None if shape.window else positions
         schedule(lengths, self.table, tables, lengths, self.steps, own)
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
-        parts, parts_lse, logits, own = attend._init_fn(
+        parts, parts_lse, logits, own = attend(
             query=self.query,
             key=self.key,
             value=self.key,
@@ -143,13 +143,13 @@ class Layer:
             positions=shared,
         )
         output = torch.empty_like(self.query)
-        lse = merge._init_fn(parts, parts_lse, self.steps, output, self.sinks)
+        lse = merge(parts, parts_lse, self.steps, output, self.sinks)
         if shape.keep_logits:
             rows = logits, own, lse, self.rank, self.score, self.table, self.steps
-            update._init_fn(*rows, shape.reduction, shape.unit)
+            update(*rows, shape.reduction, shape.unit)
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
-        assign._init_fn(given, ranks, self.rank, self.score, self.table, self.steps, shape.unit)
-        insert._init_fn(
+        assign(given, ranks, self.rank, self.score, self.table, self.steps, shape.unit)
+        insert(
             *(self.key, self.key, _meta(shape.batch, self.sets, dtype=f32), *self.words),
             *(self.table, self.steps, _meta(9, 4, dtype=i32), shape.keep_logits, shared),
         )
@@ -209,11 +209,11 @@ class Layer:
         turning = self.rotation, shape.interleaved
         token = torch.empty_like(self.rank)
         query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
-        evidence = judge_units._init_fn(
+        evidence = judge_units(
             *(query, codes, scales, self.steps, recall, *turning, 0.088, capacity, self.sets),
             asking,
         )
-        recall_units._init_fn(
+        recall_units(
             evidence=evidence,
             rows=rows,
             stored_born=words,
@@ -232,8 +232,8 @@ class Layer:
         lines = self.kv, self.rank, self.born, token, self.table, self.steps, recall
         store = *turning, rows, codes, scales, words, words, capacity
         if asking == 1:
-            ranks = ranks_before._init_fn(self.rank, self.table, self.steps, recall, shape.unit)
-            store_units._init_fn(None, ranks, None, None, *lines, *store)
+            ranks = ranks_before(self.rank, self.table, self.steps, recall, shape.unit)
+            store_units(None, ranks, None, None, *lines, *store)
             return
         key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
         width = (2048 + tokens) // shape.unit
@@ -258,7 +258,7 @@ class Layer:
             notes=notes,
             values=values,
         )
-        store_units._init_fn(keep, None, key, key, *lines, *store)
+        store_units(keep, None, key, key, *lines, *store)
         insert_strides(
             *(key, key, self.kv, self.rank, self.born, self.score, token, self.table, self.steps),
             *(*turning, sums, None, line, plans, shape.reduction, self.queries // self.sets),
