@@ -45,7 +45,6 @@ def _assign(
     tl.store(score + word, given_there, mask=found)
 
 
-@torch.library.custom_op("kv_cascade::assign", mutates_args=("score",))
 def assign(
     given: torch.Tensor,
     ranks: torch.Tensor,

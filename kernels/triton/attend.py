@@ -236,7 +236,6 @@ def masses_of(num_slots: int, unit: int) -> int:
     return num_slots // chunk_of(unit, TURNED)
 
 
-@torch.library.custom_op("kv_cascade::attend", mutates_args=())
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -384,10 +383,3 @@ def _outputs(
         empty(num_rows, num_queries, masses) if masses else empty(0),
         empty(num_rows, num_queries) if masses else empty(0),
     )
-
-
-@attend.register_fake
-def _(query, key, value, kv, rank, born, table, *others, positions=None):
-    splits, keep_logits = others[7:9]
-    num_slots, unit = table.shape[1] * kv.shape[2], kv.shape[2] // rank.shape[2]
-    return _outputs(query, splits, masses_of(num_slots, unit) if keep_logits else 0)

@@ -71,7 +71,6 @@ def _merge(
     tl.store(lse + row * NUM_QUERIES + head, top + tl.log(total))
 
 
-@torch.library.custom_op("kv_cascade::merge", mutates_args=("output",))
 def merge(
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -114,11 +113,6 @@ def merge(
         num_warps=4,
     )
     return lse
-
-
-@merge.register_fake
-def _(partial, partial_lse, steps, output, sinks=None):
-    return partial_lse.new_empty(partial.shape[:2])
 
 
 @triton.jit
@@ -242,7 +236,6 @@ def _update(
             tl.store(score + word, decay * old + weight * mass, mask=valid)
 
 
-@torch.library.custom_op("kv_cascade::update", mutates_args=("score",))
 def update(
     logits: torch.Tensor,
     own: torch.Tensor,
@@ -277,12 +270,6 @@ def update(
     return new_score
 
 
-@update.register_fake
-def _(logits, own, lse, rank, score, table, steps, reduction, unit=1):
-    return lse.new_empty(lse.shape[0], rank.shape[1])
-
-
-@torch.library.custom_op("kv_cascade::head_masses", mutates_args=())
 def head_masses(
     logits: torch.Tensor,
     own: torch.Tensor,
@@ -309,12 +296,6 @@ def head_masses(
     return masses
 
 
-@head_masses.register_fake
-def _(logits, own, lse, rank, table, steps, reduction, unit=1):
-    return lse.new_empty(lse.shape[0], table.shape[1] * rank.shape[2] + 1)
-
-
-@torch.library.custom_op("kv_cascade::update_from", mutates_args=("score",))
 def update_from(
     masses: torch.Tensor,
     rank: torch.Tensor,
@@ -327,11 +308,6 @@ def update_from(
     new_score = masses.new_empty(masses.shape[0], 1)
     _launch(None, None, None, masses, rank, score, table, steps, new_score, "mean", unit)
     return new_score
-
-
-@update_from.register_fake
-def _(masses, rank, score, table, steps, unit=1):
-    return masses.new_empty(masses.shape[0], 1)
 
 
 def _launch(

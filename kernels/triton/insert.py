@@ -310,9 +310,6 @@ def _insert(
     copy_rows(key_rows, value_rows, rows, real, HEAD)
 
 
-@torch.library.custom_op(
-    "kv_cascade::insert", mutates_args=("kv", "rank", "born", "score", "token")
-)
 def insert(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -390,6 +387,7 @@ def insert(
         TILE=tile,
         CELL_TILE=min(tile, 512),
         UNIT=unit,
-        num_warps=8 if tile > 1024 else 4,
+        # With fewer elements than threads all warps would load a rank that one of them rewrites.
+        num_warps=max(min(tile // 32, 8 if tile > 1024 else 4), 1),
         maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more
     )

@@ -188,7 +188,6 @@ def _weigh(
     tl.store(evidence + mine * CAPACITY + unit, found / HEADS, mask=inside)
 
 
-@torch.library.custom_op("kv_cascade::judge_units", mutates_args=())
 def judge_units(
     query: torch.Tensor,
     codes: torch.Tensor,
@@ -278,11 +277,6 @@ def judge_units(
         num_warps=4,
     )
     return evidence
-
-
-@judge_units.register_fake
-def _(query, codes, scales, steps, recall, rotation, interleaved, scale, capacity, num_sets, most):
-    return scales.new_empty(len(steps), num_sets, capacity)
 
 
 def asking_reference(length: int, most: int) -> list[int]:

@@ -211,10 +211,6 @@ def _bring(
         tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
 
 
-@torch.library.custom_op(
-    "kv_cascade::recall_units",
-    mutates_args=("kv", "rank", "born", "score", "token", "exchanged"),
-)
 def recall_units(
     evidence: torch.Tensor,
     rows: torch.Tensor,
@@ -288,12 +284,6 @@ def recall_units(
         num_warps=4,
     )
     return chosen
-
-
-@recall_units.register_fake
-def _(evidence, rows, *others):
-    recall, most = others[9], others[11]
-    return recall.new_empty(*evidence.shape[:2], triton.next_power_of_2(most))
 
 
 def chosen_reference(evidence: list[float], now: int) -> list[int]:

@@ -256,7 +256,6 @@ def _store_units(
             tl.store(stored_token + place, first_token)
 
 
-@torch.library.custom_op("kv_cascade::ranks_before", mutates_args=())
 def ranks_before(
     rank: torch.Tensor, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor, unit: int
 ) -> torch.Tensor:
@@ -285,15 +284,6 @@ def ranks_before(
     return ranks
 
 
-@ranks_before.register_fake
-def _(rank, table, steps, recall, unit):
-    return rank.new_empty(len(steps), rank.shape[1], table.shape[1] * rank.shape[2])
-
-
-@torch.library.custom_op(
-    "kv_cascade::store_units",
-    mutates_args=("rows", "codes", "scales", "stored_born", "stored_token"),
-)
 def store_units(
     keep: torch.Tensor | None,
     ranks: torch.Tensor | None,

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.attention.steps import step_of
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.metadata import DeviceWave
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import resolve
@@ -106,6 +108,16 @@ def decode_step(settings: dict[str, Any], rows: int = 256, trials: int = 200) ->
         return microseconds(served.build(firsts, [1] * rows), trials)
 
 
+def mixed_layer(settings: dict[str, Any], rows: int = 64, trials: int = 200) -> float:
+    """Microseconds of the host in one layer, of ``rows`` requests that decode outside a graph."""
+    served = Served(settings, rows + 1, rows + 2)
+    firsts = np.random.default_rng(0).integers(2500, 9000, rows + 1).tolist()
+    with nothing_launched():
+        metadata = served.build(firsts, [1] * rows + [2])()
+        decode = DeviceWave(None, decode=metadata.waves[0].decode)
+        return microseconds(served.layer(replace(metadata, waves=[decode]), rows + 2), trials)
+
+
 def prompt(
     settings: dict[str, Any], tokens: int = 4096, stride: int = 256, trials: int = 50
 ) -> dict[str, float]:
@@ -133,7 +145,8 @@ def main() -> None:
         settings = {"name": name, "budget": args.budget}
         found = prompt(settings)
         print(
-            f"{name:8s} decode step, 256 rows: {decode_step(settings):6.0f} us; "
+            f"{name:8s} decode step, 256 rows: {decode_step(settings):6.0f} us; outside a graph "
+            f"{mixed_layer(settings):4.0f} us a layer; "
             f"chunk: planned in {found['plan_us']:6.0f} us, {found['launches']} launches a layer, "
             f"{found['stride_us']:5.1f} us a stride and layer"
         )

@@ -38,7 +38,7 @@ from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.policies.per_request import PerRequest
 
 MAKES_NOTHING = ("aten.empty", "aten.new_empty", "aten.slice", "aten.select", "aten.view",
-                 "aten.as_strided", "aten.detach", "aten.alias", "kv_cascade.")  # fmt: skip
+                 "aten.as_strided", "aten.detach", "aten.alias")  # fmt: skip
 
 
 class OnlyKernels(TorchDispatchMode):

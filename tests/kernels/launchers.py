@@ -143,7 +143,7 @@ class Layer:
             positions=own,
         )
         scale = _meta(shape.batch, dtype=f32) if shape.logit_scale else None
-        parts, parts_lse, logits, own = attend._init_fn(
+        parts, parts_lse, logits, own = attend(
             query=self.query,
             key=self.key,
             value=self.key,
@@ -163,12 +163,12 @@ class Layer:
             positions=shared,
         )
         output = torch.empty_like(self.query)
-        lse = merge._init_fn(
+        lse = merge(
             partial=parts, partial_lse=parts_lse, steps=self.steps, output=output, sinks=self.sinks
         )
         scored = {"rank": self.rank, "score": self.score, "table": self.table, "steps": self.steps}
         if shape.keep_logits:
-            update._init_fn(
+            update(
                 logits=logits,
                 own=own,
                 lse=lse,
@@ -177,8 +177,8 @@ class Layer:
                 unit=shape.unit,
             )
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
-        assign._init_fn(given=given, ranks=ranks, **scored, unit=shape.unit)
-        insert._init_fn(
+        assign(given=given, ranks=ranks, **scored, unit=shape.unit)
+        insert(
             key=self.key,
             value=self.key,
             new_score=_meta(shape.batch, self.sets, dtype=f32),
@@ -290,7 +290,7 @@ class Layer:
         own = self.words | {"token": torch.empty_like(self.rank)}
         where = {"table": self.table, "steps": self.steps, "recall": recall}
         query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
-        evidence = judge_units._init_fn(
+        evidence = judge_units(
             query=query,
             codes=codes,
             scales=scales,
@@ -302,7 +302,7 @@ class Layer:
             num_sets=self.sets,
             most_asking=asking,
         )
-        recall_units._init_fn(
+        recall_units(
             evidence=evidence,
             rows=rows,
             stored_born=words,
@@ -325,8 +325,8 @@ class Layer:
             "capacity": capacity,
         }
         if asking == 1:
-            ranks = ranks_before._init_fn(rank=self.rank, **where, unit=shape.unit)
-            store_units._init_fn(keep=None, ranks=ranks, key=None, value=None, **store)
+            ranks = ranks_before(rank=self.rank, **where, unit=shape.unit)
+            store_units(keep=None, ranks=ranks, key=None, value=None, **store)
             return
         key = _meta(tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
         width = (2048 + tokens) // shape.unit
@@ -342,5 +342,5 @@ class Layer:
             values=_meta(shape.batch, self.sets, 8, VALUE_ROWS, width, dtype=torch.float32),
         )
         keep = StrideChoice(own["token"], shape.unit, shape.reduction)(strides)
-        store_units._init_fn(keep=keep, ranks=None, key=key, value=key, **store)
+        store_units(keep=keep, ranks=None, key=key, value=key, **store)
         self._insertion(own)(Tokens(query=None, key=key, value=key), strides)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode's kernels as torch operators: schemas and fake implementations agree with real ones."""
+"""What the launchers of decode and recall write: what they say, and nothing else."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.kernels.checks import Case, make_cache
 from tests.kernels.recall_checks import Rings
@@ -26,7 +25,7 @@ CASE = Case(head_size=16, lengths=(9, 17))
 
 
 def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Every operator with arguments it can run on."""
+    """Every launcher with arguments it can run on."""
     lengths = CASE.lengths if unit == 1 else (0, unit)
     cache, steps = make_cache(replace(CASE, unit=unit, lengths=lengths))
     query = torch.randn(10, 4, 16)
@@ -136,7 +135,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
             assign.assign,
             {
                 "given": torch.rand(2),
-                "ranks": torch.tensor([3, -1]).int(),
+                "ranks": torch.tensor([3, 0]).int(),
                 **scored,
                 "unit": unit,
             },
@@ -157,33 +156,32 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
     }
 
 
-NAMES = list(calls())
+WRITES: dict[str, tuple[str, ...]] = {
+    "merge": ("output",),
+    "update": ("score",),
+    "update_from": ("score",),
+    "assign": ("score",),
+    "insert": ("kv", "rank", "born", "score", "token"),
+    "recall_units": ("kv", "rank", "born", "score", "token", "exchanged"),
+    "store_units": ("rows", "codes", "scales", "stored_born", "stored_token"),
+}
+"""Arguments that a launcher writes, by its name."""
 
 
 @pytest.mark.parametrize("unit", [1, 16])
-@pytest.mark.parametrize("name", NAMES)
-def test_fake_has_the_shapes_and_types_of_the_real_one(name: str, unit: int) -> None:
-    op, arguments = calls(unit)[name]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes = {
-            name: mode.from_tensor(a) if isinstance(a, torch.Tensor) else a
-            for name, a in arguments.items()
-        }
-        fake = op(**fakes)
-    real = op(**arguments)
-    as_tuple = (lambda x: x if isinstance(x, tuple) else (x,)) if real is not None else tuple
-    if real is None:
-        assert fake is None
-        return
-    for a, b in zip(as_tuple(fake), as_tuple(real), strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+@pytest.mark.parametrize("name", list(calls()))
+def test_nothing_else_is_written(name: str, unit: int) -> None:
+    launch, arguments = calls(unit)[name]
+    tensors = {one: a for one, a in arguments.items() if isinstance(a, torch.Tensor)}
+    before = {one: tensor.clone() for one, tensor in tensors.items()}
+    launch(**arguments)
+    written = {one for one, new in tensors.items() if not torch.equal(bits(before[one]), bits(new))}
+    assert written <= set(WRITES.get(name, ())), written
+    assert bool(written) == (name in WRITES)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_schema_says_what_is_mutated(name: str) -> None:
-    """An argument that is not declared as mutated must come back as it was."""
-    op, arguments = calls()[name]
-    torch.library.opcheck(op, (), arguments, test_utils="test_schema")
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
 
 
 def test_wrong_layouts_are_caught_at_the_boundary() -> None:

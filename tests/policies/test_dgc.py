@@ -49,7 +49,10 @@ def test_sizes() -> None:
     [
         ({"global_size": 20}, "global_size 20 leaves no recent token .* at most 19"),
         ({"budget": 1}, "budget 1 leaves no room"),
-        ({"idf": "x", "importance": "attention"}, "idf x is not used with importance attention; set"),
+        (
+            {"idf": "x", "importance": "attention"},
+            "idf x is not used with importance attention",
+        ),
         ({"order": "importance", "importance": "cluster"}, "no meaning for clusters"),
         ({"importance": "bm25"}, "importance = 'bm25'"),
     ],
