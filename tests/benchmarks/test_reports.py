@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import models, quick, throughput, token_time
+from benchmarks import quick, throughput, token_time
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, mean_std, number, spread
 from benchmarks.running.environment import ROOT
@@ -70,7 +70,7 @@ def test_a_result_says_what_was_kept_from_before(
 
 
 def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    real = f"/somewhere/{models.NAME}-0123abcd"
+    real = "/somewhere/Some-Model-0123abcd"
     argv = ["--tokens", "5", "--out", "x.json", "--data", str(ROOT / "README.md"), "--model", real]
     settings = {"tokens": 5, "out": tmp_path, "data": [str(ROOT / "README.md")], "model": real}
     results.save(tmp_path / "one.json", [table()], {"values": [1]}, settings, argv)
@@ -78,8 +78,8 @@ def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "ppl [x]" in printed and "A note." in printed
     kept = results.load("one", tmp_path)
     assert kept["data"] == {"values": [1]}
-    assert kept["settings"] == {"tokens": 5, "data": ["README.md"], "model": models.NAME}
-    assert kept["command"].endswith(f"--tokens 5 --data README.md --model {models.NAME}")
+    assert kept["settings"] == {"tokens": 5, "data": ["README.md"], "model": "Some-Model"}
+    assert kept["command"].endswith("--tokens 5 --data README.md --model Some-Model")
     assert {"cpu", "torch", "vllm", "git_commit", "driver", "gpu"} <= set(kept["environment"])
     text = "Before.\n<!-- result one -->\nold\n<!-- end -->\n<!-- result two -->\n<!-- end -->\n"
     filled = results.fill(text, tmp_path)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GGUF file as a Hugging Face folder that vLLM loads: weights, config, tokenizer.
+
+transformers 5.19 reads such a file but cannot save what it read, so this is written here, for the
+architectures of the benchmarks' models only: a subclass each. Anything else is refused by name.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from gguf import ReaderTensor
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+"""Kinds of token in ``tokenizer.ggml.token_type``: text, what only a template writes, text that is
+taken before any merge, a byte."""
+
+
+class UnsuitableFile(ValueError):
+    """A GGUF that is not converted; the message says what was found."""
+
+
+class GGUFFile(ABC):
+    """One GGUF file, read as its metadata and weights are asked for.
+
+    Raises:
+        UnsuitableFile: another architecture, tokenizer or set of weights; a damaged file.
+    """
+
+    demands: ClassVar[dict[str, str]]
+    """Metadata that a file must have."""
+    layer_weights: ClassVar[dict[str, str]]
+    """GGUF's names, and the Hugging Face names inside ``model.layers.<n>``."""
+    weight_names: ClassVar[dict[str, str]] = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+    }
+
+    def __init__(self, path: Path) -> None:
+        from gguf import GGUFReader
+
+        try:
+            self._reader = GGUFReader(path)
+        except (ValueError, IndexError, OSError) as error:
+            raise UnsuitableFile(f"{path} is not a whole GGUF file: {error}") from error
+        for key, value in self.demands.items():
+            if self[key] != value:
+                raise UnsuitableFile(f"only {key} = {value} is converted, not {self[key]}")
+        layers = range(self.of_model("block_count"))
+        expected = {f"blk.{layer}.{name}" for layer in layers for name in self.layer_weights}
+        found = {tensor.name for tensor in self._reader.tensors}
+        if found != (expected := expected | set(self.weight_names)):
+            raise UnsuitableFile(
+                f"{path} is not a {self['general.architecture']} with tied embeddings: "
+                f"missing {sorted(expected - found)[:5]}, unexpected {sorted(found - expected)[:5]}"
+            )
+        kinds = set(self["tokenizer.ggml.token_type"])
+        if unknown := kinds - self.kinds_of_token:
+            raise UnsuitableFile(f"kinds of token {sorted(unknown)} are not converted")
+
+    kinds_of_token: ClassVar[set[int]]
+    """Kinds that ``tokenizer`` knows."""
+
+    def __getitem__(self, key: str) -> Any:
+        """A value of the metadata."""
+        field = self._reader.get_field(key)
+        if field is None:
+            raise UnsuitableFile(f"the GGUF has no metadata {key}")
+        return field.contents()
+
+    def of_model(self, key: str) -> Any:
+        """A value that the architecture's name stands before."""
+        return self[f"{self['general.architecture']}.{key}"]
+
+    def has(self, key: str) -> bool:
+        return self._reader.get_field(key) is not None
+
+    @abstractmethod
+    def config(self) -> "PretrainedConfig":
+        """The model's shape and constants, for weights that are stored in bf16."""
+
+    @abstractmethod
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer with its special tokens, and its chat template if it has one."""
+
+    @abstractmethod
+    def converted(self, name: str, weight: "torch.Tensor") -> "torch.Tensor":
+        """A weight as Hugging Face keeps it; ``name`` is GGUF's, without its layer."""
+
+    def shape(self) -> dict[str, Any]:
+        """Arguments of every configuration."""
+        heads = {"num_attention_heads": "head_count", "num_key_value_heads": "head_count_kv"}
+        return {
+            "vocab_size": len(self["tokenizer.ggml.tokens"]),
+            "hidden_size": self.of_model("embedding_length"),
+            "intermediate_size": self.of_model("feed_forward_length"),
+            "num_hidden_layers": self.of_model("block_count"),
+            **{name: self.of_model(f"attention.{key}") for name, key in heads.items()},
+            "max_position_embeddings": self.of_model("context_length"),
+            # A 32-bit number in the file: 1e-5, not 9.999999747378752e-06.
+            "rms_norm_eps": float(f"{self.of_model('attention.layer_norm_rms_epsilon'):.6g}"),
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+            "bos_token_id": self["tokenizer.ggml.bos_token_id"],
+            "eos_token_id": self["tokenizer.ggml.eos_token_id"],
+            "pad_token_id": self["tokenizer.ggml.padding_token_id"],
+        }
+
+    def named_tokens(self) -> dict[str, str]:
+        """``bos_token`` and so on."""
+        keys = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        tokens = self["tokenizer.ggml.tokens"]
+        return {
+            f"{name}_token": tokens[self[f"tokenizer.ggml.{key}_token_id"]]
+            for name, key in keys.items()
+        }
+
+    def tokens_of(self, kind: int) -> list[str]:
+        """The tokens of one kind."""
+        kinds = self["tokenizer.ggml.token_type"]
+        tokens = self["tokenizer.ggml.tokens"]
+        return [text for text, own in zip(tokens, kinds, strict=True) if own == kind]
+
+    def weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Hugging Face's names and the dequantised weights, float32, one at a time."""
+        for tensor in self._reader.tensors:
+            if tensor.name in self.weight_names:
+                name, found = tensor.name, self.weight_names[tensor.name]
+            else:
+                _, layer, name = tensor.name.split(".", 2)
+                found = f"model.layers.{layer}.{self.layer_weights[name]}"
+            yield found, self.converted(name, _dequantised(tensor))
+
+    def save(self, folder: Path) -> None:
+        """Write the Hugging Face folder: bf16 weights, config, generation config, tokenizer.
+
+        A dequantised weight (a few bits times a 16-bit scale, plus a 16-bit offset) has more digits
+        than bf16 holds: each is rounded to the nearest bf16, at most 2**-9 of its size away.
+        """
+        import torch
+        from safetensors.torch import save_file
+        from transformers import GenerationConfig
+
+        folder.mkdir(parents=True, exist_ok=True)
+        config = self.config()
+        weights = {name: weight.to(torch.bfloat16) for name, weight in self.weights()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        config.save_pretrained(folder)
+        GenerationConfig(
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id,
+        ).save_pretrained(folder)
+        self.tokenizer().save_pretrained(folder)
+
+
+def _dequantised(tensor: "ReaderTensor") -> "torch.Tensor":
+    import torch
+    from gguf import dequantize
+
+    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
