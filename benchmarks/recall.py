@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.inputs import pass_keys
 from benchmarks.inputs.pass_keys import DIGITS, Hidden, digits_right, is_exact
-from benchmarks.inputs.texts import Stream, read
+from benchmarks.inputs.texts import Stream, beginning, read, whole_text
 from benchmarks.perplexity import add_policy_arguments, policies
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
@@ -134,14 +134,20 @@ class Pair:
     untold: Stream
 
 
-def pairs(args: argparse.Namespace, text: Sequence[int], vocab: Sequence[int]) -> list[Pair]:
-    """Every length and depth, ``samples`` times, each in another part of the text."""
+def pairs(
+    args: argparse.Namespace, text: Sequence[int], vocab: Sequence[int], head: Sequence[int] = ()
+) -> list[Pair]:
+    """Every length and depth, ``samples`` times, each in another part of the text.
+
+    Args:
+        head: what the tokenizer puts before any text; it replaces a part's first tokens.
+    """
     rng = np.random.default_rng(args.seed)
     made = []
     for length in args.lengths:
         for depth in args.depths:
             for _ in range(args.samples):
-                made.append(_pair(args, rng, text, vocab, length, depth))
+                made.append(_pair(args, rng, text, vocab, head, length, depth))
     return made
 
 
@@ -150,6 +156,7 @@ def _pair(
     rng: np.random.Generator,
     text: Sequence[int],
     vocab: Sequence[int],
+    head: Sequence[int],
     length: int,
     depth: float,
 ) -> Pair:
@@ -158,9 +165,9 @@ def _pair(
     if room < 1 or room > len(text):
         raise ValueError(f"length {length}: needs {4 * size} to {len(text)} tokens of text")
     begin = int(rng.integers(len(text) - room + 1))
-    filler = list(text[begin : begin + room])
+    filler = [*head, *text[begin + len(head) : begin + room]]
     key, value, other = rng.choice(vocab, (3, size), replace=False).tolist()
-    place = int(depth * room)
+    place = max(int(depth * room), len(head))
     scored = np.zeros(length - 1, dtype=bool)
     scored[-size:] = True
     told, untold = (
@@ -173,10 +180,10 @@ def _pair(
 def associative(args: argparse.Namespace) -> Answer:
     """Gain of a value that was told, by policy, length and depth."""
     tokenizer = load_tokenizer(args.model)
-    text = tokenizer("\n\n".join(read(args.data).values()))["input_ids"]
+    text = whole_text(tokenizer, "\n\n".join(read(args.data).values()))
     special = set(tokenizer.all_special_ids)
     vocab = [token for token in sorted(set(text)) if token not in special]
-    made = pairs(args, text, vocab)
+    made = pairs(args, text, vocab, beginning(tokenizer))
     jobs, of = [], {}
     for name, engine in engines(args, max(args.lengths) + 1).items():
         of[name] = [pair for pair in made if pair.length < (engine.max_model_len or 0)]
@@ -247,17 +254,22 @@ def cells(args: argparse.Namespace) -> list[Cell]:
 # --- rewind -------------------------------------------------------------------------------------
 
 
-def rewound(text: Sequence[int], begin: int, burn_in: int, back: int, again: int) -> Stream:
+def rewound(
+    text: Sequence[int], begin: int, burn_in: int, back: int, again: int, head: Sequence[int] = ()
+) -> Stream:
     """Tokens ``begin .. begin + burn_in - 1``, then ``again`` of them from ``back`` before the end.
 
     Only those are scored, less the first, whose context is the seam.
+
+    Args:
+        head: what the tokenizer puts before any text; it replaces the first tokens.
 
     Raises:
         ValueError: a text that is too short.
     """
     if begin + burn_in > len(text):
         raise ValueError(f"the text has {len(text)} tokens, not {begin + burn_in}")
-    first = list(text[begin : begin + burn_in])
+    first = [*head, *text[begin + len(head) : begin + burn_in]]
     start = burn_in - back
     tokens = [*first, *first[start : start + again]]
     scored = np.zeros(len(tokens) - 1, dtype=bool)
@@ -268,9 +280,9 @@ def rewound(text: Sequence[int], begin: int, burn_in: int, back: int, again: int
 def rewind(args: argparse.Namespace) -> Answer:
     """Perplexity of a text read for the second time, by policy."""
     tokenizer = load_tokenizer(args.model)
-    text = tokenizer("\n\n".join(read(args.data).values()))["input_ids"]
+    text, first = whole_text(tokenizer, "\n\n".join(read(args.data).values())), beginning(tokenizer)
     starts = np.linspace(0, len(text) - args.burn_in, args.samples).astype(int).tolist()
-    streams = [rewound(text, s, args.burn_in, args.back, args.again) for s in starts]
+    streams = [rewound(text, s, args.burn_in, args.back, args.again, first) for s in starts]
     once = [_first_reading(stream, args) for stream in streams]
     longest = len(streams[0].token_ids) + 2
     jobs = [

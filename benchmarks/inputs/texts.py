@@ -49,17 +49,25 @@ class Stream:
     Attributes:
         token_ids: the tokens.
         scored: bool ``[len(token_ids) - 1]``: whether tokens 1, 2, ... count.
+        beginning: of the tokens, the first so many are what the tokenizer puts before any text.
+            A part of the stream that is read alone needs them, too.
     """
 
     name: str
     token_ids: list[int]
     scored: np.ndarray
+    beginning: int = 0
+
+    def part(self, begin: int, end: int) -> list[int]:
+        """Tokens ``begin .. end - 1`` as a text of its own, its first tokens the beginning's."""
+        return self.token_ids[: self.beginning] + self.token_ids[begin + self.beginning : end]
 
     def cut(self, num_tokens: int | None) -> "Stream":
         """The first ``num_tokens`` tokens; None: all."""
         if num_tokens is None or num_tokens >= len(self.token_ids):
             return self
-        return Stream(self.name, self.token_ids[:num_tokens], self.scored[: num_tokens - 1])
+        tokens, scored = self.token_ids[:num_tokens], self.scored[: num_tokens - 1]
+        return Stream(self.name, tokens, scored, self.beginning)
 
 
 def read(source: str, limit: int | None = None) -> dict[str, str]:
@@ -124,6 +132,23 @@ def load_dataset(
         ) from error
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """The beginning-of-text token, if the tokenizer puts it before a text or says that it does.
+
+    Some converted tokenizers only say it. A token that is merely named so is not one.
+    """
+    first = tokenizer.bos_token_id
+    adds = getattr(tokenizer, "add_bos_token", False)
+    adds = adds or (first is not None and tokenizer("")["input_ids"][:1] == [first])
+    return [first] if adds and first is not None else []
+
+
+def whole_text(tokenizer: Any, text: str) -> list[int]:
+    """A text's tokens, after its ``beginning``."""
+    found, first = list(tokenizer(text)["input_ids"]), beginning(tokenizer)
+    return found if found[: len(first)] == first else first + found
+
+
 def load(
     sources: Sequence[str],
     tokenizer: Any,
@@ -147,10 +172,14 @@ def load(
         found |= read(source, documents)
     chosen = slice(*(int(part) if part else None for part in ranks.split(":"))) if ranks else None
 
-    def tokenize(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    return streams(found, tokenize, protocol or "books", num_tokens=num_tokens, ranks=chosen)
+    return streams(
+        found,
+        lambda text: whole_text(tokenizer, text),
+        protocol or "books",
+        num_tokens=num_tokens,
+        ranks=chosen,
+        beginning=len(beginning(tokenizer)),
+    )
 
 
 def streams(
@@ -160,6 +189,7 @@ def streams(
     *,
     num_tokens: int | None = None,
     ranks: slice | None = None,
+    beginning: int = 0,
 ) -> list[Stream]:
     """Streams of some texts under a protocol.
 
@@ -167,6 +197,7 @@ def streams(
         num_tokens: cut every stream here.
         ranks: keep only these documents of ``books``, by length, shortest first. The cascade
             paper scores ranks 19 to 43 of PG19's test books.
+        beginning: tokens that ``tokenize`` puts before every text.
 
     Raises:
         ValueError: an unknown protocol, or ``ranks`` for another one than ``books``.
@@ -176,18 +207,18 @@ def streams(
     if ranks is not None and protocol != "books":
         raise ValueError("length ranks are for the protocol `books`")
     if protocol == "books":
-        made = [_whole(name, list(tokenize(text))) for name, text in texts.items()]
+        made = [_whole(name, list(tokenize(text)), beginning) for name, text in texts.items()]
         if ranks is not None:
             made = sorted(made, key=lambda stream: len(stream.token_ids))[ranks]
     elif protocol == "joined":
-        made = [_whole("joined", list(tokenize("\n\n".join(texts.values()))))]
+        made = [_whole("joined", list(tokenize("\n\n".join(texts.values()))), beginning)]
     else:
         made = [_lines(texts, tokenize)]
     return [s for stream in made if len((s := stream.cut(num_tokens)).token_ids) > 1]
 
 
-def _whole(name: str, token_ids: list[int]) -> Stream:
-    return Stream(name, token_ids, np.ones(max(len(token_ids) - 1, 0), dtype=bool))
+def _whole(name: str, token_ids: list[int], beginning: int) -> Stream:
+    return Stream(name, token_ids, np.ones(max(len(token_ids) - 1, 0), dtype=bool), beginning)
 
 
 def _lines(texts: dict[str, str], tokenize: Tokenize) -> Stream:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.inputs.texts import whole_text
 from benchmarks.running import arms, parts
 from benchmarks.running.engines import EngineSettings
 
@@ -48,7 +49,7 @@ def as_tokens(tokenizer: Any, text: str, chat: bool, answer: str = "") -> tuple[
         ValueError: ``chat``, but the model has no template.
     """
     if not chat:
-        return tuple(tokenizer(f"{text} {answer}" if answer else text)["input_ids"])
+        return tuple(whole_text(tokenizer, f"{text} {answer}" if answer else text))
     if not tokenizer.chat_template:
         raise ValueError(
             f"--chat: {tokenizer.name_or_path} has no chat template; leave --chat out, or name an "

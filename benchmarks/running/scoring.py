@@ -199,7 +199,7 @@ def _recompute(llm: "LLM", job: Job, text: Stream) -> Reading:
     assert job.window is not None
     start = time.perf_counter()
     spans = list(windows(len(text.token_ids), job.window, job.stride))
-    prompts = [text.token_ids[begin:end] for begin, end, _ in spans]
+    prompts = [text.part(begin, end) for begin, end, _ in spans]
     values = np.full(len(text.token_ids) - 1, np.nan)
     for (begin, end, first), found in zip(spans, prompt_nll(llm, prompts), strict=True):
         values[first - 1 : end - 1] = found[first - begin - 1 :]

@@ -2,6 +2,7 @@
 """Texts into streams, and differences with their intervals."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,3 +136,39 @@ def test_curve_bins_and_nan() -> None:
     nll = [np.asarray([1.0, 1.0, np.nan, 2.0, 4.0]), np.asarray([3.0])]
     # Entry i is token i + 1: tokens 1, 2, 3 (not scored) and the other text's 1; then 4 and 5.
     assert stats.curve(nll, bins) == [(pytest.approx(5 / 3), 3), (3.0, 2), None]
+
+
+class Beginning:
+    """A tokenizer of letters; ``adds`` the beginning-of-text token 0, or only ``says`` so."""
+
+    bos_token_id = 0
+
+    def __init__(self, adds: bool, says: bool) -> None:
+        self.add_bos_token, self.adds = says, adds
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [0] * self.adds + [ord(letter) for letter in text]}
+
+
+def test_texts_begin_with_the_tokenizers_first_token(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefgh")
+    letters = [ord(letter) for letter in "abcdefgh"]
+    for adds, says in ((True, True), (True, False), (False, True)):
+        (stream,) = texts.load([str(tmp_path)], Beginning(adds, says))
+        assert stream.token_ids == [0, *letters] and len(stream.scored) == 8
+        assert stream.part(0, 3) == [0, *letters[:2]] == stream.token_ids[:3]
+        assert stream.cut(6).part(2, 5) == [0, *stream.token_ids[3:5]], "a window of its own"
+    (stream,) = texts.load([str(tmp_path)], Beginning(False, False))
+    assert stream.token_ids == letters, "a token that is only named is not one"
+    assert stream.part(2, 5) == letters[2:5]
+
+
+def test_parts_of_a_text_begin_with_it_too() -> None:
+    from benchmarks import recall
+
+    stream = recall.rewound(list(range(1, 100)), 10, burn_in=50, back=20, again=10, head=[0])
+    assert stream.token_ids == [0, *range(12, 61), *range(41, 51)]
+    args = recall.parse_args(["associative", "--lengths", "64", "--depths", "0", "1"])
+    for pair in recall.pairs(args, list(range(1000, 2000)), range(1, 500), [0]):
+        assert pair.told.token_ids[0] == pair.untold.token_ids[0] == 0
+        assert len(pair.told.token_ids) == 64 and 0 not in pair.told.token_ids[1:]
