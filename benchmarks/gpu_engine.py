@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real vLLM on a GPU with every policy: right tokens, and output tokens a second.
 
-    VLLM_CASCADE_CUDA=1 python -m benchmarks.gpu_engine --out results/
+    python -m benchmarks.gpu_engine --out results/
 
 First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
 given to the oracle (``tests/oracle``), which must find the same log-probabilities: of three

@@ -24,7 +24,7 @@ engines() {
     python -m zipfile -e dist/vllm_cascade-*.whl "$site"
     cp -r benchmarks tests "$site"
     cd "$site"
-    PYTHONPATH=$site:/opt/vllm_site VLLM_CASCADE_CUDA=1 HF_HUB_OFFLINE=1 \
+    PYTHONPATH=$site:/opt/vllm_site HF_HUB_OFFLINE=1 \
         python -m benchmarks.gpu_engine --out "$out" "$@"
     cd "$root"
 }

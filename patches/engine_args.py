@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``vllm.engine.arg_utils.EngineArgs`` (checked against vLLM 0.32.0).
 
-What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall`` and ``--kv-policy-config`` to every
-command that builds its parser after plugins load, and the same names as arguments of ``LLM`` and
-``EngineArgs``. A policy is checked and applied when vLLM creates its configuration. The settings
-travel in ``additional_config``, which reaches every process of the engine. API servers also get a
-middleware that rejects requests with misplaced ``kv_*`` keys.
+What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall``, ``--kv-policy-config`` and
+``--kv-policy-check`` to every command that builds its parser after plugins load, and the same names
+as arguments of ``LLM`` and ``EngineArgs``. A policy is checked and applied when vLLM creates its
+configuration. The settings travel in ``additional_config``, which reaches every process of the
+engine. API servers also get a middleware that rejects requests with misplaced ``kv_*`` keys.
 Why: vLLM has no hook for a general plugin to add flags or to adjust ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """
@@ -20,6 +20,8 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm_cascade.patches import max_model_len
 from vllm_cascade.policies.arguments import (
     ARGUMENTS,
+    CHECK,
+    CHECK_MODES,
     CONFIG,
     FIELDS,
     FLAGS,
@@ -41,6 +43,8 @@ def merge_settings(
         KVPolicyError: a setting is given twice, or settings without a policy.
     """
     merged = dict(additional_config or {})
+    if arguments.get(CHECK) is not None:
+        merged[CHECK] = arguments[CHECK]
     flags = {key: arguments[key] for key in ARGUMENTS if arguments.get(key) is not None}
     settings = parse(flags, FLAGS)
     for key in ARGUMENTS if flags else ():
@@ -87,6 +91,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             help=text[0].upper() + text[1:],
         )
     group.add_argument(
+        FLAGS.name(CHECK),
+        choices=CHECK_MODES,
+        default=argparse.SUPPRESS,
+        help="When the policy's kernels are compared with PyTorch on this device before the model "
+        "is loaded; `once` keeps the verdict. (default: once, and off on CPUs)",
+    )
+    group.add_argument(
         FLAGS.name(OTHERS),
         type=_json_object,
         default=argparse.SUPPRESS,
@@ -115,7 +126,7 @@ def apply() -> None:
 def _wrap_init(original):
     @functools.wraps(original)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name, None) for name in ARGUMENTS}
+        given = {name: kwargs.pop(name, None) for name in (*ARGUMENTS, CHECK)}
         original(self, *args, **kwargs)
         self.additional_config = merge_settings(self.additional_config, given)
 
@@ -160,7 +171,7 @@ def _wrap_create(original):
         raw = parse(self.additional_config)
         if raw is None:
             # `full` is stock vLLM: the settings would change the key of its compile cache.
-            for key in ARGUMENTS:
+            for key in (*ARGUMENTS, CHECK):
                 self.additional_config.pop(key, None)
             return original(self, *args, **kwargs)
         from vllm_cascade.engine.configure import apply_policy

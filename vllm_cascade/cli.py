@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-cascade``: what policies there are, which tokens they keep, and counting a corpus."""
+"""``vllm-cascade``: lists policies, traces and checks one, and counts a corpus."""
 
 import argparse
 import json
@@ -64,6 +64,43 @@ def trace(args: argparse.Namespace) -> None:
         Path(args.json).write_text(json.dumps(document))
     if args.png:
         draw(policy, steps, Path(args.png))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Compare a policy's kernels with PyTorch on this machine, and print a table.
+
+    Raises:
+        KVPolicyError: a kernel differs, or the settings are invalid.
+    """
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_cascade.attention.selfcheck import LayerShape
+    from vllm_cascade.engine.certify import certify, shape_of
+    from vllm_cascade.engine.devices import DEVICES
+
+    found = [(name, entry) for name, entry in DEVICES.items() if entry.is_current()]
+    if not found:
+        raise KVPolicyError("policies run on CPUs and on CUDA, and vLLM has found neither")
+    ((name, entry),) = found
+    device = torch.device(name)
+    settings = parse(vars(args), FLAGS)
+    if settings is None:
+        raise KVPolicyError("full is stock vLLM; choose another --kv-policy to check")
+    shape = LayerShape(32, 8, 128, torch.bfloat16)
+    if args.model:
+        from vllm.engine.arg_utils import EngineArgs
+
+        shape = shape_of(EngineArgs(model=args.model).create_engine_config())
+    policy = resolve(settings, block_size=shape.block_size)
+    rows = certify(policy, shape, entry, device, "always")
+    table = Table(title=f"{policy.name} on {name}: {shape.label()}")
+    for header in ("step", "compared with PyTorch", "largest relative error"):
+        table.add_column(header)
+    for row in rows:
+        table.add_row(row.what, row.compared, f"{row.error:.1e}")
+    Console().print(table)
 
 
 def idf(args: argparse.Namespace) -> None:
@@ -158,6 +195,12 @@ def parser() -> argparse.ArgumentParser:
     tracer.add_argument("--png", help="draw every step here")
     add_flags(tracer)
     tracer.set_defaults(kv_policy="cascade")
+    checker = commands.add_parser(
+        "check", help="compare a policy's kernels with PyTorch on this machine"
+    )
+    checker.add_argument("--model", help="whose layers' shape is checked (default: Llama 3 8B's)")
+    add_flags(checker)
+    checker.set_defaults(kv_policy="cascade")
     idf = commands.add_parser("idf", help="count a corpus for dgc's importance tfidf")
     idf.add_argument("--tokenizer", required=True, help="the model's name or folder")
     idf.add_argument("--corpus", required=True, nargs="+", type=Path, help="text files, UTF-8")
@@ -174,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
         show_policies()
         return
     try:
-        idf(args) if args.command == "idf" else trace(args)
+        {"idf": idf, "check": check, "trace": trace}[args.command](args)
     except (ValueError, OSError) as error:
         main_parser.error(str(error))
 

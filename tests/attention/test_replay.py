@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from tests.attention import test_paged
@@ -61,7 +61,8 @@ class Graph:
 
         def recorded(executor: GridExecutor, *args: Any, **kwargs: Any) -> None:
             self._launches.append((executor, args, kwargs))
-            launch(executor, *args, **kwargs)
+            with _disable_current_modes():  # the interpreter copies what it is given
+                launch(executor, *args, **kwargs)
 
         with monkeypatch.context() as patch, OnlyKernels():
             patch.setattr(GridExecutor, "__call__", recorded)

@@ -388,13 +388,11 @@ def test_a_unit_that_does_not_divide_a_page() -> None:
         ).create_engine_config()
 
 
-def test_cuda_is_opt_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And then the engine is pointed at the GPU worker and vLLM's CUSTOM backend."""
+def test_cuda_needs_no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine is pointed at the GPU worker and vLLM's CUSTOM backend."""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
-    with pytest.raises(KVPolicyError, match="VLLM_CASCADE_CUDA=1"):
-        create(MODEL)
-    monkeypatch.setenv("VLLM_CASCADE_CUDA", "1")
+    monkeypatch.delenv("VLLM_CASCADE_CUDA", raising=False)
     monkeypatch.setattr(CUDA, "stock_worker", DEVICES["cpu"].stock_worker)  # this machine's
     config = create(MODEL)
     assert config.parallel_config.worker_cls == DEVICES["cuda"].worker

@@ -231,3 +231,14 @@ def test_serve_help_lists_the_flags() -> None:
     assert "--kv-budget" in text and "(default: 2048, or the largest that fits" in text
     assert "(default: None)" not in text and "SUPPRESS" not in text
     assert "--kv-policy-config" in text and "num_subcaches (4)" in text
+
+
+def test_when_kernels_are_checked_is_an_argument_and_a_flag() -> None:
+    """It reaches the workers beside the policy, and goes with ``full``."""
+    assert parse("--kv-policy", "sink", "--kv-policy-check", "always").additional_config == {
+        "kv_policy": {"name": "sink"},
+        "kv_policy_check": "always",
+    }
+    args = EngineArgs(model=str(MODEL), kv_policy="full", kv_policy_check="off")
+    args.create_engine_config()
+    assert args.additional_config == {}

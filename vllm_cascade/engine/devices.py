@@ -2,7 +2,7 @@
 """The devices that policies run on, and the contract that each of them fulfils."""
 
 import os
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -22,9 +22,6 @@ WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Models with gated delta nets, by ``model_type``."""
 
-TRY_CUDA = "VLLM_CASCADE_CUDA"
-"""Environment variable that lets policies run on CUDA, which is untested."""
-
 
 class Device:
     """Everything that the engine asks of a device; one subclass per device, listed in ``DEVICES``.
@@ -43,6 +40,8 @@ class Device:
         page_tokens: tokens of a page without ``--block-size``; None: vLLM's configuration has it.
         most_rules: maximum further rules of one request's own policy; None: no limit.
         own_refusals: what this device cannot run. The first that applies is raised.
+        default_check: ``--kv-policy-check`` where it is not given.
+        check_repeats: runs of a step that must give the same bytes in that check.
     """
 
     stock_worker: ClassVar[str]
@@ -52,6 +51,8 @@ class Device:
     page_tokens: ClassVar[int | None] = None
     most_rules: ClassVar[int | None] = None
     own_refusals: ClassVar[tuple[Refusal, ...]] = ()
+    default_check: ClassVar[str] = "off"
+    check_repeats: ClassVar[int] = 2
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
@@ -69,6 +70,10 @@ class Device:
     def is_current(self) -> bool:
         """Whether vLLM runs on this device in this process."""
         raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """What a check's verdict holds for, besides versions of packages."""
+        return {}
 
     def configure(self, config: VllmConfig, policy: Policy) -> None:
         """Change ``config`` further; called once, after all checks have passed."""
@@ -118,14 +123,9 @@ class CUDA(Device):
     slot = AttentionBackendEnum.CUSTOM
     backend = "vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend"
     most_rules = MOST_RULES
+    default_check = "once"
+    check_repeats = 10
     own_refusals = (
-        Refusal(
-            "device",
-            lambda *_: os.environ.get(TRY_CUDA) != "1",
-            "KV policies run on the CPU backend of vLLM in this version; remove --kv-policy to run "
-            f"stock vLLM on this device. The CUDA backend has not run on a GPU yet: set {TRY_CUDA}="
-            "1 to be the first, and compare its output with a CPU's",
-        ),
         Refusal(
             "attention backend",
             lambda config, _: (
@@ -186,9 +186,17 @@ class CUDA(Device):
     def is_current(self) -> bool:
         return current_platform.is_cuda()
 
+    def facts(self) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {
+            "card": properties.name,
+            "capability": [properties.major, properties.minor],
+            "driver": torch._C._cuda_getDriverVersion(),
+            "cuda": torch.version.cuda,
+        }
+
     def configure(self, config: VllmConfig, policy: Policy) -> None:
         config.attention_config.backend = self.slot
-        logger.warning("KV policy %s: the CUDA backend has not run on a GPU yet.", policy.name)
         if compiled(policy).moves_tokens:
             logger.warning(
                 "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than "

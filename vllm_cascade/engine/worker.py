@@ -23,6 +23,7 @@ from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
+from vllm_cascade.engine.certify import certify_engine
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.stages import of_all_stages, own_part
@@ -78,10 +79,11 @@ class KVPolicyWorker:
 
     def load_model(self, **kwargs: Any) -> None:
         self._block_size = self.vllm_config.cache_config.block_size
-        with self._our_backend():
-            super().load_model(**kwargs)
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
+        certify_engine(self.vllm_config, policy, self.device_entry, self.device)
+        with self._our_backend():
+            super().load_model(**kwargs)
         choose_long_tables(self.model_runner.get_model(), policy.max_position)
         # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
         stock = self.model_runner.get_kv_cache_spec

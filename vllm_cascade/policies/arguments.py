@@ -31,6 +31,9 @@ OTHERS = f"{CONFIG_KEY}_config"
 """The argument with all other settings, an object."""
 ARGUMENTS = (*KEYS, OTHERS)
 """Names of ``LLM`` arguments and keys of ``additional_config``; flags have dashes."""
+CHECK = f"{CONFIG_KEY}_check"
+"""The argument that says when kernels are checked; it is no setting of a policy."""
+CHECK_MODES = ("off", "once", "always")
 _types: dict[str, Any] = {
     a: (Annotated[f.annotation, *f.metadata], None) for a, f in FIELDS.items()
 }
@@ -140,7 +143,7 @@ def plain_key(key: str) -> str:
 def _check_keys(additional_config: dict[str, Any]) -> None:
     """Reject mistyped or misplaced keys of this plugin; ignore keys of other plugins."""
     settings = {key for cls in POLICIES.values() for key in cls.model_fields} | {"name"}
-    for key in additional_config.keys() - set(ARGUMENTS):
+    for key in additional_config.keys() - {*ARGUMENTS, CHECK}:
         hint = did_you_mean(plain_key(str(key)), ARGUMENTS, cutoff=0.85)
         if not hint and CONFIG_KEY in additional_config and key in settings:
             hint = f'; write {{"{CONFIG_KEY}": {{"name": ..., "{key}": ...}}}}'

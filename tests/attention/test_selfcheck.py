@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check on the user's own device: right kernels pass it, and every broken one is named.
+
+Kernels run in Triton's interpreter. A mutant is one piece of a kernel's source that is replaced.
+"""
+
+import inspect
+import linecache
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch
+from vllm_cascade.engine import certify
+from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.kernels.triton import (
+    attend,
+    attend_units,
+    choose,
+    chunk,
+    chunk_write,
+    column_sums,
+    combine,
+    insert,
+    insert_stride,
+    prefill,
+    schedule,
+    tiles,
+)
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.settings import KVPolicyError
+
+CPU = torch.device("cpu")
+SHAPE = LayerShape(num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.float32)
+POLICIES: dict[str, dict[str, Any]] = {
+    "cascade": {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 2,
+                "prefill_stride": 8},
+    "h2o": {"name": "h2o", "budget": 12, "num_sinks": 2, "prefill_stride": 8},
+    "sink": {"name": "sink", "budget": 12, "num_sinks": 2, "prefill_stride": 8},
+    "units": {"name": "cascade", "num_subcaches": 2, "budget": 32, "num_sinks": 16,
+              "prefill_stride": 16, "unit": 16},
+}  # fmt: skip
+
+
+def check(name: str, backend: Any = CUDAKVPolicyBackend) -> list[Any]:
+    return Check(resolve(POLICIES[name]), SHAPE, backend, CPU, repeats=2).run()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "sink")) for n in POLICIES]
+)
+def test_right_kernels_pass(name: str) -> None:
+    rows = check(name)
+    assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
+    assert {"positions", "output", "kept tokens", "rows"} <= {row.compared for row in rows}
+    assert 0 < max(row.error for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_cpus_library_passes(name: str) -> None:
+    assert check(name, CPUKVPolicyBackend)
+
+
+MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
+    # a policy, a kernel's file and function, what is replaced, and by what
+    ("sink", schedule, "_schedule", "out + CACHED, cached", "out + CACHED, cached + 1"),
+    ("sink", schedule, "_schedule", "positions + row, cached", "positions + row, 0 * cached"),
+    ("sink", schedule, "_table_row", "t < transient, t,", "t < transient, t // 2,"),
+    ("sink", attend, "_attend", "valid = unit_rank >= 0", "valid = unit_rank > 0"),
+    (
+        "sink",
+        attend,
+        "_attend",
+        "distance = unit_born - unit_rank * UNIT",
+        "distance = 0 * unit_born",
+    ),
+    ("sink", attend, "_attend", "total * fade + tl.sum", "total + tl.sum"),
+    ("h2o", combine, "_merge", "top + tl.log(total)", "top + 1"),
+    ("h2o", combine, "_update", "weight * mass, mask", "0.5 * mass, mask"),
+    ("h2o", combine, "_own_mass", "- norm", "- 0 * norm"),
+    ("h2o", insert, "_insert", "hi = lo + 1\n", "hi = lo + 2\n"),
+    ("sink", insert, "_insert", "place - evicts, place)", "place, place)"),
+    ("sink", insert, "_insert", "rank + word, own,", "rank + word, own - 1,"),
+    ("sink", insert, "_insert", "born + word, written_at", "born + word, written_at + 1"),
+    ("h2o", insert, "_insert", "score + word, mine", "score + word, 2 * mine"),
+    ("sink", chunk, "_attend_chunks", "away = written_at - rank_now", "away = 0 * written_at"),
+    ("sink", chunk, "_attend_chunks", "at >= kept + dropped", "at > kept + dropped"),
+    ("sink", chunk_write, "_after", "index, index - gone)", "index, index)"),
+    ("cascade", prefill, "_attend_strides", "cached + place, seen", "place, seen"),
+    ("cascade", prefill, "_attend_strides", "unit, bits,", "unit, 0 * bits,"),
+    ("cascade", prefill, "_attend_strides", "norm = top + ", "norm = top - "),
+    ("cascade", column_sums, "_column_sums", "is_old, 0, (tile", "is_old, QUERIES, (tile"),
+    ("cascade", column_sums, "_column_sums", "length - 1 - index", "index"),
+    ("cascade", choose, "score_columns", "fade * result", "result"),
+    ("h2o", choose, "without_lowest", "ordered(tl.load(", "ordered(-tl.load("),
+    (
+        "cascade",
+        insert_stride,
+        "_place",
+        "column, mask=held, other=-1",
+        "column, mask=held, other=0",
+    ),
+    ("units", attend_units, "_attend_units", "total * fade + mass", "total + mass"),
+    ("units", tiles, "page_tile", "unit, 0) * UNIT", "unit, 0)"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(MUTANTS)))
+def test_a_broken_kernel_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, module, function, old, new = MUTANTS[number]
+    broken(module, function, old, new, monkeypatch)
+    file = module.__name__.rpartition(".")[2]
+    with pytest.raises(Mismatch) as raised:
+        check(policy)
+    message = str(raised.value)
+    assert any(kernel in message for kernel in NAMED.get(file, (file,))), message
+    assert "2/1 heads of 8, float32" in message and "error" in message
+
+
+NAMED = {
+    "combine": ("merge", "update"),
+    "chunk": ("attend_chunks",),
+    "chunk_write": ("attend_chunks",),
+    "prefill": ("attend_strides", "insert_strides"),
+    "column_sums": ("column_sums",),
+    "choose": ("insert_strides",),
+    "insert_stride": ("insert_strides",),
+    "tiles": ("attend_strides",),
+}
+"""What the message may name for a mutant of a file."""
+
+
+@pytest.mark.parametrize("mode", ["once", "always", "off"])
+def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By everything it depends on; ``always`` ignores it, and ``off`` runs nothing."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    policy = resolve(POLICIES["h2o"])
+    first = certify.certify(policy, SHAPE, DEVICES["cpu"], CPU, mode)
+    again = certify.certify(policy, SHAPE, DEVICES["cpu"], CPU, mode)
+    assert bool(first) == (mode != "off") and bool(again) == (mode == "always")
+    other = resolve({**POLICIES["h2o"], "budget": 11})
+    assert bool(certify.certify(other, SHAPE, DEVICES["cpu"], CPU, mode)) == (mode != "off")
+    with pytest.raises(KVPolicyError, match="choose from off, once, always"):
+        certify.certify(policy, SHAPE, DEVICES["cpu"], CPU, "never")
+
+
+def test_a_failure_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves no verdict behind."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    broken(
+        chunk,
+        "_attend_chunks",
+        "away = written_at - rank_now",
+        "away = 0 * written_at",
+        monkeypatch,
+    )
+    entry = DEVICES["cuda"]
+    monkeypatch.setattr(type(entry), "facts", lambda self: {"card": "none"})
+    with pytest.raises(KVPolicyError, match=r"does not start: .*attend_chunks.*report"):
+        certify.certify(resolve(POLICIES["sink"]), SHAPE, entry, CPU)
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def broken(
+    module: ModuleType, function: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replace ``old``, which a kernel's source must have, in all modules that use the kernel."""
+    kernel = getattr(module, function)
+    source = textwrap.dedent(inspect.getsource(kernel.fn))
+    assert source.count(old) >= 1, f"{function} has no {old!r}"
+    text = source[source.index("def ") :].replace(old, new)
+    decorator = source[: source.index("def ")]
+    name = str(Path(__file__).with_name(f"mutant_{function}.py"))
+    linecache.cache[name] = (len(text), None, (decorator + text).splitlines(True), name)
+    scope: dict[str, Any] = {**vars(module), "triton": triton}
+    exec(compile(decorator + text, name, "exec"), scope)
+    mutant = scope[function]
+    for other in list(sys.modules.values()):
+        if getattr(other, "__name__", "").startswith("vllm_cascade.kernels.triton"):
+            for key, value in list(vars(other).items()):
+                if value is kernel:
+                    monkeypatch.setattr(other, key, mutant)
+
+
+@pytest.mark.slow
+def test_an_engine_starts_once_its_kernels_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``--kv-policy-check`` says; a broken kernel stops the start before the model is loaded."""
+    from tests.engine.pool import EnginePool
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", CUDAKVPolicyBackend.get_impl_cls)
+    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", CUDAKVPolicyBackend.get_builder_cls)
+    monkeypatch.setattr(certify, "shape_of", lambda config: SHAPE)
+    pool = EnginePool()
+    policy = {"kv_policy": POLICIES["sink"], "kv_policy_check": "once"}
+    with monkeypatch.context() as patch:
+        broken(
+            chunk, "_attend_chunks", "away = written_at - rank_now", "away = 0 * written_at", patch
+        )
+        with pytest.raises(Exception, match=r"does not start: .*attend_chunks"):
+            pool.get(None, additional_config=policy, max_model_len=256, block_size=16)
+    assert not list(tmp_path.rglob("checks/*.json"))
+    assert pool.get(None, additional_config=policy, max_model_len=256, block_size=16)
+    assert len(list(tmp_path.rglob("checks/*.json"))) == 1
+    pool.close()

@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares a device's attention and eviction with the PyTorch reference, on this very machine.
+
+One layer of a shape runs a stream under a policy: a prompt in strides, also beside a request that
+decodes, then single tokens. Every step is compared with ``attention/torch``, which runs on the CPU:
+outputs, the tokens that are kept, their rows and their scores. The reference's pages are then
+copied to the device, so that each step is checked by itself. On a GPU a decode step is captured as
+a CUDA graph and replayed. Steps that write pages run several times and must give the same bytes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from vllm_cascade.attention.backend import KVPolicyBackend
+from vllm_cascade.attention.cpu.builder import CPUBuilder
+from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+from vllm_cascade.attention.cpu.paths import PyTorchPath
+from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.kernels.columns import LENGTH
+from vllm_cascade.models.rotary import Rotary, rotate
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.schedule import Schedule
+
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest error by dtype, relative to the largest number of the reference."""
+SUSPECTS = {
+    "decode": {
+        "step rows": "schedule",
+        "positions": "schedule",
+        "output": "attend, attend_units or merge",
+        "kept tokens": "insert",
+        "rows": "insert",
+        "scores": "update, assign or insert",
+        "bytes of another run": "attend, attend_units, merge, update or insert",
+    },
+    "prompt": {
+        "positions": "none, the step's plan",
+        "output": "attend_strides, attend_chunks or, of a stride before, insert_strides",
+        "kept tokens": "column_sums, insert_strides or attend_chunks",
+        "rows": "insert_strides or attend_chunks",
+        "scores": "column_sums, attend_strides or insert_strides",
+        "bytes of another run": "attend_strides, column_sums, insert_strides or attend_chunks",
+    },
+}
+"""Kernels that may be at fault, by what was run and what differs."""
+SUSPECTS["mixed"] = {
+    compared: f"{kernels}; or {SUSPECTS['decode'][compared]}"
+    for compared, kernels in SUSPECTS["prompt"].items()
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What kernels depend on of a model's layer, on one tensor-parallel rank.
+
+    Attributes:
+        num_heads: query heads.
+        inv_freq: radians per position by rotated pair of channels; None: keys are not rotated.
+        slopes: ALiBi's, one a query head, or None.
+        sinks: whether the layer has learned attention sinks.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    block_size: int = 16
+    rotary_dim: int | None = None
+    is_neox: bool = True
+    slopes: tuple[float, ...] | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+
+    def label(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}, {name}"
+
+    @property
+    def rotary(self) -> Rotary | None:
+        dim = self.head_size if self.rotary_dim is None else self.rotary_dim
+        if self.slopes is not None or dim == 0:
+            return None
+        exponent = torch.arange(0, dim, 2) / dim
+        return Rotary(1.0 / 10000.0**exponent, self.is_neox)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. ``error`` is relative; ``failure`` is empty where it is within bounds."""
+
+    what: str
+    compared: str
+    error: float
+    failure: str = ""
+
+
+class Mismatch(Exception):
+    """A step differs from the reference; the message names kernels, shape and error."""
+
+
+class Reference(CPUKVPolicyImpl):
+    """The CPU's implementation in plain PyTorch, whatever library there is."""
+
+    def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
+        KVPolicyImpl.prepare(self, spec, *args, **kwargs)
+        self.path = PyTorchPath(self._layer, self._pages)
+
+
+class Side:
+    """One layer with its builder and pages on a device."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        spec: KVPolicySpec,
+        kinds: tuple[type[KVPolicyImpl], type],
+        num_pages: int,
+        most_tokens: int,
+        device: torch.device,
+    ) -> None:
+        impl, builder = kinds
+        limits = SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=2)
+        self.shape, self.spec, self.device = shape, spec, device
+        # 0xFF: NaN keys and values, and ranks that no slot has.
+        self.pool = torch.full(
+            (num_pages, spec.page_size_bytes), 0xFF, dtype=torch.uint8, device=device
+        )
+        heads, slots, width = shape.num_kv_heads, shape.block_size, 2 * shape.head_size
+        size = shape.dtype.itemsize
+        self.cache = torch.as_strided(
+            self.pool.view(shape.dtype),
+            (num_pages, heads, slots, width),
+            (spec.page_size_bytes // size, slots * width, width, 1),
+        )
+        generator = torch.Generator().manual_seed(7)
+        sinks = torch.randn(shape.num_heads, generator=generator).to(device)
+        self.impl = impl(
+            *(shape.num_heads, shape.head_size, shape.head_size**-0.5, heads),
+            *(None if shape.slopes is None else list(shape.slopes), None, "auto"),
+            shape.softcap or None,
+            sinks=sinks if shape.sinks else None,
+        )
+        rotary = shape.rotary
+        if rotary is not None:
+            rotary = Rotary(rotary.inv_freq.to(device), rotary.is_neox)
+        self.impl.prepare(spec, self.cache, rotary, 1, shape.dtype, (1.0, 1.0))
+        self.pages: Pages = page_views(self.cache, spec)
+        self.builder = builder(spec, ["layer"], SimpleNamespace(scheduler_config=limits), device)
+
+    def plan(self, step: "Step") -> Any:
+        return self.builder.build(0, step.common(self.device))
+
+    def run(self, metadata: Any, rows: "Rows") -> torch.Tensor:
+        query, key, value = (x.to(self.device) for x in (rows.query, rows.key, rows.value))
+        output = torch.full_like(query, torch.nan)
+        layer = SimpleNamespace(layer_name="layer")
+        return self.impl.forward(layer, query, key, value, self.cache, metadata, output)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Tokens of up to two requests: those seen before, and new ones."""
+
+    firsts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    table: torch.Tensor
+
+    @property
+    def what(self) -> str:
+        if max(self.lengths) == 1:
+            return "decode"
+        return "mixed" if min(self.lengths) == 1 else "prompt"
+
+    def common(self, device: torch.device) -> CommonAttentionMetadata:
+        offsets = torch.tensor([0, *np.cumsum(self.lengths)], dtype=torch.int32)
+        ends = [first + n for first, n in zip(self.firsts, self.lengths, strict=True)]
+        seq_lens = torch.tensor(ends, dtype=torch.int32)
+        return CommonAttentionMetadata(
+            query_start_loc=offsets.to(device),
+            query_start_loc_cpu=offsets,
+            seq_lens=seq_lens.to(device),
+            seq_lens_cpu_upper_bound=seq_lens,
+            num_reqs=len(ends),
+            num_actual_tokens=sum(self.lengths),
+            max_query_len=max(self.lengths),
+            max_seq_len=max(ends),
+            block_table_tensor=self.table[: len(ends)].to(device),
+            slot_mapping=torch.zeros(0, device=device),
+            is_prefilling=torch.tensor([n > 1 for n in self.lengths]),
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries, keys and values of a step, rotated at the step's cache positions."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Check:
+    """A policy on a layer's shape, on a device and in PyTorch.
+
+    Args:
+        backend: the device's backend class.
+        device: where it runs.
+        repeats: runs of a step that must give the same bytes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        shape: LayerShape,
+        backend: type[KVPolicyBackend],
+        device: torch.device,
+        repeats: int = 3,
+    ) -> None:
+        full = FullAttentionSpec(
+            block_size=shape.block_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_size=shape.head_size,
+            dtype=shape.dtype,
+        )
+        self.spec = KVPolicySpec.from_full(full, policy)
+        self.policy, self.shape, self.repeats = policy, shape, repeats
+        self.pages = -(-policy.capacity // shape.block_size)
+        self.table = torch.arange(1, 1 + 2 * self.pages, dtype=torch.int32).view(2, -1)
+        most = 2 * policy.prefill_stride + 2
+        sides = shape, self.spec
+        own = backend.get_impl_cls(), backend.get_builder_cls()
+        self.ours = Side(*sides, own, 1 + 2 * self.pages, most, device)
+        plain = Reference, CPUBuilder
+        self.plain = Side(*sides, plain, 1 + 2 * self.pages, most, torch.device("cpu"))
+        self._generator = torch.Generator().manual_seed(0)
+
+    # --- the stream -------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[Step]:
+        """A prompt until the cache is full and two strides more; then both requests decode."""
+        stride, first = self.policy.prefill_stride, 0
+        end = -(-self.policy.capacity // stride) * stride + 2 * stride
+        while first < end:
+            length = min(2 * stride, end - first)
+            yield Step((first,), (length,), self.table)
+            first += length
+        yield Step((first, 0), (1, min(stride, 2 * stride)), self.table)
+        second = stride
+        yield Step((first + 1, second), (1, 2), self.table)
+        second += 2
+        for index in range(2 + 2 * self.policy.unit + min(self.policy.overflow, 16)):
+            yield Step((first + 2 + index, second + index), (1, 1), self.table)
+
+    def run(self) -> list[Row]:
+        """All comparisons.
+
+        Raises:
+            Mismatch: at the first step that differs.
+        """
+        worst: dict[tuple[str, str], Row] = {}
+        last: Step | None = None
+        for step in self.steps():
+            for row in self._compare(step):
+                key = row.what, row.compared
+                if key not in worst or row.error >= worst[key].error:
+                    worst[key] = row
+                if row.failure:
+                    raise Mismatch(row.failure)
+            last = step
+        assert last is not None
+        rows = list(worst.values())
+        if self.ours.device.type == "cuda" and not self.spec.schedule.moves_tokens:
+            rows += self._replay(last)
+        return rows
+
+    def _rows(self, step: Step, positions: torch.Tensor) -> Rows:
+        num, shape = sum(step.lengths), self.shape
+
+        def random(heads: int) -> torch.Tensor:
+            return torch.randn(num, heads, shape.head_size, generator=self._generator)
+
+        query, key, value = random(shape.num_heads) * 3, random(shape.num_kv_heads), None
+        value = random(shape.num_kv_heads)
+        rotary = shape.rotary
+        if rotary is not None:
+            angle = positions.double()[:, None] * rotary.inv_freq.double()
+            turns = torch.stack([angle.cos(), angle.sin()], dim=1).float()[:, None]
+            query, key = (rotate(x, turns, rotary.is_neox) for x in (query, key))
+        return Rows(*(x.to(shape.dtype) for x in (query, key, value)))
+
+    # --- one step ---------------------------------------------------------------------------------
+
+    def _compare(self, step: Step) -> Iterator[Row]:
+        num = sum(step.lengths)
+        metadata, plain = self.ours.plan(step), self.plain.plan(step)
+        ours, theirs = (
+            side.builder.positions.buffer[:num].cpu() for side in (self.ours, self.plain)
+        )
+        decode = getattr(metadata.waves[0], "decode", None)
+        if step.what == "decode" and decode is not None:
+            made, planned = decode.steps.cpu(), torch.from_numpy(plain.waves[0].rows.steps)
+            differ = (made[:, : LENGTH + 1] != planned[:, : LENGTH + 1]).any()
+            yield self._row(step, "step rows", float(differ), 0)
+        yield self._row(step, "positions", float((ours != theirs).any()), 0)
+        rows, before = self._rows(step, theirs), self.ours.pool.clone()
+        expected = self.plain.run(plain, rows)
+        outputs, pools = [], []
+        for _ in range(self.repeats):
+            self.ours.pool.copy_(before)
+            outputs.append(self.ours.run(metadata, rows).clone())
+            pools.append(self.ours.pool.clone())
+        tolerance = TOLERANCE[self.shape.dtype]
+        yield self._row(step, "output", _error(outputs[0], expected), tolerance)
+        for compared, error in self._pages(step):
+            if compared == "scores" and self.spec.schedule.keeps_newest is not None:
+                continue  # no kernel reads them
+            yield self._row(step, compared, error, 0 if compared == "kept tokens" else tolerance)
+        differ = [
+            not torch.equal(pool, pools[0]) or not torch.equal(_bits(output), _bits(outputs[0]))
+            for pool, output in zip(pools, outputs, strict=True)
+        ]
+        yield self._row(step, "bytes of another run", float(any(differ)), 0)
+        self.ours.pool.copy_(self.plain.pool)
+
+    def _pages(self, step: Step) -> Iterator[tuple[str, float]]:
+        """Kept tokens, rows and scores of the step's requests, in the order of ranks."""
+        schedule: Schedule = self.spec.schedule
+        errors = {"kept tokens": 0.0, "rows": 0.0, "scores": 0.0}
+        for row, (first, length) in enumerate(zip(step.firsts, step.lengths, strict=True)):
+            slots = schedule.peak_at(first + length)
+            found, wanted = (
+                _kept(side.pages, self.table[row], slots) for side in (self.ours, self.plain)
+            )
+            for ours, theirs in zip(found, wanted, strict=True):
+                same = all(
+                    torch.equal(ours[name], theirs[name]) for name in ("rank", "born", "token")
+                )
+                errors["kept tokens"] = max(errors["kept tokens"], float(not same))
+                if same:
+                    used = _used(theirs, first + length, self.policy.unit)
+                    for name, key in (("kv", "rows"), ("score", "scores")):
+                        error = _error(*(_only(x[name], used, name) for x in (ours, theirs)))
+                        errors[key] = max(errors[key], error)
+        yield from errors.items()
+
+    def _row(self, step: Step, compared: str, error: float, tolerance: float) -> Row:
+        if error <= tolerance:
+            return Row(step.what, compared, error)
+        kernels = SUSPECTS[step.what][compared]
+        return Row(
+            step.what,
+            compared,
+            error,
+            f"{compared} differ in a {step.what} step of {step.lengths} tokens after {step.firsts} "
+            f"(policy {self.policy.name}; {self.shape.label()}; pages of {self.shape.block_size}): "
+            f"error {error:.2g}, at most {tolerance:.2g}; kernels: {kernels}",
+        )
+
+    def _replay(self, last: Step) -> list[Row]:
+        """Capture a decode step on empty block tables, as vLLM does, and replay it on real ones."""
+        side, table = self.ours, self.table.to(self.ours.device).clone()
+        heads, size, dtype = self.shape.num_kv_heads, self.shape.head_size, self.shape.dtype
+        query = torch.zeros(2, self.shape.num_heads, size, dtype=dtype, device=side.device)
+        key, value = (torch.zeros(2, heads, size, dtype=dtype, device=side.device) for _ in "kv")
+        output, layer = torch.empty_like(query), SimpleNamespace(layer_name="layer")
+        empty = Step(last.firsts, last.lengths, torch.zeros_like(self.table))
+        metadata = side.plan(empty)
+        metadata.waves[0].decode.table.copy_(torch.zeros_like(table))
+
+        def forward() -> None:
+            side.impl.forward(layer, query, key, value, side.cache, metadata, output)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            forward()
+        rows_found = []
+        for index in range(1, 4):
+            firsts = tuple(first + index for first in last.firsts)
+            step = Step(firsts, last.lengths, self.table)
+            plain = self.plain.plan(step)
+            side.plan(step)
+            metadata.waves[0].decode.table.copy_(table)
+            rows = self._rows(step, self.plain.builder.positions.buffer[:2])
+            for buffer, now in ((query, rows.query), (key, rows.key), (value, rows.value)):
+                buffer.copy_(now)
+            expected = self.plain.run(plain, rows)
+            graph.replay()
+            error = _error(output, expected)
+            row = self._row(step, "output", error, TOLERANCE[dtype])
+            rows_found.append(Row("graph", "output", error, row.failure))
+            if row.failure:
+                raise Mismatch(f"replayed CUDA graph: {row.failure}")
+            side.pool.copy_(self.plain.pool)
+        return rows_found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest number of what is expected; NaN is infinite."""
+    if expected.numel() == 0:
+        return 0.0
+    found, expected = found.cpu().double(), expected.cpu().double()
+    difference = (found - expected).abs().max()
+    most = expected.abs().max().clamp_min(1e-9)
+    return float("inf") if difference.isnan() else float(difference / most)
+
+
+def _kept(pages: Pages, blocks: torch.Tensor, slots: int) -> list[dict[str, torch.Tensor]]:
+    """What a request's pages hold by head set, in the order of ranks."""
+    blocks, unit, found = blocks.long(), pages.unit, []
+    num_sets = pages.rank.shape[1]
+    heads = pages.kv.shape[1] // num_sets
+    words = {
+        name: getattr(pages, name)[blocks.to(pages.rank.device)].cpu().transpose(0, 1).flatten(1)
+        for name in ("rank", "born", "score", "token")
+        if getattr(pages, name) is not None
+    }
+    kv = pages.kv[blocks.to(pages.kv.device)].cpu().transpose(0, 1).flatten(1, 2)
+    kv = kv.unflatten(1, (-1, unit))
+    for head_set in range(num_sets):
+        rank = words["rank"][head_set, : slots // unit]
+        order = rank.argsort(stable=True)
+        order = order[rank[order] >= 0]
+        own = {name: word[head_set][order] for name, word in words.items()}
+        own.setdefault("token", own["rank"])
+        own["kv"] = kv[head_set * heads : (head_set + 1) * heads, order]
+        found.append(own)
+    return found
+
+
+def _used(kept: dict[str, torch.Tensor], seen: int, unit: int) -> torch.Tensor:
+    """bool ``[units, unit]``: slots that hold a token; a request's last unit may not be full."""
+    used = torch.ones(len(kept["rank"]), unit, dtype=torch.bool)
+    if len(used) and seen % unit:
+        used[-1, seen % unit :] = False
+    return used
+
+
+def _only(values: torch.Tensor, used: torch.Tensor, name: str) -> torch.Tensor:
+    return values[:, used] if name == "kv" else values

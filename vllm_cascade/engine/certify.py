@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks a policy's kernels on the user's own device, and keeps the verdict.
+
+A verdict is a file in vLLM's cache folder. It holds for one device, driver, PyTorch, Triton and
+version of this package, one shape of layers and one policy's settings. Kernels of recall and of
+layers with a window are not checked.
+"""
+
+import hashlib
+import json
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch, Row
+from vllm_cascade.engine.devices import Device
+from vllm_cascade.kernels.cpp.build import cache_folder
+from vllm_cascade.log import logger
+from vllm_cascade.policies.arguments import CHECK, CHECK_MODES
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.settings import KVPolicyError
+
+
+def shape_of(config: VllmConfig) -> LayerShape:
+    """The shape of a full-attention layer on one rank, from the model's configuration."""
+    model, parallel = config.model_config, config.parallel_config
+    heads = model.get_num_attention_heads(parallel)
+    hf = model.hf_text_config
+    slopes = tuple(2.0 ** (-8 * (i + 1) / heads) for i in range(heads))
+    partial = getattr(hf, "partial_rotary_factor", None) or 1.0
+    head_size = model.get_head_size()
+    return LayerShape(
+        num_heads=heads,
+        num_kv_heads=model.get_num_kv_heads(parallel),
+        head_size=head_size,
+        dtype=model.dtype,
+        block_size=config.cache_config.block_size,
+        rotary_dim=int(head_size * partial) // 2 * 2,
+        slopes=slopes if model.uses_alibi else None,
+        softcap=float(getattr(hf, "attn_logit_softcapping", None) or 0.0),
+        sinks=hf.model_type == "gpt_oss",
+    )
+
+
+def certify(
+    policy: Policy, shape: LayerShape, entry: Device, device: torch.device, mode: str = "once"
+) -> list[Row]:
+    """Compare the kernels that a policy uses on this device with PyTorch.
+
+    Args:
+        entry: the device's entry in ``DEVICES``.
+        mode: ``off``; ``once``: unless a verdict is kept; ``always``.
+
+    Returns:
+        The comparisons; none where nothing was run.
+
+    Raises:
+        KVPolicyError: a kernel differs; names it, the shape, the error and where to report.
+    """
+    if mode not in CHECK_MODES:
+        raise KVPolicyError(f"--kv-policy-check {mode}: choose from {', '.join(CHECK_MODES)}")
+    file = _verdict_file(policy, shape, entry)
+    if mode == "off" or (mode == "once" and file.is_file()):
+        return []
+    begin = time.monotonic()
+    try:
+        plain = policy.model_copy(update={"recall": 0})
+        backend = resolve_name(entry.backend)
+        rows = Check(plain, shape, backend, device, entry.check_repeats).run()
+    except Mismatch as error:
+        raise KVPolicyError(
+            f"the kernels of this device do not agree with PyTorch, so the engine does not start: "
+            f"{error}. Please report this message with {_facts(entry)} as an issue of "
+            "vllm-cascade; --kv-policy full runs stock vLLM"
+        ) from None
+    seconds = time.monotonic() - begin
+    largest = max(row.error for row in rows)
+    logger.info(
+        "KV policy %s: checked on this device in %.0f s, %d comparisons with PyTorch, largest "
+        "relative error %.1e; %s keeps the verdict",
+        *(policy.name, seconds, len(rows), largest, file),
+    )
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(_facts(entry) | {"rows": [vars(row) for row in rows]}))
+    except OSError as error:
+        logger.warning("The check's verdict cannot be kept (%s): the next start repeats it", error)
+    return rows
+
+
+def certify_engine(config: VllmConfig, policy: Policy, entry: Device, device: torch.device) -> None:
+    """The check at an engine's start, as ``--kv-policy-check`` says.
+
+    Raises:
+        KVPolicyError: see ``certify``.
+    """
+    mode = config.additional_config.get(CHECK, entry.default_check)
+    if mode != "off":
+        certify(policy, shape_of(config), entry, device, mode)
+
+
+def _facts(entry: Device) -> dict[str, Any]:
+    """The device and the versions that a verdict holds for."""
+    facts: dict[str, Any] = {"device": entry.backend, "torch": torch.__version__, **entry.facts()}
+    for package in ("triton", "vllm", "vllm-cascade"):
+        try:
+            facts[package] = version(package)
+        except PackageNotFoundError:
+            facts[package] = None
+    return facts
+
+
+def _verdict_file(policy: Policy, shape: LayerShape, entry: Device) -> Path:
+    key = _facts(entry) | {"shape": repr(shape), "policy": [policy.name, policy.model_dump()]}
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_folder() / "checks" / f"{digest[:24]}.json"
