@@ -29,6 +29,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "h2o-32": ({"name": "h2o", "budget": 160, "prefill_stride": 32, "unit": 32, "recall": 2}, 443),
     # A store that overflows; choices at every token, and rarely; all queries ask, or one.
     "sink-overflows": (OVERFLOWS, 443),
+    # More units than are scored key by key.
+    "sink-filters": (
+        {"name": "sink", "budget": 32, "prefill_stride": 32, "unit": 2, "recall": 8},
+        443,
+    ),
+    "cascade-filters-each": ({**CASCADE, "budget": 64, "unit": 2, "recall": 8, **EACH}, 517),
     # The stride in which a prompt ends, inside a unit, evicts the first unit that comes back.
     "sink-grows": (OVERFLOWS, 109),
     "sink-every": (
@@ -73,6 +79,7 @@ FAST = [
     ("sink-overflows", {}),
     ("sink-grows", {}),
     ("sink-every", dict(PYTORCH)),
+    ("sink-filters", {}),
 ]
 
 
