@@ -6,11 +6,8 @@ each step tells which pages are copied, started, freed and dropped. The worker c
 deletes logs accordingly.
 """
 
-<<<<<<< HEAD
 from abc import ABC, abstractmethod
-=======
 from bisect import bisect_right
->>>>>>> aac8f4c (Recall scores 128 candidates key by key, which bounds of blocks and units select; the cost hardly grows with the store)
 from collections.abc import Iterable
 
 import psutil
