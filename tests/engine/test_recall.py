@@ -35,6 +35,18 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         443,
     ),
     "cascade-filters-each": ({**CASCADE, "budget": 64, "unit": 2, "recall": 8, **EACH}, 517),
+    # More blocks of units than are looked into, in a store that overflows.
+    "sink-filters-blocks": (
+        {
+            "name": "sink",
+            "budget": 32,
+            "prefill_stride": 64,
+            "unit": 2,
+            "recall": 8,
+            "recall_store": 1200,
+        },
+        1500,
+    ),
     # The stride in which a prompt ends, inside a unit, evicts the first unit that comes back.
     "sink-grows": (OVERFLOWS, 109),
     "sink-every": (
@@ -112,7 +124,7 @@ def run_case(
     name: str, engine_pool: EnginePool, book_tokens: list[int], env: dict[str, str]
 ) -> None:
     settings, num_prompt = settings_of(name)
-    total = 760
+    total = max(760, num_prompt + 60)
     llm = engine_pool.get(
         {**settings, "trace": True},
         max_model_len=4096,
