@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ path: odd shapes against the fp64 cache, which layers get it, how it is built."""
 
+import gc
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step.inputs import Stride
 
 POLICIES = [
     {"name": "sink", "budget": 19},
@@ -381,3 +383,12 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_CACHE_ROOT")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
     assert build.cache_folder() == Path("/b/vllm/vllm_cascade")
+
+
+def test_no_stride_outlives_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With recall a stride refers to its request's store, which would stay in memory."""
+    monkeypatch.setenv(paths.SWITCH, "native")
+    before = load().calls["strides"]
+    run_mixed_requests("native", Shape(), {**CASCADE, "prefill_stride": 16}, [40], [42], 3)
+    assert load().calls["strides"] > before
+    assert not [found for found in gc.get_objects() if isinstance(found, Stride)]

@@ -78,6 +78,7 @@ class Stride:
         recalled: units among the cached ones that were recalled; they stand after the sinks.
         recalls_more: so many more will be, when the stride's own evictions are done.
         recall: what it does with evicted units; None: nothing.
+        kept: what an implementation makes of it in the first layer, for all others.
     """
 
     schedule: Schedule
@@ -96,6 +97,7 @@ class Stride:
     recalled: int = 0
     recalls_more: int = 0
     recall: RecallStride | None = None
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def shift(self) -> int:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer through the C++ library: one call per batch of tokens or per stride."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -215,15 +215,11 @@ def _tokens(singles: Singles) -> cpp.Tokens:
     return made
 
 
-_last_stride: tuple[Any, cpp.Stride] | None = None
-
-
 def _stride(stride: Stride) -> cpp.Stride:
-    """The library's struct of a stride. All layers run a stride in turn, so the last is cached."""
-    global _last_stride
-    last = _last_stride
-    if last is not None and last[0] is stride:
-        return last[1]
+    """The library's struct of a stride, built once per stride for all layers."""
+    made = stride.kept.get("native")
+    if made is not None:
+        return made
     schedule = stride.schedule
     assert stride.step.is_contiguous() and stride.pages.is_contiguous()
     assert stride.step.dtype == stride.pages.dtype == torch.int32
@@ -242,5 +238,5 @@ def _stride(stride: Stride) -> cpp.Stride:
         recalled=stride.recalled,
         recalls_more=stride.recalls_more,
     )
-    _last_stride = stride, made
+    stride.kept["native"] = made
     return made
