@@ -186,7 +186,13 @@ class StrideChoice:
         salts: torch.Tensor | None = None,
     ) -> None:
         self._token, self._salts = token, salts
-        self._constants = {"REDUCTION": reduction, "UNIT": unit, "TILE": 1024, "num_warps": 8}
+        self._constants = {
+            "REDUCTION": reduction,
+            "UNIT": unit,
+            "TILE": 1024,
+            "num_warps": 8,
+            "maxnreg": 128,  # as in insert_strides: left to itself, ptxas may spill
+        }
 
     def __call__(self, strides: Strides) -> torch.Tensor:
         """Write ``notes`` and ``values``.

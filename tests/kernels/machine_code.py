@@ -263,6 +263,25 @@ def judge_counts(shape: Shape, capability: int, asking: int = 1) -> JudgeCounts:
     )
 
 
+ROUNDING = ("FADD", "FMUL", "FFMA", "MUFU")
+
+
+def float_operations(launch: Launch, capability: int, file: str) -> list[tuple[int, str]]:
+    """Source lines of ``file`` with the fp32 instructions for them that round; sorted, each once.
+
+    How often one occurs is left out: the compiler may copy code into two branches.
+    """
+    listing = run_tool("nvdisasm", "-g", binary_of(launch, capability).asm["cubin"])
+    found, where = set(), ("", 0)
+    for line in listing.splitlines():
+        if source := re.search(r'//## File "([^"]*)", line (\d+)', line):
+            where = source[1].rpartition("/")[2], int(source[2])
+        elif (code := INSTRUCTION.match(line)) and where[0] == file:
+            if code[1].split(".")[0] in ROUNDING:
+                found.add((where[1], code[1]))
+    return sorted(found)
+
+
 _BF16 = {"dtype": torch.bfloat16}
 DECODE_SHAPES = (
     Shape(unit=16, **_BF16),

@@ -175,3 +175,37 @@ def test_the_last_part_sees_what_all_have_left() -> None:
     assert before[-1] == "MEMBAR.ALL.GPU" and before[-2].startswith("BAR.SYNC"), before[-4:]
     assert after[0] == "ATOMG.E.ADD.STRONG.GPU" and after[1] == "CCTL.IVALL", after[:4]
     assert after[2].startswith("BAR.SYNC"), after[:4]
+
+
+CHOOSE = """
+import json, sys
+from benchmarks.gpu.kernels_alone import without_the_plugin
+without_the_plugin()
+from tests.kernels import aot, machine_code as code
+found = []
+for shape in eval(sys.argv[1], vars(aot)):
+    layer = aot.Layer(shape)
+    for capability in map(int, sys.argv[2:]):
+        launches = aot.launches_of(lambda: layer.recall(32), capability)
+        kernels = {one.name: one for one in launches}
+        both = [kernels[name] for name in ("keep_of_strides", "insert_strides")]
+        found.append([code.float_operations(one, capability, "choose.py") for one in both])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_a_stride_chooses_alike_in_both_kernels() -> None:
+    """``keep_of_strides`` says what is stored, ``insert_strides`` what leaves: bit for bit alike.
+
+    They are compiled apart, so one could contract a sum that the other does not.
+    """
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    shapes = "[RECALL_SHAPES[0], replace(RECALL_SHAPES[1], reduction='max'), RECALL_SHAPES[10]]"
+    command = [sys.executable, "-c", CHOOSE, shapes, "80", "86", "90", "120"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pairs = json.loads(done.stdout.splitlines()[-1])
+    assert len(pairs) == 12 and all(len(keeps) >= 4 for keeps, _ in pairs)
+    for keeps, inserts in pairs:
+        assert keeps == inserts
