@@ -645,3 +645,34 @@ def test_a_page_that_is_a_unit(name: str, path: str) -> None:
         rows = (layer.pool[page] != before[page])[:held].view(2, 16, -1).any(-1)
         assert rows.any(0).nonzero().flatten().tolist() == [at % 16], "one row a head"
     assert evictions == 5 and layer.builder.counters.evicted_tokens == 160
+
+
+@pytest.mark.parametrize("unit", [2, 4])
+def test_a_prompt_part_that_begins_inside_a_unit(path: str, unit: int) -> None:
+    """vLLM's streaming-input requests go on with a prompt after generated tokens."""
+    shape = Shape()
+    settings = {"name": "cascade", "budget": 16, "num_subcaches": 2, "num_sinks": 4}
+    settings |= {"unit": unit, "prefill_stride": 8}
+    layer = PagedLayer(shape, settings, 8)
+    literal = oracle_for(settings, shape, layer)
+    table, heads = torch.arange(1, 5, dtype=torch.int32)[None], shape.num_kv_heads
+    torch.manual_seed(unit)
+    query = torch.randn(45, heads * shape.group, shape.head_size)
+    key, value = torch.randn(2, 45, heads, shape.head_size)
+    parts = [(0, 27, True), (27, 28, False), (28, 29, False), (29, 45, True)]
+    strides = {0: [8, 16, 24, 27], 27: [28], 28: [29], 29: [30, 31, 32, 40, 45]}
+    if unit == 2:
+        strides[29] = [30, 32, 40, 45]
+    for begin, end, prefilling in parts:
+        part = slice(begin, end)
+        output = layer.step(
+            [end - begin], [begin], [prefilling], table, query[part], key[part], value[part],
+            rotate=literal.rotate,
+        )  # fmt: skip
+        expected, at = [], begin
+        for stop in strides[begin]:
+            own = slice(at, stop)
+            expected.append(literal.step(query[own], key[own], value[own]))
+            at = stop
+        torch.testing.assert_close(output.double(), torch.cat(expected), atol=2e-5, rtol=2e-5)
+    assert layer.policy.capacity < 45

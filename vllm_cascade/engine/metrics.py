@@ -109,7 +109,8 @@ class Meter:
             end = first + num
             grown = schedule.counts(end) - schedule.counts(first)
             self._grown.evicted_tokens += int((num - grown).sum())
-            strides = count_strides(first, end, prompt, schedule.policy.prefill_stride)
+            stride, unit = schedule.policy.prefill_stride, schedule.unit
+            strides = count_strides(first, end, prompt, stride, unit)
             self._grown.strides += int(strides.sum())
 
     def report(self, requests: dict[str, Request], snapshot_hits: int) -> KVPolicyStats:

@@ -5,6 +5,9 @@ A stride is the tokens of one request that are attended before the next eviction
 strides end at absolute multiples of ``prefill_stride`` and at the prompt's end. After the prompt
 every token is its own stride, also when generated tokens are replayed after a preemption. The
 result of a request therefore does not depend on how its prompt is chunked.
+
+A prompt part may begin inside a unit, after generated tokens: vLLM's streaming-input requests do
+so. Single tokens then fill the unit.
 """
 
 from collections.abc import Sequence
@@ -12,21 +15,24 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def cut_strides(first: int, end: int, prefill_stride: int, prefilling: bool) -> list[int]:
+def cut_strides(
+    first: int, end: int, prefill_stride: int, prefilling: bool, unit: int = 1
+) -> list[int]:
     """Stride boundaries ``[first, ..., end]`` of tokens ``first .. end - 1``."""
     if not prefilling or prefill_stride == 1:
         return list(range(first, end + 1))
-    inner = range((first // prefill_stride + 1) * prefill_stride, end, prefill_stride)
-    return [first, *inner, end]
+    whole = min(-(-first // unit) * unit, end)
+    inner = range((whole // prefill_stride + 1) * prefill_stride, end, prefill_stride)
+    return [*range(first, whole), whole, *inner, *([end] if whole < end else [])]
 
 
 def count_strides(
-    first: np.ndarray, end: np.ndarray, prompt_len: np.ndarray, prefill_stride: int
+    first: np.ndarray, end: np.ndarray, prompt_len: np.ndarray, prefill_stride: int, unit: int = 1
 ) -> np.ndarray:
     """Number of strides in tokens ``first .. end - 1``; int arrays of one shape."""
-    return np.where(
-        first < prompt_len, -(-end // prefill_stride) - first // prefill_stride, end - first
-    )
+    whole = np.minimum(-(-first // unit) * unit, end)
+    longer = np.where(whole < end, -(-end // prefill_stride) - whole // prefill_stride, 0)
+    return np.where(first < prompt_len, whole - first + longer, end - first)
 
 
 def aligned_chunk(

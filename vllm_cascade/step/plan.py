@@ -96,7 +96,8 @@ def _cut(tokens: RequestTokens, prefill_stride: int) -> _Cut:
     for row, start, stop, prompt in zip(
         rows.tolist(), first.tolist(), ends, prefilling, strict=True
     ):
-        bounds = cut_strides(start, stop, prefill_stride, prompt)
+        unit = (tokens.frames or tokens.schedules)[row].unit
+        bounds = cut_strides(start, stop, prefill_stride, prompt, unit)
         owner += [row] * (len(bounds) - 1)
         begin += bounds[:-1]
         end += bounds[1:]
