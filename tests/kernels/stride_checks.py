@@ -23,7 +23,7 @@ from tests.kernels.random_pool import (
     stride_steps,
     table_of,
 )
-from tests.kernels.references import reduce_reference, rotate_reference
+from tests.kernels.references import as_int32, reduce_reference, rotate_reference, salted
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton import stride_columns
 from vllm_cascade.kernels.triton.column_sums import num_sums
@@ -57,6 +57,11 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
     shape = len(steps), heads, width * parts
     sums = (torch.rand(shape, generator=generator) * 4).round() if case.scored else None
     given = None if case.scored else torch.rand(num_tokens, generator=generator).round()
+    told_salts = salts = [
+        random.Random(case.seed + i).getrandbits(32) for i in range(case.num_sets)
+    ]
+    if case.scored or case.seed % 2:  # scores of attention, and scores that all sets share
+        told_salts, salts = None, [None] * case.num_sets
     line = torch.full((len(steps), case.num_sets, LINE_WORDS, width), -9, dtype=torch.int32)
     plans, keeps, scores = [torch.tensor([0, 0, 0])], {}, {}
     recall = torch.zeros(len(steps), columns.RECALL_COLUMNS, dtype=torch.int32)
@@ -70,7 +75,7 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
         told = torch.stack([slots.int(), old.view(torch.int32), tokens], dim=1)
         line[row, :, :, : told.shape[2]] = told
         lag = row % 3
-        scores[row] = _final_scores(case, step, old, sums, given, row, parts, lag)
+        scores[row] = _final_scores(case, step, old, sums, given, salts, row, parts, lag)
         judged = scores[row]
         if case.per_age:
             judged = judged / _ages(case, step, tokens)
@@ -94,6 +99,7 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
     ours = cache.to(device)
     dsteps, dk, dv, drecall = on(device, steps, key, value, recall)
     dsums, dgiven, dline, dplans = on(device, sums, given, line, torch.cat(plans).int())
+    dsalts = None if told_salts is None else on(device, as_int32(told_salts))[0]
     notes = dsteps.new_full((len(steps), case.num_sets, 3, NUMBER_ROWS, width), -7)
     values = torch.full_like(notes[..., :VALUE_ROWS, :], 7, dtype=torch.float32).contiguous()
     turning = table_of(case, device)
@@ -113,7 +119,7 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
         recall=drecall if recalls else None,
     )
     if recalls:
-        found = StrideChoice(ours.token, unit, case.reduction)(strides).cpu()
+        found = StrideChoice(ours.token, unit, case.reduction, dsalts)(strides).cpu()
         for row in real_rows(case):
             same("keep", found[row, :, : keeps[row].shape[1]] >= 0, keeps[row])
     insertion = StrideInsertion(
@@ -125,6 +131,7 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
         rotation=turning,
         interleaved=case.interleaved,
         reduction=case.reduction,
+        salts=dsalts,
     )
     insertion(Tokens(query=None, key=dk, value=dv), strides)
     after = ours.to("cpu")
@@ -147,6 +154,7 @@ def _final_scores(
     old: torch.Tensor,
     sums: torch.Tensor | None,
     given: torch.Tensor | None,
+    salts: list[int | None],
     row: int,
     parts: int,
     lag: int,
@@ -161,7 +169,8 @@ def _final_scores(
         for i, value in enumerate(given[step[columns.START] :][:length].tolist()):
             column = (cached - lag + i) // unit
             if column >= 0:
-                scores[:, column] = value + (scores[:, column] if unit > 1 else 0)
+                own = torch.tensor([salted(value, salt) for salt in salts])
+                scores[:, column] = own + (scores[:, column] if unit > 1 else 0)
         return scores
     begun = torch.arange(units * parts) * (unit // parts) < cached + length
     mass = torch.where(begun, sums[row, :, : units * parts], 0.0)
