@@ -132,4 +132,5 @@ def test_what_strides_evict(name: str, seed: int) -> None:
 def test_strides_behind_recalled_units(name: str, seed: int) -> None:
     """Plans know nothing of these, and who leaves is known before; more will stand before the unit
     that is not complete."""
-    check_insert_strides(at_units(replace(CASES[name], seed=seed)), "cpu", recalls=True)
+    case = replace(CASES[name], seed=seed, scored=seed % 4 < 2)
+    check_insert_strides(at_units(case), "cpu", recalls=True)
