@@ -260,8 +260,9 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
 
-    def apply_chat_template(self, messages: list[dict], **_: bool) -> list[int]:
-        return self(f"<user>{messages[0]['content']}</user><answer>")["input_ids"]
+    def apply_chat_template(self, messages: list[dict], tokenize: bool, **_: bool) -> str:
+        assert not tokenize
+        return f"<user>{messages[0]['content']}</user><answer>"
 
 
 def test_items_are_of_the_asked_lengths(tmp_path: Path) -> None:

@@ -171,4 +171,4 @@ def test_a_device_says_everything(name: str) -> None:
     device, contract = DEVICES[name], set(Device.__annotations__)
     assert all(hasattr(device, attribute) for attribute in contract)
     public = {attribute for attribute in dir(device) if not attribute.startswith("_")}
-    assert public == contract | {"refusals", "is_current", "configure"}
+    assert public == contract | {"refusals", "is_current", "facts", "configure"}

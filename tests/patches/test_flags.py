@@ -226,7 +226,7 @@ def test_serve_help_lists_the_flags() -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "--help=KVPolicy"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     text = " ".join(text.split())
-    assert "--kv-policy {full,window,sink,cascade,beehive,lazy,dgc,h2o}" in text
+    assert "--kv-policy {full,window,sink,cascade,beehive,lazy,dgc,h2o,random}" in text
     assert "Which tokens stay in the KV cache." in text and "(default: full)" in text
     assert "--kv-budget" in text and "(default: 2048, or the largest that fits" in text
     assert "(default: None)" not in text and "SUPPRESS" not in text

@@ -438,7 +438,7 @@ def test_beehive_defaults_follow_the_theorem() -> None:
         ({"name": "beehive", "budget": 1}, "budget 1 leaves no room for .* at least 2"),
         (
             {"name": "beehive", "budget": 20, "window": 9, "threshold": 12},
-            "window 9 \\+ threshold 12 is more than the budget 20; .* at most 11",
+            "threshold 12 and window 9 are together more than the budget 20; .* at most 11",
         ),
         (
             {
