@@ -78,13 +78,9 @@ def check(args: argparse.Namespace) -> None:
 
     from vllm_cascade.attention.selfcheck import LayerShape
     from vllm_cascade.engine.certify import certify, shape_of
-    from vllm_cascade.engine.devices import DEVICES
+    from vllm_cascade.engine.devices import this_device
 
-    found = [(name, entry) for name, entry in DEVICES.items() if entry.is_current()]
-    if not found:
-        raise KVPolicyError("policies run on CPUs and on CUDA, and vLLM has found neither")
-    ((name, entry),) = found
-    device = torch.device(name)
+    device = this_device()
     settings = parse(vars(args), FLAGS)
     if settings is None:
         raise KVPolicyError("full is stock vLLM; choose another --kv-policy to check")
@@ -94,8 +90,8 @@ def check(args: argparse.Namespace) -> None:
 
         shape = shape_of(EngineArgs(model=args.model).create_engine_config())
     policy = resolve(settings, block_size=shape.block_size)
-    rows = certify(policy, shape, entry, device, "always")
-    table = Table(title=f"{policy.name} on {name}: {shape.label()}")
+    rows = certify(policy, shape, device, torch.device(device.name), "always")
+    table = Table(title=f"{policy.name} on {device.name}: {shape.label()}")
     for header in ("step", "compared with PyTorch", "largest relative error"):
         table.add_column(header)
     for row in rows:

@@ -146,7 +146,7 @@ def test_policies_of_rows_in_the_second_runner() -> None:
 
 
 def test_rows_without_requests_are_dummies() -> None:
-    """As in vLLM's dummy runs, whose rows number from 0 on; a real row beside them is not one."""
+    """vLLM's dummy runs have rows without requests. One row with a request makes the step real."""
     runner = Runner()
     batch = RunnerV2Requests(runner, SCHEDULE, None)
     common = step_of([0, 0], [8, 8], [False, False], torch.zeros(2, 1))

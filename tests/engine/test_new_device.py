@@ -123,6 +123,7 @@ class PlainBackend(KVPolicyBackend):
 class Plain(Device):
     """Takes the CPU's place in these tests."""
 
+    name = "plain"
     stock_worker = "vllm.v1.worker.cpu_worker.CPUWorker"
     worker = f"{__name__}.PlainWorker"
     slot = AttentionBackendEnum.CPU_ATTN

@@ -426,7 +426,7 @@ def test_other_policies_are_accepted_with_quantised_rows(cache_dtype: str) -> No
 
 def test_refused_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
-    with pytest.raises(KVPolicyError, match="run on the CPU backend"):
+    with pytest.raises(KVPolicyError, match="run on CPUs and on CUDA"):
         create(MODEL)
 
 

@@ -68,10 +68,7 @@ def _expected(
     """What ``gather_reference`` and, for the new tokens, ``attend_strides_reference`` return."""
     case = cache.case
     old = gather_reference(
-        kv=cache.kv,
-        rank=cache.rank,
-        born=cache.born,
-        score=cache.score,
+        **cache.views("kv", "rank", "born", "score"),
         blocks=cache.table[row],
         step=step,
         inv_freq=case.inv_freq,

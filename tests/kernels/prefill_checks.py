@@ -144,10 +144,7 @@ def _compare(
         rows = slice(start, start + step[columns.LENGTH])
         written[rows] = True
         old_keys, old_values, *_ = gather_reference(
-            kv=cache.kv,
-            rank=cache.rank,
-            born=cache.born,
-            score=cache.score,
+            **cache.views("kv", "rank", "born", "score"),
             blocks=cache.table[row],
             step=step,
             inv_freq=case.inv_freq,

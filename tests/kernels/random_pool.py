@@ -118,6 +118,11 @@ class Cache:
         pool = self.pool.to(device, copy=True)
         return Cache(self.case, pool, self.table.to(device), self.slots)
 
+    def views(self, *names: str) -> dict[str, torch.Tensor]:
+        """Views of the pool as arguments of a kernel; all five without names."""
+        every = "kv", "rank", "born", "score", "token"
+        return {name: getattr(self, name) for name in names or every}
+
     def words(self, which: str, row: int) -> torch.Tensor:
         """A copy of one word of a request, ``[S, N]`` by slot, or by unit of slots."""
         blocks = self.table[row].long()

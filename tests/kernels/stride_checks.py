@@ -123,11 +123,7 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
         for row in real_rows(case):
             same("keep", found[row, :, : keeps[row].shape[1]] >= 0, keeps[row])
     insertion = StrideInsertion(
-        kv=ours.kv,
-        rank=ours.rank,
-        born=ours.born,
-        score=ours.score,
-        token=ours.token,
+        **ours.views(),
         rotation=turning,
         interleaved=case.interleaved,
         reduction=case.reduction,

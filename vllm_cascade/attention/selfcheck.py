@@ -60,12 +60,15 @@ SUSPECTS["mixed"] = {
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What kernels depend on of a model's layer, on one tensor-parallel rank.
+    """The properties of a model's layer that select kernels, on one tensor-parallel rank.
 
     Attributes:
         num_heads: query heads.
-        inv_freq: radians per position by rotated pair of channels; None: keys are not rotated.
-        slopes: ALiBi's, one a query head, or None.
+        block_size: tokens of a page.
+        rotary_dim: rotated channels of a head; None: all.
+        is_neox: whether rotated channels pair in NeoX style.
+        slopes: ALiBi slopes of the query heads; None: keys are rotated.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 disables it.
         sinks: whether the layer has learned attention sinks.
     """
 
@@ -95,7 +98,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. ``error`` is relative; ``failure`` is empty where it is within bounds."""
+    """One comparison. ``error`` is relative; ``failure`` is empty if it is within bounds."""
 
     what: str
     compared: str
@@ -253,7 +256,7 @@ class Check:
             length = min(2 * stride, end - first)
             yield Step((first,), (length,), self.table)
             first += length
-        yield Step((first, 0), (1, min(stride, 2 * stride)), self.table)
+        yield Step((first, 0), (1, stride), self.table)
         second = stride
         yield Step((first + 1, second), (1, 2), self.table)
         second += 2
@@ -288,8 +291,8 @@ class Check:
         def random(heads: int) -> torch.Tensor:
             return torch.randn(num, heads, shape.head_size, generator=self._generator)
 
-        query, key, value = random(shape.num_heads) * 3, random(shape.num_kv_heads), None
-        value = random(shape.num_kv_heads)
+        query = random(shape.num_heads) * 3
+        key, value = (random(shape.num_kv_heads) for _ in "kv")
         rotary = shape.rotary
         if rotary is not None:
             angle = positions.double()[:, None] * rotary.inv_freq.double()

@@ -32,6 +32,7 @@ class Device:
     (``step/builder.py``). A device overrides their methods that raise ``NotImplementedError``.
 
     Attributes:
+        name: the device's type in PyTorch, and its key in ``DEVICES``.
         stock_worker: name of vLLM's worker class.
         worker: name of our worker class, a ``KVPolicyWorker``, which replaces it.
         slot: vLLM's backend name that our backend is registered under while layers are built.
@@ -44,6 +45,7 @@ class Device:
         check_repeats: runs of a step that must give the same bytes in that check.
     """
 
+    name: ClassVar[str]
     stock_worker: ClassVar[str]
     worker: ClassVar[str]
     slot: ClassVar[AttentionBackendEnum]
@@ -82,6 +84,7 @@ class Device:
 class CPU(Device):
     """C++ or PyTorch kernels; Model Runner V1."""
 
+    name = "cpu"
     stock_worker = "vllm.v1.worker.cpu_worker.CPUWorker"
     worker = "vllm_cascade.engine.cpu_worker.CPUKVPolicyWorker"
     slot = AttentionBackendEnum.CPU_ATTN  # the CPU platform knows no other
@@ -118,6 +121,7 @@ class CPU(Device):
 class CUDA(Device):
     """Triton kernels; Model Runner V1 and V2."""
 
+    name = "cuda"
     stock_worker = "vllm.v1.worker.gpu_worker.Worker"
     worker = "vllm_cascade.engine.gpu_worker.GPUKVPolicyWorker"
     slot = AttentionBackendEnum.CUSTOM
@@ -210,8 +214,7 @@ def _model_type(config: VllmConfig) -> str | None:
     return getattr(config.model_config.hf_text_config, "model_type", None)
 
 
-DEVICES: dict[str, Device] = {"cpu": CPU(), "cuda": CUDA()}
-"""Devices by vLLM's platform name."""
+DEVICES: dict[str, Device] = {device.name: device for device in (CPU(), CUDA())}
 
 
 def this_device() -> Device:
@@ -224,6 +227,6 @@ def this_device() -> Device:
         if device.is_current():
             return device
     raise KVPolicyError(
-        "kv_policy: KV policies run on the CPU backend of vLLM in this version; remove --kv-policy "
-        "to run stock vLLM on this device"
+        "kv_policy: KV policies run on CPUs and on CUDA; remove --kv-policy to run stock vLLM on "
+        "this device"
     )
