@@ -98,10 +98,8 @@ class Store(ctypes.Structure):
     """A request's stored units, and the queries that select from them."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "chunks groups"),
-        *_of(c_int64, "chunk_units num_groups block_units"),
-        *_of(c_int64, "begin end skipped"),
-        *_of(c_int64, "most_blocks most_candidates most_filtering"),
+        *_of(c_void_p, "codes scales"),
+        *_of(c_int64, "num_chunks chunk_units begin end"),
         *_of(c_void_p, "places positions"),
         *_of(c_int64, "num_asking num"),
     ]
@@ -140,7 +138,7 @@ class Library:
         layer, rows = POINTER(Layer), POINTER(Rows)
         self._tokens.argtypes = [layer, POINTER(Tokens), rows]
         self._stride.argtypes = [layer, POINTER(Stride), rows]
-        self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, *[c_void_p] * 3]
+        self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, c_void_p, c_void_p]
         for function in (self._tokens, self._stride, self._recall):
             function.restype = None
 
@@ -155,18 +153,11 @@ class Library:
         self._stride(layer, stride, rows)
 
     def recall_units(
-        self,
-        layer: Layer,
-        rows: Rows,
-        store: Store,
-        index: int,
-        candidates: int,
-        asked: int,
-        chosen: int,
+        self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int
     ) -> None:
         """Select the units that queries attend to most; writes to the addresses given."""
         self.calls["recalls"] += 1
-        self._recall(layer, rows, store, index, candidates, asked, chosen)
+        self._recall(layer, rows, store, index, asked, chosen)
 
 
 @lru_cache(maxsize=1)

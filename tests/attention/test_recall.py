@@ -20,15 +20,7 @@ from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.recall.log import (
-    CANDIDATES,
-    CHUNK_UNITS,
-    GROUP_BLOCKS,
-    Log,
-    Part,
-    UnitShape,
-    num_bytes,
-)
+from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
 from vllm_cascade.recall.stores import Stores, check_host_memory, store_bytes
 
 
@@ -56,17 +48,9 @@ def shape_of(unit: int = 4, most: int = 1000, **changed: int) -> UnitShape:
 def write(part: Part, layer: int, keys: torch.Tensor) -> None:
     """Keys ``[H, n, unit, D]`` into a log's memory."""
     codes, scale = evidence.encode(keys)
-    evidence.store_bounds(part, layer, codes * scale.unsqueeze(-1))
     for chunk, to, place in part.pieces():
         chunk.codes[layer, :, to] = evidence.by_words(codes[:, place])
         chunk.scale[layer, :, to] = scale[:, place]
-
-
-def pages_of(num_heads: int, num_sets: int, unit: int, size: int, dtype: torch.dtype) -> Pages:
-    """Empty pages of two units each."""
-    words = torch.zeros(3, num_sets, 2, dtype=torch.int32)
-    kv = torch.zeros(3, num_heads, 2 * unit, 2 * size, dtype=dtype)
-    return Pages(kv, words, words.clone(), words.float(), words.clone())
 
 
 def literal(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -112,16 +96,15 @@ def test_evidence(
     shape = shape_of(unit, num_units, num_kv_heads=num_heads, head_size=size)
     log = Log(shape)
     log.grow(dropped)
-    for memory in log.memory:
-        for tensor in memory.tensors:
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 99)
+    for chunk in log.chunks:
+        chunk.scale.fill_(torch.nan)
     keys = torch.randn(num_heads, num_units, unit, size) * 2
     write(log.grow(num_units), 1, keys)
     part = log.part(log.begin, log.end)
     assert len(part) == num_units
     queries = torch.randn(num_queries, num_heads * group, size) * 0.5
     expected = literal(keys, queries)
-    found = evidence.asked(layer, 1, part, queries, [np.arange(num_units)])
+    found = evidence.asked(layer, 1, part, queries)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -158,13 +141,15 @@ def test_the_judge_in_cpp(
     layer = replace(layer_of(num_heads, size, num_sets), rotation=rotary.table(50))
     log = Log(shape_of(unit, num_units, num_kv_heads=num_heads, num_sets=num_sets, head_size=size))
     log.grow(dropped)
-    for memory in log.memory:
-        for tensor in memory.tensors:
-            tensor.fill_(torch.nan if tensor.is_floating_point() else 99)
+    for chunk in log.chunks:
+        chunk.scale.fill_(torch.nan)
     keys = torch.randn(num_heads, num_units, unit, size) * 2
     write(log.grow(num_units), 1, keys)
     part, num = log.part(log.begin, log.end), data.draw(st.integers(1, num_units - 1))
-    pages = pages_of(num_heads, num_sets, unit, size, dtype)
+    block = 2 * unit
+    words = torch.zeros(3, num_sets, 2, dtype=torch.int32)
+    kv = torch.zeros(3, num_heads, block, 2 * size, dtype=dtype)
+    pages = Pages(kv, words, words.clone(), words.float(), words.clone())
     new = NewTokens(
         *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads * group, num_heads)),
         *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads, num_heads * group)),
@@ -172,10 +157,9 @@ def test_the_judge_in_cpp(
     schedule = compiled(resolve({"name": "sink", "budget": 4 * unit, "unit": unit}))
     path = NativePath(load(), layer, pages, num_heads * group, schedule)
     before = load().calls["recalls"]
-    scored, asked, chosen = path.judge(1).choose(
+    chosen, asked = path.judge(1).choose(
         part, num, row_addresses(new), place.numpy(), position.numpy()
     )
-    assert (scored == np.arange(num_units)).all(), "few units need no filter"
     assert load().calls["recalls"] == before + 1
     at = position[:, None].expand(-1, num_heads * group)
     plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
@@ -185,130 +169,9 @@ def test_the_judge_in_cpp(
     for head_set, row in enumerate(evidence.over_heads(layer, found).numpy()):
         mine = set(chosen[head_set].tolist())
         assert len(mine) == num and sorted(mine) == chosen[head_set].tolist()
-        theirs = set(evidence.best(row, num).tolist())
+        theirs = set(evidence.most_asked(row, num).tolist())
         least = min(row[list(theirs)])
         assert all(abs(row[u] - least) <= 1e-6 * least for u in mine ^ theirs)
-
-
-def literal_filter(
-    keys: torch.Tensor, queries: torch.Tensor, num_sets: int, dropped: int, blocks: int, num: int
-) -> list[list[int]]:
-    """Each set's candidates by bounds of blocks, then of units: rounded numbers, plain loops.
-
-    Args:
-        keys: fp32 ``[H, n, unit, D]`` of all units that were evicted, of which ``dropped`` are
-            gone. The result counts from the first that is not.
-        queries: fp32 ``[Q, H * G, D]``.
-    """
-    num_heads, num_units, _, _ = keys.shape
-    group, coarse = queries.shape[1] // num_heads, in_8_bits(keys)
-    some = min(len(queries), 8)
-    asks = [(i + 1) * len(queries) // some - 1 for i in range(some)]
-
-    def rounded(largest: torch.Tensor, least: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        both = in_8_bits(torch.cat([largest, least]))
-        return both[: len(largest)], both[len(largest) :]
-
-    def limit(query: torch.Tensor, bounds: tuple[torch.Tensor, torch.Tensor]) -> float:
-        return float(torch.maximum(query * bounds[0], query * bounds[1]).sum())
-
-    of_units = [[rounded(k.amax(0), k.amin(0)) for k in coarse[head]] for head in range(num_heads)]
-    of_blocks = []
-    for head in range(num_heads):
-        some = []
-        for first in range(0, num_units, 8):
-            members = of_units[head][first : first + 8]
-            largest = torch.stack([m[0] for m in members]).amax(0)
-            some.append(rounded(largest, torch.stack([m[1] for m in members]).amin(0)))
-        of_blocks.append(some)
-
-    def most(
-        bounds: list[list[tuple[torch.Tensor, torch.Tensor]]],
-        which: list[int],
-        heads: range,
-        number: int,
-    ) -> list[int]:
-        value = dict.fromkeys(which, 0.0)
-        for q in heads:
-            best = dict.fromkeys(which, 0.0)
-            for i in asks:
-                query, step = queries[i, q], queries[i, q].abs().amax() / (127 * 128)
-                query = ((query / step).round() / 128 + 0.5).floor() * 128 * step
-                found = {u: limit(query, bounds[q // group][u]) for u in which}
-                top = max(found.values())
-                best = {u: max(best[u], float(np.exp(found[u] - top))) for u in which}
-            value = {u: value[u] + best[u] for u in which}
-        return sorted(sorted(which, key=lambda u: (-value[u], u))[:number])
-
-    result = []
-    for head_set in range(num_sets):
-        each = queries.shape[1] // num_sets
-        heads = range(head_set * each, (head_set + 1) * each)
-        kept = most(of_blocks, list(range(dropped // 8, -(-num_units // 8))), heads, blocks)
-        units = [u for b in kept for u in range(8 * b, 8 * b + 8) if dropped <= u < num_units]
-        result.append([u - dropped for u in most(of_units, units, heads, num)])
-    return result
-
-
-@pytest.mark.parametrize("num_asking", [1, 3, 20])
-@pytest.mark.parametrize("per_head", [False, True])
-@pytest.mark.parametrize(
-    ("num_heads", "group", "size", "unit", "num_units", "dropped"),
-    [(2, 1, 8, 2, 129, 0), (1, 3, 16, 4, 600, 35), (3, 2, 20, 2, 700, 521), (2, 2, 64, 16, 900, 7)],
-)
-def test_candidates(
-    num_heads: int,
-    group: int,
-    size: int,
-    unit: int,
-    num_units: int,
-    dropped: int,
-    per_head: bool,
-    num_asking: int,
-) -> None:
-    """PyTorch and C++ choose the candidates of the definition, and judge these alone."""
-    torch.manual_seed(num_units + num_asking)
-    num_sets = num_heads if per_head else 1
-    layer = layer_of(num_heads, size, num_sets)
-    log = Log(
-        shape_of(
-            unit, num_units - dropped, num_kv_heads=num_heads, num_sets=num_sets, head_size=size
-        )
-    )
-    topics = torch.randn(num_heads, num_units // 40 + 1, 1, size).repeat_interleave(40, 1)
-    keys = torch.randn(num_heads, num_units, unit, size) + topics[:, :num_units]
-    for first in range(0, num_units, 37):  # blocks are completed bit by bit
-        some = keys[:, first : first + 37]
-        write(log.grow(some.shape[1]), 1, some)
-    part = log.part(log.begin, log.end)
-    queries = torch.randn(num_asking, num_heads * group, size)
-    expected = literal_filter(keys, queries * layer.scale, num_sets, dropped, 64, 128)
-    plain = evidence.candidates(layer, 1, part, queries * layer.scale)
-    assert [some.tolist() for some in plain] == expected
-
-    pages = pages_of(num_heads, num_sets, unit, size, torch.float32)
-    heads = num_heads * group
-    key = torch.zeros(num_asking, num_heads, size)
-    new = NewTokens(queries, key, key, torch.zeros_like(queries))
-    schedule = compiled(resolve({"name": "sink", "budget": 4 * unit, "unit": unit}))
-    judge = NativePath(load(), layer, pages, heads, schedule).judge(1)
-    place = np.arange(num_asking)
-    found = judge.choose(part, 8, row_addresses(new), place, place)
-    assert found.candidates.tolist() == expected
-    for head_set, some in enumerate(expected):
-        mine = slice(None) if num_sets == 1 else slice(head_set, head_set + 1)
-        asks = queries.unflatten(1, (num_heads, group))[:, mine].flatten(1, 2) * layer.scale
-        scored = literal(keys[mine, [u + dropped for u in some]], asks)
-        theirs = torch.from_numpy(found.asked).unflatten(0, (num_heads, group))[mine]
-        torch.testing.assert_close(theirs.double(), scored, atol=2e-5, rtol=2e-5)
-        worth = scored.flatten(0, 1).mean(0)
-        least = worth.topk(8).values[-1]
-        picked = [some.index(u) for u in found.chosen[head_set].tolist()]
-        assert len(set(picked)) == 8 and worth[picked].min() >= least * (1 - 1e-4)
-    ours = evidence.asked(layer, 1, part, queries * layer.scale, plain)
-    torch.testing.assert_close(
-        ours.flatten(0, 1), torch.from_numpy(found.asked), atol=2e-5, rtol=2e-5
-    )
 
 
 def test_the_heads_of_a_set_are_averaged() -> None:
@@ -323,7 +186,7 @@ def test_the_heads_of_a_set_are_averaged() -> None:
 def test_the_most_asked_units(values: list[int], data: st.DataObject) -> None:
     """Of equal ones those that were stored first."""
     num = data.draw(st.integers(1, len(values)))
-    chosen = evidence.best(np.asarray(values, dtype=np.float32), num)
+    chosen = evidence.most_asked(np.asarray(values, dtype=np.float32), num)
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     assert sorted(chosen.tolist()) == sorted(order[:num])
 
@@ -374,19 +237,14 @@ def test_logs_that_fork_and_overflow(steps: list[tuple[int, int, bool]], most: i
         lists[which] += values
     for log, expected in zip(logs, lists, strict=True):
         assert numbers(log) == expected[-most:] and log.end == len(expected)
-        assert sum(map(num_bytes, log.memory)) <= store_bytes(log.shape, len(expected[-most:]))
+        assert len(log.chunks) <= -(-len(expected[-most:]) // CHUNK_UNITS) + 1
 
 
 def test_bytes_of_a_unit() -> None:
     log = Log(shape_of(unit=16, num_kv_heads=3, head_size=64))
     log.grow(CHUNK_UNITS)
-    chunk, group = log.memory
-    assert num_bytes(chunk) == CHUNK_UNITS * log.shape.unit_bytes
-    assert num_bytes(group) == GROUP_BLOCKS * log.shape.bounds_bytes
-    few = Log(shape_of(most=CANDIDATES))
-    few.grow(CHUNK_UNITS)
-    (chunk,) = few.memory  # no bounds are needed
-    assert num_bytes(chunk) == CHUNK_UNITS * few.shape.unit_bytes
+    (chunk,) = log.chunks
+    assert chunk.num_bytes == CHUNK_UNITS * log.shape.unit_bytes
 
 
 def test_a_host_without_memory() -> None:
@@ -395,7 +253,7 @@ def test_a_host_without_memory() -> None:
     log = Log(shape)
     for _ in range(30):  # never more than said, whatever the log's begin
         log.grow(7)
-        assert sum(map(num_bytes, log.memory)) <= one
+        assert sum(chunk.num_bytes for chunk in log.chunks) <= one
     check_host_memory(shape, 1, one)
     with pytest.raises(KVPolicyError, match=r"recall_store 1024 tokens takes .* at most 768"):
         check_host_memory(shape, 1, one - 1)
@@ -451,7 +309,7 @@ def test_stores_follow_the_scheduler() -> None:
         7: [10, 11, 20],
     }
     # Memory goes with its last user.
-    assert stores.num_bytes == 3 * sum(map(num_bytes, stores.logs[1].memory))
+    assert stores.num_bytes == 3 * stores.logs[1].chunks[0].num_bytes
     stores.note(output(finished_req_ids={"a"}, preempted_req_ids={"b"}))
     assert list(stores.logs) == [5]
     # The snapshot's own pages become c's, which is no loss; then they are given up.

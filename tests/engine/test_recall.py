@@ -29,14 +29,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "h2o-32": ({"name": "h2o", "budget": 160, "prefill_stride": 32, "unit": 32, "recall": 2}, 443),
     # A store that overflows; choices at every token, and rarely; all queries ask, or one.
     "sink-overflows": (OVERFLOWS, 443),
-    # More units than are scored key by key.
-    "sink-filters": (
-        {"name": "sink", "budget": 32, "prefill_stride": 32, "unit": 2, "recall": 8},
-        443,
-    ),
-    "cascade-filters-each": ({**CASCADE, "budget": 64, "unit": 2, "recall": 8, **EACH}, 517),
-    # More blocks of units than are looked into, in a store that overflows.
-    "sink-filters-blocks": (
+    # Hundreds of stored units, in a store that overflows.
+    "sink-many": (
         {
             "name": "sink",
             "budget": 32,
@@ -91,7 +85,6 @@ FAST = [
     ("sink-overflows", {}),
     ("sink-grows", {}),
     ("sink-every", dict(PYTORCH)),
-    ("sink-filters", {}),
 ]
 
 

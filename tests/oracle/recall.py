@@ -2,8 +2,7 @@
 """Recall: evicted units wait in a store, and the queries of a stride bring some of them back.
 
 One store for each layer and head set. Everything is a list of unit numbers; a unit's keys are
-looked up by token, and judged as if each stood in the middle of the shown units. Of more than 128
-units only candidates are judged: by the bounds of 8 units first, then by those of each.
+looked up by token, and judged as if each stood in the middle of the shown units.
 """
 
 from __future__ import annotations
@@ -16,10 +15,6 @@ from torch import Tensor
 
 NEAR = 5e-3
 """Relative difference of two units' worth that rounding to 8 bits can make or undo."""
-NEAR_LIMIT = 5e-2
-"""The same of what bounds say, whose logits are of 8 bits on both sides."""
-BLOCK, BLOCKS, CANDIDATES, FILTERING = 8, 64, 128, 8
-"""Units of a block, blocks and units that pass the filter, and queries that filter."""
 
 
 @dataclass
@@ -115,92 +110,29 @@ class RecallSim:
             self.shown = sorted(stored)
             return
         unit, (num_heads, _, size) = self.settings.unit, keys.shape
-        scale = scale or size**-0.5
         tokens = [token for u in stored for token in range(u * unit, (u + 1) * unit)]
-        sure, doubtful = set(stored), set[int]()
-        if len(stored) > CANDIDATES:
-            sure, doubtful = self.candidates(queries, keys, scale)
         coarse = in_8_bits(keys[:, tokens])
         group = queries.shape[1] // num_heads
         queries = in_15_bits(queries)
-
-        def judged(units: list[int]) -> dict[int, float]:
-            """What these are worth where nothing else is judged."""
-            places = [i for i, u in enumerate(stored) if u in set(units)]
-            worth = torch.zeros(len(places))
-            for head in range(queries.shape[1]):
-                of_head = coarse[head // group].view(len(stored), unit, size)[places].flatten(0, 1)
-                logits = queries[:, head] @ of_head.T * scale
-                of_units = logits.softmax(-1).view(len(queries), len(places), unit)
-                share = of_units.amax(-1) + of_units.mean(-1)
-                worth += (share / share.sum(-1, keepdim=True)).amax(0) / queries.shape[1]
-            return {stored[i]: float(w) for i, w in zip(places, worth, strict=True)}
-
-        value = judged(sorted(sure))
-        order = sorted(value, key=lambda u: (-value[u], u))
-        self.shown = sorted(order[:number])
+        worth = torch.zeros(len(stored))
+        for head in range(queries.shape[1]):
+            logits = queries[:, head] @ coarse[head // group].T * (scale or size**-0.5)
+            of_units = logits.softmax(-1).view(len(queries), len(stored), unit)
+            share = of_units.amax(-1) + of_units.mean(-1)
+            worth += (share / share.sum(-1, keepdim=True)).amax(0) / queries.shape[1]
+        order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
+        self.shown = sorted(stored[i] for i in order[:number])
         self.choices += 1
         if hint is None or hint == self.shown:
             return
-        # A doubtful candidate may have been one or not, so it may be missing, or among the hint.
-        value = judged(sorted(sure | (doubtful & set(hint))))
-        if len(set(hint)) != number or not set(hint) <= set(value):
-            return
-        least = min(value[u] for u in hint)
-        missing = [w for u, w in value.items() if u not in hint and u not in doubtful]
-        if all(w <= least * (1 + NEAR) for w in missing):
+        least = float(worth[order[number - 1]])
+        value = dict(zip(stored, worth.tolist(), strict=True))
+        others = set(self.shown) - set(hint)
+        good = [value.get(u, 0.0) >= least * (1 - NEAR) for u in hint]
+        swapped = [value[u] <= least * (1 + NEAR) for u in others]
+        if len(set(hint)) == number and all(good) and all(swapped):
             self.shown = hint
             self.near += 1
-
-    def candidates(self, queries: Tensor, keys: Tensor, scale: float) -> tuple[set[int], set[int]]:
-        """Stored units that are judged, and those that rounding might add or take away."""
-        unit, stored, last = self.settings.unit, self.stored, len(self.evicted)
-        first = last - len(stored)
-        some = min(len(queries), FILTERING)
-        asks = queries[[(i + 1) * len(queries) // some - 1 for i in range(some)]]
-        group = queries.shape[1] // len(keys)
-        numbered = {number: self.evicted[number] for number in range(first // BLOCK * BLOCK, last)}
-        bounds = {}
-        for number, u in numbered.items():
-            coarse = in_8_bits(keys[:, u * unit : (u + 1) * unit])
-            both = torch.cat([coarse.amax(1), coarse.amin(1)], dim=-1)
-            bounds[number] = in_8_bits(both).chunk(2, dim=-1)
-        wider = {}
-        for block in range(first // BLOCK, -(-last // BLOCK)):
-            members = [bounds[n] for n in range(block * BLOCK, min(block * BLOCK + BLOCK, last))]
-            largest = torch.stack([of[0] for of in members]).amax(0)
-            least = torch.stack([of[1] for of in members]).amin(0)
-            wider[block] = in_8_bits(torch.cat([largest, least], dim=-1)).chunk(2, dim=-1)
-
-        def best(which: dict[int, tuple[Tensor, Tensor]], most: int) -> tuple[set[int], set[int]]:
-            """The `most` with the highest limits, and those near the last of them."""
-            names = sorted(which)
-            total = torch.zeros(len(names))
-            for head in range(queries.shape[1]):
-                largest, least = (
-                    torch.stack([which[name][i][head // group] for name in names]) for i in (0, 1)
-                )
-                vectors = in_upper_8_bits(asks[:, head])[:, None] * scale
-                limits = torch.maximum(vectors * largest, vectors * least).sum(-1)
-                total += (limits - limits.amax(-1, keepdim=True)).exp().amax(0)
-            order = sorted(range(len(names)), key=lambda i: (-float(total[i]), i))
-            if most >= len(names):
-                return set(names), set()
-            edge = float(total[order[most - 1]])
-            near = {names[i] for i in order if abs(float(total[i]) - edge) <= NEAR_LIMIT * edge}
-            return {names[i] for i in order[:most]}, near
-
-        kept, near_blocks = best(wider, BLOCKS)
-
-        def inside(blocks: set[int]) -> dict[int, tuple[Tensor, Tensor]]:
-            return {n: bounds[n] for n in bounds if n // BLOCK in blocks and n >= first}
-
-        sure, doubtful = best(inside(kept), CANDIDATES)
-        if near_blocks:
-            more, still = best(inside(kept | near_blocks), CANDIDATES)
-            fewer, yet = best(inside(kept - near_blocks), CANDIDATES)
-            doubtful |= still | yet | (sure ^ more) | (sure ^ fewer)
-        return {self.evicted[n] for n in sure}, {self.evicted[n] for n in doubtful}
 
     def hint(self, kept: list[int], num_sinks: int) -> list[int]:
         """The units that another implementation shows, from all of its tokens."""
@@ -228,13 +160,6 @@ def in_8_bits(keys: Tensor) -> Tensor:
 def in_15_bits(queries: Tensor) -> Tensor:
     """Each query in 127 * 128 steps of its largest channel, on both sides of 0."""
     return _in_steps(queries, 127 * 128)
-
-
-def in_upper_8_bits(queries: Tensor) -> Tensor:
-    """The same without the lower 7 of their bits."""
-    step = queries.abs().amax(-1, keepdim=True) / (127 * 128)
-    levels = torch.where(step > 0, queries / step, 0.0).round()
-    return ((levels + 64) / 128).floor() * 128 * step
 
 
 def _in_steps(vectors: Tensor, number: int) -> Tensor:

@@ -7,7 +7,6 @@ deletes logs accordingly.
 """
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections.abc import Iterable
 
 import psutil
@@ -15,14 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.log import logger
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.recall.log import (
-    CHUNK_UNITS,
-    GROUP_BLOCKS,
-    GROUP_UNITS,
-    Log,
-    UnitShape,
-    num_bytes,
-)
+from vllm_cascade.recall.log import CHUNK_UNITS, Log, UnitShape
 
 
 class UnitStores(ABC):
@@ -57,8 +49,9 @@ class Stores(UnitStores):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory in use. Shared memory counts once."""
-        return sum(map(num_bytes, {memory for log in self.logs.values() for memory in log.memory}))
+        """Bytes of host memory in use. Shared chunks count once."""
+        chunks = {chunk for log in self.logs.values() for chunk in log.chunks}
+        return sum(chunk.num_bytes for chunk in chunks)
 
     @property
     def num_units(self) -> int:
@@ -106,10 +99,10 @@ def begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
 def store_bytes(shape: UnitShape, num_units: int) -> int:
     """Most bytes that a request with ``num_units`` stored units takes.
 
-    Chunks and groups are whole; the first and the last may be partly used.
+    Chunks are whole; the first and the last may be partly used.
     """
-    chunks, groups = (-(-num_units // size) + 1 for size in (CHUNK_UNITS, GROUP_UNITS))
-    return chunks * CHUNK_UNITS * shape.unit_bytes + groups * GROUP_BLOCKS * shape.bounds_bytes
+    chunks = -(-num_units // CHUNK_UNITS) + 1
+    return chunks * CHUNK_UNITS * shape.unit_bytes
 
 
 def check_host_memory(shape: UnitShape, max_num_seqs: int, available: int | None = None) -> None:
@@ -127,9 +120,7 @@ def check_host_memory(shape: UnitShape, max_num_seqs: int, available: int | None
     free = psutil.virtual_memory().available if available is None else available
     one = store_bytes(shape, shape.most_units)
     tokens = shape.most_units * shape.unit
-    sizes = range(0, shape.most_units + 1, CHUNK_UNITS)
-    fits = bisect_right(sizes, free, key=lambda units: store_bytes(shape, units)) - 1
-    fits *= CHUNK_UNITS * shape.unit
+    fits = (free // (CHUNK_UNITS * shape.unit_bytes) - 1) * CHUNK_UNITS * shape.unit
     if one > free:
         raise KVPolicyError(
             f"kv_policy: a store of recall_store {tokens} tokens takes {one / 2**30:.1f} GiB of "

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer through the C++ library: one call per batch of tokens or per stride."""
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
-from vllm_cascade.attention.torch.recall import BLOCKS, FILTER_QUERIES
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies.schedule import Schedule
-from vllm_cascade.recall.log import BLOCK_UNITS, CANDIDATES, CHUNK_UNITS, Part
+from vllm_cascade.recall.log import CHUNK_UNITS, Part
 from vllm_cascade.step.inputs import Singles, Stride
 
 
@@ -47,53 +44,37 @@ class NativeJudge:
 
     def choose(
         self, units: Part, num: int, rows: cpp.Rows, places: np.ndarray, positions: np.ndarray
-    ) -> "Choice":
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Select the ``num`` units with the highest worth for some queries.
 
         Args:
             places: int64 ``[queries]``, the queries' tokens in the step.
             positions: int64 ``[queries]``, positions by which the queries are rotated back.
+
+        Returns:
+            Unit indices within the part, int64 ``[sets, num]``, ascending; and the units' worth
+            for each query head, fp32 ``[H * G, len(units)]``, maximised over the queries.
         """
-        layer, (chunks, groups) = self._layer, units.addresses
+        layer, (codes, scales) = self._layer, units.addresses
         assert places.dtype == positions.dtype == np.int64 and len(places) == len(positions)
-        scored = min(len(units), CANDIDATES)
-        candidates = np.empty((layer.num_sets, scored), dtype=np.int64)
-        asked = np.empty((layer.num_heads * layer.group, scored), dtype=np.float32)
+        asked = np.empty((layer.num_heads * layer.group, len(units)), dtype=np.float32)
         chosen = np.empty((layer.num_sets, num), dtype=np.int64)
         store = cpp.Store(
-            chunks=chunks.ctypes.data,
-            groups=groups.ctypes.data,
+            codes=codes.ctypes.data,
+            scales=scales.ctypes.data,
+            num_chunks=len(units.chunks),
             chunk_units=CHUNK_UNITS,
-            num_groups=len(groups),
-            block_units=BLOCK_UNITS,
             begin=units.begin,
             end=units.end,
-            skipped=units.skipped,
-            most_blocks=BLOCKS,
-            most_candidates=CANDIDATES,
-            most_filtering=FILTER_QUERIES,
             places=places.ctypes.data,
             positions=positions.ctypes.data,
             num_asking=len(places),
             num=num,
         )
-        written = (array.ctypes.data for array in (candidates, asked, chosen))
-        self._library.recall_units(layer, rows, store, self._index, *written)
-        return Choice(candidates, asked, chosen)
-
-
-class Choice(NamedTuple):
-    """What ``NativeJudge`` selects.
-
-    Attributes:
-        candidates: int64 ``[sets, n]``, units within the part that were scored, ascending.
-        asked: fp32 ``[H * G, n]``, their worth for each query head, maximised over the queries.
-        chosen: int64 ``[sets, num]``, units within the part, ascending.
-    """
-
-    candidates: np.ndarray
-    asked: np.ndarray
-    chosen: np.ndarray
+        self._library.recall_units(
+            layer, rows, store, self._index, asked.ctypes.data, chosen.ctypes.data
+        )
+        return chosen, asked
 
 
 class NativePath:

@@ -124,16 +124,13 @@ class LayerRecall:
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
         if self._judge is not None:
-            return self._judge.choose(units, plan.now, rows, place, position).chosen
+            chosen, _ = self._judge.choose(units, plan.now, rows, place, position)
+            return chosen
         queries = new.query[torch.from_numpy(place)]
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
-        which = evidence.candidates(layer, self._index, units, plain)
-        worth = evidence.asked(layer, self._index, units, plain, which)
-        of_sets = evidence.over_heads(layer, worth).numpy()
-        return [
-            some[evidence.best(row, plan.now)] for some, row in zip(which, of_sets, strict=True)
-        ]
+        found = evidence.over_heads(layer, evidence.asked(layer, self._index, units, plain))
+        return [evidence.most_asked(row, plan.now) for row in found.numpy()]
 
     def _place_all(
         self, plan: RecallStride, chosen: Iterable[np.ndarray], line_of: Callable[[], _Line]
@@ -258,7 +255,6 @@ class LayerRecall:
         rows = self._pages.read(gone.rows, gone.scale)
         keys = evidence.unrotated(layer, rows[..., : layer.head_size], position)
         codes, scale = evidence.encode(keys)
-        evidence.store_bounds(part, index, codes * scale.unsqueeze(-1))
         for chunk, to, place in part.pieces():
             chunk.rows[index, :, to] = gone.rows[:, place]
             if gone.scale is not None:
