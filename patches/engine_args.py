@@ -1,37 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``vllm.engine.arg_utils.EngineArgs`` (checked against vLLM 0.32.0).
 
-What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall``, ``--kv-policy-config`` and
-``--kv-policy-check`` to every command that builds its parser after plugins load, and the same names
-as arguments of ``LLM`` and ``EngineArgs``. A policy is checked and applied when vLLM creates its
-configuration. The settings travel in ``additional_config``, which reaches every process of the
-engine. API servers also get a middleware that rejects requests with misplaced ``kv_*`` keys.
+What: adds ``--kv-policy``, ``--kv-budget``, ``--kv-recall``, ``--kv-policy-config``,
+``--kv-policy-check`` and ``--kv-sessions*`` to every command that builds its parser after plugins
+load, and the same names as arguments of ``LLM`` and ``EngineArgs``. A policy is checked and applied
+when vLLM creates its configuration. The settings travel in ``additional_config``, which reaches
+every process of the engine. API servers also get a middleware that rejects requests with misplaced
+``kv_*`` keys.
 Why: vLLM has no hook for a general plugin to add flags or to adjust ``VllmConfig``.
 Removed when: vLLM offers such a hook.
 """
 
 import argparse
 import functools
-import json
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
 from vllm_cascade.patches import max_model_len
-from vllm_cascade.policies.arguments import (
-    ARGUMENTS,
-    CHECK,
-    CHECK_MODES,
-    CONFIG,
-    FIELDS,
-    FLAGS,
-    OTHERS,
-    default_of,
-    parse,
-    settings_of,
-)
-from vllm_cascade.policies.registry import CHOICES, POLICIES
-from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyConfig, KVPolicyError
+from vllm_cascade.policies.arguments import ARGUMENTS, CHECK, CONFIG, FLAGS, default_of, parse
+from vllm_cascade.policies.flags import add_flags
+from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
+from vllm_cascade.sessions import settings as sessions
+from vllm_cascade.sessions.settings import SessionSettings
 
 
 def merge_settings(
@@ -47,6 +38,14 @@ def merge_settings(
         merged[CHECK] = arguments[CHECK]
     flags = {key: arguments[key] for key in ARGUMENTS if arguments.get(key) is not None}
     settings = parse(flags, FLAGS)
+    kept = {key: arguments[key] for key in sessions.ARGUMENTS if arguments.get(key) is not None}
+    SessionSettings.of(kept, FLAGS)  # raises errors that name flags
+    for key in kept:
+        if key in merged:
+            raise KVPolicyError(
+                f"{FLAGS.name(key)} and {CONFIG.name(key)} are the same; remove one"
+            )
+    merged |= kept
     for key in ARGUMENTS if flags else ():
         if key in merged:
             raise KVPolicyError(
@@ -56,61 +55,27 @@ def merge_settings(
     return merged if settings is None else {**merged, CONFIG_KEY: settings}
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"not JSON ({error}): {text}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, not {text}")
-    return value
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the KVPolicy group to one of vLLM's parsers.
-
-    The defaults depend on the policy and the model. They stand in the help texts; the flags use
-    SUPPRESS, so that the help does not show None.
-    """
+def add_session_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the KVSessions group to one of vLLM's parsers."""
     group = parser.add_argument_group(
-        title="KVPolicy",
-        description="Bounded, training-free KV cache (vllm_cascade).",
+        title="KVSessions",
+        description="States of finished requests, kept for the next turn (vllm_cascade).",
     )
     group.add_argument(
-        FLAGS.name(CONFIG_KEY),
-        choices=CHOICES,
+        FLAGS.name(sessions.SESSIONS),
+        action="store_true",
         default=argparse.SUPPRESS,
-        help="Which tokens stay in the KV cache. `full` is stock vLLM. (default: full)",
+        help="Keep the state of a finished request. A prompt that begins with all of its tokens "
+        "continues it. (default: False)",
     )
-    for argument, field in FIELDS.items():
+    for argument, field in sessions.FIELDS.items():
         text = f"{field.description}. (default: {default_of(field)})"
         group.add_argument(
             FLAGS.name(argument),
-            type=field.annotation,
+            type=field.annotation if field.annotation is float else str,
             default=argparse.SUPPRESS,
             help=text[0].upper() + text[1:],
         )
-    group.add_argument(
-        FLAGS.name(CHECK),
-        choices=CHECK_MODES,
-        default=argparse.SUPPRESS,
-        help="When the policy's kernels are compared with PyTorch on this device before the model "
-        "is loaded; `once` keeps the verdict. (default: once, and off on CPUs)",
-    )
-    group.add_argument(
-        FLAGS.name(OTHERS),
-        type=_json_object,
-        default=argparse.SUPPRESS,
-        help=f"The policy's other settings as JSON. Every policy has {_keys(KVPolicyConfig)}. "
-        + " ".join(f"{name}: {_keys(cls)}." for name, cls in POLICIES.items() if settings_of(cls))
-        + " `vllm-cascade policies` explains them. (default: {})",
-    )
-
-
-def _keys(cls: type[KVPolicyConfig]) -> str:
-    """The settings of ``cls`` without a flag of their own, with their defaults."""
-    fields = [(key, f) for key, f in settings_of(cls).items() if f not in FIELDS.values()]
-    return ", ".join(f"{key} ({default_of(field)})" for key, field in fields)
 
 
 def apply() -> None:
@@ -126,7 +91,8 @@ def apply() -> None:
 def _wrap_init(original):
     @functools.wraps(original)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = {name: kwargs.pop(name, None) for name in (*ARGUMENTS, CHECK)}
+        names = (*ARGUMENTS, CHECK, *sessions.ARGUMENTS)
+        given = {name: kwargs.pop(name, None) for name in names}
         original(self, *args, **kwargs)
         self.additional_config = merge_settings(self.additional_config, given)
 
@@ -138,6 +104,7 @@ def _wrap_add_cli_args(original):
     def add_cli_args(parser):
         parser = original(parser)
         add_flags(parser)
+        add_session_flags(parser)
         _add_middleware(parser)
         return parser
 
@@ -171,13 +138,20 @@ def _wrap_create(original):
         raw = parse(self.additional_config)
         if raw is None:
             # `full` is stock vLLM: the settings would change the key of its compile cache.
-            for key in (*ARGUMENTS, CHECK):
+            if SessionSettings.of(self.additional_config) is not None:
+                raise KVPolicyError(
+                    f"{FLAGS.name(sessions.SESSIONS)} keeps states of a bounded cache; add "
+                    f"{FLAGS.name(CONFIG_KEY)}, or remove it"
+                )
+            for key in (*ARGUMENTS, CHECK, *sessions.ARGUMENTS):
                 self.additional_config.pop(key, None)
             return original(self, *args, **kwargs)
         from vllm_cascade.engine.configure import apply_policy
+        from vllm_cascade.engine.devices import this_device
 
         with max_model_len.positions_are_bounded() as native:
             config = original(self, *args, **kwargs)
+        this_device().restore(config, self)
         apply_policy(config, raw, native.max_len)
         return config
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Patch of ``EngineCoreOutputs`` and ``StatLoggerManager`` (checked against vLLM 0.32.0).
 
-What: scheduler statistics may carry those of a policy, and every front-end of an engine with a
-policy (``vllm serve``, ``AsyncLLM``, ``LLM``) gets a logger that publishes them.
+What: scheduler statistics may carry those of a policy and of sessions, and every front-end of an
+engine with these (``vllm serve``, ``AsyncLLM``, ``LLM``) gets loggers that publish them.
 Why: ``SchedulerStats`` has no field for a custom scheduler's statistics. Plugins of the group
 ``vllm.stat_logger_plugins`` do not fit: ``LLM`` does not load them, stock engines do and would
 ignore ``--disable-log-stats``, and they register before vLLM clears all metrics named ``vllm:``.
@@ -30,9 +30,13 @@ def _wrap_init(original):
     def __init__(self, vllm_config, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
         from vllm_cascade.engine.metrics import KVPolicyStatLogger
+        from vllm_cascade.engine.session_metrics import SessionStatLogger
         from vllm_cascade.policies.registry import policy_of
+        from vllm_cascade.sessions.settings import SessionSettings
 
         if policy_of(vllm_config.additional_config) is not None:
             self.stat_loggers.append(KVPolicyStatLogger(vllm_config, self.engine_indexes))
+        if SessionSettings.of(vllm_config.additional_config) is not None:
+            self.stat_loggers.append(SessionStatLogger(vllm_config, self.engine_indexes))
 
     return __init__

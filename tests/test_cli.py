@@ -3,6 +3,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,16 @@ def test_without_scores_it_is_the_simulation(name: str, tmp_path: Path) -> None:
         assert step["kept"] == sim.tokens()
         assert len(step["region"]) == len(step["kept"])
         assert step["region"].count("sink") == min(token + 1, settings["num_sinks"])
+
+
+def test_recall_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All but the 1 + 4 units that the policy keeps are stored, at most 20; 3 come back."""
+    settings = {"name": "sink", "budget": 64, "unit": 16, "recall": 3, "recall_store": 320}
+    steps = trace(tmp_path, {**settings, "prefill_stride": 16}, "--tokens", "600")["steps"]
+    for t, step in enumerate(steps, start=1):
+        evicted = max(t // 16 - 5, 0)
+        assert (step["stored"], step["recalled"]) == (16 * min(evicted, 20), 16 * min(evicted, 3))
+    assert "recalled    48  besides, of 320 evicted tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -134,6 +146,35 @@ def test_errors(
     with pytest.raises(SystemExit):
         main(["trace", *(str(files.get(flag, flag)) for flag in flags)])
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["policies"],
+        ["trace", "--kv-policy", "h2o", "--kv-budget", "64", "--kv-policy-config.overflow", "8"],
+    ],
+)
+def test_it_answers_without_vllm(command: list[str], tmp_path: Path) -> None:
+    """Nor PyTorch, of which either takes seconds to import; the installed script is run."""
+    script = str(Path(sys.executable).with_name("vllm-cascade"))
+    code = f"""
+import runpy, sys, time
+sys.argv = {[script, *command]!r}
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print({{"torch", "vllm"}} & set(sys.modules), time.process_time())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    *shown, last = done.stdout.splitlines()
+    assert "h2o" in "\n".join(shown) and ("waiting" in "\n".join(shown)) == (command[0] == "trace")
+    loaded, seconds = last.rsplit(maxsplit=1)
+    assert loaded == "set()" and float(seconds) < 1
 
 
 def test_runs() -> None:

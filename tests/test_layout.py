@@ -27,17 +27,21 @@ MODULES = {
 }
 BELOW_STEP = {"cache", "recall", "models", "policies", "kernels"}
 MAY_IMPORT = {
-    "patches": {"engine", "attention", "step"} | BELOW_STEP,
-    "engine": {"attention", "step", "patches"} | BELOW_STEP,
+    "patches": {"engine", "attention", "step", "sessions"} | BELOW_STEP,
+    "engine": {"attention", "step", "sessions", "patches"} | BELOW_STEP,
     "attention": {"step"} | BELOW_STEP,
     "step": BELOW_STEP,
+    "sessions": {"recall", "policies"},
     "cache": {"policies", "kernels"},
     "recall": {"policies", "kernels"},
     "models": {"policies"},
     "policies": set(),
     "kernels": set(),
 }
-"""engine -> attention -> step -> {cache, recall, models} -> policies; kernels know none of them."""
+"""engine -> attention -> step -> {cache, recall, models} -> policies; kernels know none of them.
+
+``sessions`` is used by the engine and by flags only, and knows logs of evicted units.
+"""
 DEVICES = {
     "attention.torch": {"attention.cpu", "attention.cuda"},
     "attention.cpu": {"attention.cuda"},

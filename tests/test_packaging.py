@@ -4,7 +4,6 @@
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +11,8 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 import pytest
+
+from tools.wheel import FOLDERS, build, check_tag
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -159,32 +160,29 @@ def test_the_extras_bring_a_vllm_that_is_not_refused() -> None:
 
 
 def test_wheel(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    for folder in ("vllm_cascade", "kernels", "patches"):
-        shutil.copytree(
-            ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__")
-        )
-    for file in ("setup.py", "pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    done = run(
-        *(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"),
-        *("--quiet", "--wheel-dir", str(tmp_path), str(source)),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel = build(tmp_path)
     files = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"vllm_cascade"}
     assert any(name.endswith("licenses/LICENSE") for name in files)
     # every module and C++ source that git would ship is in the wheel, sub-packages included
-    for folder in ("vllm_cascade", "kernels", "patches"):
+    for folder in FOLDERS:
         prefix = "" if folder == "vllm_cascade" else "vllm_cascade/"
-        for file in (source / folder).rglob("*"):
-            if file.suffix in (".py", ".cpp", ".h"):
-                assert prefix + file.relative_to(source).as_posix() in files
+        for file in (ROOT / folder).rglob("*"):
+            if file.suffix in (".py", ".cpp", ".h", ".html"):
+                assert prefix + file.relative_to(ROOT).as_posix() in files
     assert "vllm_cascade/kernels/cpp/tokens.cpp" in files
     assert not [name for name in files if "test" in name], "what tests share stays in tests/"
+    metadata = zipfile.ZipFile(wheel).read(next(name for name in files if "METADATA" in name))
+    assert (ROOT / "README.md").read_bytes() in metadata
+
+
+def test_a_releases_tag_is_its_version(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm_cascade-0.1.0-py3-none-any.whl"
+    check_tag(wheel, "")
+    check_tag(wheel, "v0.1.0")
+    with pytest.raises(SystemExit, match=r"the tag is v0.2.0, but .* says 0.1.0"):
+        check_tag(wheel, "v0.2.0")
 
 
 def test_the_vllm_command_works(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ COMPILE = {
     "vllm_cascade/cache/spec.py": "a cache group's schedule, once for each spec",
     "vllm_cascade/engine/devices.py": "a warning at start",
     "vllm_cascade/engine/lookup.py": "the front-end's, once for each engine",
+    "vllm_cascade/engine/recall_memory.py": "the bound of host memory, at start",
+    "vllm_cascade/engine/trace_page.py": "a page's regions, after the engine has run",
     "vllm_cascade/policies/per_request.py": "a request's own, once for its values",
     "vllm_cascade/policies/simulate.py": "a trace without an engine",
 }

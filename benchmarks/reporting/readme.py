@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's picture and four rows, from the demo's JSON.
+"""The README's picture and table, from the demo's JSON.
 
 ``python -m benchmarks.reporting.readme`` draws ``docs/demo.png`` and writes what stands between
 ``<!-- demo -->`` and ``<!-- /demo -->``, both from ``benchmarks/results/demo.json``. A test
@@ -20,13 +20,13 @@ _MARKERS = re.compile(r"(<!-- demo -->\n)(.*?)(<!-- /demo -->)", re.DOTALL)
 
 
 def block(result: dict[str, Any]) -> str:
-    """Markdown between the markers: the picture, four rows, and how they were made."""
+    """Markdown between the markers: the picture, the table, and how they were made."""
     novel, chat = result["data"]["novel"], result["data"]["chat"]
     lines = [
         f"![perplexity while a novel goes past the model's positions]({PICTURE.relative_to(ROOT)})",
         "",
-        f"| | keeps | tokens read | perplexity of the first {novel['head']:,} | of those after "
-        "| knows the note | KV cache | a token read / written |",
+        f"| | keeps | tokens read | perplexity to {novel['head']:,} | after that "
+        "| finds the note | KV cache | ms per token read / written |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
         *(row(label, arm, novel) for label, arm in novel["arms"].items()),
         "",
@@ -41,7 +41,7 @@ def row(label: str, arm: dict[str, Any], novel: dict[str, Any]) -> str:
     name = label if label == STOCK else f"`--kv-policy {flags}`"
     tokens = f"{arm['tokens']:,}" + (", then stops" if arm["refusal"] else "")
     grows = " and growing" if label == STOCK else ""
-    times = f"{arm['read_ms']:.1f} / {arm['write_ms']:.0f} ms"
+    times = f"{arm['read_ms']:.1f} / {arm['write_ms']:.0f}"
     cells = [name, keeps(label, novel), tokens, number(arm["perplexity_head"], 1)]
     cells += [number(arm["perplexity_beyond"], 1), knows(arm), memory(arm) + grows, times]
     return f"| {' | '.join(cells)} |"
@@ -56,10 +56,10 @@ def sentence(result: dict[str, Any], novel: dict[str, Any], chat: dict[str, Any]
     return (
         f"`make demo`: {novel['model']} reads *{title(novel['book'])}*, in "
         f"{result['settings']['dtype']} on {where['cores']} cores of {where['cpu']}, "
-        f"{novel['engines']} engines at a time. At the end it is asked what a note said that stood "
-        f"{novel['note']['ago']:,} tokens before. Then it chats: {stops}"
-        f"`--kv-policy cascade` is at {ours[-1]['context']:,} tokens after {len(ours)} turns, "
-        f"with {ours[-1]['pages']} pages as since turn {constant_since(ours)} "
+        f"{novel['engines']} engines at a time. Finally it is asked about a note "
+        f"{novel['note']['ago']:,} tokens back. Then it chats: {stops}"
+        f"`--kv-policy cascade` reaches {ours[-1]['context']:,} tokens in {len(ours)} turns, with "
+        f"{ours[-1]['pages']} pages since turn {constant_since(ours)} "
         "([all numbers](docs/RESULTS.md#the-demo))."
     )
 

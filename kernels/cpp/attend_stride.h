@@ -37,11 +37,12 @@ constexpr int64_t DEPTH = 128;       // keys whose values stay in L1 over a tile
 template <class T>
 struct Packed {
   typedef typename Numbers<T>::Number Number;
-  int64_t padded, width;         // keys, rounded up to COLUMNS; channels, rounded up to W
+  int64_t padded;                // keys, rounded up to COLUMNS
+  int64_t width, value_width;    // channels of keys and of values, rounded up to W
   int64_t tile, tiles;           // queries per tile; tiles
   int64_t depth;                 // numbers per query
   Number* keys;                  // [H, padded / COLUMNS, depth, COLUMNS], transposed blocks
-  Number* values;                // [H, padded / DEPTHS, width]
+  Number* values;                // [H, padded / DEPTHS, value_width]
   float* mass;                   // [H * G, tiles, padded]
   int32_t *slot, *rank;          // [S, cached], slots and ranks of the keys, unit by unit
 };
@@ -71,10 +72,10 @@ struct Work {
     return (const T*)rows.key + (start + t) * rows.key_stride + head * layer.head_size;
   }
   const T* value(int64_t t, int64_t head) const {
-    return (const T*)rows.value + (start + t) * rows.value_stride + head * layer.head_size;
+    return (const T*)rows.value + (start + t) * rows.value_stride + head * layer.value_size;
   }
   T* output(int64_t t, int64_t head) const {
-    return (T*)rows.output + (start + t) * rows.output_stride + head * layer.head_size;
+    return (T*)rows.output + (start + t) * rows.output_stride + head * layer.value_size;
   }
   char* slot_row(int64_t slot, int64_t head) const {
     return layer.row(stride.pages[slot / layer.block_size], head, slot % layer.block_size);
@@ -113,7 +114,7 @@ void unpack_cached(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t
   const char* row = work.slot_row(slot, head);
   if (layer.plain()) {
     widen_row(key, (const T*)row, size);
-    widen_row(value, (const T*)row + size, size);
+    widen_row(value, (const T*)row + layer.value_at, layer.value_size);
   } else {
     std::fill(key + size / W * W, key + packed.width, 0.0f);
     std::fill(value + size / W * W, value + packed.width, 0.0f);
@@ -160,23 +161,24 @@ void pack(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t block) {
   static thread_local Scratch scratch;
   typedef typename Work<T>::Number Number;
   const int64_t size = work.layer.head_size, width = packed.width, per = Work<T>::N::DEPTHS;
-  float *rows = scratch.take(2 * W * width), *row_values = rows + W * width;
+  const int64_t value_size = work.layer.value_size, value_width = packed.value_width;
+  float *rows = scratch.take(W * (width + value_width)), *row_values = rows + W * width;
   const int64_t first = head * packed.padded + block * COLUMNS;
-  Number *keys = packed.keys + first * packed.depth, *values = packed.values + first / per * width;
+  Number *keys = packed.keys + first * packed.depth, *values = packed.values + first / per * value_width;
   for (int64_t i = 0; i < COLUMNS; i++) {
     const int64_t j = block * COLUMNS + i;
-    float *key = rows + i % W * width, *value = row_values + i % W * width;
+    float *key = rows + i % W * width, *value = row_values + i % W * value_width;
     if (j >= work.total) {
       std::fill(key, key + width, 0.0f);
-      std::fill(value, value + width, 0.0f);
+      std::fill(value, value + value_width, 0.0f);
     } else if (j >= work.cached) {
       widen_row(key, work.key(j - work.cached, head), size);
-      widen_row(value, work.value(j - work.cached, head), size);
+      widen_row(value, work.value(j - work.cached, head), value_size);
     } else {
       unpack_cached(work, packed, head, j, key, value);
     }
     if (i % W < W - 1) continue;
-    pack_values(row_values, width, values + (i - (W - 1)) / per * width);
+    pack_values(row_values, value_width, values + (i - (W - 1)) / per * value_width);
     for (int64_t c = 0; c < width; c += W) {
       vf square[W];
 #pragma GCC unroll 16
@@ -244,12 +246,12 @@ void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, 
   const Layer& layer = work.layer;
   const Stride& stride = work.stride;
   const int64_t size = layer.head_size, width = packed.width, kv_head = head / layer.group;
-  const int64_t begin = tile * packed.tile;
+  const int64_t begin = tile * packed.tile, value_width = packed.value_width;
   const int64_t n = std::min(packed.tile, work.num_tokens - begin);
   const int64_t first = work.cached + begin;       // position of the tile's first query
   const int64_t end = round_up(first + n, W);      // later keys are masked for all
-  float* acc = scratch.take(n * (2 * width + end));
-  float* logits = acc + n * width;
+  float* acc = scratch.take(n * (width + value_width + end));
+  float* logits = acc + n * value_width;
   Number *query = (Number*)(logits + n * end), *exponentials = (Number*)logits;
   float inverse[LOGITS / COLUMNS], factor[LOGITS / COLUMNS];
   for (int64_t r = 0; r < n; r++) {
@@ -297,14 +299,14 @@ void attend(const Work<T>& work, const Packed<T>& packed, const float* weights, 
     for (int64_t r = 0; r < n; r += ROWS) {
       const int64_t rows = std::min<int64_t>(ROWS, n - r), seen = first + r + rows - j;
       if (seen > 0)
-        multiply<N>(rows, width, exponentials + r * end + j / N::DEPTHS, end,
-                    packed.values + (kv_head * packed.padded + j) / N::DEPTHS * width, width,
-                    acc + r * width, width,
+        multiply<N>(rows, value_width, exponentials + r * end + j / N::DEPTHS, end,
+                    packed.values + (kv_head * packed.padded + j) / N::DEPTHS * value_width,
+                    value_width, acc + r * value_width, value_width,
                     (std::min(DEPTH, seen) + N::DEPTHS - 1) / N::DEPTHS, j > 0);
     }
   for (int64_t r = 0; r < n; r++) {
     T* to = work.output(begin + r, head);
-    narrow_row(to, acc + r * width, inverse[r], size);
+    narrow_row(to, acc + r * value_width, inverse[r], layer.value_size);
   }
 }
 

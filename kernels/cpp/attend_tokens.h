@@ -58,13 +58,13 @@ struct Request {
     return (const T*)rows.query + at() * rows.query_stride + head * layer.head_size;
   }
   T* output(int64_t head) const {
-    return (T*)rows.output + at() * rows.output_stride + head * layer.head_size;
+    return (T*)rows.output + at() * rows.output_stride + head * layer.value_size;
   }
   const T* key(int64_t head) const {
     return (const T*)rows.key + at() * rows.key_stride + head * layer.head_size;
   }
   const T* value(int64_t head) const {
-    return (const T*)rows.value + at() * rows.value_stride + head * layer.head_size;
+    return (const T*)rows.value + at() * rows.value_stride + head * layer.value_size;
   }
 };
 
@@ -93,7 +93,7 @@ void begin_softmax(const Request<T>& request, const Mass& mass, Online& on, floa
     float* query = on.query + q * on.width;
     widen_row(query, request.query(on.first + q), size);
     widen_row(key, request.key(head), size);
-    widen_row(on.acc + q * on.width, request.value(head), size);
+    widen_row(on.acc + q * on.width, request.value(head), layer.value_size);
     vf dot{};
     for (int64_t c = 0; c < on.width; c += W) {
       vf x = load(query + c) * (layer.scale * factor);
@@ -117,7 +117,7 @@ void end_softmax(const Request<T>& request, const Mass& mass, const Online& on) 
     const float inverse = 1.0f / (sum(load(on.sums + q * W)) + nothing);
     mass.row_scale[full] = inverse;
     mass.own[full] = std::exp(on.own[q] - mass.row_max[full]) * inverse;
-    narrow_row(request.output(full), on.acc + q * on.width, inverse, layer.head_size);
+    narrow_row(request.output(full), on.acc + q * on.width, inverse, layer.value_size);
   }
 }
 
@@ -254,7 +254,7 @@ void attend(const Request<T>& request, const Mass& mass, int64_t begin, int64_t 
         tile_rotation(layer, moved ? distance + s * TILE : nullptr, n, row, rotation);
       else
         tile_keys(layer, row, to_come, moved ? distance + s * TILE : nullptr, n, width, keys);
-      for (int64_t i = 0; i < n; i++) value[i] = row[i] + size;
+      for (int64_t i = 0; i < n; i++) value[i] = row[i] + layer.value_at;
       for (int64_t g = 0; g < group;) {
         const int64_t q = (head - begin) * group + g, left = group - g;
         const int32_t* ranks = rank + s * TILE;

@@ -2,7 +2,8 @@
 // The arguments of the library's calls. library.py repeats these structures field by field.
 //
 // Sizes: H KV heads, G query heads per KV head, D channels, S head sets (1 or H), N slots.
-// A page is [H, block_size, 2 D], K then V. A unit is a group of slots with consecutive tokens. Each
+// A page is [H, block_size, row_size]: rows of K then V, or rows that are K, whose last channels are
+// V (multi-head latent attention). A unit is a group of slots with consecutive tokens. Each
 // unit has its own words, [S, page_units] per page. Scores, logits and sums are fp32. New rows and
 // rows in pages may have different types (stored.h).
 #pragma once
@@ -33,6 +34,7 @@ struct Layer {
   int64_t page_bytes;     // from one page's K/V to the next
   int64_t page_words;     // from one page's words to the next
   int64_t num_heads, group, head_size, num_sets, block_size;
+  int64_t value_size, value_at, row_size;  // channels of V, V's first one in a row, and a row's
   int64_t unit, page_units;  // slots per unit, units per page
   int64_t half;  // rotary_dim / 2
   int64_t is_neox;
@@ -53,10 +55,12 @@ struct Layer {
     x = (x ^ x >> 15) * 0x846CA68Bu;
     return (float)((x ^ x >> 16) >> 16);
   }
+  // Whether a row's V is part of its K.
+  bool latent() const { return value_at < head_size; }
   int64_t set_of(int64_t head) const { return num_sets == 1 ? 0 : head; }
   // Whether pages store rows in the type of new rows.
   bool plain() const { return stored == dtype; }
-  int64_t row_bytes() const { return 2 * head_size * stored_bytes; }
+  int64_t row_bytes() const { return row_size * stored_bytes; }
   char* row(int64_t page, int64_t head, int64_t offset) const {
     return kv + page * page_bytes + (head * block_size + offset) * row_bytes();
   }

@@ -36,6 +36,7 @@ class Layer(ctypes.Structure):
     _fields_: ClassVar = [
         *_of(c_void_p, "kv rank born score token slopes rotation sinks row_scale salts"),
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
+        *_of(c_int64, "value_size value_at row_size"),
         *_of(c_int64, "unit page_units half is_neox dtype stored stored_bytes uses_scores"),
         *_of(c_int64, "reduction window"),
         *_of(c_float, "scale softcap key_scale value_scale"),
@@ -55,14 +56,16 @@ _ROWS = struct.Struct("4P4q")
 
 
 def row_addresses(new: Sequence[torch.Tensor]) -> Rows:
-    """Addresses of query, key, value and output, each ``[num_tokens, heads, head_size]``.
+    """Addresses of query, key, value and output, each ``[num_tokens, heads, channels]``.
 
     They may be slices of a fused projection.
     """
-    size, dtype, strides = new[0].shape[2], new[0].dtype, []
+    dtype, strides = new[0].dtype, []
     for rows in new:  # called per layer and step, so it must be fast
         step, head, channel = rows.stride()
-        assert channel == 1 and head == size and rows.dtype == dtype, (rows.stride(), size)
+        _, heads, size = rows.shape
+        assert channel == 1 and (head == size or heads == 1), (rows.stride(), size)
+        assert rows.dtype == dtype, (rows.dtype, dtype)
         strides.append(step)
     made, (query, key, value, output) = Rows(), new
     addresses = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()

@@ -168,5 +168,5 @@ static inline void write_row(const Layer& layer, const T* key, const T* value, c
     narrow_row((T*)row, turned, 1.0f, size);
   else
     std::memcpy(row, key, size * sizeof(T));
-  std::memcpy(row + size * sizeof(T), value, size * sizeof(T));
+  std::memcpy(row + layer.value_at * sizeof(T), value, layer.value_size * sizeof(T));
 }

@@ -13,13 +13,14 @@ void run(const Layer& layer, const Stride& stride, const Rows& rows) {
   Packed<T> packed{};
   packed.padded = round_up(work.total, COLUMNS);
   packed.width = round_up(layer.head_size, W);
+  packed.value_width = round_up(layer.value_size, W);
   packed.depth = (layer.head_size + Work<T>::N::DEPTHS - 1) / Work<T>::N::DEPTHS;
   packed.tile = std::max<int64_t>(LOGITS / packed.padded / ROWS, 1) * ROWS;
   packed.tiles = (work.num_tokens + packed.tile - 1) / packed.tile;
   const int64_t keys = layer.num_heads * packed.padded;
   const int64_t masses = scored ? layer.num_queries() * packed.tiles * packed.padded : 0;
   const int64_t listed = layer.num_sets * work.cached;
-  const int64_t values = keys / Work<T>::N::DEPTHS * packed.width;
+  const int64_t values = keys / Work<T>::N::DEPTHS * packed.value_width;
   packed.mass = scratch.take(masses + keys * packed.depth + values + 2 * listed + 32);
   packed.keys = (Number*)(packed.mass + masses);
   packed.values = packed.keys + round_up(keys * packed.depth, 16);

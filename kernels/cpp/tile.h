@@ -11,7 +11,7 @@ constexpr int64_t KEY_STRIDE = (TILE + 1) * W;  // one more token, to spread row
 template <class T>
 static inline void tile_rows(const Layer& layer, const int32_t* pages, int64_t head, int64_t from,
                              int64_t n, const T** row) {
-  const int64_t step = 2 * layer.head_size;
+  const int64_t step = layer.row_size;
   int64_t page = from / layer.block_size, offset = from % layer.block_size;
   for (int64_t i = 0; i < n; page++, offset = 0) {
     const T* at = (const T*)layer.row(pages[page], head, offset);
@@ -118,7 +118,7 @@ static inline void tile_keys(const Layer& layer, const T* const* row, const T* c
   float* plain = scratch.take(width);
   for (int64_t i = 0; i < n; i++) {
     float* to = keys + i * W;
-    if (next) prefetch_row(next[i], size);
+    if (next) prefetch(next[i], layer.row_size);
     if (!distance && size == width) {
       for (int64_t c = 0; c < width; c += W, to += KEY_STRIDE) store(to, load(row[i] + c));
       continue;
@@ -254,7 +254,7 @@ static inline void add_values(float* acc, int64_t width, const float* exps, int6
 template <int Queries, class T>
 static inline void add_tile(const Layer& layer, float* acc, int64_t width, const float* exps, int64_t padded,
               const T* const* stored, const int32_t* rank, int64_t n) {
-  const int64_t size = layer.head_size;
+  const int64_t size = layer.value_size;
   int64_t c = 0;
   for (; c + 4 * W <= size; c += 4 * W)
     add_values<Queries, 4>(acc, width, exps, padded, stored, rank, n, c);

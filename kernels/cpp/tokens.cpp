@@ -14,7 +14,7 @@ namespace {
 template <bool Plain, class T>
 void attend_heads(const Request<T>& request, const Mass& mass, int64_t begin, int64_t end) {
   const Layer& layer = request.layer;
-  const bool in_blocks = Plain && layer.unit % W == 0 && layer.head_size % W == 0;
+  const bool in_blocks = Plain && !layer.latent() && layer.unit % W == 0 && layer.head_size % W == 0;
   in_blocks ? attend_units(request, mass, begin, end) : attend<Plain>(request, mass, begin, end);
 }
 

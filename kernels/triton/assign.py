@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give one cached token a request the score that the host worked out for it.
+"""Write the host's score of one cached token per request into its pages.
 
-Scores that follow from the text alone (Dynamic Global Context's tf-idf,
-https://github.com/aaron-jx-li/augmented_streamingLLM) come with the step, not from attention.
+Scores that do not depend on attention come with the step: tf-idf (Dynamic Global Context,
+https://github.com/aaron-jx-li/augmented_streamingLLM) and drawn numbers.
 """
 
 import torch
@@ -40,7 +40,7 @@ def _assign(
     _, inside, _, word = slot_tile(table, first, slots, head_set, word_stride, PAGE, TILE)
     found = tl.load(rank + word, mask=inside, other=-1) == wanted
     given_there = tl.zeros([TILE], tl.float32) + value
-    if UNIT > 1:  # the sum of its tokens'
+    if UNIT > 1:  # a unit's score is the sum of its tokens' scores
         given_there += tl.load(score + word, mask=found, other=0.0)
     tl.store(score + word, given_there, mask=found)
 
@@ -55,16 +55,16 @@ def assign(
     unit: int = 1,
     salts: torch.Tensor | None = None,
 ) -> None:
-    """Set the score of one rank a request, in every head set; of a unit of tokens, add to it.
+    """Set the score of one rank per request, in every head set. A unit's score is added to.
 
     Args:
         given: fp32 ``[>= B]``.
-        ranks: int32 ``[>= B]``; negative: none.
+        ranks: int32 ``[>= B]``; negative: no score.
         rank, score: ``Pages`` views; ``score`` is written.
         table: int32 ``[>= B, P]``.
         steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 write nothing.
         unit: slots that share one rank and score.
-        salts: int32 ``[num_sets]``, hashed into ``given``; None: used as it is.
+        salts: int32 ``[num_sets]``, hashed into ``given``; None: ``given`` is the score.
     """
     check_steps(steps, table)
     num_rows, (num_sets, page) = steps.shape[0], rank.shape[1:]

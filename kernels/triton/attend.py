@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One new token a request against its cached tokens: split-KV attention over pages.
+"""Split-KV attention of one new token per request over its cached tokens.
 
-Each program reads one KV head's share of the slots in physical order: attention does not care
-about order, so nothing is gathered. Key tiles are rotated by ``rank - born`` as they are read and
-shared by the query heads of the group; the new token's own key and value come from the forward
-pass, not from a page. Raw logits go out for the score update, log-sum-exps for the merge. In pages
-of units of several tokens the kernel is another one (``attend_units.py``).
-Its reference is that of a stride of one token (``prefill.py``).
+Each program reads a part of the slots of one or more KV heads. It reads them in physical order,
+because the order does not change attention, so nothing is gathered. Keys are rotated by
+``rank - born`` as they are read, and shared by the query heads of a group. The new token's key and
+value come from the forward pass, not from a page. The kernel writes raw logits for the score update
+and log-sum-exps for the merge of the parts. Units of a multiple of 16 tokens have another kernel
+(``attend_units.py``). The reference is that of a stride of one token (``prefill.py``).
 Source: split-KV decoding as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
 
@@ -46,10 +46,10 @@ from .tiles import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
-"""Below every logit, and finite: what has seen nothing yet needs no special case."""
+"""Below every logit, but finite, so a maximum over no keys needs no special case."""
 MOST_PAIRS = tl.constexpr(64)
-"""Where a head has more pairs of channels, a quarter of them is turned at a time: a warp holds
-them, and their angles, in registers."""
+"""Most pairs of channels rotated at a time. A head with more rotates a quarter of its pairs at a
+time, so that pairs and angles fit a warp's registers."""
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _attend(
     if logit_scale is not None:
         scale = scale * tl.load(logit_scale + row)
 
-    # The new token: split 0 starts from it, the others from nothing. Logits are in powers of 2.
+    # Split 0 starts with the new token, the others with no token. Logits are in base 2.
     new_keys = key + row64 * key_stride + head * HEAD
     here = real & (split == 0)
     itself = tl.zeros([HEADS * LEAD], tl.float32)
@@ -232,7 +232,7 @@ def _attend(
 
 
 def masses_of(num_slots: int, unit: int) -> int:
-    """Numbers that a query head leaves for the scores: one a slot, or a unit, or a part of one."""
+    """Numbers per query head that the scores are made of: one per slot, unit or part of a unit."""
     return num_slots // chunk_of(unit, TURNED)
 
 
@@ -255,31 +255,33 @@ def attend(
     keep_logits: bool,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one token a request, in ``splits`` parts that ``combine.merge`` joins.
+    """Attention of one token per request, in ``splits`` parts that ``combine.merge`` merges.
 
     ``B`` requests, ``H`` KV heads, ``G`` query heads each, ``D`` channels, ``N = P * block_size``.
 
     Args:
         query: ``[B, H * G, D]``, rotated at position ``cached``; fp16, bf16 or fp32.
-        key, value: ``[B, H, D]`` of the new token, rotated likewise.
+        key, value: ``[B, H, D]`` of the new token, keys rotated at position ``cached``.
         kv, rank, born: ``Pages`` views.
         table: int32 ``[>= B, P]`` block numbers.
         steps: int32 ``[B, STEP_COLUMNS]`` step rows (``tiles``).
-        rotation: ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys stay as they are.
-        slopes: fp32 ``[H * G]`` of ALiBi, or None.
+        rotation: ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys are not rotated.
+        slopes: fp32 ``[H * G]``, ALiBi slopes, or None.
         logit_scale: fp32 ``[B]``, factors on the logits, or None.
-        softcap: 0 is none.
-        keep_logits: whether raw logits are needed afterwards.
-        positions: int64, of all tokens of the step, where queries and keys are rotated to in
-            layers with a window; None: at ``cached``. Not in units.
+        softcap: soft cap of the logits; 0: none.
+        keep_logits: whether to return raw logits.
+        positions: int64 positions of all tokens of the step, in layers with a window; None: queries
+            and keys are at ``cached``. Requires units of one token.
 
     Returns:
-        fp32: partial outputs ``[B, H * G, splits, D]``, their log-sum-exps
-        ``[B, H * G, splits]``, logits ``[B, H * G, N]`` by slot (-inf: empty; beyond ``old_slots``
-        not written), and the new token's own logits ``[B, H * G]``. The last two are empty
-        without ``keep_logits``. Rows that are padding are not written. In pages of units there is
-        no logit a slot, but one log-sum-exp a unit, or a part of one where it is longer than a
-        tile: ``masses_of`` says how many.
+        Four fp32 tensors. Padding rows are not written.
+
+        - Partial outputs ``[B, H * G, splits, D]``.
+        - Their log-sum-exps ``[B, H * G, splits]``.
+        - Logits ``[B, H * G, N]`` by slot: -inf for empty slots, not written beyond ``old_slots``.
+          With units, log-sum-exps ``[B, H * G, masses_of(N, unit)]`` of units or parts of units.
+          Empty without ``keep_logits``.
+        - The new token's own logits ``[B, H * G]``. Empty without ``keep_logits``.
     """
     unit = check_pages(kv, rank, born)
     check_steps(steps, table)

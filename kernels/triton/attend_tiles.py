@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiles of ``attend``: of several KV heads at once, which share a tile's words and rotations."""
+"""Tile functions of ``attend``. The KV heads of a tile share its metadata and rotations."""
 
 import triton
 import triton.language as tl
@@ -19,7 +19,7 @@ def words_of(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Rank and born of a tile's slots; a rank of -1 is an empty one."""
+    """Rank and born of a tile's slots. Empty slots have rank -1."""
     word = block * word_stride + tile_offsets(first, PAGE, TILE) // UNIT
     inside = first + tl.arange(0, TILE) < slots
     return tl.load(rank + word, mask=inside, other=-1), tl.load(born + word, mask=inside, other=0)
@@ -35,7 +35,7 @@ def keys_of(rows, valid, FROM: tl.constexpr, TO: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def values_of(rows, valid, HEAD: tl.constexpr):
-    """Rows ``[h, n]`` of values as columns, ``[h, padded(HEAD), n]``."""
+    """Values of rows ``[h, n]`` as columns ``[h, padded(HEAD), n]``; zero where not valid."""
     channel = tl.arange(0, padded(HEAD))
     inside = valid[None, None, :] & (channel < HEAD)[None, :, None]
     return tl.load(rows[:, None, :] + channel[None, :, None], mask=inside, other=0.0)
@@ -43,7 +43,7 @@ def values_of(rows, valid, HEAD: tl.constexpr):
 
 @triton.jit
 def angles_of(rotation, distance, FROM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """cos and sin, ``[1, n, WIDTH]``, of pairs from ``FROM`` on, turned back by ``[n]``."""
+    """cos and sin ``[1, n, WIDTH]`` of the pairs from ``FROM`` on, by distances ``[n]``."""
     index = FROM + tl.arange(0, WIDTH)
     inside = (index < HALF)[None, :]
     angles = rotation + distance[:, None] * (2 * HALF) + index[None, :]
@@ -66,9 +66,12 @@ def turned_products(
     INTERLEAVED: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """``products [h, n, q]`` and those of some pairs of channels: keys turned back by ``distance``.
+    """Add the products of some pairs of channels to ``products [h, n, q]``.
 
-    ``q1``, ``q2``: ``[h, w, q]``, both halves of the queries' pairs from ``FROM`` on.
+    Keys are rotated back by ``distance``.
+
+    Args:
+        q1, q2: ``[h, w, q]``, both halves of the queries' pairs from ``FROM`` on.
     """
     WIDTH: tl.constexpr = q1.shape[1]
     TO: tl.constexpr = min(FROM + WIDTH, HALF)
@@ -87,7 +90,7 @@ def turned_products(
 
 @triton.jit
 def dots(a, b, acc, FLAT: tl.constexpr):
-    """Products of every head's matrices; ``FLAT``: of the only one, by all warps together."""
+    """Matrix products per head. ``FLAT``: there is one head, which all warps share."""
     if FLAT:
         flat = dot(
             tl.reshape(a, [a.shape[1], a.shape[2]]),
@@ -102,13 +105,13 @@ def dots(a, b, acc, FLAT: tl.constexpr):
 
 @triton.jit
 def columns(rows, HEADS: tl.constexpr, LEAD: tl.constexpr):
-    """Rows ``[HEADS * LEAD, d]`` of queries as columns, ``[HEADS, d, LEAD]``."""
+    """Query rows ``[HEADS * LEAD, d]`` as columns ``[HEADS, d, LEAD]``."""
     return tl.permute(tl.reshape(rows, [HEADS, LEAD, rows.shape[1]]), (0, 2, 1))
 
 
 @triton.jit
 def parted(rows, PARTS: tl.constexpr, HEADS: tl.constexpr, LEAD: tl.constexpr):
-    """``columns`` of rows ``[HEADS * LEAD, d]``, as a tuple of 1 or 4 parts of the channels."""
+    """``columns`` of rows ``[HEADS * LEAD, d]``, as a tuple of 1 or 4 equal parts of channels."""
     if PARTS == 1:
         parts = (columns(rows, HEADS, LEAD),)
     else:
@@ -126,5 +129,5 @@ def parted(rows, PARTS: tl.constexpr, HEADS: tl.constexpr, LEAD: tl.constexpr):
 
 @triton.jit
 def halves(rows):
-    """Rows ``[h, 2 * w]`` as two of ``[h, w]``."""
+    """Split rows ``[h, 2 * w]`` into two tensors ``[h, w]``."""
     return tl.split(tl.permute(tl.reshape(rows, [rows.shape[0], 2, rows.shape[1] // 2]), (0, 2, 1)))

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``attend`` where consecutive tokens share their numbers: one turn of the query for all of them.
+"""``attend`` for units of several tokens: rotates the query once per unit instead of every key.
 
-The tokens of a unit stand at positions in a row, before and after they move, so all their keys are
-``born - rank`` from where they belong: instead of every key, the query is rotated, the other way,
-once a chunk (a unit, or a part of a long one), and meets keys as they were written. What leaves
-for the scores is one log-sum-exp a chunk and query head.
+The tokens of a unit have consecutive positions, when written and when read. All its keys are
+therefore the same distance ``born - rank`` from their positions. The kernel rotates the query the
+opposite way once per chunk, and reads keys as they were written. A chunk is a unit, or a part of a
+long one. For the scores, the kernel writes one log-sum-exp per chunk and query head.
 
-A program is one warp wherever its registers suffice, and takes a chunk at a time, so nothing in
-the loop waits for another warp. Everything is the other way round than in a book: keys are rows
-of the first product and values, transposed, of the second, because a tensor core wants 16 rows and
-only 8 columns, and a group has few query heads. The chain from a block's number over its words to
-the rotation is walked ahead of the loop, a number a turn: the block of two chunks ahead, the words
-of the next. So the loads of K, V, cosines and sines depend on nothing but registers, and the
-compiler keeps two chunks of them in flight.
+- **Warps.** A program is one warp if its registers suffice, and takes one chunk per iteration. No
+  warp waits for another inside the loop.
+- **Layout.** Keys are the rows of the first product, transposed values those of the second. A
+  tensor core needs 16 rows and only 8 columns, and a group has few query heads.
+- **Prefetch.** The chain from block number to metadata to rotation runs ahead of the loop: the
+  block of two chunks ahead, the metadata of the next one. Loads of keys, values, cosines and sines
+  then depend on registers only, and the compiler keeps two chunks of them in flight.
 """
 
 import torch
@@ -38,12 +38,12 @@ from .tiles import (
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
-"""Below every logit, and finite: what has seen nothing yet needs no special case."""
+"""Below every logit, but finite, so a maximum over no keys needs no special case."""
 
 
 @triton.jit
 def _words(rank, born, block, chunk, end, word_stride, PARTS: tl.constexpr, UNITS: tl.constexpr):
-    """Rank and born of a chunk's unit; a rank of -1 is an empty one."""
+    """Rank and born of a chunk's unit. An empty unit has rank -1."""
     word = block * word_stride + chunk // PARTS % UNITS
     inside = chunk < end
     return tl.load(rank + word, mask=inside, other=-1), tl.load(born + word, mask=inside, other=0)
@@ -51,7 +51,7 @@ def _words(rank, born, block, chunk, end, word_stride, PARTS: tl.constexpr, UNIT
 
 @triton.jit
 def _turned(q1, q2, rotation, distance, dtype, HALF: tl.constexpr):
-    """A query's pairs ``[m, padded(HALF)]``, turned forward by ``distance``, in fp32."""
+    """Query pairs ``[m, padded(HALF)]``, rotated forward by ``distance`` in fp32."""
     index = tl.arange(0, padded(HALF))
     inside = index < HALF
     angles = rotation + distance * (2 * HALF) + index
@@ -123,7 +123,7 @@ def _attend_units(
         q2 = q2.to(tl.float32)
     if 2 * HALF < HEAD:
         q3 = load_rows(queries, real, 2 * HALF, HEAD)
-    top = tl.full([LEAD], LOWEST, tl.float32)  # logits are in powers of 2 here
+    top = tl.full([LEAD], LOWEST, tl.float32)  # logits are in base 2
     total = tl.zeros([LEAD], tl.float32)
     acc = tl.zeros([padded(HEAD), LEAD], tl.float32)
 
@@ -143,7 +143,7 @@ def _attend_units(
     unit_rank, unit_born = _words(rank, born, block, begin, end, word_stride, PARTS, UNITS)
     next_block = tl.load(table + (begin + 1) // CHUNKS, mask=begin + 1 < end, other=0)
     for chunk in tl.range(begin, end, num_stages=STAGES):
-        # A unit's last slots may wait for their tokens; what they hold may be NaN, and is not read.
+        # The last slots of a unit may be unfilled. They may hold NaN and are not read.
         first = unit_rank * UNIT + chunk % PARTS * CHUNK
         valid = token < tl.where(unit_rank >= 0, cached - first, 0)
         distance = tl.where(unit_rank >= 0, unit_born - unit_rank * UNIT, 0)
@@ -186,11 +186,11 @@ def _attend_units(
         acc = dot(values, probs.to(values.dtype), acc * fade[None, :])
         top = highest
         if KEEP_MASSES:
-            # Nothing there: the logarithm of 0 is -inf, as it must be.
+            # An empty chunk has mass 0, and its logarithm -inf is right.
             mass = (highest + tl.log2(mass)) * LN_2
             tl.store(masses + out_head * masses_stride + chunk, mass, mask=real)
 
-    # The new token comes to the first split's part.
+    # The first split also has the new token.
     new_key = key + row64 * key_stride + head * HEAD + tl.zeros([1], tl.int32)
     new_value = value + row64 * value_stride + head * HEAD + tl.zeros([1], tl.int32)
     here = tl.full([1], split, tl.int32) == 0

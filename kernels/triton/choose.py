@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who survives a stride: scores of all columns of its line, and the two choices among them.
+"""Survivors of a stride: scores of all columns, and the two ways to choose among them.
 
-A column is a unit of the line, the cached ones first and then the stride's. Scores are frozen
-within a stride, so a policy's rules come down to one of two choices, which the host plans
-(``policies/execute.py``): the best of each group of contenders stays, or of a range the lowest so
-many leave.
+A column is a unit of the request's sequence: the cached units first, then the stride's. Scores are
+frozen within a stride, so a policy's rules reduce to one of two choices, which the host plans:
+keep the best of each group of contenders, or evict the lowest scores of a range.
 """
 
 import triton
@@ -49,7 +48,7 @@ def score_columns(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Scores of all columns after the stride, and what is compared of them."""
+    """Write ``scores`` of all columns after the stride, and the values ``compared`` among them."""
     stream = tl.load(step + STREAM)
     cached = tl.load(step + CACHED)
     length = tl.load(step + LENGTH)
@@ -97,9 +96,9 @@ def score_columns(
 def best_of_groups(
     plan, compared, ranks, who, planned, stay, sinks, shown, newest_stays, TILE: tl.constexpr
 ):
-    """Of each group of columns the best stays; the plan: where groups begin, then their columns.
+    """Keep the best column of each group. The plan has the groups' starts, then their columns.
 
-    ``shown`` columns behind ``sinks`` are not in the plan and stay.
+    The ``shown`` columns behind ``sinks`` (recalled units) are not in the plan and stay.
     """
     for first in range(0, planned, TILE):
         column = first + tl.arange(0, TILE)
@@ -132,22 +131,22 @@ def best_of_groups(
 def without_lowest(
     plan, compared, ranks, who, planned, sinks, shown, newest_stays, TILE: tl.constexpr
 ):
-    """Of the columns ``[lo, hi)`` the ``excess`` lowest leave; the plan is these three numbers.
+    """Evict the ``excess`` lowest columns of ``[lo, hi)``; the plan is these three numbers.
 
-    ``shown`` columns behind ``sinks`` are not counted in it, and stay.
+    The plan does not count the ``shown`` columns behind ``sinks`` (recalled units), which stay.
     """
     lo = tl.load(plan)
     lo += tl.where(lo >= sinks, shown, 0)
     hi = tl.load(plan + 1)
     hi += tl.where(hi > sinks, shown, 0)
     excess = tl.load(plan + 2)
-    # The value of the last that leaves, bit by bit from the top; and how many are below it.
+    # Binary search, from the top bit, for the highest evicted value and the number of lower ones.
     level = tl.full([], -0x80000000, tl.int64)
     lower = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
     if excess > 0:
         bit = tl.full([], 0x80000000, tl.int64)
-        for _ in range(33):  # the last turn counts
+        for _ in range(33):  # the last iteration only counts
             below = tl.full([], 0, tl.int32)
             same = tl.full([], 0, tl.int32)
             for first in range(lo, hi, TILE):

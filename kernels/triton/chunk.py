@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All strides of a chunk of a prompt in one launch, where no score decides who survives.
+"""All strides of a prompt's chunk in one launch, for policies without scores.
 
-A policy that keeps the stream's first tokens and its newest says ahead of time what every stride
-of the chunk sees: of the pages what is not too old yet, and of the chunk's own earlier tokens the
-rest. So strides need not wait for each other. What is left of the chunk is put into the pages by
-the last program of its head to finish. The last program of a head set rewrites the set's words:
-by then no other program reads them. Source: StreamingLLM
-(https://arxiv.org/abs/2309.17453), section 3.2.
+If a policy keeps the stream's first and newest tokens, it is known ahead of time what every stride
+of the chunk sees in the pages and among the chunk's own earlier tokens. So strides need not wait
+for each other. The last program of a head to finish writes the chunk's survivors into the pages,
+and the last one of a head set rewrites the set's words, which no other program reads any more.
+Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2.
 
-In layers with a window the model's positions are not those of this cache (``shift_of``), and a
-stride may be longer than the window: keys are masked where a query does not see them.
+In layers with a window, positions differ from ranks (``shift_of``), and a stride may be longer than
+the window: keys outside a query's window are masked.
 """
 
 import torch
@@ -39,7 +38,7 @@ from .tiles import (
 )
 
 RENUMBERED, COPIED = 1024, 64
-"""Units of slots that are renumbered at a time, and slots that are written."""
+"""Units per renumbered tile, and slots per written tile."""
 
 
 @triton.jit
@@ -99,9 +98,9 @@ def _attend_chunks(
     if (first_query < length) & (pads == 0):
         stream = tl.load(steps + row * STEP + STREAM)
         begun = tl.load(chunk + STREAM)
-        kept = tl.load(chunk + SINKS)  # tokens at the stream's start
+        kept = tl.load(chunk + SINKS)  # leading tokens that are never evicted
         gone = stream - cached
-        dropped = gone - (begun - tl.load(chunk + CACHED))  # deleted since the chunk began
+        dropped = gone - (begun - tl.load(chunk + CACHED))  # evicted since the chunk began
         index = first_query + tl.arange(0, QUERIES)
         real = index < length
         token_at = start + index
@@ -114,7 +113,7 @@ def _attend_chunks(
             slope = tl.load(slopes + query_head)
         if window is not None:
             shift = shift_of(positions, start, cached)
-            hidden = cached + first_query - window  # what stands here nobody sees, nor what before
+            hidden = cached + first_query - window  # no query sees this rank or lower ones
         top, total, acc = empty_softmax(QUERIES, HEAD)
 
         slots = tl.load(chunk + OLD_SLOTS)
@@ -154,7 +153,7 @@ def _attend_chunks(
                 values = load_rows(rows + HEAD, seen, 0, HEAD)
                 top, total, acc = online_softmax(top, total, acc, logits, values)
 
-        # The chunk's own tokens: those that are kept, and what has not been deleted again.
+        # The chunk's own tokens: sinks, and tokens that are not evicted yet.
         chunk_start = start - (stream - begun)
         upper = stream - begun + tl.minimum(first_query + QUERIES, length)
         own_kept = tl.minimum(tl.maximum(kept - begun, 0), upper)
@@ -187,7 +186,7 @@ def _attend_chunks(
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
 
-    # The last program to finish reading writes.
+    # The last program to finish writes, since nothing is read any more.
     tl.debug_barrier()
     finished += mine * (2 * NUM_HEADS)
     programs = tl.load(chunk + STRIDES) * tl.num_programs(0) * GROUP
@@ -261,27 +260,27 @@ def attend_chunks(
     sinks: torch.Tensor | None = None,
     window: int | None = None,
 ) -> None:
-    """Attention of ``K`` strides of ``M`` requests' chunks, and what is left of them in the pages.
+    """Attend ``K`` strides of ``M`` requests' chunks and write the survivors into the pages.
 
     Args:
         query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
         key, value: ``[num_tokens, H, D]``, keys rotated likewise.
-        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
+        kv, rank, born, score, token: ``Pages`` views, written; ``token`` may be None.
         table: int32 ``[>= M, P]`` block numbers.
-        steps: int32 ``[K, STEP_COLUMNS]`` step rows of strides, which say their ``CHUNK``; strides
-            begin where units do.
+        steps: int32 ``[K, STEP_COLUMNS]`` step rows of strides with their ``CHUNK``; strides
+            begin at units.
         chunks: int32 ``[M, STEP_COLUMNS]`` (``stride_columns``).
-        positions: int64 ``[>= num_tokens]``, where the step's keys were rotated to.
-        finished: int32 ``[>= M, 2 * H]`` zeros, which they are again afterwards.
-        rotation: of ``rotate``, to read with; ``new_rotation``: fp32, to write with.
+        positions: int64 ``[>= num_tokens]``, positions with which the step's keys were rotated.
+        finished: int32 ``[>= M, 2 * H]`` counters; zero before and after the launch.
+        rotation, new_rotation: tables of ``rotate`` for reading and (fp32) for writing.
         interleaved: rotary pairs are (2i, 2i + 1).
         slopes: fp32 ``[H * G]`` of ALiBi, or None.
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
         max_length: the longest stride.
         output: like ``query``; the strides' rows are written.
-        sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
-        window: tokens that a query sees, its own included, where other layers say ``positions``;
-            None: these are ranks, and a query sees all that is cached.
+        sinks: fp32 ``[H * G]``, learned sink logits, or None.
+        window: tokens that a query sees, its own included, in layers whose ``positions`` come from
+            other layers; None: positions are ranks, and a query sees the whole cache.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)

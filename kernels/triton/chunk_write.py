@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a chunk of a prompt, into the pages: where no score decides who survives.
+"""Write a chunk's survivors into the pages, for policies without scores.
 
-All is counted in units from the stream's start: which of them are gone before and after the chunk
-follows from counts, so every slot's next holder does, too. ``chunk.py`` says when this may write.
+Units are numbered from the stream's start. Which of them are evicted before and after the chunk
+follows from counts, and so does the next content of every slot. ``chunk.py`` decides when to call
+these functions.
 """
 
 import triton
@@ -27,10 +28,10 @@ from .tiles import (
 
 @triton.jit
 def _survivors(chunk, UNIT: tl.constexpr):
-    """Which units are left, counted in units from the stream's start.
+    """Survivors of a chunk, in units from the stream's start.
 
-    Those of sinks, how many have been deleted before and after the chunk, the chunk's first unit,
-    how many of the chunk's are sinks, where its other survivors begin, and how many there are.
+    Returns the number of sinks, the units evicted before and after the chunk, the chunk's first
+    unit, the number of its sinks, its first other survivor, and the number of all its survivors.
     """
     stream = tl.load(chunk + STREAM)
     end = stream + tl.load(chunk + LENGTH)
@@ -47,10 +48,10 @@ def _survivors(chunk, UNIT: tl.constexpr):
 
 @triton.jit
 def _after(old, inside, opens, free_before, survivors):
-    """What becomes of units of slots with ranks ``old``; ``opens``: where to count them.
+    """Next content of slots with ranks ``old``; ``opens`` marks the slots that begin a unit.
 
-    Returns ranks afterwards (-1: empty), the new units that come (-1: nobody), and how many places
-    were free up to here.
+    Returns the new ranks (-1: empty), the new units written there (-1: none), and the number of
+    free units up to here.
     """
     sinks, gone_before, gone, first, own_sinks, others, total = survivors
     index = tl.where(old < sinks, old, old + gone_before)
@@ -89,7 +90,7 @@ def write_rows(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One head's keys and values of the chunk's survivors into their slots."""
+    """Write one head's keys and values of the chunk's survivors into their slots."""
     survivors = _survivors(chunk, UNIT)
     stream = tl.load(chunk + STREAM)
     length = tl.load(chunk + LENGTH)
@@ -110,7 +111,7 @@ def write_rows(
             values = value + (start + source) * value_stride + head * HEAD
             slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
             if (HALF > 0) & (UNIT > 1):
-                # A unit that isn't complete goes to where it stands after the last evictions.
+                # An incomplete unit is rotated to its position after the last evictions.
                 begun = (stream + length) // UNIT * UNIT - stream
                 late = comes & (source >= begun)
                 if tl.max(late.to(tl.int32), axis=0) > 0:
@@ -137,14 +138,14 @@ def write_words(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One set's ranks of all slots, and the words of the chunk's survivors, all in units."""
+    """Write one set's ranks of all slots and the words of the chunk's survivors, in units."""
     survivors = _survivors(chunk, UNIT)
     stream = tl.load(chunk + STREAM)
     length = tl.load(chunk + LENGTH)
     start = tl.load(chunk + START).to(tl.int64)
     old_slots = tl.load(chunk + OLD_SLOTS) // UNIT
     new_slots = tl.load(chunk + NEW_SLOTS) // UNIT
-    whole = (stream + length) // UNIT  # the stream's unit that is not complete, if any
+    whole = (stream + length) // UNIT  # the stream's incomplete unit, if any
     free_before = tl.full([], 0, tl.int32)
     for begin in range(0, new_slots, TILE):
         slot, inside, _, word = slot_tile(

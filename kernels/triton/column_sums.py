@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of a stride: the attention mass that every key received.
+"""Attention mass that every key received from a stride's queries, from which scores are computed.
 
-``ColumnSums`` is a second QK pass over what ``StrideAttention`` read: it adds up, per key, the
-probabilities of all queries with weights that decay with their distance to the stride's end, which
-is what as many single-token updates with a frozen cache would have added. A program takes a tile
-of keys of one KV head, for all queries of its group, and reduces these as far as can be; the rest,
-and the faded old scores, are added where the choice is made (``insert_stride``). Source: strided
-prefill of Cascading KV Cache (https://arxiv.org/abs/2406.17808).
+``ColumnSums`` is a second QK pass over the keys of ``StrideAttention``. Per key it adds up the
+probabilities of all queries, with weights that decay with the distance to the stride's end: the sum
+that single-token updates with a frozen cache would add. A program takes a tile of keys of one KV
+head for all queries of its group and reduces the group's heads if possible. The remaining heads and
+the decayed old scores are added in ``insert_stride``. Source: strided prefill of Cascading KV Cache
+(https://arxiv.org/abs/2406.17808).
 """
 
 import torch
@@ -71,7 +71,7 @@ def _column_sums(
     if pads:
         return
     tile = tl.program_id(0)
-    # The first tiles are of the pages, the others of the stride.
+    # The first tiles cover the pages, the others the stride.
     is_old = tile < old_tiles
     if is_old:
         slots = tl.load(steps + row * STEP + OLD_SLOTS)
@@ -102,7 +102,7 @@ def _column_sums(
         keys = load_rows(key + (start + place) * key_stride + head * HEAD, seen, 0, HEAD)
     column = at // CHUNK
     leaves = seen
-    if CHUNK > 1:  # of a unit one sum leaves, or one of each part
+    if CHUNK > 1:  # one sum per unit, or per part of a unit
         grouped = tl.reshape(tl.where(seen, column, -1), [TILE // CHUNK, CHUNK])
         column = tl.max(grouped, axis=1)
         leaves = column >= 0
@@ -142,14 +142,14 @@ def _column_sums(
 
 
 class ColumnSums:
-    """Weighted attention mass of every key of strides in one layer, or of every unit of keys.
+    """Weighted attention mass of every key, or unit of keys, of strides in one layer.
 
     Args:
         kv, rank, born, rotation, interleaved, slopes, num_queries: as for ``StrideAttention``.
-        reduction: over the query heads of a set, as far as it can be done here (``reduced``).
+        reduction: over the query heads of a set, as far as possible here (``reduced``).
 
     Attributes:
-        parts: columns of ``sums`` for a unit.
+        parts: columns of ``sums`` per unit.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class ColumnSums:
         }
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
-        """Write the first columns of ``sums``, chronological, ``parts`` for a unit."""
+        """Write the first columns of ``sums`` in time order, ``parts`` per unit."""
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
         assert strides.sums_heads == self._sums_heads, (strides.sums_heads, self._sums_heads)
         assert strides.parts == self.parts, (strides.parts, self.parts)
@@ -215,16 +215,16 @@ class ColumnSums:
 
 
 def reduced(reduction: str, parts: int) -> str:
-    """How a group's query heads are reduced before the other groups': none for what must wait."""
+    """How a group's query heads are reduced here; ``none`` if all heads are needed at once."""
     if reduction == "mean" or (reduction == "max" and parts == 1):
         return reduction
     return "none"
 
 
 def num_sums(query: torch.Tensor, num_heads: int, unit: int, reduction: str) -> tuple[int, int]:
-    """Heads of ``Strides.sums``, and columns of each unit; ``query`` is ``[.., H * G, D]``.
+    """Heads of ``Strides.sums`` and columns per unit; ``query`` is ``[.., H * G, D]``.
 
-    A unit has several columns where it is longer than a tile.
+    A unit that is longer than a tile has several columns.
     """
     config = mass_config(query.device, query.dtype, query.shape[2])
     return _num_sums(config, query.shape[1], num_heads, unit, reduction)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After ``attend``: join the splits, and turn raw logits into the tokens' new scores.
+"""After ``attend``: merge the splits, and compute new scores from raw logits.
 
 A score is an exponential average (``decay`` gamma, ``weight`` 1 - gamma) or a sum (both 1) of the
 attention probabilities that a token receives, reduced over the query heads of its head set.
@@ -59,7 +59,7 @@ def _merge(
         top = tl.maximum(top, sink)
     weight = tl.exp(parts - top)
     total = tl.sum(weight, axis=0)
-    if sinks is not None:  # one more logit, whose share nothing gets
+    if sinks is not None:  # one more logit without a value
         total += tl.exp(sink - top)
     rows = tl.load(
         partial + (place + split)[:, None] * HEAD + channel[None, :],

@@ -30,12 +30,12 @@ smaller."""
 DEFAULT_SMS = 132
 DEFAULT_SHARED = 227 << 10
 ROOM_OF_EIGHT = 146 << 10
-"""Shared memory in bytes that 8 heads of 128 channels need in decode. Where a block has less, such
-as the 99 KB of compute capabilities 8.6, 8.9 and 12.0, a program takes 4 heads."""
+"""Shared memory in bytes that 8 heads of 128 channels need in decode. If a block has less (99 KB on
+compute capabilities 8.6, 8.9 and 12.0), a program takes 4 heads."""
 MAX_SPLITS = 32
 HEADS_PER_SM = 4
 """Fewest KV heads of a batch per multiprocessor in decode, one warp each. Rounding up to a power of
-two gives at most twice as many, which still fit."""
+two at most doubles them, and they still fit."""
 LEAST_PART = 256
 """Fewest cached slots per part when a stride's attention is split; fewer cost more to merge."""
 ENOUGH = 15 / 16

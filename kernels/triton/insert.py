@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode-time insertion: evict by the request's rules, then write one new token into its pages.
+"""Inserts one new token per request: evicts by the request's rules, then writes the token.
 
 A step carries a short list of rules. Each rule applies to the ranks that the previous one left; the
 new token has the highest rank. Within the ranks ``[lo, hi)`` a rule deletes one of:
@@ -9,9 +9,9 @@ new token has the highest rank. Within the ranks ``[lo, hi)`` a rule deletes one
 - the token with the lowest score,
 - all but one token of every cell of ``cell`` ranks.
 
-A fixed victim is a range of one rank, a contest of two neighbours a range of two. Heavy hitters use
-the range between sinks and window, a beehive's comb two rules of cells. Deferred insertions carry
-the rules of each deferred token.
+A fixed victim is a range of one rank. A contest of two neighbours is a range of two. Heavy hitters
+use the range between sinks and window, and a beehive two rules of cells. A batch of deferred
+insertions has the rules of each token.
 
 The new token takes the first free slot and the highest rank. No other row moves.
 Source: Algorithm 1 of Cascading KV Cache (https://arxiv.org/abs/2406.17808) on slots with ranks;

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put a stride's surviving tokens into its request's pages.
 
-The stride's plan selects the survivors (``keep``). New ranks are prefix sums; the k-th
-survivor takes the k-th free slot. Evicted tokens never touch a page. No loop runs over tokens.
+The stride's plan selects the survivors (``keep``). New ranks are prefix sums; the k-th survivor
+takes the k-th free slot. Evicted tokens never touch a page. No loop runs over tokens.
 
-All of it is one launch. Several programs share out the rows that are to be copied, and each makes
-the choice for itself: nothing is read of what any of them writes, because ``StrideAttention`` left
-what the pages said. In pages of units all of this is about units, and columns are theirs. A
-stride's last unit may not be complete; it always stays, and its keys are written turned to where
-it then stands: its other tokens come after the stride's evictions, and one ``born`` has to fit all
-of them.
-
-Where evicted units come back, more of them may do so after the stride's evictions than now: they
-will stand before its unit that is not complete.
+All of it is one launch. Several programs share the rows to copy, and each repeats the choice:
+``StrideAttention`` has saved the pages' metadata, so no program reads what another writes. In pages
+of units, columns are units. A stride's last, incomplete unit always stays. Its keys are written
+with the rotation of its final rank, because its other tokens come after the stride's evictions and
+one ``born`` must fit all of them. With recall, more units may be recalled after the stride's
+evictions than now; they will stand before the incomplete unit.
 """
 
 import torch
@@ -49,9 +46,9 @@ from .tiles import (
 )
 
 COPIED = 32
-"""Rows that a program copies at a time."""
+"""Rows per copied tile."""
 MOST_PROGRAMS = 64
-"""So many programs copy at once, if there are not more requests and head sets."""
+"""Most programs that share a launch's copies."""
 
 
 @triton.jit
@@ -79,10 +76,10 @@ def _place(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Slots of the stride's survivors; whoever ``writes`` also renumbers all slots. In units."""
+    """Assign slots to the stride's survivors; if ``writes``, also update all slots' words."""
     stream = tl.load(step + STREAM)
     new_slots = tl.load(step + NEW_SLOTS) // UNIT
-    whole = tl.load(step + LENGTH) // UNIT  # the stride's unit that is not complete, if any
+    whole = tl.load(step + LENGTH) // UNIT  # the stride's incomplete unit, if any
     for first in range(0, new_slots, TILE):
         slot = first + tl.arange(0, TILE)
         empty = tl.full([TILE], -1, tl.int32)
@@ -258,7 +255,7 @@ def _insert_strides(
         new = value + (start + source) * value_stride + head * HEAD
         slots = kv + block * page_stride + (head * (PAGE * UNIT) + slot % (PAGE * UNIT)) * 2 * HEAD
         if (HALF > 0) & (UNIT > 1):
-            begun = length // UNIT * UNIT  # where the unit that isn't complete begins
+            begun = length // UNIT * UNIT  # first token of the incomplete unit
             last = kept & (source >= begun)
             if tl.max(last.to(tl.int32), axis=0) > 0:
                 stands = (old_stay + survivor + more) * UNIT
@@ -270,7 +267,7 @@ def _insert_strides(
 
 
 def num_programs(num_rows: int, num_sets: int) -> int:
-    """Programs that share what one set of a request has to copy."""
+    """Programs that share the copies of one head set of a request."""
     return max(MOST_PROGRAMS // max(num_rows * num_sets, 1), 1)
 
 
@@ -278,8 +275,8 @@ class StrideInsertion:
     """Insertion of strides in one layer.
 
     Args:
-        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None where not kept.
-        rotation: fp32, of ``rotate``; read where pages are of units.
+        kv, rank, born, score, token: ``Pages`` views, written; ``token`` may be None.
+        rotation: fp32 table of ``rotate``; used with units.
         interleaved: rotary pairs are (2i, 2i + 1).
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
         salts: int32 ``[num_sets]``, hashed into the host's scores; None: used as they are.
@@ -325,7 +322,7 @@ class StrideInsertion:
             "TILE": 1024,
             "ROWS": COPIED,
             "num_warps": 8,
-            "maxnreg": 128,  # left to itself, ptxas may spill for more blocks a multiprocessor
+            "maxnreg": 128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
         }
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:

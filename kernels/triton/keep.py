@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New ranks of a stride's columns: where its choice is made, and what is noted of it.
+"""New ranks of a stride's columns, from its plan and scores.
 
-``StrideInsertion`` does it to write. Where evicted units are stored, who leaves is asked beforehand
-as well (``StrideChoice``), while pages still hold it. Units that were evicted and are back stand
-behind the sinks; plans know nothing of them.
+``StrideInsertion`` computes them to write the survivors. With recall, ``StrideChoice`` computes
+them before that, to store evicted units while pages still hold them. Recalled units stand behind
+the sinks and are not part of plans.
 """
 
 import torch
@@ -27,10 +27,10 @@ from .tiles import (
 )
 
 NUMBERS, NEW_RANK, WHO, PLACE, TARGET = (tl.constexpr(n) for n in (NUMBER_ROWS, 0, 1, 2, 3))
-"""A program's notes: a column's rank afterwards, the column of a rank, the column in a slot, and
-the slot of each of the stride's survivors."""
+"""Rows of a program's notes: each column's new rank, the column of each new rank, the column in
+each slot, and the slot of each of the stride's survivors."""
 VALUES, COMPARED, SCORE = (tl.constexpr(n) for n in (VALUE_ROWS, 0, 1))
-"""What is compared of a column, and its score."""
+"""Rows of a program's values: each column's compared value, and its score."""
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def choose_ranks(
     TILE: tl.constexpr,
     SCORE_TILE: tl.constexpr,
 ):
-    """New ranks of all columns, and who has which; returns how many there are in the end."""
+    """Write all columns' new ranks and each rank's column; returns the number of survivors."""
     cached = tl.load(step + CACHED)
     old = cached // UNIT
     columns = tl.cdiv(cached + tl.load(step + LENGTH), UNIT)
@@ -107,7 +107,7 @@ def choose_ranks(
         best_of_groups(plan, compared, ranks, who, planned, stay, sinks, shown, newest_stays, TILE)
     else:
         without_lowest(plan, compared, ranks, who, planned, sinks, shown, newest_stays, TILE)
-    for first in range(planned, columns, TILE):  # what is not planned stays behind the others
+    for first in range(planned, columns, TILE):  # columns beyond the plan stay behind the others
         column = first + tl.arange(0, TILE)
         behind = column - planned + stay
         tl.store(ranks + column, behind, mask=column < columns)
@@ -176,7 +176,7 @@ def _keep_of_strides(
 
 
 class StrideChoice:
-    """Which units of strides and their lines survive ``StrideInsertion`` in one layer."""
+    """Choice of the units that ``StrideInsertion`` will keep in one layer."""
 
     def __init__(
         self,
@@ -191,15 +191,15 @@ class StrideChoice:
             "UNIT": unit,
             "TILE": 1024,
             "num_warps": 8,
-            "maxnreg": 128,  # as in insert_strides: left to itself, ptxas may spill
+            "maxnreg": 128,  # as in insert_strides: without it ptxas may spill
         }
 
     def __call__(self, strides: Strides) -> torch.Tensor:
         """Write ``notes`` and ``values``.
 
         Returns:
-            int32 ``[R, S, W]``, a part of ``notes``: each unit's rank afterwards, -1 if it leaves;
-            the line's units come first, then the stride's.
+            int32 ``[R, S, W]``, a part of ``notes``: each unit's new rank, -1 if it is evicted;
+            cached units come first, then the stride's.
         """
         assert strides.notes is not None and strides.recall is not None
         if strides.num_rows:

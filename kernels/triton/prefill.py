@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of strides of a prompt: each over its request's pages and, causally, itself.
+"""Attention of prompt strides over their request's pages and, causally, themselves.
 
-``StrideAttention`` is flash attention over the pages, in the order of slots, since a softmax has no
-order; a key that was written at another position than its rank is rotated by the difference as it
-is read. Log-sum-exps go out, from which ``ColumnSums`` makes the scores, and what the pages say
-of every cached unit, by rank: later kernels that write the pages must not read them.
-Where there are few query heads, programs share out the keys as well (``split``).
+``StrideAttention`` is flash attention over the pages in slot order, since a softmax has no order.
+A key whose rank differs from its written position is rotated by the difference as it is read. It
+also writes log-sum-exps, from which ``ColumnSums`` computes scores, and the pages' metadata of
+every cached unit by rank, because later kernels write the pages and must not read them. With few
+query heads, programs share the keys as well (``split``).
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691); strided prefill of Cascading KV Cache
 (https://arxiv.org/abs/2406.17808).
 """
@@ -31,17 +31,17 @@ from .tiles import (
 )
 
 MOST_REGISTERS = 255
-"""Of a thread; left to itself, ptxas may spill to have two blocks on a multiprocessor."""
+"""Registers per thread; otherwise ptxas may spill to fit two blocks per multiprocessor."""
 LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
-"""What is known of a cached unit by its rank: its place, its score's bits, its first token."""
+"""Rows of a line, by rank: a cached unit's slot, the bits of its score, its first token."""
 
 
 @triton.jit
 def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope, window=None):
     """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
 
-    ``scale`` is one number a query; ``seen``: keys that exist; ``slope``: ALiBi's, or None;
-    ``window``: tokens that a query sees, its own included, or None.
+    ``scale`` is one number per query; ``seen`` marks existing keys; ``slope`` is ALiBi's, or None;
+    ``window`` is the number of tokens that a query sees, its own included, or None.
     """
     logits = soft_cap(dot_keys(queries, keys) * scale[:, None], cap)
     if slope is not None:
@@ -54,7 +54,7 @@ def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope, wi
 
 @triton.jit
 def stride_queries(query, head, token, real, query_stride, scale, logit_scale, HEAD: tl.constexpr):
-    """One head's queries of some tokens of the step, and the factor on the logits of each."""
+    """One head's queries of some tokens of the step, and the logit factor of each."""
     factor = tl.zeros(token.shape, tl.float32) + scale
     if logit_scale is not None:
         factor *= tl.load(logit_scale + token, mask=real, other=1.0)

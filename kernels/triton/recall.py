@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much a request's queries ask for its stored units: the judge of recall.
+"""The judge of recall: how much a request's queries would attend to each stored unit.
 
-A store is a ring a request: unit ``n`` of those that were ever evicted lies in place ``n`` modulo
-the ring's size. Keys are judged as if they all stood in the middle of the recalled units, in 8 bits
-with a scale each, by queries in 15 (``recall_vectors``), a high and a low part of 8: products are
-of integers on tensor cores, and exact.
-If a query attended to the whole store, its keys would get probabilities; a unit is worth the
-largest of its keys' and their mean, as a share of all units'. Of several queries the largest share
-counts, and the mean over a head set's query heads is the evidence. Nothing a request gets depends
-on the batch: the ring is cut into spans of a fixed size.
+Each request has a ring: its ``n``-th evicted unit lies in place ``n`` modulo the ring's size. All
+keys are judged at one position, in the middle of the recalled units. Keys have 8 bits and one scale
+each, queries 15 bits in two parts (``recall_vectors``), so products are exact integer products on
+tensor cores.
+
+The keys' probabilities are those of a query that attends to the whole store. A unit's worth is its
+largest key probability plus the mean, as a share of all units. The largest share over the queries
+counts, and the mean over a set's query heads is the evidence. Rings are divided into spans of a
+fixed size, so results do not depend on the batch.
 """
 
 import torch
@@ -23,22 +24,22 @@ from .tiles import LENGTH, STEP, check_steps
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite."""
 QUERY_ROWS = 16
-"""Queries of one head that a program takes down at a time."""
+"""Queries of one head per program of ``ask``."""
 SPAN_KEYS, TILE_KEYS = 512, 64
-"""Keys that a program judges, and those of a turn of its loop."""
+"""Keys per program of the judge, and per iteration of its loop."""
 WEIGHED, PARTS = 64, 64
-"""Units that a program weighs, and spans whose sums it joins at a time."""
+"""Units per program of ``_weigh``, and spans that it adds up at a time."""
 
 
 def tile_of_units(unit: int) -> tuple[int, int]:
-    """Units of a turn of the judge's loop, and the keys that each has room for there."""
+    """Units per iteration of the judge's loop, and the padded keys of each."""
     room = triton.next_power_of_2(unit)
     assert unit <= columns.MOST_UNIT, f"units of {unit} tokens"
     return max(TILE_KEYS // room, 1), room
 
 
 def span_of(unit: int) -> int:
-    """Units that one program judges."""
+    """Units per program of the judge."""
     units, room = tile_of_units(unit)
     return max(SPAN_KEYS // (units * room), 1) * units
 
@@ -80,7 +81,7 @@ def _judge(
     UNIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Logarithms of what units are worth to each query, and of their sums over a span."""
+    """Write logarithms of each unit's worth to each query, and of their sums over a span."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL
@@ -129,7 +130,7 @@ def _judge(
 
 @triton.jit
 def _joined(sums, rows, asks, spans, SPANS: tl.constexpr, PARTS: tl.constexpr):
-    """Logarithms of sums over all spans of some rows."""
+    """Logarithms of the sums over all spans, for some rows."""
     top = tl.full(rows.shape, LOWEST, tl.float32)
     total = tl.zeros(rows.shape, tl.float32)
     for first in range(0, spans, PARTS):
@@ -158,7 +159,7 @@ def _weigh(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The mean over a set's query heads of the largest share that any query gives a unit."""
+    """Write the mean over a set's query heads of the largest share that any query gives a unit."""
     row = tl.program_id(0).to(tl.int64)
     columns = recall + row * RECALL
     if tl.load(columns + HOW) != JUDGED:
@@ -201,23 +202,22 @@ def judge_units(
     num_sets: int,
     most_asking: int,
 ) -> torch.Tensor:
-    """How much the strides of ``R`` requests ask for each of their stored units.
+    """Evidence of ``R`` requests' queries for each of their stored units.
 
     Args:
         query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
-        codes: int8 ``[H, rings, unit, D]``, one layer's stored keys before rotation, in steps of
-            ``scales``, fp32 ``[H, rings, unit]``; ``rings``: all requests' places.
+        codes: int8 ``[H, rings, unit, D]``, one layer's stored keys before rotation, in units of
+            ``scales``, fp32 ``[H, rings, unit]``; ``rings`` counts the places of all rings.
         steps: int32 ``[R, STEP_COLUMNS]`` step rows.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is not ``JUDGED`` are left out.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is not ``JUDGED`` are skipped.
         rotation, interleaved: as for ``rotate.gather``.
-        scale: of logits.
+        scale: factor on logits.
         capacity: places of a ring.
-        num_sets: head sets that keep units of their own.
-        most_asking: tokens of a stride that ask, evenly spread, the last among them.
+        num_sets: head sets.
+        most_asking: most queries per stride, evenly spaced, the last one included.
 
     Returns:
-        fp32 ``[R, S, capacity]``: of the units ``BEGIN .. END - 1`` in order; what is behind them
-        is not written.
+        fp32 ``[R, S, capacity]``, units ``BEGIN .. END - 1`` in order; the rest is not written.
     """
     num_heads, rings, unit, head_size = codes.shape
     num_rows, num_queries = len(steps), query.shape[1]
@@ -238,7 +238,14 @@ def judge_units(
     worth = scales.new_empty(*asked, capacity)
     sums = scales.new_empty(*asked, spans)
     ask[(num_rows, num_queries, triton.cdiv(most_asking, QUERY_ROWS))](
-        *(query, steps, recall, rotation, parts, sizes, scale, query.stride(0)),
+        query=query,
+        steps=steps,
+        recall=recall,
+        rotation=rotation,
+        parts=parts,
+        sizes=sizes,
+        scale=scale,
+        query_stride=query.stride(0),
         ASKING=most_asking,
         HEAD=head_size,
         HALF=half,
@@ -250,7 +257,15 @@ def judge_units(
     queries = min(64, max(16, triton.next_power_of_2(group * most_asking)))
     units, room = tile_of_units(unit)
     _judge[(num_rows, num_heads, spans * triton.cdiv(group * most_asking, queries))](
-        *(parts, sizes, codes, scales, steps, recall, worth, sums, rings),
+        parts=parts,
+        sizes=sizes,
+        codes=codes,
+        scales=scales,
+        steps=steps,
+        recall=recall,
+        worth=worth,
+        sums=sums,
+        rings=rings,
         CAPACITY=capacity,
         SPANS=spans,
         SPAN=span,
@@ -265,7 +280,11 @@ def judge_units(
         num_warps=4,
     )
     _weigh[(num_rows, num_sets, triton.cdiv(capacity, WEIGHED))](
-        *(worth, sums, steps, recall, evidence),
+        worth=worth,
+        sums=sums,
+        steps=steps,
+        recall=recall,
+        evidence=evidence,
         CAPACITY=capacity,
         SPANS=spans,
         SPAN=span,
@@ -280,7 +299,7 @@ def judge_units(
 
 
 def asking_reference(length: int, most: int) -> list[int]:
-    """Tokens of a stride that ask: all, or evenly spread, the last one among them."""
+    """Indices of a stride's judging tokens: all, or evenly spaced with the last one."""
     return (
         list(range(length))
         if length <= most
@@ -289,12 +308,12 @@ def asking_reference(length: int, most: int) -> list[int]:
 
 
 def evidence_reference(queries: torch.Tensor, keys: torch.Tensor, num_sets: int) -> torch.Tensor:
-    """fp64 ``[S, n]``: one request's evidence, literally.
+    """One request's evidence in fp64, ``[S, n]``.
 
     Args:
-        queries: ``[asking, H * G, D]``, turned back by the position at which all keys are judged,
+        queries: ``[asking, H * G, D]``, rotated back by the position at which keys are judged,
             times the scale of logits.
-        keys: ``[H, n, unit, D]`` before rotation, as they were rounded.
+        keys: ``[H, n, unit, D]`` before rotation, after rounding.
     """
     num_heads, num_units, unit, size = keys.shape
     queries, keys = queries.double(), keys.double()

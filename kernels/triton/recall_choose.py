@@ -26,14 +26,14 @@ from .recall_columns import (
 from .tiles import NEVER, OLD_SLOTS, STEP, check_pages, check_steps, slot_tile
 
 MOST_TILE = 1024
-"""Units, or places of a line, that are looked at together."""
+"""Units or places per tile."""
 COPIED = 2048
-"""Numbers that a program copies at a time."""
+"""Numbers per copied tile."""
 
 
 @triton.jit
 def _least_taken(evidence, number, now, TILE: tl.constexpr):
-    """The bits of the ``now``-th largest evidence, and how much is larger."""
+    """The bits of the ``now``-th largest evidence, and the number of larger ones."""
     least = tl.full([], 0, tl.int32)
     larger = tl.full([], 0, tl.int32)
     bit = tl.full([], 1 << 30, tl.int32)
@@ -48,7 +48,7 @@ def _least_taken(evidence, number, now, TILE: tl.constexpr):
             count += tl.sum(((unit < number) & (bits >= tried)).to(tl.int32), axis=0)
         enough = count >= now
         least = tl.where(enough, tried, least)
-        larger = tl.where(enough, larger, count)  # the last one that was too few
+        larger = tl.where(enough, larger, count)  # count of the last value that was too large
     return least, larger
 
 
@@ -227,23 +227,22 @@ def recall_units(
     exchanged: torch.Tensor,
     most: int,
 ) -> torch.Tensor:
-    """Give ``R`` requests the stored units that they want, behind their sinks.
+    """Recall the units with the most evidence behind the sinks of ``R`` requests.
 
     Args:
         evidence: fp32 ``[R, S, capacity]`` of ``judge_units``, not negative.
-        rows: ``[H, rings, unit, 2 D]``, one layer's stored keys and values as they were in pages;
-            pinned memory of the host, or the device's own.
+        rows: ``[H, rings, unit, 2 D]``, one layer's stored keys and values as in the pages; in
+            pinned host memory or in device memory.
         stored_born, stored_token: int32 ``[S, rings]``.
         kv, rank, born, score, token: ``Pages`` views, written.
         table: int32 ``[>= R, P]``.
         steps: int32 ``[R, STEP_COLUMNS]``.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is 0 stay as they are.
-        exchanged: int32 ``[1]``, what units came is added to it.
-        most: units that any request recalls at a time.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is 0 are skipped.
+        exchanged: int32 ``[1]``, counter to which newly recalled units are added.
+        most: most units that any request recalls.
 
     Returns:
-        int32 ``[R, S, room]``: the numbers of the units that are there now, by their place in the
-        stream; ``room`` is at least ``most``.
+        int32 ``[R, S, room]``: numbers of the recalled units in stream order; ``room >= most``.
     """
     unit = check_pages(kv, rank, born, score, token)
     check_steps(steps, table)
@@ -262,8 +261,23 @@ def recall_units(
     page = rank.shape[2]
     line = min(MOST_TILE, triton.next_power_of_2(table.shape[1] * page))
     _choose[(num_rows, num_sets)](
-        *(evidence, stored_born, stored_token, rank, born, score, token, table, steps, recall),
-        *(chosen, moves, scratch, exchanged, rank.stride(0), table.stride(0), rings),
+        evidence=evidence,
+        stored_born=stored_born,
+        stored_token=stored_token,
+        rank=rank,
+        born=born,
+        score=score,
+        token=token,
+        table=table,
+        steps=steps,
+        recall=recall,
+        chosen=chosen,
+        moves=moves,
+        scratch=scratch,
+        exchanged=exchanged,
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        rings=rings,
         CAPACITY=capacity,
         MOST=room,
         PAGE=page,
@@ -274,7 +288,15 @@ def recall_units(
     )
     size = unit * kv.shape[3]
     _bring[(num_rows, num_heads, most)](
-        *(rows, kv, table, recall, chosen, moves, kv.stride(0), table.stride(0), rings),
+        rows=rows,
+        kv=kv,
+        table=table,
+        recall=recall,
+        chosen=chosen,
+        moves=moves,
+        page_stride=kv.stride(0),
+        table_stride=table.stride(0),
+        rings=rings,
         CAPACITY=capacity,
         MOST=room,
         NUM_SETS=num_sets,
@@ -287,6 +309,6 @@ def recall_units(
 
 
 def chosen_reference(evidence: list[float], now: int) -> list[int]:
-    """Places of the largest evidence; of equal ones the first."""
+    """Places of the largest evidence; ties go to the first."""
     order = sorted(range(len(evidence)), key=lambda unit: (-evidence[unit], unit))
     return sorted(order[:now])

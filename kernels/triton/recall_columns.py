@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of what a stride does with its request's evicted units: ``kernels/columns.py``."""
+"""Column names of recall rows (``kernels/columns.py``) as Triton's constants."""
 
 import torch
 import triton.language as tl
@@ -20,6 +20,6 @@ JUDGED = tl.constexpr(columns.JUDGED)
 
 
 def check_recall(recall: torch.Tensor, steps: torch.Tensor) -> None:
-    """Rows of recall belong to step rows."""
+    """Check that every step row has a recall row."""
     assert recall.dtype == torch.int32 and recall.is_contiguous(), recall.dtype
     assert recall.shape[1] == RECALL.value and len(recall) >= len(steps), recall.shape

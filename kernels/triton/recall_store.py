@@ -29,11 +29,11 @@ from .tiles import (
 )
 
 LINE = 1024
-"""Places of a line, or columns, that are looked at together."""
+"""Places or columns per tile."""
 KEYS = 16
-"""Rows of a unit that a program stores at a time."""
+"""Rows of a unit per tile."""
 AT_ONCE = 4
-"""Units of a request and head that are stored at a time, each by a program."""
+"""Programs per request and head, each of which stores one unit at a time."""
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _remember(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """A request's ranks, before something is inserted that evicts."""
+    """Save a request's ranks before an insertion that evicts."""
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
     if tl.load(recall + row * RECALL + STORED) == 0:
@@ -82,10 +82,10 @@ def _list_gone(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Where a stride's evicted units lie, in order: a place in the pages, or ``-2 -`` a new unit.
+    """List a stride's evicted units in order: a place in the pages, or ``-2 - n`` for new unit n.
 
-    Either ``keep`` says which units leave, and nothing is inserted yet; or ``ranks`` are those of
-    before, and who had one and has none now is gone.
+    Before the insertion, ``keep`` marks the evicted units. After it, a unit is evicted if it had a
+    rank in ``ranks`` and has none now.
     """
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
@@ -101,7 +101,7 @@ def _list_gone(
         old = cached // UNIT
         units = (cached + tl.load(steps + row * STEP + LENGTH)) // UNIT
     else:
-        old = tl.cdiv(cached + 1, UNIT)  # the new token has completed the last one
+        old = tl.cdiv(cached + 1, UNIT)  # the new token has completed the last unit
         units = old
         ranks += mine * places_stride
         for first in range(0, places, TILE):
@@ -156,7 +156,7 @@ def _store_keys(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Some rows of a unit as they are, and their keys before rotation in 8 bits."""
+    """Copy some rows of a unit, and store their keys before rotation in 8 bits."""
     copy_rows(keys, values, rows, inside, HEAD)
     x, y, rest, most = plain_rows(keys, rotation, position, inside, HEAD, HALF, INTERLEAVED)
     step = tl.div_rn(most, LEVELS)
@@ -205,7 +205,7 @@ def _store_units(
     UNIT: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One head of some of a request's evicted units."""
+    """Store one head of some of a request's evicted units."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     stored = tl.load(recall + row * RECALL + STORED)
@@ -217,7 +217,7 @@ def _store_units(
     start = tl.load(step + START).to(tl.int64)
     head_set = head % NUM_SETS
     sources += (row * NUM_SETS + head_set) * columns_stride
-    # What a ring has no room for is written over by units of the same stride: these alone are.
+    # If a stride evicts more than a ring holds, only the last units are stored.
     earliest = tl.maximum(stored - CAPACITY, 0)
     for nth in range(earliest + tl.program_id(2), stored, tl.num_programs(2)):
         source = tl.load(sources + nth)
@@ -241,15 +241,32 @@ def _store_units(
                 slots = kv + block * page_stride
                 slots += ((head * PAGE + source % PAGE) * UNIT + index) * (2 * HEAD)
                 _store_keys(
-                    *(slots, slots + HEAD, row_out, code_out, scales + out, rotation),
-                    *(written + index, inside, HEAD, HALF, INTERLEAVED),
+                    keys=slots,
+                    values=slots + HEAD,
+                    rows=row_out,
+                    codes=code_out,
+                    scales=scales + out,
+                    rotation=rotation,
+                    position=written + index,
+                    inside=inside,
+                    HEAD=HEAD,
+                    HALF=HALF,
+                    INTERLEAVED=INTERLEAVED,
                 )
             elif key is not None:
                 at = start + new * UNIT + index
                 _store_keys(
-                    *(key + at * key_stride + head * HEAD, value + at * value_stride + head * HEAD),
-                    *(row_out, code_out, scales + out, rotation),
-                    *(written + index, inside, HEAD, HALF, INTERLEAVED),
+                    keys=key + at * key_stride + head * HEAD,
+                    values=value + at * value_stride + head * HEAD,
+                    rows=row_out,
+                    codes=code_out,
+                    scales=scales + out,
+                    rotation=rotation,
+                    position=written + index,
+                    inside=inside,
+                    HEAD=HEAD,
+                    HALF=HALF,
+                    INTERLEAVED=INTERLEAVED,
                 )
         if head < NUM_SETS:
             tl.store(stored_born + place, written)
@@ -259,7 +276,7 @@ def _store_units(
 def ranks_before(
     rank: torch.Tensor, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor, unit: int
 ) -> torch.Tensor:
-    """int32 ``[R, S, N]``: ranks by places of a line, of requests whose token evicts something.
+    """Ranks before an insertion, int32 ``[R, S, N]``, for requests whose token evicts a unit.
 
     Args:
         rank: a ``Pages`` view.
@@ -274,8 +291,14 @@ def ranks_before(
     ranks = rank.new_empty(num_rows, num_sets, table.shape[1] * page)
     if num_rows:
         _remember[(num_rows, num_sets)](
-            *(rank, table, steps, recall, ranks),
-            *(rank.stride(0), table.stride(0), ranks.shape[2]),
+            rank=rank,
+            table=table,
+            steps=steps,
+            recall=recall,
+            ranks=ranks,
+            word_stride=rank.stride(0),
+            table_stride=table.stride(0),
+            places_stride=ranks.shape[2],
             PAGE=page,
             TILE=min(LINE, triton.next_power_of_2(ranks.shape[2])),
             UNIT=unit,
@@ -307,18 +330,18 @@ def store_units(
 ) -> None:
     """Store the units that ``R`` strides evict; rows whose ``STORED`` is 0 store nothing.
 
-    Either before a stride of several tokens is inserted, with ``keep``, ``key`` and ``value``; or
-    after single tokens were, with ``ranks``: what they evict still lies in slots that are free.
+    Call it before a stride of several tokens is inserted, with ``keep``, ``key`` and ``value``; or
+    after single tokens are inserted, with ``ranks``: evicted rows are still in their free slots.
 
     Args:
-        keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 of units that leave.
+        keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 for evicted units.
         ranks: int32 ``[R, S, N]`` of ``ranks_before``.
         key, value: ``[num_tokens, H, D]`` of the whole step, keys rotated at cache positions.
         kv, rank, born, token: ``Pages`` views.
         table: int32 ``[>= R, P]``.
         steps: int32 ``[R, STEP_COLUMNS]``.
         recall: int32 ``[>= R, RECALL_COLUMNS]``.
-        rotation, interleaved: as for ``rotate.gather``; of positions.
+        rotation, interleaved: as for ``rotate.gather``, by position.
         rows, codes, scales, stored_born, stored_token: one layer's store (``judge_units``,
             ``recall_units``), written.
         capacity: places of a ring.
@@ -338,22 +361,49 @@ def store_units(
     assert keep is None or keep.stride() == (num_sets * keep_stride, keep_stride, 1)
     numbers = rank.new_empty(num_rows, num_sets, columns)
     sources = torch.empty_like(numbers)
-    strides = rank.stride(0), table.stride(0)
     _list_gone[(num_rows, num_sets)](
-        *(keep, ranks, rank, table, steps, recall, numbers, sources),
-        *(*strides, num_places, keep_stride, columns),
+        keep=keep,
+        ranks=ranks,
+        rank=rank,
+        table=table,
+        steps=steps,
+        recall=recall,
+        numbers=numbers,
+        sources=sources,
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        places_stride=num_places,
+        keep_stride=keep_stride,
+        columns_stride=columns,
         PAGE=page,
         TILE=min(LINE, triton.next_power_of_2(num_places)),
         UNIT=unit,
         num_warps=4,
-        maxnreg=128,  # left to itself, ptxas may spill for more blocks a multiprocessor
+        maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
     )
     _store_units[(num_rows, num_heads, AT_ONCE)](
-        *(key, value, sources, kv, born, token, table, steps, recall, rotation),
-        *(rows, codes, scales, stored_born, stored_token),
-        0 if key is None else key.stride(0),
-        0 if value is None else value.stride(0),
-        *(kv.stride(0), *strides, rings, columns),
+        key=key,
+        value=value,
+        sources=sources,
+        kv=kv,
+        born=born,
+        token=token,
+        table=table,
+        steps=steps,
+        recall=recall,
+        rotation=rotation,
+        rows=rows,
+        codes=codes,
+        scales=scales,
+        stored_born=stored_born,
+        stored_token=stored_token,
+        key_stride=0 if key is None else key.stride(0),
+        value_stride=0 if value is None else value.stride(0),
+        page_stride=kv.stride(0),
+        word_stride=rank.stride(0),
+        table_stride=table.stride(0),
+        rings=rings,
+        columns_stride=columns,
         CAPACITY=capacity,
         NUM_SETS=num_sets,
         HEAD=head_size,
@@ -363,5 +413,5 @@ def store_units(
         UNIT=unit,
         KEYS=min(KEYS, triton.next_power_of_2(unit)),
         num_warps=4,
-        maxnreg=255,  # likewise
+        maxnreg=255,  # as above
     )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recall's vectors: keys and queries turned back, and queries as two numbers of 8 bits.
+"""Vectors of recall: unrotated keys, and unrotated queries as two 8-bit numbers.
 
-Keys are stored as they were before rotation, and judged as if they all stood where a recalled unit
-will, in the middle of the recalled ones: queries are turned back by that position, wherever they
-stand themselves.
+Keys are stored without rotation and judged as if all stood in the middle of the recalled units:
+queries are rotated back to that position, whatever their own position is.
 """
 
 import triton
@@ -22,9 +21,9 @@ from .tiles import (
 )
 
 LEVELS = tl.constexpr(127.0)
-"""Steps of a key's largest channel."""
+"""Levels up to a key's largest channel."""
 QUERY_LEVELS = tl.constexpr(127.0 * 128.0)
-"""Steps of a query's."""
+"""Levels up to a query's largest channel."""
 TINY = tl.constexpr(1e-37)
 ROUNDS = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it to a small fp32 number rounds that to the nearest even integer."""
@@ -32,7 +31,7 @@ ROUNDS = tl.constexpr(12582912.0)
 
 @triton.jit
 def to_nearest(x):
-    """fp32 numbers below 2**22 as the nearest integers, even ones where two are."""
+    """Round fp32 numbers below 2**22 to the nearest integers, ties to even."""
     return (x + ROUNDS) - ROUNDS
 
 
@@ -52,7 +51,7 @@ def plain_rows(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Rows as they were before rotation to ``position``, fp32: pairs, and channels behind them."""
+    """Rows before their rotation to ``position``, fp32: halves of pairs, then other channels."""
     x = tl.zeros([source.shape[0], 16], tl.float32)
     y = x
     rest = x

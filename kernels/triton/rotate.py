@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys at their ranks: the cos/sin table by distance, and what a cache is by its ranks.
+"""Tables of cosines and sines that rotate cached keys from where they were written to their ranks.
 
-A key is rotated when it is written, at the position ``born``; where it is read it must be at its
-``rank``, so it is rotated back by ``born - rank``, in fp32, always from the key as written.
+A key is written at position ``born`` and read at its ``rank``. It is rotated back by
+``born - rank`` in fp32, always from the key as written.
 Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2, positions inside the cache.
 """
 
@@ -12,10 +12,10 @@ _tables: dict[tuple, torch.Tensor] = {}
 
 
 def decode_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what decode reads its table of rotations: fp16 for a cache of 16-bit numbers.
+    """Data type of decode's rotation table: fp16 for 16-bit caches, else fp32.
 
-    It is read again for every unit, or token. An error of 2**-12 in a cosine is far below that of
-    a product of 16-bit queries and keys.
+    Decode reads the table for every token or unit. An error of 2**-12 in a cosine is far below the
+    error of a product of 16-bit queries and keys.
     """
     return torch.float16 if dtype.itemsize == 2 else torch.float32
 
@@ -27,10 +27,10 @@ def rotation_table(
     dtype: torch.dtype = torch.float32,
     forward: int = 0,
 ) -> torch.Tensor:
-    """cos and sin of a rotation back by 0 .. ``max_distance`` positions.
+    """cos and sin of rotations back by 0 .. ``max_distance`` positions.
 
-    Layers with the same frequencies share one table. Rotations forward, by up to ``forward``
-    positions, lie in memory before it: distances below 0.
+    Layers with the same frequencies share one table. Rotations forward by up to ``forward``
+    positions have negative distances, and stand in memory before the returned table.
 
     Args:
         inv_freq: fp32 ``[rotary_dim / 2]``, radians per position.

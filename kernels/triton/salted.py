@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that each head set makes of the one the host gives."""
+"""Derives each head set's own score from the host's score."""
 
 import triton
 import triton.language as tl

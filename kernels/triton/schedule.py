@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step rows of a decode batch from sequence lengths, on the device.
+"""Builds the step rows of a decode batch on the device, from sequence lengths.
 
 Every schedule is a transient followed by a period, so a table row is a function of the number of
-tokens seen. The host never learns anything from the device, and a captured graph reads rows that
-this kernel rewrote before the replay.
+tokens seen. The host reads nothing back. A captured graph reads the rows that this kernel has
+written before the replay.
 """
 
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class ScheduleTables:
     """One or more schedules on a device.
 
     Attributes:
-        table: int32 ``[rows, 8]``, one schedule's rows after another's. A row is the insertion of
-            one token: the six numbers of its rules (``LO .. NUM_MORE``), and after it the tokens
-            cached and the most slots ever needed.
-        heads: int32 ``[schedules, 8]``: a schedule's first row, how many of its rows occur once,
-            how many repeat after them, ``PER_AGE .. WEIGHT``, and how many evicted units are cached
-            again at a time, which ``table`` does not count.
-        unit: tokens that count as one in ``table``, for all schedules.
+        table: int32 ``[rows, 8]``, the concatenated rows of all schedules. A row describes the
+            insertion of one token. Columns: ``LO .. NUM_MORE`` of its rules, tokens cached after
+            it, and most slots in use up to then.
+        heads: int32 ``[schedules, 8]``. Columns: a schedule's first row, the number of rows that
+            occur once, the number of rows that repeat after them, ``PER_AGE .. WEIGHT``, and the
+            most recalled units, which ``table`` does not count.
+        unit: tokens per unit. ``table`` counts units.
     """
 
     table: torch.Tensor
@@ -65,7 +65,7 @@ def _schedule(
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < num_rows
     seen = tl.load(seq_lens + row, mask=inside, other=0).to(tl.int32)
-    # Warm-up and capture bring lengths, but block tables of nothing but the null block.
+    # In warm-up and capture, rows have lengths, but their block tables hold only the null block.
     first_block = tl.load(blocks + row.to(tl.int64) * blocks_stride, mask=inside, other=0)
     real = inside & (seen > 0) & (first_block != 0)
     stream = seen - 1
@@ -83,14 +83,14 @@ def _schedule(
         most = tl.load(head + (HEAD - 1), mask=real, other=0)
         recalled = tl.where(older, tl.minimum(done - cached, most), 0)
         cached = tl.where(real, (cached + recalled) * UNIT + stream % UNIT, 0)
-        ruled = real & (stream % UNIT == UNIT - 1)  # a unit has its rules with its last token
+        ruled = real & (stream % UNIT == UNIT - 1)  # rules apply with a unit's last token
     out = steps + row * STEP
     tl.store(out + STREAM, tl.where(real, stream, -1), mask=inside)
     tl.store(out + CACHED, cached, mask=inside)
     if UNIT == 1:
         tl.store(out + OLD_SLOTS, tl.load(before + SLOTS, mask=older, other=0), mask=inside)
         tl.store(out + NEW_SLOTS, tl.load(now + SLOTS, mask=real, other=0), mask=inside)
-    else:  # ... and its slots from its first one on
+    else:  # a unit has all its slots from its first token on
         earlier = (stream - 1) // UNIT
         then = _table_row(tl.maximum(earlier - 1, 0), first, transient, period) * TABLE
         peak = tl.load(table + then + SLOTS, mask=real & (earlier > 0), other=0)
@@ -102,7 +102,7 @@ def _schedule(
         tl.store(out + NEW_SLOTS, tl.where(real, (peak + soon + 1) * UNIT, 0), mask=inside)
     for column in tl.static_range(COUNT):  # the rules
         tl.store(out + LO + column, tl.load(now + column, mask=ruled, other=0), mask=inside)
-    for column in tl.static_range(HEAD - 4):  # what scores are
+    for column in tl.static_range(HEAD - 4):  # PER_AGE .. WEIGHT
         value = tl.load(head + 3 + column, mask=real, other=0)
         tl.store(out + PER_AGE + column, value, mask=inside)
     tl.store(out + START, tl.where(real, row, 0), mask=inside)
@@ -127,7 +127,7 @@ def schedule(
         schedule_of: int32 ``[>= B]``, each request's row of ``tables.heads``.
         steps: int32 ``[>= B, STEP_COLUMNS]``, written.
         positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding. None: other
-            layers say them.
+            layers write positions.
     """
     num_rows = seq_lens.shape[0]
     assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
@@ -137,7 +137,7 @@ def schedule(
     assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_rows, schedule_of.shape
     if num_rows == 0:
         return
-    tile = 128  # whatever the batch
+    tile = 128  # for every batch size
     _schedule[(triton.cdiv(num_rows, tile),)](
         seq_lens=seq_lens,
         blocks=blocks,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax of queries over tiles of keys, one after another, and the logit that has no key.
+"""Online softmax over tiles of keys, and learned sink logits.
 
-A learned sink (gpt-oss) is one more logit of a query head: it is in the sum that exponentials are
-divided by, and nothing gets its share. So it is added once, when all keys have been seen.
+A learned sink (gpt-oss) is one more logit per query head, without a value. It only adds to the
+softmax's denominator, so it is added once, after all keys.
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691).
 """
 
@@ -14,7 +14,7 @@ from .tiles import dot, padded
 
 @triton.jit
 def dot_keys(queries, keys):
-    """fp32 ``[m, n]`` products of ``[m, d]`` and ``[n, d]``; one row needs no tensor core."""
+    """fp32 products ``[m, n]`` of ``[m, d]`` and ``[n, d]``. One row uses no tensor core."""
     if queries.shape[0] == 1:
         return tl.sum(queries.to(tl.float32) * keys.to(tl.float32), axis=1)[None, :]
     return dot(queries, tl.trans(keys))
@@ -22,7 +22,7 @@ def dot_keys(queries, keys):
 
 @triton.jit
 def dot_values(probs, values):
-    """fp32 ``[m, d]`` products of ``[m, n]`` fp32 probabilities and ``[n, d]``."""
+    """fp32 products ``[m, d]`` of fp32 probabilities ``[m, n]`` and values ``[n, d]``."""
     if probs.shape[0] == 1:
         return tl.sum(tl.trans(probs) * values.to(tl.float32), axis=0)[None, :]
     return dot(probs.to(values.dtype), values)
@@ -30,16 +30,16 @@ def dot_values(probs, values):
 
 @triton.jit
 def empty_softmax(ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """What ``online_softmax`` begins with: largest logits, sums, and values."""
+    """Initial state of ``online_softmax``: largest logits, sums of exponentials, and outputs."""
     top = tl.full([ROWS], float("-inf"), tl.float32)
     return top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, padded(HEAD)], tl.float32)
 
 
 @triton.jit
 def online_softmax(top, total, acc, logits, values):
-    """One more tile of logits ``[m, n]`` and values ``[n, d]`` (-inf: absent)."""
+    """Add a tile of logits ``[m, n]`` and values ``[n, d]``. Absent keys have logit -inf."""
     highest = tl.maximum(top, tl.max(logits, axis=1))
-    shift = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen yet
+    shift = tl.where(highest == float("-inf"), 0.0, highest)  # no key so far
     probs = tl.exp(logits - shift[:, None])
     fade = tl.exp(top - shift)
     total = total * fade + tl.sum(probs, axis=1)
@@ -49,7 +49,7 @@ def online_softmax(top, total, acc, logits, values):
 
 @triton.jit
 def with_sink(top, total, acc, sinks, head):
-    """The same after a head's learned logit of nothing; ``sinks`` None: it has none."""
+    """Add a head's learned sink logit to the state. ``sinks`` is None if the model has none."""
     if sinks is not None:
         sink = tl.load(sinks + head)
         highest = tl.maximum(top, sink)

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a stride split over keys: what parts leave each other, and who joins them.
+"""Attention of a stride split over keys, merged within the same launch.
 
-A stride of few query heads is too few programs for a GPU. So the slots that a request has in use
-are cut into parts, always in the same places, and each is a program that leaves its softmax as far
-as it got. The one that is the last to arrive adds all of them up in the order of parts, whichever
-it is itself: the result is the same bytes whoever was last. A part without a slot in use is no
-program's work, and nobody waits for it. Source: split-K of FlashDecoding
-(https://pytorch.org/blog/flash-decoding/), joined within one launch as in stream-K
+A stride with few query heads has too few programs for a GPU. So a request's slots are divided into
+parts at fixed places, and one program per part writes its partial softmax. The last program to
+arrive merges all parts in order, so the result is the same bytes whichever program is last. Parts
+without used slots are skipped. Source: split-K of FlashDecoding
+(https://pytorch.org/blog/flash-decoding/), merged within one launch as in stream-K
 (https://arxiv.org/abs/2301.03598).
 """
 
@@ -20,17 +19,17 @@ from .softmax import empty_softmax
 from .tiles import load_rows, store_rows
 
 MARKS = 2
-"""Numbers of a query in a part beside its values: the largest logit, and the sum."""
+"""Numbers per query and part beside the values: the largest logit and the sum."""
 
 
 @dataclass(eq=False)
 class Partial:
-    """What the parts of strides leave each other, for all tokens of a step.
+    """Partial softmax results of all parts, for all tokens of a step.
 
     Attributes:
         output: fp32 ``[num_tokens, H * G, splits, D]``, sums of values.
-        marks: fp32 ``[num_tokens, H * G, splits, MARKS]``, largest logits, and sums.
-        arrived: int32 ``[>= num_tokens * H * G]`` zeros, which they are again after every launch.
+        marks: fp32 ``[num_tokens, H * G, splits, MARKS]``, largest logits and sums.
+        arrived: int32 ``[>= num_tokens * H * G]`` counters; zero before and after a launch.
     """
 
     output: torch.Tensor
@@ -48,9 +47,9 @@ class Partial:
 
 @triton.jit
 def slots_of_part(part, slots, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
-    """The slots ``[begin, end)`` of a part, and how many parts a stride with ``slots`` in use has.
+    """Slots ``[begin, end)`` of a part, and the number of parts of a stride with ``slots`` in use.
 
-    The last one of these has the stride's own tokens.
+    The last part also covers the stride's own tokens.
     """
     there = tl.minimum(tl.cdiv(slots, SLOTS), SPLITS - 1) + 1
     begin = part * SLOTS
@@ -60,7 +59,7 @@ def slots_of_part(part, slots, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def leave_part(partial, marks, place, real, top, total, acc, HEAD: tl.constexpr):
-    """A part's softmax of queries, each to its ``place``."""
+    """Write a part's partial softmax of each query to its ``place``."""
     store_rows(partial + place * HEAD, acc, real, 0, HEAD)
     tl.store(marks + place * 2, top, mask=real)
     tl.store(marks + place * 2 + 1, total, mask=real)
@@ -68,9 +67,9 @@ def leave_part(partial, marks, place, real, top, total, acc, HEAD: tl.constexpr)
 
 @triton.jit
 def is_last(arrived, there):
-    """Whether all other parts have left theirs; the next launch counts from 0 again.
+    """Whether all other parts have arrived. The last one resets the counter for the next launch.
 
-    What a program's threads have written is there for whoever arrives later.
+    Release and acquire make each program's writes visible to programs that arrive later.
     """
     tl.debug_barrier()
     last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == there - 1
@@ -81,7 +80,7 @@ def is_last(arrived, there):
 
 @triton.jit
 def join_parts(partial, marks, place, real, there, ROWS: tl.constexpr, HEAD: tl.constexpr):
-    """The softmax over the keys of all parts, of which ``place`` is the first's."""
+    """Merge the partial softmax of all parts; ``place`` is that of the first part."""
     top, total, acc = empty_softmax(ROWS, HEAD)
     for part in range(there):
         at = place + part

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows of a prompt's strides say on CUDA where those of single tokens have their rules.
+"""Columns of step rows of prompt strides on CUDA, in place of the rules of single tokens.
 
 All other columns are those of ``kernels/columns.py``.
 """
 
-# How the units that it completes are inserted, and what they are judged by.
+# How completed units are inserted and scored.
 PLAN = 6
-"""Where its plan begins in a table of plans ..."""
+"""Offset of the stride's plan in the table of plans."""
 GROUPED = 7
-"""... which is of groups (1) or a range (0): ``choose.py`` ..."""
+"""Kind of the plan: groups (1) or a range (0), see ``choose.py``."""
 PLANNED = 8
-"""... and about the first so many units of the line; the others stay behind them."""
+"""Leading units that the plan covers; the others stay behind them."""
 STAY = 9
-"""Number of those units that stay."""
+"""Number of covered units that stay."""
 LAG = 10
-"""Scores from the host are of the tokens so many places before the stride's."""
+"""Scores from the host belong to tokens this many places before the stride's."""
 FADE = 14
-"""fp32's bits: old scores are multiplied by this."""
+"""Factor on old scores, as the bits of an fp32."""
 
-# Where nothing is compared, all strides of a request's chunk are attended in one launch.
+# For score-free policies, one launch attends all strides of a request's chunk.
 CHUNK = 6
-"""A stride's: which chunk it is part of. A chunk's row has what a step row has, of all its
-tokens, ..."""
+"""Index of the stride's chunk. A chunk's row has the columns of a step row, for all its tokens,
+and the following ones."""
 SINKS = 7
-"""... the tokens at the stream's start that are never deleted ..."""
+"""Leading tokens of the stream that are never evicted."""
 LEFT = 8
-"""... the tokens cached afterwards ..."""
+"""Tokens cached after the chunk."""
 STRIDES = 9
-"""... and its strides."""
+"""Number of strides of the chunk."""

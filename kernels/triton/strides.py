@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What launches over a prompt's strides are given, checked and measured before them.
+"""Arguments of launches over a prompt's strides, checked once before them.
 
-A chunk of a prompt is many strides, each of which every layer launches kernels for. What these get
-comes in three parts: what no step changes of a layer (a class beside each kernel), the step's
-tokens in that layer (``Tokens``), and strides with what their kernels leave each other, the same
-for all layers (``Strides``). A launch puts the three together and asks no tensor anything.
+A chunk of a prompt has many strides, and every layer launches kernels for each. Their arguments
+come in three parts: constants of a layer (a class beside each kernel), the step's tokens in that
+layer (``Tokens``), and the strides with their shared buffers, equal for all layers (``Strides``). A
+launch combines the three and reads no tensor attributes.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from .split import Partial
 from .tiles import check_steps
 
 LINE_WORDS = 3
-"""Numbers of a cached unit that attention leaves: ``prefill``."""
+"""Numbers per cached unit that attention writes (``prefill``)."""
 NUMBER_ROWS, VALUE_ROWS = 4, 2
-"""Rows of notes and of values: ``keep``."""
+"""Rows of notes and of values (``keep``)."""
 
 
 @dataclass(eq=False)
@@ -31,9 +31,9 @@ class Tokens:
         key, value: ``[num_tokens, H, D]``, keys rotated likewise.
         output: like ``query``.
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
-        heads: query heads, 0 without queries; KV heads; D; the dtype.
-        places: elements from token to token of ``query``, ``key``, ``value`` and ``output``; 0 for
-            what is not there.
+        heads: number of query heads (0 without queries), of KV heads, D, and the dtype.
+        places: token strides of ``query``, ``key``, ``value`` and ``output`` in elements; 0 for
+            absent ones.
     """
 
     query: torch.Tensor | None
@@ -58,34 +58,34 @@ class Tokens:
 
 
 def heads_of(num_queries: int, kv: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
-    """``Tokens.heads`` that fit pages ``kv``."""
+    """``Tokens.heads`` of tokens that match the pages ``kv``."""
     return num_queries, kv.shape[1], kv.shape[3] // 2, kv.dtype
 
 
 @dataclass(eq=False)
 class Strides:
-    """``R`` strides, and what their kernels leave each other; each reads what it needs.
+    """``R`` strides and the buffers that their kernels share.
 
     Attributes:
         steps: int32 ``[R, STEP_COLUMNS]`` step rows of strides (``stride_columns``).
         table: int32 ``[>= R, P]`` block numbers.
-        max_length, max_slots: the longest stride, and the most slots in use before.
+        max_length, max_slots: length of the longest stride, and most slots in use before it.
         lse: fp32 ``[num_tokens, H * G]``, log-sum-exps.
-        line: int32 ``[R, S, LINE_WORDS, W]``, what ``StrideAttention`` notes of cached units.
-        partial: what parts of attention leave each other; None where it is not split.
+        line: int32 ``[R, S, LINE_WORDS, W]``, what ``StrideAttention`` writes about cached units.
+        partial: partial results of split attention; None if it is not split.
         decays: fp32 ``[>= max_length]``: entry ``i`` is the weight of the query with ``i`` queries
             of its stride after it.
-        sums: fp32 ``[R, num_heads, W * parts]`` with both as ``num_sums`` says; None where
-            attention makes no scores.
-        parts: columns of ``sums`` for a unit.
-        query_heads: of a set, over all tensor-parallel ranks.
-        given: fp32 ``[num_tokens]``, scores that the host made, or None.
-        plans: int32, what ``PLAN`` points into: first, last and excess of a range; or where each
-            group begins, the end of the last, and then the columns of all, in order.
-        notes: int32 ``[R, S, programs, NUMBER_ROWS, W]``, as wide as the longest line or the most
-            slots of a request, in units.
-        values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, likewise.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``, where evicted units come back.
+        sums: fp32 ``[R, num_heads, W * parts]`` with both as ``num_sums`` returns; None
+            without attention scores.
+        parts: columns of ``sums`` per unit.
+        query_heads: query heads of a set, over all tensor-parallel ranks.
+        given: fp32 ``[num_tokens]``, scores from the host, or None.
+        plans: int32, plans at offsets ``PLAN``: begin, end and excess of a range; or the start of
+            each group, the end of the last, and then the columns of all groups.
+        notes: int32 ``[R, S, programs, NUMBER_ROWS, W]``, as wide as the longest sequence or
+            the most slots of a request, in units.
+        values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, equally wide.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``, or None without recall.
     """
 
     steps: torch.Tensor
@@ -138,5 +138,5 @@ class Strides:
 
 
 def score_tile(summed: int) -> int:
-    """Columns of which a program adds up ``summed`` heads at a time."""
+    """Columns per tile of a program that adds up ``summed`` heads."""
     return max(64, 4096 // triton.next_power_of_2(summed)) if summed > 4 else 1024

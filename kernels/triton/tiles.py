@@ -45,7 +45,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def check_pages(kv: torch.Tensor, *words: torch.Tensor) -> int:
-    """The layout every kernel relies on, ``vllm_cascade.cache.layout.Pages``; returns its unit."""
+    """Check the layout of ``vllm_cascade.cache.layout.Pages``; returns the unit."""
     num_blocks, num_heads, block_size, width = kv.shape
     assert kv.stride()[1:] == (block_size * width, width, 1), kv.stride()
     assert width % 2 == 0, kv.shape
@@ -59,14 +59,14 @@ def check_pages(kv: torch.Tensor, *words: torch.Tensor) -> int:
 
 
 def check_steps(steps: torch.Tensor, table: torch.Tensor) -> None:
-    """Step rows and block tables belong together; ``table`` may have more rows."""
+    """Check that step rows and block tables match; ``table`` may have more rows."""
     assert steps.dtype == torch.int32 and steps.shape[1] == STEP_COLUMNS, steps.shape
     assert steps.is_contiguous() and table.dtype == torch.int32 and table.stride(1) == 1
     assert table.shape[0] >= steps.shape[0], (table.shape, steps.shape)
 
 
 def chunk_of(unit: int, tile: int) -> int:
-    """Tokens of a unit that a tile of ``tile`` holds together: a power of two; they divide it."""
+    """Tokens of a unit per group of a tile: a power of two that divides both."""
     return min(unit & -unit, tile)
 
 
@@ -84,7 +84,7 @@ def block_of(table, slot, inside, PAGE: tl.constexpr):
 
 @triton.jit
 def stride_of(steps, row):
-    """A stride's row: whether it only pads, tokens cached before, its length, its first place."""
+    """A stride's row: whether it is padding, tokens cached before, its length, its first token."""
     step = steps + row * STEP
     start = tl.load(step + START).to(tl.int64)
     return tl.load(step + STREAM) < 0, tl.load(step + CACHED), tl.load(step + LENGTH), start
@@ -92,9 +92,9 @@ def stride_of(steps, row):
 
 @triton.jit
 def shift_of(positions, start, cached):
-    """How far positions are beyond ranks in layers whose positions others say, those with windows.
+    """Distance from ranks to positions in layers with windows, which use other layers' positions.
 
-    ``start``: the place in the step of a stride's first token; ``positions``: of all tokens.
+    ``start`` is the index of a stride's first token in the step; ``positions`` has all tokens.
     """
     return tl.load(positions + start).to(tl.int32) - cached
 
@@ -110,10 +110,10 @@ def slot_tile(
     TILE: tl.constexpr,
     UNIT: tl.constexpr = 1,
 ):
-    """A tile of a request's slots: their numbers, whether before ``end``, blocks, and words.
+    """A tile of a request's slots: their numbers, whether before ``end``, blocks and words.
 
-    A word is the place of a slot's ``rank``, ``born``, ``score`` and ``token`` in these views.
-    Who counts units instead of slots, also in ``PAGE``, leaves ``UNIT`` at 1.
+    A word is a slot's offset in the views ``rank``, ``born``, ``score`` and ``token``. If slots and
+    ``PAGE`` already count units, ``UNIT`` is 1.
     """
     slot = first + tl.arange(0, TILE)
     inside = slot < end
@@ -151,7 +151,7 @@ def load_rows(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def load_columns(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
-    """What ``load_rows`` loads, as ``[padded(TO - FROM), n]``; not a transposed copy of it."""
+    """Like ``load_rows``, but loaded as ``[padded(TO - FROM), n]``, without a transposition."""
     channel = FROM + tl.arange(0, padded(TO - FROM))
     inside = row_inside[None, :] & (channel < TO)[:, None]
     return tl.load(rows[None, :] + channel[:, None], mask=inside, other=0.0)
@@ -159,7 +159,7 @@ def load_columns(rows, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def store_rows(rows, x, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
-    """What ``load_rows`` loads, in the type of where it goes."""
+    """Store a tile of ``load_rows``, converted to the destination's type."""
     channel = FROM + tl.arange(0, padded(TO - FROM))
     inside = row_inside[:, None] & (channel < TO)[None, :]
     tl.store(rows[:, None] + channel[None, :], x.to(rows.dtype.element_ty), mask=inside)
@@ -167,7 +167,7 @@ def store_rows(rows, x, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def copy_rows(keys, values, slots, row_inside, HEAD: tl.constexpr):
-    """Rows of keys and of values to their slots, where a key is followed by its value."""
+    """Copy rows of keys and values to their slots, in which the value follows the key."""
     key_rows = load_rows(keys, row_inside, 0, HEAD)
     value_rows = load_rows(values, row_inside, 0, HEAD)
     store_rows(slots, key_rows, row_inside, 0, HEAD)
@@ -189,7 +189,7 @@ def rotate_pair(x, y, rotation, distance, row_inside, HALF: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc=None):
-    """``tl.dot`` with fp32 sums; the interpreter would multiply bf16 as the integers it holds."""
+    """``tl.dot`` with fp32 sums. The interpreter holds bf16 as integers, so convert there."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -198,7 +198,7 @@ def dot(a, b, acc=None):
 
 @triton.jit
 def soft_cap(logits, cap):
-    """``cap * tanh(logits / cap)``; a cap of None is none."""
+    """``cap * tanh(logits / cap)``; unchanged if ``cap`` is None."""
     if cap is not None:
         logits = cap * (2.0 * tl.sigmoid(2.0 * logits / cap) - 1.0)
     return logits
@@ -206,10 +206,10 @@ def soft_cap(logits, cap):
 
 @triton.jit
 def reduce_heads(mass, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
-    """``[pad, n]`` non-negative masses of ``HEADS`` query heads to one ``[n]``.
+    """Reduce non-negative masses ``[pad, n]`` of ``HEADS`` query heads to ``[n]``.
 
-    ``median`` is the lower one of an even number: the head that ``(HEADS - 1) // 2`` others
-    precede, counted head by head, so nothing is sorted.
+    ``median`` is the lower median: the head that ``(HEADS - 1) // 2`` others precede, found by
+    counting instead of sorting.
     """
     head = tl.arange(0, mass.shape[0])
     real = (head < HEADS)[:, None]
@@ -231,9 +231,9 @@ def reduce_heads(mass, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
 
 @triton.jit
 def ordered(score):
-    """An int64 within 32 bits that is in the order of an fp32.
+    """An int64 of 32 significant bits that orders like the fp32 ``score``.
 
-    Its bits order like the number once negative ones are mirrored; ``+ 0.0`` makes -0 equal to 0.
+    The bits order like the number once negative ones are mirrored; ``+ 0.0`` makes -0 equal to 0.
     """
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
@@ -241,7 +241,7 @@ def ordered(score):
 
 @triton.jit
 def victim_key(score, rank, newest_stays):
-    """An int64 whose minimum is the lowest score; of equal ones the earliest, or the latest.
+    """An int64 whose minimum is the lowest score; ties go to the earliest or the latest rank.
 
     The rank in the low half breaks ties, so one reduction finds the victim.
     """
@@ -251,7 +251,7 @@ def victim_key(score, rank, newest_stays):
 
 @triton.jit
 def victim_rank(key, newest_stays):
-    """The rank inside a ``victim_key``."""
+    """The rank in a ``victim_key``."""
     tie = (key & 0xFFFFFFFF).to(tl.int32)
     return tl.where(newest_stays != 0, tie, NEVER - tie)
 
@@ -290,10 +290,10 @@ def load_turned(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Rows of keys ``[n, padded(HEAD)]`` as they are read: each rotated back by its ``distance``.
+    """Load rows of keys ``[n, padded(HEAD)]``, each rotated back by its ``distance``.
 
-    A channel and the other one of its pair are loaded side by side, so that the rows stay one tile
-    for one product with the queries.
+    Each channel is loaded beside the other channel of its pair, so that the rows stay one tile for
+    one product with the queries.
     """
     keys = load_rows(rows, inside, 0, HEAD)
     if HALF > 0:
@@ -333,10 +333,10 @@ def page_tile(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """A tile of a request's slots as a head has them.
+    """A tile of a request's slots for one head.
 
-    Slots, their units' ranks (-1: empty) and words, rows of keys, each followed by its value, and
-    by how much these are off their ranks.
+    Returns slots, their units' ranks (-1: empty), words, pointers to rows (key, then value), and
+    the distance from each rank to the written position.
     """
     slot, inside, block, word = slot_tile(
         table, first, slots, head % NUM_SETS, word_stride, PAGE, TILE, UNIT
@@ -350,7 +350,7 @@ def page_tile(
 
 @triton.jit
 def tile_blocks(table, first, slots, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Block numbers of a tile's slots: one where a page holds whole tiles, else one a slot."""
+    """Block numbers of a tile's slots: one if pages hold whole tiles, else one per slot."""
     if PAGE % TILE == 0:
         slot = first
     else:
@@ -360,7 +360,7 @@ def tile_blocks(table, first, slots, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def tile_offsets(first, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Where in their pages a tile's slots lie."""
+    """Offsets of a tile's slots in their pages."""
     if PAGE % TILE == 0:
         offset = first % PAGE + tl.arange(0, TILE)
     else:

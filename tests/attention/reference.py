@@ -86,7 +86,7 @@ class LiteralCache:
         first = len(self.keys)
         self.keys.extend(key)
         self.values.extend(value)
-        output = torch.zeros(query.shape, dtype=torch.float64)
+        output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
         mass = [dict[int, torch.Tensor]() for _ in range(query.shape[1])]
         before = len(self.sims[0].tokens())
         for head in range(query.shape[1]):

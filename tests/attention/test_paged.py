@@ -2,7 +2,7 @@
 """The paged attention paths (PyTorch, C++) and their metadata against the literal fp64 cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
-from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
 
 from tests.attention.reference import LiteralCache
 from tests.attention.steps import step_of
@@ -50,6 +50,19 @@ class Shape:
     spread: float = 1.0  # how large queries, and so differences of logits, are
     cache_dtype: str = "auto"
     scales: tuple[float, float] = (1.0, 1.0)  # the layer's, where rows have none of their own
+    latent: bool = False  # values are the keys' channels that do not rotate
+
+    @property
+    def row_size(self) -> int:
+        return self.head_size if self.latent else 2 * self.head_size
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size - self.rotary_dim if self.latent else self.head_size
+
+    def value_of(self, key: torch.Tensor) -> torch.Tensor:
+        """Views of latent values in keys ``[..., head_size]``."""
+        return key[..., self.rotary_dim :]
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -76,7 +89,7 @@ class PagedLayer:
     def __init__(self, shape: Shape, settings: dict[str, Any], num_pages: int) -> None:
         self.shape = shape
         self.policy = resolve({**settings, "trace": True})
-        full = FullAttentionSpec(
+        full = (MLAAttentionSpec if shape.latent else FullAttentionSpec)(
             block_size=shape.block_size,
             num_kv_heads=shape.num_kv_heads,
             head_size=shape.head_size,
@@ -89,11 +102,11 @@ class PagedLayer:
         self.pool[0] = 0x11  # the null block: any write to it shows
         view = torch.as_strided(
             self.pool.view(shape.stored_dtype),
-            (num_pages, shape.num_kv_heads, shape.block_size, 2 * shape.head_size),
+            (num_pages, shape.num_kv_heads, shape.block_size, shape.row_size),
             (
                 self.spec.page_size_bytes // shape.stored_dtype.itemsize,
-                shape.block_size * 2 * shape.head_size,
-                2 * shape.head_size,
+                shape.block_size * shape.row_size,
+                shape.row_size,
                 1,
             ),
         )
@@ -111,6 +124,7 @@ class PagedLayer:
             shape.softcap,
             sinks=shape.sink_logits,
         )
+        self.impl.latent = shape.value_size if shape.latent else None
         self.inv_freq = None
         if not shape.alibi:
             exponent = torch.arange(0, shape.rotary_dim, 2) / shape.rotary_dim
@@ -139,12 +153,12 @@ class PagedLayer:
         positions = self.builder.positions.buffer[: sum(lengths)].tolist()
         query = torch.stack([rotate(q, p) for q, p in zip(query, positions, strict=True)])
         key = torch.stack([rotate(k, p) for k, p in zip(key, positions, strict=True)])
-        output = torch.full_like(query, torch.nan, dtype=self.shape.dtype)
         layer = SimpleNamespace(layer_name="layer")
-        dtype = self.shape.dtype
-        return self.impl.forward(
-            layer, query.to(dtype), key.to(dtype), value.to(dtype), self.pool, metadata, output
-        )
+        query, key, value = (rows.to(self.shape.dtype) for rows in (query, key, value))
+        if self.shape.latent:
+            value = self.shape.value_of(key)
+        output = query.new_full((*query.shape[:2], self.shape.value_size), torch.nan)
+        return self.impl.forward(layer, query, key, value, self.pool, metadata, output)
 
 
 def oracle_for(
@@ -195,6 +209,7 @@ BEEHIVE = {
     "stride": 3,
     "threshold": 13,
 }
+LATENT = Shape(num_kv_heads=1, group=5, head_size=28, rotary_dim=8, latent=True)
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "sink": (Shape(), {"name": "sink", "budget": 13, "num_sinks": 3, "prefill_stride": 8}),
     "window": (Shape(group=1), {"name": "window", "budget": 17, "prefill_stride": 16}),
@@ -279,6 +294,16 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
         Shape(alibi=True),
         {**CLUSTER, "overflow": 5, "prefill_stride": 7},
     ),
+    "latent": (LATENT, {**CASCADE, "prefill_stride": 8}),
+    "latent-interleaved-1": (
+        replace(LATENT, is_neox=False),
+        {**CASCADE, "prefill_stride": 1, "head_policy": "per_kv_head"},
+    ),
+    "latent-large": (
+        replace(LATENT, head_size=96, rotary_dim=32, group=16),
+        {**H2O, "head_reduction": "max", "prefill_stride": 16},
+    ),
+    "latent-cluster": (LATENT, {**CLUSTER, "prefill_stride": 8}),
     "soft-cap": (Shape(softcap=2.0), {**CASCADE, "prefill_stride": 8}),
     "sinks": (Shape(sinks=True), {**CASCADE, "prefill_stride": 8}),
     "sinks-heads-1": (Shape(sinks=True, group=3), {**HEADS, "prefill_stride": 1}),
@@ -324,6 +349,11 @@ UNIT_CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "cascade-3": (
         Shape(block_size=12),
         {**IN_UNITS, "budget": 24, "num_sinks": 3, "unit": 3, "prefill_stride": 9},
+    ),
+    "cascade-4-latent": (LATENT, {**IN_UNITS, "prefill_stride": 8}),
+    "cascade-16-latent": (
+        replace(LATENT, head_size=64, rotary_dim=16, block_size=32),
+        {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 16},
     ),
     "cascade-16": (Shape(), {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 16}),
     "cascade-16-heads": (
@@ -497,6 +527,8 @@ def run_mixed_requests(
     query = [torch.randn(total, num_q, shape.head_size) * shape.spread for total in totals]
     key = [torch.randn(total, shape.num_kv_heads, shape.head_size) * 2 for total in totals]
     value = [torch.randn(total, shape.num_kv_heads, shape.head_size) for total in totals]
+    if shape.latent:
+        value = [shape.value_of(rows) for rows in key]
     done = [0] * len(prompts)
     null_page = layer.pool[0].clone()
     while any(d < t for d, t in zip(done, totals, strict=True)):

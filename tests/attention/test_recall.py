@@ -19,9 +19,8 @@ from vllm_cascade.kernels.cpp.library import load, row_addresses
 from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
-from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import CHUNK_UNITS, Log, Part, UnitShape
-from vllm_cascade.recall.stores import Stores, check_host_memory, store_bytes
+from vllm_cascade.recall.stores import Stores
 
 
 def layer_of(num_kv_heads: int, head_size: int, num_sets: int = 1) -> LayerConfig:
@@ -165,7 +164,9 @@ def test_the_judge_in_cpp(
     plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
     expected = literal(keys, plain)
     found = torch.from_numpy(asked).view(expected.shape)
-    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+    # A query's channel between two of its 15-bit levels may be rounded either way: one level is at
+    # most 5e-5 here, and a key's channel at most 8.
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=4e-4)
     for head_set, row in enumerate(evidence.over_heads(layer, found).numpy()):
         mine = set(chosen[head_set].tolist())
         assert len(mine) == num and sorted(mine) == chosen[head_set].tolist()
@@ -240,35 +241,32 @@ def test_logs_that_fork_and_overflow(steps: list[tuple[int, int, bool]], most: i
         assert len(log.chunks) <= -(-len(expected[-most:]) // CHUNK_UNITS) + 1
 
 
-def test_bytes_of_a_unit() -> None:
-    log = Log(shape_of(unit=16, num_kv_heads=3, head_size=64))
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_kv_heads": 3, "head_size": 64},
+        {"row_scales": 2, "num_sets": 2},
+        {"num_kv_heads": 3, "head_size": 64, "in_8_bits": True},
+    ],
+)
+def test_bytes_of_a_chunk(changed: dict[str, int]) -> None:
+    """Tensors are aligned, and the mapping is a whole number of pages."""
+    shape = shape_of(unit=16, **changed)
+    log = Log(shape)
     log.grow(CHUNK_UNITS)
     (chunk,) = log.chunks
-    assert chunk.num_bytes == CHUNK_UNITS * log.shape.unit_bytes
-
-
-def test_a_host_without_memory() -> None:
-    shape = shape_of(unit=16, most=64)
-    one = store_bytes(shape, 64)
-    log = Log(shape)
-    for _ in range(30):  # never more than said, whatever the log's begin
-        log.grow(7)
-        assert sum(chunk.num_bytes for chunk in log.chunks) <= one
-    check_host_memory(shape, 1, one)
-    with pytest.raises(KVPolicyError, match=r"recall_store 1024 tokens takes .* at most 768"):
-        check_host_memory(shape, 1, one - 1)
-    with pytest.raises(KVPolicyError, match="at most 0, or --kv-recall 0"):
-        check_host_memory(shape, 1, 0)
-
-
-def test_many_requests_are_worth_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    shape = shape_of(unit=16, most=64)
-    one = store_bytes(shape, 64)
-    with caplog.at_level("WARNING", logger="vllm.plugins.vllm_cascade"):
-        check_host_memory(shape, 4, 4 * one)
-        assert not caplog.records
-        check_host_memory(shape, 5, 4 * one)
-    assert "5 requests (--max-num-seqs)" in caplog.text
+    sizes = [tensor.nbytes for tensor in chunk.tensors]
+    assert shape.chunk_bytes == -(-sum(-(-size // 64) * 64 for size in sizes) // 4096) * 4096
+    starts = [tensor.data_ptr() for tensor in chunk.tensors]
+    assert all(start % 64 == 0 for start in starts)
+    assert starts[-1] + sizes[-1] <= starts[0] + shape.chunk_bytes
+    layers, heads, size = 2, shape.num_kv_heads, shape.head_size
+    keys = layers * heads * CHUNK_UNITS * 16
+    words = layers * shape.num_sets * CHUNK_UNITS * 2
+    row = 2 * size * 4 + size + 4 + 4 * shape.row_scales
+    if shape.in_8_bits:
+        row = 2 * size + 8
+    assert sum(sizes) == keys * row + words * 4
 
 
 def output(**changed: object) -> SimpleNamespace:
@@ -309,7 +307,7 @@ def test_stores_follow_the_scheduler() -> None:
         7: [10, 11, 20],
     }
     # Memory goes with its last user.
-    assert stores.num_bytes == 3 * stores.logs[1].chunks[0].num_bytes
+    assert stores.num_bytes == 3 * stores.shape.chunk_bytes
     stores.note(output(finished_req_ids={"a"}, preempted_req_ids={"b"}))
     assert list(stores.logs) == [5]
     # The snapshot's own pages become c's, which is no loss; then they are given up.

@@ -16,7 +16,12 @@ from tests.attention.steps import step_of
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.text_importance import TokenImportance
-from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.step.requests import (
+    Requests,
+    RunnerRequests,
+    RunnerV1Requests,
+    RunnerV2Requests,
+)
 
 SCHEDULE = compiled(resolve({"name": "dgc", "budget": 10, "global_size": 7}))
 LAG = SCHEDULE.lag
@@ -178,20 +183,44 @@ def test_warm_up_rows_are_nobodys(index: np.ndarray | None) -> None:
 
 def test_rows_of_the_first_runner() -> None:
     tokens = np.random.default_rng(2).integers(0, 12, (2, 16))
-    params = [SamplingParams(), SamplingParams(extra_args={"kv_budget": 8})]
     runner = SimpleNamespace(
-        requests={n: SimpleNamespace(sampling_params=p) for n, p in zip("ab", params, strict=True)},
+        requests=dict.fromkeys("ab"),
         input_batch=SimpleNamespace(
             req_ids=["b", "a"], num_reqs=2, max_num_reqs=4, token_ids_cpu=tokens
         ),
     )
     batch = RunnerV1Requests(runner, SCHEDULE, judge())
+    batch.note(output(new("a", [1], 1), new("b", [1], 1, kv_budget=8)))
     common = step_of([0, 0], [16, 16], [True, False], torch.zeros(2, 1))
     assert [s.policy.budget for s in batch.schedules(common)] == [8, 10]
     assert batch.prefilling(common).tolist() == [True, False]
     found = batch.token_scores(common, 1, 0, 16, LAG).tolist()
     assert found == expected(tokens[1].tolist()) and any(found)
     assert batch.token_scores(common, 2, 4, 5, LAG).tolist() == [0.0], "a row of a warm-up"
+
+
+@pytest.mark.parametrize("kind", [RunnerV1Requests, RunnerV2Requests])
+def test_a_prompt_that_grows_keeps_its_first_part(kind: type[RunnerRequests]) -> None:
+    """Streaming input sends a request again, with a longer prompt, and so does a preemption."""
+    runner, tokens = Runner(), list(range(90))
+    runner.input_batch = SimpleNamespace(req_ids=["a"])
+    batch = kind(runner, compiled(resolve({"name": "sink", "budget": 8, "keep_prompt": 40})), None)
+
+    def kept(request: NewRequestData, *finished: str) -> int:
+        batch.note(output(request, finished=finished))
+        runner.add(request)
+        (schedule,) = batch.schedules(runner.rows(["a"], [0], [1]))
+        runner.req_states.remove_request("a")
+        return schedule.policy.keep_prompt
+
+    assert kept(new("a", tokens, 25)) == 25
+    again = output()
+    again.preempted_req_ids = {"a"}
+    batch.note(again)
+    assert kept(new("a", tokens, 25)) == kept(new("a", tokens, 60)) == 25
+    assert kept(new("a", tokens, 60), "a") == 40, "another request of the same name"
+    batch.note(output(finished=("a",)))
+    assert not batch._schedules
 
 
 def test_streams_that_ended_are_forgotten() -> None:

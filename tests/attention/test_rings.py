@@ -27,7 +27,7 @@ from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.attention.recorder import kept_tokens
 from vllm_cascade.cache.kinds import window_policy
-from vllm_cascade.engine import gpu_worker
+from vllm_cascade.engine import gpu_worker, recall_memory
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.recall import judge_units
@@ -175,6 +175,13 @@ def test_memory() -> None:
         check_memory(shape, 4, CPU, (4 * on_device - 1, 4 * on_host))
     with pytest.raises(KVPolicyError, match=message.format("of pinned host")):
         check_memory(shape, 4, CPU, (4 * on_device, 4 * on_host - 1))
+    # A store that holds fewer units than are recalled at a time is invalid, so it is not offered.
+    least = shape.most_recalled
+    room = 4 * (on_host * least // 64)
+    with pytest.raises(KVPolicyError, match=rf"set recall_store to at most {least * 16}, or --kv"):
+        check_memory(shape, 4, CPU, (4 * on_device, room))
+    with pytest.raises(KVPolicyError, match="can be had; set --kv-recall 0"):
+        check_memory(shape, 4, CPU, (4 * on_device, room - 4))
 
 
 def test_pinned_memory_is_taken_in_powers_of_two() -> None:
@@ -207,10 +214,14 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(KVPolicyWorker, "load_model", lambda self: order.append("model"))
     policy = resolve({**RECALL, "trace": True})
     monkeypatch.setattr(gpu_worker, "policy_of", lambda config: policy)
-    layer = PagedLayer(Shape(), RECALL, 2)
+    layer = PagedLayer(Shape(), {**RECALL, "recall_memory": 1.0}, 2)
     worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
+    monkeypatch.setattr(recall_memory, "this_device", lambda: worker.device_entry)
     worker.vllm_config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(max_num_seqs=5), additional_config={}
+        scheduler_config=SimpleNamespace(max_num_seqs=5),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        model_config=SimpleNamespace(max_model_len=1000),
+        additional_config={},
     )
     worker.model_runner = SimpleNamespace(get_model=lambda: torch.nn.Linear(1, 1))
     window = replace(layer.spec, policy=window_policy(policy, 9), window=9)

@@ -11,7 +11,8 @@ from tests.conftest import ROOT
 
 DOCUMENTS = (
     *("README.md", "benchmarks/README.md", "benchmarks/results/README.md", "docs/RESULTS.md"),
-    *("docs/POLICIES.md", "docs/OPERATING.md", "docs/INTERNALS.md", "docs/GPU.md"),
+    *(f"docs/{page}.md" for page in ("POLICIES", "RECALL", "OPERATING", "MEMORY", "INTERNALS")),
+    *(f"docs/{page}.md" for page in ("ALGORITHMS", "EXTENDING", "GPU")),
 )
 GENERATED = re.compile(r"<!-- (result|demo).*?<!-- (end|/demo) -->|```.*?```|`[^`]*`", re.DOTALL)
 FIGURE = re.compile(
@@ -64,8 +65,8 @@ def speed() -> list[str]:
     (cost,) = [r[1] for r in results.load("token-time")["tables"][2]["rows"] if "(512)" in r[0]]
     ratio = [f"{float(one.rstrip('x')):.1f} times" for one in (prompt, token)]
     return [
-        f"reads a prompt of 16,384 tokens {ratio[0]} as fast as stock vLLM, then decodes "
-        f"{ratio[1]} as fast, and a token after 65,536 takes what it takes after 2,048, to within "
+        f"reads a prompt of 16,384 tokens {ratio[0]} as fast as stock vLLM and then decodes "
+        f"{ratio[1]} as fast. A token after 65,536 takes as long as after 2,048, to within "
         f"{ceil(abs(last))}%. Where nothing is evicted, a token takes {float(cost[:-1]):.2f} times "
         "stock's time",
     ]
@@ -75,25 +76,36 @@ def quality() -> list[str]:
     near, far = distances("recall-passkey", slice(1, None), -1)
     old, *_, new = distances("recall-passkey-2048", slice(None), -2)
     found = [keys_found("recall-passkey-2048", arm) for arm in ("sink, recall 8", "full")]
-    at_6000 = [keys_found("recall-passkey-6000", arm) for arm in ("sink, recall 8", "full")]
-    assert at_6000 == [16, 16] and keys_found("recall-passkey-8000", "sink, recall 8") == 10
     sink, cascade = (keys_found("recall-passkey", a, slice(1, None)) for a in ("sink", "cascade"))
-    again = [
-        float(row_of("study-recall-rewind", arm)["second reading"])
-        for arm in ("sink", "sink, recall 8", "full")
-    ]
+    ruler = row_of("ruler-4k", "sink, recall 8")["of full's mean"].split(" (")[0]
     return [
-        "a passage from 1,536 tokens back, read again with 1,088 cached, has "
-        f"{less('units-1088-rewind', 'second reading'):.0f} % less perplexity than with sink",
-        "five whole novels have "
-        f"{less('perplexity-books-516', 'perplexity'):.1f} % less with 516 cached",
+        f"attending to a quarter of them with recall scores {ruler} of full attention",
+        f"have {less('perplexity-books-516', 'perplexity'):.1f} % less perplexity with 516 cached",
         f"of numbers {near} to {far} tokens back, with 516 cached, sink found {sink} of 16 and "
         f"cascade {cascade} ",
-        f"of 60 numbers {old} to {new:,} tokens back, with 516 attended, recall found {found[0]}, "
-        f"and the whole cache {found[1]}; in prompts of 6,000 tokens, 16 of 20, as the whole cache "
-        "does; of 8,000, ten of ten",
-        f"a perplexity of {again[0]:.1f} with sink, {again[1]:.1f} with recall and {again[2]:.1f} "
-        "with the whole cache",
+        f"of 60 numbers {old} to {new:,} tokens back, with 516 attended, {found[0]} were found, "
+        f"and {found[1]} by the whole cache",
+    ]
+
+
+def recall() -> list[str]:
+    old, *_, new = distances("recall-passkey-2048", slice(None), -2)
+    rows = [
+        (f"pass keys {old} to {new:,} tokens back, 516 attended", "recall-passkey-2048", 60),
+        ("pass keys in prompts of 6,000 tokens", "recall-passkey-6000", 20),
+    ]
+    again = [
+        float(row_of("study-recall-rewind", arm)["second reading"])
+        for arm in ("sink, recall 8", "full", "sink")
+    ]
+    return [
+        *(
+            f"| {name} | {keys_found(result, 'sink, recall 8')} of {total} | "
+            f"{keys_found(result, 'full')} | |"
+            for name, result, total in rows
+        ),
+        "| perplexity of a novel read again from 2,048 tokens back | "
+        + " | ".join(f"{one:.1f}" for one in again),
     ]
 
 
@@ -102,18 +114,16 @@ def policies() -> list[str]:
     times = [
         f"{turn[f'ttft_ms_{w}']:.0f} ms" for turn in (last, first) for w in ("with", "without")
     ]
-    again = [row_of("study-recall-rewind", a)["second reading"] for a in ("sink, recall 8", "sink")]
     assert last["turn"] == 10
     return [
-        f"the last one's prompt has {last['prompt_tokens']:,} tokens; its first token comes after "
+        f"the last prompt has {last['prompt_tokens']:,} tokens; its first token comes after "
         f"{times[0]} instead of {times[1]}",
         f"takes {times[2]} instead of {times[3]}",
-        "has a perplexity of {:.1f}, without recall {:.1f}".format(*map(float, again)),
     ]
 
 
 def page(kv_heads: int, size: int, num: int = 2, scales: int = 0, sets: int = 1) -> int:
-    """Bytes of 16 slots of a layer, as OPERATING.md says."""
+    """Bytes of 16 slots of a layer, as MEMORY.md says."""
     return ceil(16 * (kv_heads * (2 * size * num + scales) + sets * 12) / 64) * 64
 
 
@@ -131,6 +141,10 @@ def memory() -> list[str]:
     said += [f"{full / 1e9:.1f} GB", "(541 MB in the example)"]
     said.append(f"So 20 GB of cache hold one such stream with full attention, and "
                 f"{20e9 // (32 * pages * page(8, 128)):.0f} with the cascade")  # fmt: skip
+    # DeepSeek V3: 61 layers, rows of 576 numbers, pages of 128 tokens with 12 bytes each.
+    rows = 128 * 576 * 2
+    said += [f"| 1,000 | {rows:,} | {61 * 1000 * rows / 1e9:.1f} GB |"]
+    said += [f"{rows + 128 * 12:,} | {61 * 33 * (rows + 128 * 12) / 1e6:.0f} MB |"]
     for layers, windows, width, heads, size in ((10, 52, 1024, 16, 128), (12, 12, 128, 8, 64)):
         row = heads * 2 * size * 2
         slots = ceil((width - 1) / pages)
@@ -164,7 +178,8 @@ def devices() -> list[str]:
 HELD = {
     "README.md": lambda: speed() + quality(),
     "docs/POLICIES.md": policies,
-    "docs/OPERATING.md": memory,
+    "docs/RECALL.md": recall,
+    "docs/MEMORY.md": memory,
     "docs/GPU.md": devices,
 }
 """By document: its sentences with figures, as results and formulas give them."""

@@ -114,7 +114,7 @@ def test_every_table_is_on_one_page() -> None:
 
 
 def test_the_page_is_short() -> None:
-    assert len(results.PAGE.read_text(encoding="utf-8").splitlines()) <= 600
+    assert len(results.PAGE.read_text(encoding="utf-8").splitlines()) <= 300
 
 
 def test_results_keep_no_raw_series() -> None:

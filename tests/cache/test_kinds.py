@@ -9,6 +9,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -21,7 +22,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
-OPERATING = Path(__file__).resolve().parents[2] / "docs/OPERATING.md"
+MEMORY = Path(__file__).resolve().parents[2] / "docs/MEMORY.md"
 
 
 def policy(**settings: object) -> Policy:
@@ -166,6 +167,18 @@ def test_saved_bytes_count_both_kinds() -> None:
     assert saved_bytes(spec, [200, 40], sum(pages)) == stock - ours
 
 
+def test_bytes_of_latent_rows() -> None:
+    """DeepSeek V3, as MEMORY.md: 128,000 tokens in bfloat16, pages of 128."""
+    stock = MLAAttentionSpec(
+        block_size=128, num_kv_heads=1, head_size=512 + 64, dtype=torch.bfloat16
+    )
+    spec = KVPolicySpec.from_full(stock, resolve({"name": "cascade", "budget": 4096}))
+    assert spec.latent and spec.num_sets == 1
+    assert spec.page_size_bytes == 128 * 576 * 2 + 128 * 12 == 148_992
+    assert 61 * 1000 * stock.page_size_bytes == 8_994_816_000
+    assert 61 * request_bytes({"layer": spec}, 128_000) == 61 * 33 * 148_992 == 299_920_896
+
+
 MODELS = {
     # layers' windows, KV heads, head size
     "Gemma-3-27B": ([None if (i + 1) % 6 == 0 else 1024 for i in range(62)], 16, 128),
@@ -175,7 +188,7 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_documents_examples(name: str) -> None:
-    """128,000 tokens in bfloat16, pages of 16, cascade with a budget of 4,096: as OPERATING.md."""
+    """128,000 tokens in bfloat16, pages of 16, cascade with a budget of 4,096: as MEMORY.md."""
     windows, heads, size = MODELS[name]
     run = resolve({"name": "cascade", "budget": 4096})
     made = specs(windows, run, 16, heads, size)
@@ -194,4 +207,4 @@ def test_the_documents_examples(name: str) -> None:
         f"{stock / 1e6:,.0f} MB | {ours / 1e6:,.0f} MB | {of_windows / 1e6:,.0f} MB |"
     )
     print(row)
-    assert row in OPERATING.read_text(encoding="utf-8")
+    assert row in MEMORY.read_text(encoding="utf-8")

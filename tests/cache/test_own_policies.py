@@ -53,6 +53,48 @@ def test_a_snapshot_belongs_to_one_policy_and_budget() -> None:
     assert worker.started == {"a": 0, "b": 0, "c": 96, "d": 96, "e": 96, "f": 96}
 
 
+KEEPS = {"prefill_stride": 16, "keep_prompt": 64}
+
+
+def test_a_snapshot_serves_prompts_of_other_lengths() -> None:
+    """What they keep differs later: at the snapshot all tokens are cached."""
+    worker = Worker(make_scheduler(KVPolicyScheduler, 200, kv_policy_config=KEEPS))
+    prompt, kept = list(range(1, 401)), {"kv_keep_prompt": 10}
+    asked = [("a", 60, {}), ("b", 55, {}), ("c", 100, {}), ("d", 400, {}), ("e", 390, {})]
+    asked += [("f", 400, kept), ("g", 400, kept)]
+    for name, length, extra_args in asked:
+        worker.scheduler.add_request(request(name, prompt[:length], extra_args=extra_args))
+        worker.keys = OneKey()
+        drain(worker)
+    # Those that keep 10 tokens have evicted at 96, and go on from the first 48.
+    starts = {"a": 0, "b": 48, "c": 48, "d": 96, "e": 384, "f": 48, "g": 384}
+    assert worker.started == starts
+
+
+def test_a_prompt_that_goes_on_keeps_its_first_part() -> None:
+    """Streaming input: pages are reserved for the first part's kept tokens."""
+    worker = Worker(make_scheduler(KVPolicyScheduler, 60, kv_policy_config=KEEPS))
+    scheduler = worker.scheduler
+    (manager,) = scheduler._managers
+    for part in (range(1, 31), range(100, 300)):
+        scheduler.add_request(request("a", list(part), 1, resumable=True))
+        for _ in range(8):
+            output = scheduler.schedule()
+            scheduler.update_from_output(output, worker.run(output))
+        session = scheduler.requests["a"]
+        assert scheduler._schedule_of(session).policy.keep_prompt == 30
+    assert session.num_prompt_tokens == 230
+    assert len(manager.req_to_blocks["a"]) == 6 < manager.kv_cache_spec.most_pages == 8
+    assert len(scheduler._schedules) == 1
+
+
+class OneKey(dict):
+    """All states after the same tokens are equal."""
+
+    def __getitem__(self, name: str) -> None:
+        return None
+
+
 class KeyBySchedule(dict):
     """The simulated worker's idea of whose state a page holds: the schedule, not its spelling."""
 

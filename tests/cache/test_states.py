@@ -26,7 +26,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
-OPERATING = Path(__file__).resolve().parents[2] / "docs/OPERATING.md"
+MEMORY = Path(__file__).resolve().parents[2] / "docs/MEMORY.md"
 BLOCK = 16
 TOKEN = 2 * 2 * 8 * 2  # K and V of 2 heads of 8 bfloat16 numbers
 STATE = ((3, 40), (4, 8, 64))  # 240 + 8,192 bytes
@@ -197,7 +197,7 @@ def test_a_padded_page_keeps_its_size() -> None:
 
 
 def test_the_documents_example() -> None:
-    """Granite 4.0 H Small, 128,000 tokens, pages of 16, cascade of 4,096: as OPERATING.md."""
+    """Granite 4.0 H Small, 128,000 tokens, pages of 16, cascade of 4,096: as MEMORY.md."""
     run = resolve({"name": "cascade", "budget": 4096})
     full = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
     conv, ssm = (3, 2 * 4096 + 2 * 128), (128, 64, 128)
@@ -216,4 +216,4 @@ def test_the_documents_example() -> None:
         f"{groups * page / 1e6:,.0f} MB |"
     )
     print(row)
-    assert row in OPERATING.read_text(encoding="utf-8")
+    assert row in MEMORY.read_text(encoding="utf-8")

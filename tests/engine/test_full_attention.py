@@ -21,6 +21,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 ALL = {**OWN_MODULES, **BY_TRANSFORMERS}
 FAST = [
+    ("deepseek-v3", "cascade-heads", {}),
     ("glm", "cascade-heads", {}),
     ("ernie4_5", "sink", {}),  # compiled as a whole
     ("granite-swa", "cascade-heads", {}),  # a layer without a rotary module beside one that has it

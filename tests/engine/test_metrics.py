@@ -104,7 +104,8 @@ def test_a_replay_is_counted_again(engine_pool: EnginePool, book_tokens: list[in
 def test_labels(engine_pool: EnginePool) -> None:
     llm = engine_pool.get(POLICY, max_model_len=4096, max_num_batched_tokens=256)
     names = {"cached_tokens", "pages", "saved_bytes", "evicted_tokens", "strides", "snapshot_hits"}
-    names |= {"recalled_tokens", "stored_tokens"}
+    names |= {"recalled_tokens", "stored_tokens", "recall_memory_bytes"}
+    names |= {"recall_memory_reserved_bytes", "recall_memory_limit_bytes"}
     assert set(metrics(llm)) == names
     for metric in llm.get_metrics():
         if re.match("vllm:kv_policy_", metric.name):

@@ -172,4 +172,5 @@ def test_a_device_says_everything(name: str) -> None:
     device, contract = DEVICES[name], set(Device.__annotations__)
     assert all(hasattr(device, attribute) for attribute in contract)
     public = {attribute for attribute in dir(device) if not attribute.startswith("_")}
-    assert public == contract | {"refusals", "is_current", "facts", "configure"}
+    methods = {"refusals", "is_current", "facts", "configure", "backends", "restore"}
+    assert public == contract | methods

@@ -90,6 +90,25 @@ def test_a_chat_is_byte_equal_with_and_without(
     assert pool_usage(llm) == 0.0
 
 
+def test_kept_prompts_of_different_lengths_share_snapshots(
+    engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    """Longer and shorter than what is kept, with answers far beyond the first eviction."""
+    shared = book_tokens[:300]
+    prompts = [shared[:150], [*shared[:140], 5], shared, [*shared[:280], *book_tokens[900:1300]]]
+    prompts += [[*prompts[-1], *book_tokens[2000:2060]]]
+    cold = [
+        ask(engine(engine_pool, False, keep_prompt=200), [prompt], 200)[0] for prompt in prompts
+    ]
+    llm = engine(engine_pool, True, keep_prompt=200)
+    warm = [ask(llm, [prompt], 200)[0] for prompt in prompts]
+    assert [turn[1:] for turn in warm] == [turn[1:] for turn in cold]
+    assert [turn[0] for turn in warm] == [0, 128, 128, 256, 640]
+    (counted,) = llm.collective_rpc("kv_policy_counters")
+    assert counted["evicted_tokens"] > 0
+    assert pool_usage(llm) == 0.0
+
+
 def test_both_go_on_from_one_snapshot(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     """Several requests copy the same snapshot in one step, and go different ways together."""
     prompt = book_tokens[4000:4700]

@@ -78,6 +78,12 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
         },
         517,
     ),
+    # Stored rows in 8 bits: the oracle rounds the units that leave, and reads them so.
+    "sink-int8": (
+        {"name": "sink", "budget": 96, "prefill_stride": 64, "recall": 6, "recall_rows": "int8"},
+        443,
+    ),
+    "cascade-each-int8": ({**CASCADE, "recall": 4, "recall_rows": "int8", **EACH}, 517),
     "dgc": ({"name": "dgc", "budget": 160, "prefill_stride": 64, "recall": 2}, 443),
 }
 FAST = [
@@ -85,6 +91,7 @@ FAST = [
     ("sink-overflows", {}),
     ("sink-grows", {}),
     ("sink-every", dict(PYTORCH)),
+    ("cascade-each-int8", {}),
 ]
 
 
@@ -144,6 +151,10 @@ def run_case(
     assert not wrong, f"kept sets differ at {len(wrong)} of {len(kept)} ends, first {wrong[0]}"
     assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
     assert truth.closest_contest > 1e-7, "a tie that rounding decides: choose another text"
+    if "recall_rows" in settings:
+        exact = {**settings, "recall_rows": "exact"}
+        other = run_oracle(exact, text[:total], prompt_len=num_prompt, chosen=kept)
+        assert np.abs(np.asarray(other.logprobs) - np.asarray(truth.logprobs)).max() > 5 * MAX_ERROR
     choices, near = truth.recalls
     assert choices > 20 and near <= 0.05 * choices
     assert after["recalled_units"] - before["recalled_units"] > settings["recall"]
@@ -205,6 +216,63 @@ def test_the_same_answer_in_any_company(engine_pool: EnginePool, book_tokens: li
     assert replayed[0] == tokens
     np.testing.assert_allclose(replayed[1], logprobs, atol=1e-4)
     assert pool_usage(llm) == 0.0
+
+
+def test_a_request_waits_for_host_memory(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """Room for half of them: answers equal solo ones, and the gauge equals the worker's bytes."""
+    llm = engine(engine_pool, **SHARED, recall_memory=0.022)
+    prompts = [book_tokens[700 * i :][:650] for i in range(6)]
+    alone = []
+    for prompt in prompts:
+        llm.reset_prefix_cache()
+        alone += answer(llm, [prompt])
+    llm.reset_prefix_cache()
+    params = SamplingParams(max_tokens=len(alone[0][1]), temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(f"w{i}", {"prompt_token_ids": prompt}, params)
+    waited = most = 0
+    tokens = {}
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    while llm.llm_engine.has_unfinished_requests():
+        outputs = llm.llm_engine.step()
+        for output in outputs:
+            tokens[output.request_id] = list(output.outputs[0].token_ids)
+        now = metrics(llm)
+        waited += len(scheduler.waiting) > 0 and len(scheduler.running) > 0
+        if not any(output.finished for output in outputs):  # a worker hears of ends a step later
+            assert now["recall_memory_bytes"] == counters(llm)["store_bytes"]
+        assert now["recall_memory_bytes"] <= now["recall_memory_limit_bytes"] <= 0.022 * 2**30
+        assert now["recall_memory_reserved_bytes"] <= now["recall_memory_limit_bytes"]
+        most = max(most, now["recall_memory_bytes"])
+    assert waited > 10 and most > 0.5 * now["recall_memory_limit_bytes"]
+    for i, (_, expected, _) in enumerate(alone):
+        assert tokens[f"w{i}"] == list(expected), i
+    assert pool_usage(llm) == 0.0 and now["recall_memory_reserved_bytes"] == 0
+
+
+def test_many_prompts_one_after_another(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """Snapshots of prompts that never return fill the bound and no more; answers stay the same."""
+    llm = engine(engine_pool, **SHARED, recall_memory=0.022)
+    first = book_tokens[:650]
+    llm.reset_prefix_cache()
+    expected = answer(llm, [first], 8)[0][1]
+    one = counters(llm)["store_bytes"]
+    limit = metrics(llm)["recall_memory_limit_bytes"]
+    used = []
+    for i in range(30):
+        answer(llm, [book_tokens[700 * i + 300 :][:650]], 8)
+        assert counters(llm)["store_bytes"] <= limit
+        answer(llm, [[5]], 1)  # workers learn of a request's end with the next one
+        used.append(counters(llm)["store_bytes"])
+        assert used[-1] == metrics(llm)["recall_memory_bytes"] <= limit
+    assert 30 * one > 3 * limit, "they would not fit"
+    assert min(used[15:]) > 0.7 * limit, "the bound is used"
+    assert answer(llm, [first], 8)[0][:2] == (0, expected), "its snapshot was dropped"
+    last = [book_tokens[700 * 29 + 300 :][:650]]
+    (again,) = answer(llm, last, 8)
+    assert again[0] == 640, "the newest snapshots stay"
+    llm.reset_prefix_cache()
+    assert answer(llm, last, 8)[0][1:] == again[1:]
 
 
 def test_aborts_leave_nothing_in_the_store(engine_pool: EnginePool, book_tokens: list[int]) -> None:

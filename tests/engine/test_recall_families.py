@@ -28,6 +28,7 @@ from tests.engine.test_families import (
     random_tokens,
     written,
 )
+from tests.engine.test_metrics import metrics
 from tests.engine.test_prefix_caching import ask
 from tests.engine.test_quantised import assert_all_rows_were_compared
 from tests.engine.test_recall import counters, read
@@ -114,8 +115,10 @@ def check_preempted(llm: Any) -> None:
     again = replay(llm, prompt)
     assert again[0] == whole[0]
     np.testing.assert_allclose(again[1], whole[1], atol=1e-4)
-    llm.reset_prefix_cache()
     answer(llm, [[5]], 1)  # workers learn of a request's end with the next step
+    assert metrics(llm)["recall_memory_bytes"] == counters(llm)["store_bytes"] > 0
+    llm.reset_prefix_cache()
+    answer(llm, [[5]], 1)
     assert counters(llm)["stored_units"] == 0
     assert pool_usage(llm) == 0.0
 

@@ -17,6 +17,7 @@ from tests.conftest import MODEL
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine.devices import CUDA, DEVICES, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
+from vllm_cascade.policies.arguments import CHECK
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -31,6 +32,21 @@ LLAMA = {
     "vocab_size": 128,
     "max_position_embeddings": 1024,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+LATENT = {
+    **LLAMA,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "first_k_dense_replace": 1,
 }
 
 
@@ -68,6 +84,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
+    "sessions over ranks": (
+        {"kv_sessions": True, "pipeline_parallel_size": 2},
+        "--pipeline-parallel-size .*remove --kv-sessions",
+    ),
     "prefill threshold": ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold"),
 }
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
@@ -137,21 +157,17 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "encoder-decoder",
     ),
-    "MLA": (
+    "sparse attention": (
         {
-            **LLAMA,
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            "kv_lora_rank": 32,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-            "n_routed_experts": 2,
-            "num_experts_per_tok": 1,
-            "first_k_dense_replace": 1,
+            **LATENT,
+            "architectures": ["DeepseekV32ForCausalLM"],
+            "model_type": "deepseek_v32",
+            "q_lora_rank": 16,
+            "index_topk": 64,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
         },
-        "multi-head latent attention",
+        "choose the tokens that they attend to",
     ),
     "state-space layers": (
         {
@@ -172,6 +188,29 @@ FAKED: dict[str, tuple[Any, str]] = {
             parallel_config=SimpleNamespace(tensor_parallel_size=4),
         ),
         "--tensor-parallel-size must divide",
+    ),
+    "quantised latents": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(use_mla=True),
+            cache_config=SimpleNamespace(cache_dtype="fp8"),
+        ),
+        "--kv-cache-dtype must be auto",
+    ),
+    "recalled latents in 8 bits": (
+        SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
+        "set recall_rows to exact",
+    ),
+    "check of MLA": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(use_mla=True), additional_config={CHECK: "once"}
+        ),
+        "--kv-policy-check must be off",
+    ),
+    "MLA by transformers": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(use_mla=True, using_transformers_backend=lambda: True)
+        ),
+        "--model-impl vllm",
     ),
     # No such machine or configuration can be built here, so the check alone is called.
     "context parallelism": (
@@ -248,9 +287,17 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
         "--pipeline-parallel-size",
     ),
+    "MLA on CUDA": (
+        SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
+        "run on the CPU only",
+    ),
     "recurrent layers on CUDA": (
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",
+    ),
+    "sessions on CUDA": (
+        SimpleNamespace(additional_config={"kv_sessions": True}),
+        "--kv-sessions is not tested on CUDA",
     ),
     "cache type on CUDA": (
         SimpleNamespace(
@@ -314,6 +361,7 @@ def test_refused_configuration(name: str) -> None:
         "quantised means": {"name": "dgc", "importance": "cluster"},
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
         "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
+        "recalled latents in 8 bits": {"name": "sink", "recall": 2, "recall_rows": "int8"},
     }
     raw = own.get(name, {"name": "cascade", "head_policy": "per_kv_head"})
     assert refusal.applies(config, resolve(raw))
@@ -345,6 +393,7 @@ RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"unit": 256, "budget": 2048},
         "128 tokens at most",
     ),
+    "recalled rows in 8 bits on CUDA": (None, {"recall_rows": "int8"}, "set recall_rows to exact"),
 }
 
 

@@ -84,7 +84,8 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
 def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
     monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
-    monkeypatch.setattr(CPUKVPolicyBackend, "make_stores", CUDAKVPolicyBackend.make_stores)
+    for name in ("make_stores", "count_stores"):
+        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
     yield
 
 

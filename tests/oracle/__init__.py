@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Independent ground truth: what docs/INTERNALS.md, "Policies", says; nothing of the plugin."""
+"""Independent ground truth: docs/ALGORITHMS.md in plain Python, without code of the plugin."""

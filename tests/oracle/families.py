@@ -63,6 +63,7 @@ class Family:
         windows, rotated: by layer, as ``stream_family`` takes them.
         seed: of its weights; another one where rounding would decide what is kept.
         architecture: as checkpoints name it, where transformers has another one's module for it.
+        latent: whether all heads share one cached row.
     """
 
     model_type: str
@@ -72,6 +73,7 @@ class Family:
     interleaved: bool = False
     seed: int = 0
     architecture: str | None = None
+    latent: bool = False
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -79,6 +81,7 @@ class Family:
             "windows": list(self.windows),
             "rotated": list(self.rotated),
             "interleaved": self.interleaved,
+            "latent": self.latent,
         }
 
 

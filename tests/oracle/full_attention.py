@@ -5,6 +5,7 @@ transformers: for the oracle of ``streamed.py``, like those of ``families.py``.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from .families import EXPERTS, PLAIN, SLIDING, WINDOW, YARN, Family
@@ -51,6 +52,31 @@ def full(
 def mixed(model_type: str, rotated: tuple[bool, bool] = (True, True), **own: Any) -> Family:
     """A family with a window in its first layer."""
     return Family(model_type, {**SIZES, **SLIDING, **HIDDEN, **own}, (WINDOW, None), rotated)
+
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "q_lora_rank": 40,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "head_dim": 16,
+}
+LATENT_EXPERTS = {
+    **EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def latent(model_type: str, interleaved: bool = False, **own: Any) -> Family:
+    """A family of multi-head latent attention: a row of 48 channels and 16 that rotate."""
+    made = full(model_type, interleaved, **{**LATENT, **LATENT_EXPERTS, **own})
+    return replace(made, latent=True)
 
 
 OWN_MODULES: dict[str, Family] = {
@@ -176,6 +202,22 @@ OWN_MODULES: dict[str, Family] = {
     "exaone-moe": mixed(
         "exaone_moe", (True, False), num_experts=4, n_group=1, topk_group=1, **EXPERTS
     ),
+    # transformers puts the rotated neighbours of V3 into halves, and those of V2 not.
+    "deepseek-v2": latent("deepseek_v2", interleaved=True, q_lora_rank=None),
+    "deepseek-v3": latent(
+        "deepseek_v3",
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        rope_parameters={**YARN, "truncate": True, "mscale": 1.0, "mscale_all_dim": 0.7},
+    ),
+    "glm4-moe-lite": latent(
+        "glm4_moe_lite",
+        rms_norm_eps=1e-6,
+        mlp_layer_types=["dense", "sparse"],
+        topk_method="noaux_tc",
+    ),
+    "axk1": latent("axk1", first_k_dense_replace=0, topk_method="noaux_tc", scoring_func="sigmoid"),
+    "minicpm3": full("minicpm3", scale_emb=1.0, dim_model_base=64, **LATENT),
     "mimo": full("qwen2", architecture="MiMoForCausalLM"),
     "internlm3": full("llama", attention_bias=True, architecture="InternLM3ForCausalLM"),
 }

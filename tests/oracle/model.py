@@ -525,10 +525,11 @@ def stream(
                 for token in own:
                     sim.insert(token, shown.__getitem__)
                 sim.end_stride(shown.__getitem__)
-                if (store := stores[layer][s]) is not None:
-                    store.note(before, sim.tokens())
                 in_set = slice(None) if num_sets == 1 else slice(s, s + 1)
-                merge(sim, members[layer][s], keys[layer][in_set], values[layer][in_set])
+                rows_of_set = keys[layer][in_set], values[layer][in_set]
+                if (store := stores[layer][s]) is not None:
+                    store.note(before, sim.tokens(), *rows_of_set)
+                merge(sim, members[layer][s], *rows_of_set)
                 score[s, sim.sinks] = 0.0  # sinks are never scored
             if quantiser is not None:
                 sim, store = sims[layer][0], stores[layer][0]

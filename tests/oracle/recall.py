@@ -26,6 +26,7 @@ class RecallSettings:
     store: int
     every: int
     queries: int
+    rows: str = "exact"
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> RecallSettings | None:
@@ -37,6 +38,7 @@ class RecallSettings:
             settings.get("recall_store", 32768),
             settings.get("recall_every", 16),
             settings.get("recall_queries", 32),
+            settings.get("recall_rows", "exact"),
         )
 
 
@@ -145,11 +147,20 @@ class RecallSim:
         shown = [token for u in self.shown for token in range(u * unit, (u + 1) * unit)]
         return cached[:num_sinks] + shown + cached[num_sinks:]
 
-    def note(self, before: list[int], after: list[int]) -> None:
-        """Units that were in the policy's cache, or new, and are gone now."""
+    def note(self, before: list[int], after: list[int], *rows: Tensor) -> None:
+        """Units that were in the policy's cache, or new, and are gone now.
+
+        `rows` are the stream's keys without rotation, and values, [KV heads, tokens, D] of this
+        set's heads. A unit comes back as it was stored: rounded, if rows are in 8 bits.
+        """
         left = set(after)
         unit = self.settings.unit
-        self.evicted += [token // unit for token in before[::unit] if token not in left]
+        gone = [token // unit for token in before[::unit] if token not in left]
+        self.evicted += gone
+        if self.settings.rows == "int8":
+            tokens = [token for u in gone for token in range(u * unit, (u + 1) * unit)]
+            for of_head in rows:
+                of_head[:, tokens] = in_8_bits(of_head[:, tokens])
 
 
 def in_8_bits(keys: Tensor) -> Tensor:

@@ -95,6 +95,14 @@ def make_sim(settings: dict[str, Any]) -> Sim:
     return UnitSim(simulation(in_units(settings)), unit_of(settings))
 
 
+def with_prompt(settings: dict[str, Any], prompt_len: int) -> dict[str, Any]:
+    """The settings of a request: the kept part of its prompt, in whole units, never leaves."""
+    unit = unit_of(settings)
+    kept = -(-min(prompt_len, settings.get("keep_prompt", 0)) // unit) * unit
+    sinks = 0 if settings["name"] == "window" else unit if unit > 1 else 4
+    return {**settings, "num_sinks": max(settings.get("num_sinks", sinks), kept)}
+
+
 def simulation(settings: dict[str, Any]) -> Sim:
     """Of single tokens, or of units where the settings count these."""
     name, budget = settings["name"], settings["budget"]

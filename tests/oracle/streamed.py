@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class Layer:
         inv_freq: None where the layer has no rotary positions.
         window: tokens that a query sees, its own included; None: what ``sims`` keep.
         stores: of units that left, by head set; empty where none comes back.
+        begin: a head's first channel that rotates.
     """
 
     inv_freq: Tensor | None
@@ -51,6 +52,7 @@ class Layer:
     values: Tensor
     scores: Tensor
     stores: list[RecallSim] = field(default_factory=list)
+    begin: int = 0
 
     @property
     def lines(self) -> list[list[int]]:
@@ -74,6 +76,9 @@ class Layer:
         """fp64 rotation of ``[..., n, D]`` at ``[..., n]`` positions."""
         if self.inv_freq is None:
             return x.double()
+        if self.begin:
+            plain, x = x.double().split([self.begin, x.shape[-1] - self.begin], dim=-1)
+            return torch.cat((plain, replace(self, begin=0).rotate(x, positions)), dim=-1)
         angle = positions[..., None].double() * self.inv_freq.double()
         cos, sin, half = angle.cos(), angle.sin(), len(self.inv_freq)
         x = x.double()
@@ -108,6 +113,7 @@ class Streamed:
     quantiser: Quantiser | None = None
     stored: list[Stored] | None = None
     chosen: dict[int, list[list[list[int]]]] | None = None
+    latent: bool = False
 
     def __call__(
         self,
@@ -126,7 +132,7 @@ class Streamed:
         layer.keys[:, own], layer.values[:, own] = key[0].float(), value[0].float()
         num_kv = key.shape[1]
         if layer.window is None:
-            self._recall(module.layer_idx, query[0], scaling)
+            self._recall(module, query[0], scaling)
             lists = [line + own for line in layer.lines]
         else:
             lists = [list(range(max(self.start - layer.window + 1, 0), self.end))]
@@ -164,8 +170,9 @@ class Streamed:
             write_rows(layer, self.quantiser, layer.keys, layer.values, own, at, theirs)
         return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
-    def _recall(self, index: int, query: Tensor, scaling: float | None) -> None:
+    def _recall(self, module: Any, query: Tensor, scaling: float | None) -> None:
         """Units that the stride's queries ``[heads, T, D]`` bring back."""
+        index = module.layer_idx
         layer, num_sets = self.layers[index], len(self.layers[index].sims)
         place = sorted(self.layers).index(index) if isinstance(self.layers, dict) else index
         for s, (sim, store) in enumerate(zip(layer.sims, layer.stores, strict=False)):
@@ -180,7 +187,10 @@ class Streamed:
             hint = None
             if self.chosen is not None:
                 hint = store.hint(self.chosen[self.end][place][s], num_sinks)
-            store.choose(asked, layer.keys[of_set], hint, scaling)
+            keys = layer.keys[of_set]
+            if self.latent:
+                asked, keys = as_latent(module, asked, layer.keys, layer.values)
+            store.choose(asked, keys, hint, scaling)
 
     def _keep(self, layer: Layer, own: list[int], seen: Tensor, probs: Tensor) -> None:
         """Scores after these queries, and with them what stays."""
@@ -201,7 +211,8 @@ class Streamed:
                 sim.insert(token, shown.__getitem__)
             sim.end_stride(shown.__getitem__)
             if layer.stores:
-                layer.stores[s].note(before, sim.tokens())
+                of_set = slice(None) if len(layer.sims) == 1 else slice(s, s + 1)
+                layer.stores[s].note(before, sim.tokens(), layer.keys[of_set], layer.values[of_set])
             layer.scores[s, sim.sinks] = 0.0
 
     def kept(self, end: int) -> list[list[list[int]]]:
@@ -213,6 +224,29 @@ class Streamed:
             else:
                 result.append([list(range(max(end - layer.window + 1, 0), end))])
         return result
+
+
+def as_latent(module: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys as they are judged where all heads share one cached row.
+
+    What a head's key and value have in common is solved for: they are products of its latent with
+    weights that have more rows than columns.
+
+    Args:
+        queries: ``[asking, heads, D]``.
+        keys, values: ``[heads, n, D]``; values may have another D.
+
+    Returns:
+        Queries ``[asking, heads, row]`` and keys ``[1, n, row]`` with the same products.
+    """
+    heads, plain = len(keys), module.qk_nope_head_dim
+    weights = module.kv_b_proj.weight.double().unflatten(0, (heads, -1))  # [heads, D + D, latent]
+    both = torch.cat((keys[..., :plain], values), dim=-1).double()
+    latents = both.transpose(0, 1).flatten(1) @ torch.linalg.pinv(weights.flatten(0, 1)).T
+    rows = torch.cat((latents, keys[0, :, plain:].double()), dim=-1)
+    absorbed = torch.einsum("ahd,hdl->ahl", queries[..., :plain].double(), weights[:, :plain])
+    asked = torch.cat((absorbed, queries[..., plain:].double()), dim=-1)
+    return asked.float(), rows[None].float()
 
 
 def rope_of(config: Any, kind: str, index: int) -> dict[str, Any]:
@@ -229,6 +263,15 @@ def heads_of(config: Any, index: int) -> tuple[int, int]:
     num_heads = config.num_attention_heads
     num_kv = getattr(config, "num_key_value_heads", None) or num_heads
     return num_kv, getattr(config, "head_dim", None) or config.hidden_size // num_heads
+
+
+def sizes_of(config: Any, index: int) -> tuple[int, int, int]:
+    """Channels of a layer's keys and values, and of its keys the first that rotates."""
+    unrotated = getattr(config, "qk_nope_head_dim", None)
+    if unrotated is None:
+        size = heads_of(config, index)[1]
+        return size, size, 0
+    return unrotated + config.qk_rope_head_dim, config.v_head_dim, unrotated
 
 
 def frequencies(config: Any, kind: str, index: int, head_dim: int) -> Tensor:
@@ -263,6 +306,7 @@ def stream_family(
     windows: list[int | None],
     rotated: list[bool],
     interleaved: bool,
+    latent: bool = False,
     prompt_len: int,
     stride: int,
     make_sim: Callable[[], Sim],
@@ -282,29 +326,33 @@ def stream_family(
         windows: by layer, tokens that a query sees, its own included; None: what is kept.
         rotated: by layer, whether it has rotary positions.
         interleaved: whether pairs of channels are neighbours, or the halves of a head.
+        latent: whether all heads share one cached row, and so the tokens that are kept.
     """
     assert logit_scale is None
     config = model.config
-    per_head = head_policy == "per_kv_head"
+    per_head = head_policy == "per_kv_head" and not latent
     layers = []
     for index, (window, turns) in enumerate(zip(windows, rotated, strict=True)):
         kind = "full_attention" if window is None else "sliding_attention"
-        num_kv, head_dim = heads_of(config, index)
+        num_kv = heads_of(config, index)[0]
+        size, value_size, begin = sizes_of(config, index)
         num_sets = num_kv if per_head else 1
         layers.append(
             Layer(
-                frequencies(config, kind, index, head_dim) if turns else None,
+                frequencies(config, kind, index, size - begin) if turns else None,
                 interleaved,
                 window,
                 [make_sim() for _ in range(num_sets)],
-                torch.zeros(num_kv, len(tokens), head_dim),
-                torch.zeros(num_kv, len(tokens), head_dim),
+                torch.zeros(num_kv, len(tokens), size),
+                torch.zeros(num_kv, len(tokens), value_size),
                 torch.zeros(num_sets, len(tokens)),
                 stores_of(recall if window is None else None, num_sets),
+                begin,
             )
         )
     state = Streamed(layers, decay, weight, head_reduction, per_head)
     state.chosen, state.quantiser, state.stored = chosen, quantiser, stored
+    state.latent = latent
     AttentionInterface.register(OURS, state)
     AttentionMaskInterface.register(OURS, lambda *args, **kwargs: None)
     model.set_attn_implementation(OURS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The oracle against the cases of docs/INTERNALS.md, "Cascade", and against transformers."""
+"""The oracle against the cases of docs/ALGORITHMS.md, "Cascade", and against transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# ------------------------------------------------- the cases of docs/INTERNALS.md, "Cascade"
+# ------------------------------------------------- the cases of docs/ALGORITHMS.md, "Cascade"
 
 
 def zero(token: int) -> float:

@@ -82,7 +82,7 @@ def drops(lengths: list[int], strides: list[int]) -> list[tuple[int, int]]:
     return result
 
 
-# ------------------------------------------------- the cases of docs/INTERNALS.md, "Beehive"
+# ------------------------------------------------- the cases of docs/ALGORITHMS.md, "Beehive"
 
 
 def test_beehive_small() -> None:
@@ -165,7 +165,7 @@ lengths_of_strides = st.lists(
 def test_beehive_recurrence(
     k: int, w: int, s: int, threshold: int, new_only: bool, strides: list[int]
 ) -> None:
-    """The count recurrence of docs/INTERNALS.md, "Beehive", with the loop."""
+    """The count recurrence of docs/ALGORITHMS.md, "Beehive", with the loop."""
     length, n, expected = 0, 0, []
     for appended in strides:
         length += appended
@@ -179,7 +179,7 @@ def test_beehive_recurrence(
         assert max(expected) <= k + w + threshold
 
 
-# -------------------------------------------- the cases of docs/INTERNALS.md, "Lazy pruning"
+# -------------------------------------------- the cases of docs/ALGORITHMS.md, "Lazy pruning"
 
 SINKS, WINDOW = 4, 2044
 LAZY = {

@@ -41,7 +41,7 @@ def test_sources_say_why() -> None:
     for name, why in (
         ("JambaForCausalLM", "recurrent layers that vLLM runs on GPUs only"),
         ("Mamba2ForCausalLM", "all layers are recurrent"),
-        ("DeepseekV3ForCausalLM", "multi-head latent attention"),
+        ("DeepseekV32ForCausalLM", "layers choose the tokens that they attend to"),
         ("Llama4ForCausalLM", "layers that attend within chunks"),
         ("Gemma3nForCausalLM", "caches shared between layers"),
         ("GPT2LMHeadModel", "positions that are added to inputs"),

@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from vllm_cascade import patches
 from vllm_cascade.engine.request_bodies import MIDDLEWARE
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.settings import SessionSettings
 
 try:
     from vllm.entrypoints.common.cli_args import make_arg_parser
@@ -151,6 +153,18 @@ def test_recall_is_an_argument_and_a_flag() -> None:
     assert (policy.recall, policy.unit, policy.num_sinks, policy.recalled) == (8, 16, 16, 128)
 
 
+def test_keep_prompt_is_an_argument_and_a_flag() -> None:
+    wanted = {"kv_policy": {"name": "sink", "keep_prompt": 64}}
+    args = EngineArgs(model=str(MODEL), kv_policy="sink", kv_keep_prompt=64)
+    assert args.additional_config == wanted
+    assert parse("--kv-policy", "sink", "--kv-keep-prompt", "64").additional_config == wanted
+    inside = {"kv_policy": "sink", "kv_keep_prompt": 64}
+    config = EngineArgs(model=str(MODEL), additional_config=inside).create_engine_config()
+    policy = policy_of(config.additional_config)
+    assert policy is not None and (policy.keep_prompt, policy.num_sinks) == (64, 4)
+    assert policy.capacity == 64 + policy.budget
+
+
 def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
 
@@ -168,7 +182,7 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
     ).create_engine_config()
     assert config.cache_config.enable_prefix_caching
     (summary,) = [line for line in lines if line.startswith("KV policy sink: budget=")]
-    assert "budget=764, num_sinks=4, prefill_stride=256" in summary
+    assert "budget=764, num_sinks=4, keep_prompt=0, prefill_stride=256" in summary
     assert "fits in the model's 1024 positions" in summary
     assert "KV policy sink: settings without effect: tie" in lines
     (ignored,) = [line for line in lines if "other:Sink" in line]
@@ -242,3 +256,65 @@ def test_when_kernels_are_checked_is_an_argument_and_a_flag() -> None:
     args = EngineArgs(model=str(MODEL), kv_policy="full", kv_policy_check="off")
     args.create_engine_config()
     assert args.additional_config == {}
+
+
+SESSIONS = ("--kv-policy", "sink", "--kv-sessions")
+
+
+def test_flags_and_arguments_of_sessions(tmp_path: Path) -> None:
+    flags = ["--kv-sessions-memory", "2", "--kv-sessions-dir", str(tmp_path)]
+    flags += ["--kv-sessions-disk", "0.5", "--kv-sessions-ttl", "60"]
+    wanted = SessionSettings(memory=2.0, dir=str(tmp_path), disk=0.5, ttl=60.0)
+    parsed = parse(*SESSIONS, *flags).additional_config
+    arguments: dict[str, Any] = {
+        "kv_sessions": True,
+        "kv_sessions_memory": 2,
+        "kv_sessions_dir": str(tmp_path),
+        "kv_sessions_disk": 0.5,
+        "kv_sessions_ttl": 60,
+    }
+    given = EngineArgs(model=str(MODEL), kv_policy="sink", **arguments).additional_config
+    placed = EngineArgs(
+        model=str(MODEL), additional_config={"kv_policy": "sink", **arguments}
+    ).additional_config
+    assert SessionSettings.of(parsed) == SessionSettings.of(given) == wanted
+    assert SessionSettings.of(placed) == wanted
+    assert SessionSettings.of(parse(*SESSIONS).additional_config) == SessionSettings()
+    assert SessionSettings.of(parse("--kv-policy", "sink").additional_config) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kv_sessions_ttl": 5.0}, "--kv-sessions-ttl has no effect without --kv-sessions"),
+        (
+            {"kv_sessions": True, "kv_sessions_disk": 5.0},
+            "--kv-sessions-disk has no effect without --kv-sessions-dir",
+        ),
+        ({"kv_sessions": True, "kv_sessions_memory": 0.0}, "--kv-sessions-memory = 0.0"),
+        ({"kv_sessions": "yes"}, "--kv-sessions = 'yes': it must be true or false"),
+        (
+            {"kv_sessions": True, "additional_config": {"kv_sessions": True}},
+            "--kv-sessions and .* are the same; remove one",
+        ),
+        (
+            {"kv_policy": "full", "kv_sessions": True},
+            "--kv-sessions keeps states of a bounded cache; add --kv-policy",
+        ),
+        (
+            {"additional_config": {"kv_policy": "sink", "kv_sessions_memroy": 1}},
+            "kv_sessions_memroy.* has no effect; did you mean 'kv_sessions_memory'",
+        ),
+    ],
+)
+def test_settings_of_sessions_that_cannot_work(arguments: dict[str, Any], message: str) -> None:
+    policy = {} if "additional_config" in arguments else {"kv_policy": "sink"}
+    with pytest.raises(KVPolicyError, match=message):
+        EngineArgs(model=str(MODEL), **{**policy, **arguments}).create_engine_config()
+
+
+def test_sessions_switch_asynchronous_scheduling_off() -> None:
+    settings: dict[str, Any] = {"kv_policy": "sink", "kv_budget": 256, "async_scheduling": True}
+    config = EngineArgs(model=str(MODEL), **settings, kv_sessions=True).create_engine_config()
+    assert not config.scheduler_config.async_scheduling
+    assert "Async" not in str(config.scheduler_config.scheduler_cls)

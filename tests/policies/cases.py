@@ -63,3 +63,34 @@ def raw_unit_settings(draw: st.DrawFn, name: str) -> dict[str, Any]:
 def literal_scores(rng: np.random.Generator, num: int, values: int) -> list[float]:
     """Few different values make ties, many make every token a possible loser."""
     return rng.integers(0, values, num).astype(float).tolist()
+
+
+class LiteralScores:
+    """Scores of a literal simulation, added up in fp64, token by token.
+
+    Args:
+        sim: the simulation, whose tokens are scored.
+        rule: ``decay`` and ``weight`` of the scores.
+        probs: ``[t, i]``, attention of query ``t`` to token ``i``; or ``[i]``, a score per token.
+    """
+
+    def __init__(self, sim: Any, rule: dict[str, Any], probs: np.ndarray) -> None:
+        self._sim, self._rule, self._probs = sim, rule, probs
+        self._scores: dict[int, float] = {}
+        self._now = -1
+
+    def see(self, t: int) -> None:
+        """Score the cached tokens and token ``t`` by the query of token ``t``."""
+        self._now, rule = t, self._rule
+        if self._probs.ndim == 1:
+            self._scores[t] = float(self._probs[t])
+            return
+        self._scores = {
+            i: rule["decay"] * self._scores.get(i, 0.0) + rule["weight"] * float(self._probs[t, i])
+            for i in [*self._sim.tokens(), t]
+        }
+
+    def __call__(self, i: int) -> float:
+        """The compared value of token ``i``."""
+        age = self._now + 1 - self._sim.first_of(i) if self._sim.normalise else 1
+        return self._scores.get(i, 0.0) / age

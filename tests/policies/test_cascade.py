@@ -56,7 +56,7 @@ def stream(policy: Cascade, strides: list[int], scores: list[float]) -> list[lis
 
 
 VECTORS = {
-    # docs/INTERNALS.md, "Cascade": S=1, W=4, N=3, base 2; oldest to newest.
+    # docs/ALGORITHMS.md, "Cascade": S=1, W=4, N=3, base 2; oldest to newest.
     ("resident", False, 5): [0, 1, 2, 3, 4, 5],
     ("resident", False, 10): [0, 1, 3, 5, 7, 8, 9, 10],
     ("resident", False, 13): [0, 1, 3, 5, 7, 9, 10, 11, 12, 13],

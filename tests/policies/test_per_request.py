@@ -135,6 +135,13 @@ UNMET: list[tuple[Policy, dict[str, Any], str]] = [
     (CASCADE, {"kv_policy": "lazy", "kv_budget": 2000}, "; set it to at most 993"),
     (CASCADE, {"kv_policy": {"name": "sink"}}, "kv_policy = .* it must be the name of a policy"),
     (SINK, {"kv_policy": "h2o"}, "choose from window, sink, lazy,"),
+    (SINK, {"kv_policy": "random"}, "random needs drawn numbers.*or start .*--kv-policy random"),
+    (CASCADE, {"kv_policy": "random"}, "random needs .*choose from window, sink, cascade, beehive"),
+    (
+        resolve({"name": "dgc", "budget": 64, "prefill_stride": 64}),
+        {"kv_policy": "random"},
+        "random needs drawn numbers, and this server's dgc draws none",
+    ),
 ]
 
 

@@ -367,7 +367,7 @@ def test_the_same_arithmetic() -> None:
 
 @pytest.mark.parametrize("sizes", LAZY_PERIODS)
 def test_lazy_periods(sizes: tuple[int, int, int]) -> None:
-    """docs/INTERNALS.md, "Lazy pruning", C = 2048: (R, slack, max_drop) -> (period, left)."""
+    """docs/ALGORITHMS.md, "Lazy pruning", C = 2048: (R, slack, max_drop) -> (period, left)."""
     overflow, slack, drop = sizes
     policy = resolve(
         {"name": "lazy", "budget": 2044, "overflow": overflow, "slack": slack, "max_drop": drop}
@@ -381,7 +381,7 @@ def test_lazy_periods(sizes: tuple[int, int, int]) -> None:
 
 
 def test_lazy_staging_after_a_long_append() -> None:
-    """Where slack and max_drop do act (docs/INTERNALS.md, "Lazy pruning"): 2090 -> 2058."""
+    """Where slack and max_drop do act (docs/ALGORITHMS.md, "Lazy pruning"): 2090 -> 2058."""
     policy = resolve({"name": "lazy", "budget": 2044, "overflow": 32, "slack": 16, "max_drop": 32})
     assert [policy.pruned(length) for length in (2079, 2080, 2090, 4096)] == [
         2079,

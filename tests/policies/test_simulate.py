@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.oracle.settings import make_sim, score_rule
-from tests.policies.cases import raw_settings, raw_unit_settings
+from tests.policies.cases import LiteralScores, raw_settings, raw_unit_settings
 from vllm_cascade.policies.beehive import Beehive
 from vllm_cascade.policies.registry import POLICIES, resolve
 from vllm_cascade.policies.simulate import simulate
@@ -26,22 +26,12 @@ def test_with_probabilities_it_keeps_what_the_oracle_keeps(name: str, data: st.D
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     by_text = raw.get("importance") == "tfidf" or name == "random"
     probs = rng.random(TOKENS if by_text else (TOKENS, TOKENS)).astype(np.float32)
-    sim, rule = make_sim(raw), score_rule(raw)
-    scores: dict[int, float] = {}
+    sim = make_sim(raw)
+    scores = LiteralScores(sim, score_rule(raw), probs)
     for t, step in enumerate(simulate(resolve(raw), TOKENS, probs)):
-        if by_text:
-            scores = dict(enumerate(probs[: t + 1].tolist()))
-        else:
-            scores = {
-                i: rule["decay"] * scores.get(i, 0.0) + rule["weight"] * float(probs[t, i])
-                for i in [*sim.tokens(), t]
-            }
-
-        def compared(i: int, t: int = t, scores: dict[int, float] = scores) -> float:
-            return scores.get(i, 0.0) / (t + 1 - sim.first_of(i) if sim.normalise else 1)
-
-        sim.insert(t, compared)
-        sim.end_stride(compared)
+        scores.see(t)
+        sim.insert(t, scores)
+        sim.end_stride(scores)
         assume(sim.closest_contest > 1e-5)  # else fp32 may decide otherwise than fp64
         assert step.t == t + 1 and step.kept == sim.tokens()
         assert len(step.region) == len(step.kept)
@@ -86,3 +76,18 @@ def test_shapes_of_scores(raw: dict[str, Any], shape: tuple[int, ...], right: bo
     axes = "T" if raw["name"] == "dgc" else "T, T"
     with pytest.raises(ValueError, match=rf"an array \[{axes}\] with T >= 5 tokens, not \("):
         list(steps)
+
+
+@pytest.mark.parametrize(
+    ("tie", "kept"),
+    [
+        ("resident", [0, 13, 17, 21, 25, 29, 31, 33, 35, 37, 38, 39, 40]),
+        ("incoming", [0, 16, 20, 24, 28, 30, 32, 34, 36, 37, 38, 39, 40]),
+    ],
+)
+def test_equal_scores(tie: str, kept: list[int]) -> None:
+    """The cascade of docs/ALGORITHMS.md, "Cascade", after token 40, derived by hand there."""
+    raw = {"name": "cascade", "budget": 12, "num_sinks": 1, "num_subcaches": 3, "tie": tie}
+    policy = resolve({**raw, "eager_fill": False, "prefill_stride": 1})
+    *_, last = simulate(policy, 41)
+    assert last.kept == kept

@@ -46,8 +46,9 @@ def use_triton() -> None:
 
     quicken()
     cpu, cuda = class_of("CPUKVPolicyBackend"), class_of("CUDAKVPolicyBackend")
-    for name in ("get_impl_cls", "get_builder_cls", "make_stores"):
-        setattr(cpu, name, getattr(cuda, name))
+    for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
+        if hasattr(cuda, name):  # older checkouts do not count stores
+            setattr(cpu, name, getattr(cuda, name))
 
 
 def page_digests(worker: Any) -> list[list[bytes]]:

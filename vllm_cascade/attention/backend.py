@@ -4,19 +4,22 @@
 from typing import ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
+from vllm.config import SchedulerConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
     KVCacheLayout,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.memory import RecallMemory
 from vllm_cascade.recall.stores import UnitStores
 
 
@@ -31,16 +34,28 @@ class KVPolicyBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
-    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> UnitStores:
+    def make_stores(cls, shape: UnitShape, num_stores: int, device: torch.device) -> UnitStores:
         """Create a worker's stores for evicted units; called once, for policies with recall.
 
         Args:
             shape: a unit in all of the worker's layers.
-            max_num_seqs: most running requests.
+            num_stores: most requests with a store of their own.
             device: the layers' device.
 
         Raises:
             KVPolicyError: the stores do not fit in memory.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def count_stores(
+        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, limits: SchedulerConfig
+    ) -> RecallMemory:
+        """Create the scheduler's count of the stores that ``make_stores`` makes in a rank.
+
+        Args:
+            shape: units in all layers of the model.
+            limit_bytes: most host memory of the rank.
         """
         raise NotImplementedError
 
@@ -62,14 +77,15 @@ class KVPolicyBackend(AttentionBackend):
         if config is None:  # vLLM compares the bytes of a token and of a recurrent state
             return spec
         policy = policy_of(config.additional_config)
-        if spec.head_size_v != spec.head_size:
+        latent = type(spec) is MLAAttentionSpec and cls.is_mla()
+        if spec.head_size_v != spec.head_size and not latent:
             raise KVPolicyError(
                 f"kv_policy: a layer's values have {spec.head_size_v} channels and its keys "
                 f"{spec.head_size}, which no policy supports; use --kv-policy full"
             )
         if type(spec) is SlidingWindowSpec and policy is not None:
             return spec
-        if type(spec) is not FullAttentionSpec or policy is None:
+        if not (latent or type(spec) is FullAttentionSpec) or policy is None:
             raise KVPolicyError(
                 f"kv_policy: a layer with {type(spec).__name__} cannot be bounded; use a model "
                 "whose layers use full attention or sliding windows"

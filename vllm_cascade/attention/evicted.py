@@ -15,7 +15,7 @@ class Evicted:
     """Evicted units in storage order: by rank before the stride, the stride's own units last.
 
     Attributes:
-        rows: ``[H, n, unit, 2 D]``, keys and values in the pages' dtype.
+        rows: ``[H, n, unit, row_size]``, in the pages' dtype.
         born: int32 ``[sets, n]``, the position at which the first key was rotated.
         token: int32 ``[sets, n]``, the first token's index in the stream.
         scale: fp32 ``[H, n, unit, 2]``, quantisation scales per row; None if rows have no scales.
@@ -31,7 +31,7 @@ class Evicted:
         """Allocate uninitialised memory for ``num_units`` units."""
         words = torch.empty(2, layer.num_sets, num_units, dtype=torch.int32)
         keys = (layer.num_kv_heads, num_units, pages.unit)
-        rows = torch.empty(*keys, 2 * layer.head_size, dtype=pages.kv.dtype)
+        rows = torch.empty(*keys, layer.row_size, dtype=pages.kv.dtype)
         scale = None if pages.scale is None else torch.empty(*keys, pages.scale.shape[-1])
         return cls(rows, words[0], words[1], scale)
 

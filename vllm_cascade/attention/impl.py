@@ -35,12 +35,15 @@ class KVPolicyImpl(AttentionImpl[Any]):
         knows_windows: whether the device supports sliding windows.
         knows_sinks: whether the device supports learned sinks.
         knows_codes: whether the device supports quantised rows.
+        name: the layer's name, once prepared.
+        latent: channels of a latent row's value (``LayerConfig.latent``); None in other layers.
     """
 
     knows_windows: ClassVar[bool] = False
     knows_sinks: ClassVar[bool] = False
     knows_codes: ClassVar[bool] = False
     recall: LayerStore | None = None
+    latent: int | None = None
 
     def __init__(
         self,
@@ -83,6 +86,8 @@ class KVPolicyImpl(AttentionImpl[Any]):
         self.softcap = float(logits_soft_cap or 0.0)
         self.alibi_slopes = _slopes(alibi_slopes)
         self.recorder: Recorder | None = None
+        self.name = ""
+        self._first_rotary = 0
         self._layer: LayerConfig | None = None
         self._pages: Pages | None = None
 
@@ -104,15 +109,18 @@ class KVPolicyImpl(AttentionImpl[Any]):
             scales: per-tensor quantisation scales of keys and values.
             place: name of the layer, and index of its first KV head among those of all ranks.
         """
+        self.name = place[0]
         slopes, device = self.alibi_slopes, kv_cache.device
         if slopes is not None:
             self.alibi_slopes = slopes = slopes.to(device)
             slopes = slopes.view(self.num_kv_heads, -1)
-        shared = spec.policy.head_policy == "homogeneous"  # all ranks must keep the same tokens
+        # All ranks must keep the same tokens if they share the heads of a set.
+        shared = spec.policy.head_policy == "homogeneous" or spec.latent
         scores, sinks = spec.window is None, self.sinks  # window layers compare no scores
         rotation = None
         if rotary is not None:
             rotation = self.rotation_table(rotary, spec, device)
+            self._first_rotary = rotary.begin
         self._pages = page_views(kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales))
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
@@ -131,6 +139,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
             sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
             dtype=dtype,
             salts=self._salts_of(spec, place, device),
+            latent=self.latent,
         )
 
     def _salts_of(
@@ -195,5 +204,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if attn_metadata is None:
             self.reserve(query)
             return output.zero_()
+        if self._first_rotary:  # a stored key begins with its rotary channels
+            query, key = (rows.roll(-self._first_rotary, -1) for rows in (query, key))
         self.run(layer.layer_name, attn_metadata, NewTokens(query, key, value, output), kv_cache)
         return output

@@ -33,6 +33,8 @@ class LayerConfig:
         dtype: dtype of new tokens' rows; None uses the dtype of the pages.
         salts: int32 ``[num_sets]``, hashed into each score from the host, so that layers and head
             sets get scores of their own; None: all use the host's score.
+        latent: channels of the value if a row is a latent one (``latent.py``): the key is the whole
+            row, and the value is its last ``latent`` channels. None: a row is a key, then a value.
     """
 
     num_kv_heads: int
@@ -51,6 +53,24 @@ class LayerConfig:
     sinks: torch.Tensor | None = None
     dtype: torch.dtype | None = None
     salts: torch.Tensor | None = None
+    latent: int | None = None
+
+    @property
+    def row_size(self) -> int:
+        """Channels of a stored row."""
+        return 2 * self.head_size if self.latent is None else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        return self.head_size if self.latent is None else self.latent
+
+    def row(self, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The rows ``[..., row_size]`` of keys and values."""
+        return torch.cat([key, value], dim=-1) if self.latent is None else key
+
+    def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the keys and values in rows ``[..., row_size]``."""
+        return rows[..., : self.head_size], rows[..., self.row_size - self.value_size :]
 
     def reduce_heads(self, mass: torch.Tensor) -> torch.Tensor:
         """Reduce the attention mass of query heads to one value per head set, over all ranks.
@@ -93,8 +113,9 @@ class NewTokens(NamedTuple):
 
     Attributes:
         query: ``[num_tokens, num_heads, head_size]``.
-        key, value: ``[num_tokens, num_kv_heads, head_size]``.
-        output: ``[num_tokens, num_heads, head_size]``, written by attention.
+        key: ``[num_tokens, num_kv_heads, head_size]``.
+        value: ``[num_tokens, num_kv_heads, value_size]``.
+        output: ``[num_tokens, num_heads, value_size]``, written by attention.
     """
 
     query: torch.Tensor

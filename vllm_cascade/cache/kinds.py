@@ -106,5 +106,8 @@ def kinds_of(specs: Iterable[KVPolicySpec], policy: Policy, block_size: int) -> 
             kind,
             token_bytes=kind.token_bytes + spec.row_bytes // spec.page_slots,
             page_bytes=kind.page_bytes + spec.page_size_bytes,
+            num_layers=kind.num_layers + 1,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
         )
     return tuple(kinds.values())

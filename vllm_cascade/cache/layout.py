@@ -3,7 +3,8 @@
 
 A page is one vLLM block. It holds, in this order:
 
-- keys and values, ``[num_kv_heads, block_size, 2 * head_size]``, in the model's dtype or in 8 bits;
+- rows, ``[num_kv_heads, block_size, row_size]``, in the model's dtype or in 8 bits. A row is a key
+  and a value, or a latent row that is both (``attention/latent.py``);
 - 4-byte words for each unit and head set (``UNIT_WORDS``);
 - scales for each row, if the cache quantises rows separately (``quantised.py``).
 
@@ -13,6 +14,7 @@ need no clearing. This module does not decide which tokens are kept or allocate 
 (``manager.py``).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ class Pages:
     """Views of one layer's page pool, all sharing the pool's storage.
 
     Attributes:
-        kv: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``, K then V.
+        kv: ``[num_blocks, num_kv_heads, block_size, row_size]``.
         rank: int32 ``[num_blocks, num_sets, block_size // unit]``, chronological rank of the unit;
             -1: empty slots.
         born: int32, same shape: position at which the unit's first key was rotated. The unit's
@@ -59,18 +61,18 @@ class Pages:
         return self.kv.shape[2] // self.rank.shape[2]
 
     def rows(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Read pages as ``[..., num_kv_heads, block_size, 2 * head_size]``.
+        """Read pages as ``[..., num_kv_heads, block_size, row_size]``.
 
         The dtype is the cache's, or fp32 if the cache is quantised.
         """
         return self.read(self.kv[blocks], None if self.scale is None else self.scale[blocks])
 
     def read(self, stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Decode stored rows ``[..., 2 * head_size]`` with their scales ``[..., 2]``, if any."""
+        """Decode stored rows ``[..., row_size]`` with their scales ``[..., 2]``, if any."""
         return stored if self.quantised is None else self.quantised.decode(stored, scale)
 
     def stored(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Encode rows ``[..., 2 * head_size]`` for a page; also returns scales ``[..., 2]``."""
+        """Encode rows ``[..., row_size]`` for a page; also returns scales ``[..., 2]``."""
         if self.quantised is None:
             return rows.to(self.kv.dtype), None
         return self.quantised.encode(rows)
@@ -89,12 +91,12 @@ def page_views(
 
     Args:
         kv_cache: vLLM's tensor for the layer, ``[num_blocks, num_kv_heads, page_slots,
-            2 * head_size]``.
+            row_size]``.
         quantised: The layer's encoding; None: unquantised.
     """
     num_blocks, num_heads, block_size, width = kv_cache.shape
     assert (num_heads, block_size) == (spec.num_kv_heads, spec.page_slots), kv_cache.shape
-    assert width == 2 * spec.head_size, kv_cache.shape
+    assert width == spec.row_size, kv_cache.shape
     assert kv_cache[0].is_contiguous(), "a page's keys and values must be contiguous"
     page_bytes = kv_cache.stride(0) * kv_cache.element_size()
     start = kv_cache.storage_offset() * kv_cache.element_size() + spec.unpadded_page_size_bytes
@@ -131,3 +133,11 @@ def whole_pages(kv_cache: torch.Tensor) -> torch.Tensor:
         (kv_cache.shape[0], page_bytes),
         (page_bytes, 1),
     )
+
+
+def page_pools(kv_caches: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Unique tensors, int8 ``[num_blocks, page bytes]``, that hold all of every page.
+
+    Layers of different cache groups can share a tensor.
+    """
+    return list({cache.data_ptr(): whole_pages(cache) for cache in kv_caches}.values())

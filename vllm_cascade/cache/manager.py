@@ -28,6 +28,8 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     Attributes:
         snapshots: Snapshots for prefix caching, including pages of recurrent states; None: prefix
             caching is off.
+        memory: ``recall.memory.RecallMemory``, host memory for evicted units, which a request needs
+            to be admitted; None: nothing is recalled.
         states: Managers of recurrent states, which allocate one page per request (``states.py``).
     """
 
@@ -36,24 +38,35 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)
-        self._limits: dict[str, tuple[int, Schedule]] = {}  # maximum tokens, and the policy
+        # Maximum tokens, the policy, and maximum tokens for host memory.
+        self._limits: dict[str, tuple[int, Schedule, int]] = {}
         self.snapshots: SnapshotStore | None = None
+        self.memory: Any = None
         self.states: Sequence[SingleTypeKVCacheManager] = ()
         if self.enable_caching:
             stride = kv_cache_spec.policy.prefill_stride
             self.snapshots = SnapshotStore(block_pool, block_pool.hash_block_size, stride)
 
-    def set_limit(self, request_id: str, num_tokens: int, schedule: Schedule | None = None) -> None:
+    def set_limit(
+        self,
+        request_id: str,
+        num_tokens: int,
+        schedule: Schedule | None = None,
+        stored_tokens: int | None = None,
+    ) -> None:
         """Set the most tokens that a request may process.
 
         Args:
             schedule: Compiled policy of the request; None: the engine's.
+            stored_tokens: The same for host memory, which cannot be raised after admission; None:
+                ``num_tokens``.
         """
-        self._limits[request_id] = num_tokens, schedule or self.kv_cache_spec.engine_schedule
+        schedule = schedule or self.kv_cache_spec.engine_schedule
+        self._limits[request_id] = num_tokens, schedule, stored_tokens or num_tokens
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
         """Pages that a request needs after ``num_tokens`` tokens."""
-        _, schedule = self._limits.get(request_id, (0, None))
+        _, schedule, _ = self._limits.get(request_id, (0, None, 0))
         return self.kv_cache_spec.num_pages(num_tokens, schedule)
 
     def final_pages(self, request_id: str) -> int:
@@ -61,7 +74,7 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         limit = self._limits.get(request_id)
         if limit is None:
             return self.kv_cache_spec.most_pages
-        return self.kv_cache_spec.num_pages(*limit)
+        return self.kv_cache_spec.num_pages(*limit[:2])
 
     def reserved_pages(self) -> int:
         """Pages promised to admitted requests but not yet allocated."""
@@ -82,7 +95,17 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         held = len(self.req_to_blocks.get(request_id, ()))
         if held:
             return max(self.num_pages(request_id, num_tokens) - held, 0)
+        if not self._has_memory(request_id):
+            return self.block_pool.num_gpu_blocks + 1  # cannot be allocated, so the request waits
         return self.final_pages(request_id) + self.reserved_pages()
+
+    def _stored_need(self, request_id: str) -> int:
+        """Host memory that a request needs for its evicted units."""
+        _, schedule, num_tokens = self._limits[request_id]
+        return self.memory.need(schedule, num_tokens)
+
+    def _has_memory(self, request_id: str) -> bool:
+        return self.memory is None or self.memory.fits(self._stored_need(request_id))
 
     def add_local_computed_blocks(
         self,
@@ -103,6 +126,8 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         num_pages = self.num_pages(request_id, num_local_computed_tokens)
         assert len(new_computed_blocks) == num_pages + len(self.states)
         needed = self.final_pages(request_id) + self.reserved_pages() + len(self.states)
+        if self.memory is not None:
+            self.memory.adopt(request_id, self.snapshots.of(new_computed_blocks).log)
         blocks = self.snapshots.adopt(new_computed_blocks, needed)
         self.req_to_blocks[request_id] = blocks[:num_pages]
         for manager, block in zip(self.states, blocks[num_pages:], strict=True):
@@ -119,6 +144,8 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
+        if self.memory is not None and request_id not in self.memory.reserved:
+            self.memory.admit(request_id, self._stored_need(request_id))
         blocks = self.req_to_blocks[request_id]
         missing = self.num_pages(request_id, num_tokens) - len(blocks)
         new_blocks = self.block_pool.get_new_blocks(missing) if missing > 0 else []
@@ -127,6 +154,8 @@ class KVPolicyManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._limits.pop(request_id, None)
+        if self.memory is not None:
+            self.memory.release(request_id)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod

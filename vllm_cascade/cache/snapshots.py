@@ -14,6 +14,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, KVCacheBlockCopy
@@ -24,16 +25,21 @@ MAX_SEEN = 1 << 14
 """Most prefix hashes remembered to find where prompts diverge."""
 
 Key = tuple[int, BlockHash]
-"""A schedule's number and the hash of a prefix."""
+"""The id of a state (``Schedule.history``) and the hash of a prefix."""
 
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """The state after a prefix of ``num_tokens`` tokens, in ``blocks``."""
+    """The state after a prefix of ``num_tokens`` tokens, in ``blocks``.
+
+    Attributes:
+        log: The scheduler's count of its evicted units in host memory; None without recall.
+    """
 
     key: Key
     num_tokens: int
     blocks: tuple[KVCacheBlock, ...]
+    log: Any = None
 
 
 @dataclass
@@ -44,7 +50,7 @@ class SnapshotCounters:
         hits: Requests that started from a snapshot.
         hit_tokens: Prompt tokens that these requests did not compute.
         stored: Snapshots taken.
-        evicted: Snapshots dropped because a page was needed.
+        evicted: Snapshots dropped because a page or host memory was needed.
         skipped: Snapshots not taken because too few pages were free.
     """
 
@@ -72,7 +78,7 @@ class SnapshotStore:
     counters: SnapshotCounters = field(default_factory=SnapshotCounters)
 
     def __post_init__(self) -> None:
-        self._by_key: dict[Key, Snapshot] = {}
+        self._by_key: OrderedDict[Key, Snapshot] = OrderedDict()  # least recently used first
         self._by_block: dict[int, Snapshot] = {}
         self._seen: OrderedDict[int, None] = OrderedDict()  # keys' 64-bit hashes
         self._pinned: list[KVCacheBlock] = []
@@ -92,7 +98,7 @@ class SnapshotStore:
         return max(num_prompt_tokens - 1, 0) // self.interval * self.interval
 
     def _key(self, schedule: Schedule, hashes: Sequence[BlockHash], num_tokens: int) -> Key:
-        return schedule.number, hashes[num_tokens // self.hash_block_size - 1]
+        return schedule.history(num_tokens), hashes[num_tokens // self.hash_block_size - 1]
 
     def _prefixes(
         self, schedule: Schedule, hashes: Sequence[BlockHash], max_tokens: int
@@ -149,6 +155,7 @@ class SnapshotStore:
         num_tokens: int,
         pages: Sequence[KVCacheBlock],
         reserved: int,
+        log: Any = None,
     ) -> None:
         """Take a snapshot of a running request, unless there is one for the same prefix.
 
@@ -159,6 +166,7 @@ class SnapshotStore:
         Args:
             pages: The request's pages, which hold its state after ``num_tokens`` tokens.
             reserved: Free pages promised to admitted requests.
+            log: The count of its evicted units.
         """
         key = self._key(schedule, hashes, num_tokens)
         if key in self._by_key:
@@ -167,12 +175,18 @@ class SnapshotStore:
             self.counters.skipped += 1
             return
         blocks = tuple(self.pool.get_new_blocks(len(pages)))
-        snapshot = Snapshot(key, num_tokens, blocks)
+        snapshot = Snapshot(key, num_tokens, blocks, log)
         self._by_key[key] = snapshot
         self._by_block.update((block.block_id, snapshot) for block in blocks)
         self._copy(pages, blocks)
         self._pinned.extend(blocks)
         self.counters.stored += 1
+
+    def of(self, blocks: Sequence[KVCacheBlock]) -> Snapshot:
+        """The snapshot that owns ``blocks``, as ``find`` returned them."""
+        snapshot = self._by_block[blocks[0].block_id]
+        assert list(snapshot.blocks) == list(blocks)
+        return snapshot
 
     def adopt(self, blocks: Sequence[KVCacheBlock], needed: int) -> list[KVCacheBlock]:
         """Provide a request with pages that will hold a snapshot's state.
@@ -185,8 +199,8 @@ class SnapshotStore:
             New pages that a copy will fill, so that the snapshot stays. If too few pages are free
             for both, the snapshot's own pages; the snapshot is then dropped.
         """
-        snapshot = self._by_block[blocks[0].block_id]
-        assert list(snapshot.blocks) == list(blocks)
+        snapshot = self.of(blocks)
+        self._by_key.move_to_end(snapshot.key)
         self.pool.touch(blocks)
         if self.pool.get_num_free_blocks() < needed:
             self._forget(snapshot)
@@ -211,6 +225,24 @@ class SnapshotStore:
         """First pages of the snapshots dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def drop_oldest(self) -> bool:
+        """Drop the least recently used snapshot; False if there is none.
+
+        A snapshot that this step takes is not copied then. Its pages are free after the step.
+        """
+        if not self._by_key:
+            return False
+        snapshot = next(iter(self._by_key.values()))
+        own = {block.block_id for block in snapshot.blocks}
+        copies = [copy for copy in self._copies if copy.dst_block_id not in own]
+        taken_now = len(copies) < len(self._copies)
+        self._copies = copies
+        self._forget(snapshot)
+        if taken_now:
+            self._dropped.pop()  # no worker has heard of it
+        self.counters.evicted += 1
+        return True
 
     def clear(self) -> None:
         """Drop all snapshots and remembered prefixes. The snapshots' pages are already free."""

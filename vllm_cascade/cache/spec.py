@@ -10,6 +10,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     FullAttentionSpec,
+    MLAAttentionSpec,
     replace_as,
 )
 
@@ -25,6 +26,16 @@ PAGE_ALIGNMENT = 64
 A GPU kernel reads 16 bytes at once only if every row is known to start at a multiple of 16 bytes.
 Triton infers this from strides divisible by 16, and our strides may count 4-byte words.
 """
+LATENT_FIELDS = (
+    "cache_dtype_str",
+    "alignment",
+    "model_version",
+    "cache_role",
+    "topk_buffer_width",
+    "is_index_group_leader",
+    "non_causal_multi_token_decode",
+)
+"""Fields of vLLM's specs for latent rows that mean nothing for a bounded cache."""
 ROW_SCALES = 2
 """Scales per slot and KV head in caches with scales for each row: key scale, value scale."""
 
@@ -39,6 +50,9 @@ class Kind:
         window: Tokens that a query attends to, its own included; None: all that the policy keeps.
         token_bytes: Bytes of one token's keys, values and scales, summed over the layers.
         page_bytes: Bytes of one page, its tail included, summed over the layers.
+        num_layers: Layers of this kind in the whole model.
+        num_kv_heads: KV heads of the last of these layers.
+        head_size: Channels of its heads.
     """
 
     policy: Policy
@@ -46,6 +60,9 @@ class Kind:
     window: int | None = None
     token_bytes: int = 0
     page_bytes: int = 0
+    num_layers: int = 0
+    num_kv_heads: int = 0
+    head_size: int = 0
 
     @property
     def most_pages(self) -> int:
@@ -94,10 +111,11 @@ class KVPolicySpec(AttentionSpec):
     @classmethod
     def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
         """Create the bounded counterpart of a full-attention layer's spec."""
+        others = LATENT_FIELDS if isinstance(spec, MLAAttentionSpec) else ()
         return replace_as(
             spec,
             cls,
-            drop=("sliding_window", "attention_chunk_size", "non_causal"),
+            drop=("sliding_window", "attention_chunk_size", "non_causal", *others),
             policy=policy,
             page_size_padded=None,
         )
@@ -145,6 +163,16 @@ class KVPolicySpec(AttentionSpec):
     def num_sets(self) -> int:
         """Head sets per layer. The KV heads of a set keep the same tokens."""
         return self.num_kv_heads if self.policy.head_policy == "per_kv_head" else 1
+
+    @property
+    def row_size(self) -> int:
+        """Channels of a stored row."""
+        return self.head_size + self.head_size_v
+
+    @property
+    def latent(self) -> bool:
+        """Whether a row's value is part of its key (``attention/latent.py``)."""
+        return self.head_size_v == 0
 
     @property
     def scale_bytes(self) -> int:

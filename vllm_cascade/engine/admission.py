@@ -18,6 +18,8 @@ from vllm_cascade.policies.arguments import KEYS, plain_key
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError, did_you_mean
+from vllm_cascade.sessions.settings import NAME as SESSION
+from vllm_cascade.sessions.settings import SESSION_ARGUMENTS, SessionSettings
 
 SHORT = {key.removeprefix("kv_"): key for key in KEYS}
 """Likely short spellings (``budget``, ``policy``, ``recall``), used to suggest the right key."""
@@ -57,7 +59,8 @@ def check_request(vllm_config: VllmConfig, prompt: int, params: SamplingParams |
         check_arguments(requests, params)
     if requests is None or params is None:
         return
-    schedule = requests.schedule(params.extra_args)
+    check_session(vllm_config, params)
+    schedule = requests.schedule(params.extra_args, prompt)
     if vllm_config.model_config.is_hybrid:
         return  # pages have more slots than a block; the engine checks the longest request at start
     limit = vllm_config.model_config.max_model_len
@@ -111,9 +114,10 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
     extra_args = getattr(params, "extra_args", None) or {}
     for key in extra_args if requests is not None else ():
         plain = plain_key(key)
-        if key in SHORT or (plain.startswith("kv_") and key not in (*KEYS, *VLLM_KEYS)):
-            hint = did_you_mean(SHORT.get(key, plain), KEYS)
-            raise _refusal(key, f"unknown argument {key!r}, choose from {', '.join(KEYS)}{hint}")
+        known = (*KEYS, *SESSION_ARGUMENTS)
+        if key in SHORT or (plain.startswith("kv_") and key not in (*known, *VLLM_KEYS)):
+            hint = did_you_mean(SHORT.get(key, plain), known)
+            raise _refusal(key, f"unknown argument {key!r}, choose from {', '.join(known)}{hint}")
     asked = [key for key in KEYS if extra_args.get(key) is not None]
     if not asked:
         return
@@ -128,6 +132,25 @@ def check_arguments(requests: PerRequest | None, params: SamplingParams | Poolin
     except KVPolicyError as error:
         key = next((key for key in asked if str(error).startswith(key)), asked[0])
         raise _refusal(key, str(error)) from None
+
+
+def check_session(vllm_config: VllmConfig, params: SamplingParams) -> None:
+    """Refuse invalid ``kv_session*`` arguments.
+
+    Raises:
+        VLLMValidationError: HTTP 400; names the key and the fix.
+    """
+    extra_args = params.extra_args or {}
+    asked = [key for key in SESSION_ARGUMENTS if extra_args.get(key) is not None]
+    if not asked:
+        return
+    if SessionSettings.of(vllm_config.additional_config) is None:
+        raise _refusal(
+            asked[0], f"{asked[0]}: this server keeps no sessions; start it with --kv-sessions"
+        )
+    name = extra_args.get(SESSION)
+    if not isinstance(name, str) or not 0 < len(name) <= 256:
+        raise _refusal(SESSION, f"{SESSION} must be a name of 1 to 256 characters, not {name!r}")
 
 
 def _check_rules(own: Schedule, key: str, most: int | None) -> None:

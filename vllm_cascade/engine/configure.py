@@ -7,12 +7,14 @@ from vllm.config import VllmConfig
 
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
+from vllm_cascade.engine.recall_memory import with_defaults
 from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
 from vllm_cascade.policies.arguments import ARGUMENTS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
 from vllm_cascade.policies.settings import CONFIG_KEY
+from vllm_cascade.sessions.settings import SessionSettings
 
 
 def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -> None:
@@ -38,10 +40,16 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
         block_size=cache.block_size,
     )
     check(config, policy, device.refusals)
+    policy = with_defaults(policy, config)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
-    if policy.token_scores is not None and config.scheduler_config.async_scheduling:
+    reasons = []
+    if policy.token_scores is not None:
+        reasons.append(f"{policy.name} scores tokens by their ids")
+    if SessionSettings.of(config.additional_config) is not None:
+        reasons.append("a session ends with the tokens of its request")
+    if reasons and config.scheduler_config.async_scheduling:
         config.scheduler_config.async_scheduling = False
-        logger.info("Asynchronous scheduling is off: %s scores tokens by their ids.", policy.name)
+        logger.info("Asynchronous scheduling is off: %s.", ", and ".join(reasons))
     if config.model_config.is_hybrid:
         # One state per request, updated in place; snapshots hold copies (``cache/states.py``).
         cache.mamba_cache_mode = "none"

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU worker with a policy."""
 
+from copy import copy
 from typing import Any
 
-from vllm.v1.core.sched.output import GrammarOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_cascade.cache.layout import page_pools
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.engine.stages import expect_hidden_states
 from vllm_cascade.engine.worker import KVPolicyWorker
+from vllm_cascade.models.rotary import rotate_latent_keys_natively
+from vllm_cascade.recall.stores import Stores
+from vllm_cascade.sessions.settings import SessionSettings
+from vllm_cascade.sessions.tiers import WorkerSessions
 
 
 class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
@@ -18,12 +25,53 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
 
     device_entry = DEVICES["cpu"]
 
+    _sessions: WorkerSessions | None = None
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        rotate_latent_keys_natively(self.model_runner.get_model())
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         expect_hidden_states(self.model_runner)
+        settings = SessionSettings.of(self.vllm_config.additional_config)
+        if settings is not None:
+            self._sessions = WorkerSessions(
+                page_pools(self.model_runner.kv_caches),
+                settings.folder,
+                shape=self._stores.shape if isinstance(self._stores, Stores) else None,
+            )
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._sessions is not None:
+            stores = self._stores if isinstance(self._stores, Stores) else None
+            commands = getattr(scheduler_output, "sessions", ())
+            resumed = self._sessions.execute(commands, stores.logs if stores else {})
+            if stores:
+                stores.resume(resumed)
+        return self._with_report(super().execute_model(scheduler_output))
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.use_v2_model_runner:
             return super().sample_tokens(grammar_output)
         with unfinished_prompts_draw_nothing(self.model_runner):
-            return super().sample_tokens(grammar_output)
+            return self._with_report(super().sample_tokens(grammar_output))
+
+    def _with_report(self, output: Any) -> Any:
+        """A step's output with what the threads of sessions finished, if there is any."""
+        if self._sessions is None or not isinstance(output, ModelRunnerOutput):
+            return output
+        report = self._sessions.take_report()
+        if report:
+            output = copy(output)  # vLLM returns one object for all steps without tokens
+            output.kv_sessions = report
+        return output
+
+    def kv_session_bytes(self) -> int:
+        """Bytes of host memory that sessions take in this worker."""
+        return 0 if self._sessions is None else self._sessions.num_bytes
+
+    def shutdown(self) -> None:
+        if self._sessions is not None:
+            self._sessions.close()
+        super().shutdown()

@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_cascade.engine.refusals import REFUSALS, Refusal
+from vllm_cascade.engine.refusals import REFUSALS, Refusal, keeps_sessions
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
 from vllm_cascade.log import logger
 from vllm_cascade.policies.policy import Policy
@@ -38,6 +39,7 @@ class Device:
         slot: vLLM's backend name that our backend is registered under while layers are built.
         backend: name of our backend class, a ``KVPolicyBackend``. It names a ``StepBuilder`` and a
             ``KVPolicyImpl``.
+        latent_slots, latent_backend: the same for multi-head latent attention, if supported.
         page_tokens: tokens of a page without ``--block-size``; None: vLLM's configuration has it.
         most_rules: maximum further rules of one request's own policy; None: no limit.
         own_refusals: what this device cannot run. The first that applies is raised.
@@ -50,6 +52,8 @@ class Device:
     worker: ClassVar[str]
     slot: ClassVar[AttentionBackendEnum]
     backend: ClassVar[str]
+    latent_slots: ClassVar[tuple[AttentionBackendEnum, ...]] = ()
+    latent_backend: ClassVar[str] = ""
     page_tokens: ClassVar[int | None] = None
     most_rules: ClassVar[int | None] = None
     own_refusals: ClassVar[tuple[Refusal, ...]] = ()
@@ -69,6 +73,12 @@ class Device:
         )
         return (*self.own_refusals, worker, *REFUSALS)
 
+    @property
+    def backends(self) -> dict[AttentionBackendEnum, str]:
+        """Our backend classes by the name of vLLM's that each replaces."""
+        latent = dict.fromkeys(self.latent_slots, self.latent_backend)
+        return {self.slot: self.backend, **latent}
+
     def is_current(self) -> bool:
         """Whether vLLM runs on this device in this process."""
         raise NotImplementedError
@@ -76,6 +86,14 @@ class Device:
     def facts(self) -> dict[str, Any]:
         """What a check's verdict holds for, besides versions of packages."""
         return {}
+
+    def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
+        """Restore what vLLM changed for kernels of its own that ours replace.
+
+        Args:
+            config: changed in place; called before all checks.
+            arguments: what the user asked for, with vLLM's defaults.
+        """
 
     def configure(self, config: VllmConfig, policy: Policy) -> None:
         """Change ``config`` further; called once, after all checks have passed."""
@@ -89,6 +107,8 @@ class CPU(Device):
     worker = "vllm_cascade.engine.cpu_worker.CPUKVPolicyWorker"
     slot = AttentionBackendEnum.CPU_ATTN  # the CPU platform knows no other
     backend = "vllm_cascade.attention.cpu.backend.CPUKVPolicyBackend"
+    latent_slots = AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA
+    latent_backend = "vllm_cascade.attention.cpu.backend.CPULatentBackend"
     # vLLM's own default, which it sets at model load from 0.33 on. Units may be pages, and
     # admission counts pages, so it must be known earlier.
     page_tokens = 128
@@ -116,6 +136,14 @@ class CPU(Device):
 
     def is_current(self) -> bool:
         return current_platform.is_cpu()
+
+    def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
+        if not config.model_config.use_mla:
+            return
+        config.scheduler_config.enable_chunked_prefill = arguments.enable_chunked_prefill
+        config.scheduler_config.max_num_batched_tokens = arguments.max_num_batched_tokens
+        config.cache_config.enable_prefix_caching = arguments.enable_prefix_caching
+        config.cache_config.block_size = arguments.block_size or config.cache_config.block_size
 
 
 class CUDA(Device):
@@ -180,10 +208,26 @@ class CUDA(Device):
             "--kv-recall 0",
         ),
         Refusal(
+            "MLA on CUDA",
+            lambda config, _: config.model_config.use_mla,
+            "models with multi-head latent attention (DeepSeek V2 and V3, Kimi K2 and others) run "
+            "on the CPU only: kernels for CUDA are not built; use --kv-policy full",
+        ),
+        Refusal(
+            "recalled rows in 8 bits on CUDA",
+            lambda _, policy: policy.recall > 0 and policy.recall_rows == "int8",
+            "on CUDA recall stores rows as they are in the cache; set recall_rows to exact",
+        ),
+        Refusal(
             "recurrent layers on CUDA",
             lambda config, _: config.model_config.is_hybrid,
             "models with recurrent layers run on the CPU only: they are not tested on CUDA; use "
             "--kv-policy full",
+        ),
+        Refusal(
+            "sessions on CUDA",
+            lambda config, _: keeps_sessions(config),
+            "--kv-sessions is not tested on CUDA yet; remove it",
         ),
     )
 

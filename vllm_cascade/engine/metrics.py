@@ -8,27 +8,34 @@ the counts to the front-end (``patches/stat_loggers.py``).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from prometheus_client import Counter, Gauge
 from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.metrics.loggers import AggregateStatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request
 
 from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.engine.session_metrics import SessionStats
+from vllm_cascade.engine.stat_logger import StatLogger
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.strides import count_strides
+from vllm_cascade.recall.memory import RecallMemory
 
 PREFIX = "vllm:kv_policy_"
 GAUGES = {
     "cached_tokens": "Tokens that running requests have cached, per layer and head.",
     "recalled_tokens": "Evicted tokens that running requests have cached again.",
     "stored_tokens": "Evicted tokens that wait in host memory for running requests.",
+    "recall_memory_bytes": "Host memory that evicted tokens of running requests and of snapshots "
+    "take, over all layers and ranks.",
+    "recall_memory_reserved_bytes": "Host memory reserved for running requests.",
+    "recall_memory_limit_bytes": "Most host memory that evicted tokens may take.",
     "pages": "KV cache pages that requests hold.",
     "saved_bytes": "Bytes that full attention would hold for the running requests, less the "
     "bytes that they hold; negative while requests are shorter than the budget.",
@@ -51,6 +58,9 @@ class KVPolicyStats:
     cached_tokens: int = 0
     recalled_tokens: int = 0
     stored_tokens: int = 0
+    recall_memory_bytes: int = 0
+    recall_memory_reserved_bytes: int = 0
+    recall_memory_limit_bytes: int = 0
     pages: int = 0
     saved_bytes: int = 0
     evicted_tokens: int = 0
@@ -60,9 +70,10 @@ class KVPolicyStats:
 
 @dataclass
 class KVPolicySchedulerStats(SchedulerStats):
-    """vLLM's statistics of a step, plus those of the policy; None if no policy runs."""
+    """vLLM's statistics of a step, plus those of the policy and of sessions; None if off."""
 
     kv_policy: KVPolicyStats | None = None
+    kv_sessions: SessionStats | None = None
 
 
 def saved_bytes(spec: KVPolicySpec, lengths: Sequence[int], pages: int) -> int:
@@ -113,14 +124,24 @@ class Meter:
             strides = count_strides(first, end, prompt, stride, unit)
             self._grown.strides += int(strides.sum())
 
-    def report(self, requests: dict[str, Request], snapshot_hits: int) -> KVPolicyStats:
+    def report(
+        self,
+        requests: dict[str, Request],
+        snapshot_hits: int,
+        memory: RecallMemory | None = None,
+    ) -> KVPolicyStats:
         """The current levels, and the counts since the last report.
 
         Args:
             requests: all unfinished requests, by id.
             snapshot_hits: total since the engine started.
+            memory: host memory of evicted tokens; None: nothing is recalled.
         """
         stats, self._grown = self._grown, KVPolicyStats()
+        if memory is not None:
+            stats.recall_memory_bytes = memory.used_bytes
+            stats.recall_memory_reserved_bytes = memory.reserved_bytes
+            stats.recall_memory_limit_bytes = memory.limit_bytes
         stats.snapshot_hits = snapshot_hits - self._snapshot_hits
         self._snapshot_hits = snapshot_hits
         held: list[tuple[Request, int]] = []
@@ -153,8 +174,10 @@ class Meter:
         return groups.items()
 
 
-class KVPolicyStatLogger(AggregateStatLoggerBase):
+class KVPolicyStatLogger(StatLogger):
     """Exports ``vllm:kv_policy_*`` on ``/metrics``; only used by engines with a policy."""
+
+    key = "kv_policy"
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         policy = policy_of(vllm_config.additional_config)
@@ -166,7 +189,7 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
             for name, text in GAUGES.items()
         }
         metrics |= {name: Counter(PREFIX + name, text, labels) for name, text in COUNTERS.items()}
-        self._metrics = {
+        self.metrics = {
             index: {
                 name: metric.labels(model, str(index), policy.name)
                 for name, metric in metrics.items()
@@ -174,21 +197,8 @@ class KVPolicyStatLogger(AggregateStatLoggerBase):
             for index in engine_indexes
         }
 
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: MultiModalCacheStats | None = None,
-        engine_idx: int = 0,
-    ) -> None:
-        stats: KVPolicyStats | None = getattr(scheduler_stats, "kv_policy", None)
-        if stats is None:
-            return
-        metrics = self._metrics[engine_idx]
+    def export(self, metrics: dict[str, Any], stats: KVPolicyStats) -> None:
         for name in GAUGES:
             metrics[name].set(getattr(stats, name))
         for name in COUNTERS:
             metrics[name].inc(getattr(stats, name))
-
-    def log_engine_initialized(self) -> None:
-        pass

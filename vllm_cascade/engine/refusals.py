@@ -15,8 +15,10 @@ from vllm.transformers_utils.config import iter_rope_parameters
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.models.architectures import may_be_unrotated, needs_no_positions
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
+from vllm_cascade.policies.arguments import CHECK
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.settings import SessionSettings
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
@@ -72,6 +74,15 @@ def _no_movable_positions(config: VllmConfig) -> bool:
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
     )
+
+
+def keeps_sessions(config: VllmConfig) -> bool:
+    return SessionSettings.of(config.additional_config) is not None
+
+
+def _several_processes(config: VllmConfig) -> bool:
+    parallel = config.parallel_config
+    return parallel.world_size * parallel.data_parallel_size > 1
 
 
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
@@ -160,7 +171,44 @@ REFUSALS: tuple[Refusal, ...] = (
         "importance 'cluster' rewrites a mean for every token that joins it, and 8 bits would "
         "round it every time; set --kv-cache-dtype to auto, or choose another importance",
     ),
-    _model("MLA", "models with multi-head latent attention are", lambda m: m.use_mla),
+    Refusal(
+        "sparse attention",
+        lambda config, _: any(
+            hasattr(config.model_config.hf_text_config, key)
+            for key in ("index_topk", "compress_ratios")
+        ),
+        "the model's layers choose the tokens that they attend to (DeepSeek V3.2 and V4, GLM-5), "
+        "by keys of their own that a policy would have to evict, too; use --kv-policy full",
+    ),
+    Refusal(
+        "MLA by transformers",
+        lambda config, _: (
+            config.model_config.use_mla and config.model_config.using_transformers_backend()
+        ),
+        "multi-head latent attention of a model that vLLM runs by transformers is not tested; set "
+        "--model-impl vllm, or use --kv-policy full",
+    ),
+    Refusal(
+        "recalled latents in 8 bits",
+        lambda config, policy: (
+            policy.recall > 0 and policy.recall_rows == "int8" and config.model_config.use_mla
+        ),
+        "recall stores latent rows of MLA models as they are cached; set recall_rows to exact",
+    ),
+    Refusal(
+        "check of MLA",
+        lambda config, _: (
+            config.model_config.use_mla and config.additional_config.get(CHECK, "off") != "off"
+        ),
+        f"--{CHECK.replace('_', '-')} must be off for models with multi-head latent attention: it "
+        "does not compare their kernels",
+    ),
+    Refusal(
+        "quantised latents",
+        lambda config, _: config.model_config.use_mla and config.cache_config.cache_dtype in CODES,
+        "--kv-cache-dtype must be auto for models with multi-head latent attention: 8-bit latents "
+        "are not built",
+    ),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
     Refusal(
         "pooling",
@@ -238,6 +286,12 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "importance 'cluster' with head_policy homogeneous would need the keys of every rank; set "
         'head_policy to "per_kv_head" with --tensor-parallel-size above 1',
+    ),
+    Refusal(
+        "sessions over ranks",
+        lambda config, _: keeps_sessions(config) and _several_processes(config),
+        "--kv-sessions is not tested with --tensor-parallel-size, --pipeline-parallel-size or "
+        "--data-parallel-size above 1 yet; set them to 1, or remove --kv-sessions",
     ),
     Refusal(
         "prefill threshold",

@@ -14,10 +14,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_cascade.policies.arguments import KEYS, REQUEST, collect, plain_key
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.settings import SESSION_ARGUMENTS
 
 MIDDLEWARE = f"{__name__}.KVKeysMiddleware"
 """Import path for vLLM's ``--middleware``."""
-_WORDS = "|".join(["extra_body", *KEYS]).replace("_", "[_-]").encode()
+ALL_KEYS = (*KEYS, *SESSION_ARGUMENTS)
+_WORDS = "|".join(["extra_body", *ALL_KEYS]).replace("_", "[_-]").encode()
 _SUSPECT = re.compile(b'"(' + _WORDS + b')"', re.IGNORECASE)
 
 
@@ -26,12 +28,12 @@ def wrong_place(body: Any) -> tuple[str, str] | None:
     if not isinstance(body, dict):
         return None
     for key, value in body.items():
-        if plain_key(key) in KEYS:
+        if plain_key(key) in ALL_KEYS:
             right = json.dumps({"vllm_xargs": {plain_key(key): value}})
             return key, f"{key} is not read at the top level of a request; send {right}"
     client = body.get("extra_body")
     if isinstance(client, dict) and any(
-        key == "vllm_xargs" or plain_key(key) in KEYS for key in client
+        key == "vllm_xargs" or plain_key(key) in ALL_KEYS for key in client
     ):
         return "extra_body", (
             "extra_body is an argument of OpenAI's Python client, which sends what is in it at the "

@@ -10,15 +10,20 @@ In the same hook, the scheduler sets each request's maximum length. The page man
 for it.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from vllm_cascade.cache.manager import KVPolicyManager
@@ -26,29 +31,39 @@ from vllm_cascade.cache.snapshots import SnapshotCounters, SnapshotStore
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateManager
 from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
+from vllm_cascade.engine.recall_memory import log_memory, model_shape, open_memory
+from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.log import logger
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.strides import aligned_chunk
+from vllm_cascade.recall.memory import RecallMemory
+from vllm_cascade.sessions.index import Command
+from vllm_cascade.sessions.settings import SessionSettings
 
 
 @dataclass
 class PolicySchedulerOutput(SchedulerOutput):
-    """vLLM's scheduler output, plus the snapshots dropped since the previous one.
+    """vLLM's scheduler output, plus what else workers must know.
 
     Attributes:
-        dropped_snapshots: first page of each; other requests may already own these pages.
+        dropped_snapshots: first page of each snapshot dropped since the previous output; other
+            requests may already own these pages.
+        sessions: what workers do with sessions before the step.
     """
 
     dropped_snapshots: tuple[int, ...] = ()
+    sessions: tuple[Command, ...] = ()
 
     @classmethod
-    def of(cls, output: SchedulerOutput, dropped: list[int]) -> SchedulerOutput:
-        if not dropped:
+    def of(
+        cls, output: SchedulerOutput, dropped: list[int], sessions: tuple[Command, ...] = ()
+    ) -> SchedulerOutput:
+        if not dropped and not sessions:
             return output
         parts = {field.name: getattr(output, field.name) for field in fields(output)}
-        return cls(**parts, dropped_snapshots=tuple(dropped))
+        return cls(**parts, dropped_snapshots=tuple(dropped), sessions=sessions)
 
 
 class _StrideAligned:
@@ -72,8 +87,10 @@ class _StrideAligned:
         self._managers[0].states = self._states
         spec: KVPolicySpec = self._managers[0].kv_cache_spec
         self._stride = spec.policy.prefill_stride
-        self._recalls = spec.engine_schedule.policy.recall > 0
+        self._memory = self._open_memory(spec)
+        self._managers[0].memory = self._memory
         self._requests = PerRequest(spec.engine_schedule)
+        self._schedules: WeakKeyDictionary[Request, Schedule] = WeakKeyDictionary()
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission
         self._warn_of_small_pool()
@@ -81,6 +98,27 @@ class _StrideAligned:
         copies = [(manager, ranks * self._num_layers(manager)) for manager in self._managers]
         self._meter = Meter(copies, self._schedule_of, self._states)
         self._log_prefix_caching()
+        self.sessions = self._open_sessions(spec)
+
+    def _open_sessions(self, spec: KVPolicySpec) -> SchedulerSessions | None:
+        """The scheduler's sessions; None: off."""
+        settings = SessionSettings.of(self.vllm_config.additional_config)
+        if settings is None:
+            return None
+        chunk_bytes = 0 if self._memory is None else self._memory.chunk_bytes
+        config, caches = self.vllm_config, self.kv_cache_config
+        return SchedulerSessions(config, caches, settings, self._schedule_of, spec, chunk_bytes)
+
+    def _open_memory(self, spec: KVPolicySpec) -> RecallMemory | None:
+        """Count the host memory of evicted units, and log its bound; None without recall."""
+        group = self.kv_cache_config.kv_cache_groups[self._managers[0].kv_cache_group_id]
+        policy = spec.engine_schedule.policy  # the spec may be that of a layer with a window
+        shape = model_shape(spec, len(group.layer_names))
+        if not policy.recall or not shape.num_layers:
+            return None
+        memory = open_memory(shape, policy, self.vllm_config)
+        log_memory(memory, policy, self.vllm_config)
+        return memory
 
     def _num_layers(self, manager: KVPolicyManager) -> int:
         """Layers that share a manager's page; 1 if they are of several kinds.
@@ -145,17 +183,25 @@ class _StrideAligned:
     ) -> int:
         """vLLM's hook, called for every request just before its pages are allocated."""
         limit = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        stored = self.max_model_len if request.resumable else limit  # a session's prompt grows
         for manager in self._managers:
-            manager.set_limit(request.request_id, limit, self._schedule_of(request))
+            manager.set_limit(request.request_id, limit, self._schedule_of(request), stored)
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_prompt_tokens
         stops = self._stops(request) if start < prompt_len else ()
         return aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
 
     def _schedule_of(self, request: Request) -> Schedule:
-        """The schedule that a request runs under."""
-        params = request.sampling_params
-        return self._requests.schedule(params.extra_args if params else None)
+        """The schedule that a request runs under.
+
+        It never changes: a prompt that grows (streaming input) has the schedule of its first part.
+        """
+        schedule = self._schedules.get(request)
+        if schedule is None:
+            params, prompt_len = request.sampling_params, request.num_prompt_tokens
+            schedule = self._requests.schedule(params.extra_args if params else None, prompt_len)
+            self._schedules[request] = schedule
+        return schedule
 
     def _get_local_prefix_cache_hit(
         self, request: Request, max_cache_hit_length: int | None = None
@@ -170,11 +216,12 @@ class _StrideAligned:
             a snapshot (0: none), and False.
         """
         manager, store = self.kv_cache_manager, self._snapshots
+        resumed = 0 if self.sessions is None else self.sessions.tokens_of(request)
+        if resumed:
+            return manager.empty_kv_cache_blocks, resumed, 0, False  # its pages are new
         if store is None or not manager.prefix_cache_lookup_enabled(request):
             return manager.empty_kv_cache_blocks, 0, 0, False
-        # A preempted request resumes inside its prompt. The last token must be computed: it gives
-        # the first logits.
-        longest = min(request.num_prompt_tokens, request.num_tokens - 1)
+        longest = self._longest_hit(request)
         if max_cache_hit_length is not None:
             longest = min(longest, max_cache_hit_length)
         schedule, hashes = self._schedule_of(request), request.block_hashes
@@ -185,13 +232,37 @@ class _StrideAligned:
         groups[self._managers[0].kv_cache_group_id] = list(blocks)  # the manager splits them
         return manager.create_kv_cache_blocks(tuple(groups)), hit, junction, False
 
+    @staticmethod
+    def _longest_hit(request: Request) -> int:
+        """Most prefix tokens that need not be computed.
+
+        A preempted request resumes inside its prompt. The last token must be computed: it gives
+        the first logits.
+        """
+        return min(request.num_prompt_tokens, request.num_tokens - 1)
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """vLLM's hook: whether a waiting request can be scheduled. Here, it finds its session."""
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        if self.sessions is None or request.num_computed_tokens:
+            return True
+        known, store = 0, self._snapshots
+        if store is not None and self.kv_cache_manager.prefix_cache_lookup_enabled(request):
+            schedule, hashes = self._schedule_of(request), request.block_hashes
+            snapshot = store.find(schedule, hashes, self._longest_hit(request))
+            known = snapshot.num_tokens if snapshot else 0
+        return self.sessions.may_start(request, known)
+
     def _stops(self, request: Request) -> list[int]:
         """Prompt positions at which to take a snapshot, without those that have one.
 
-        Resumable sessions take none. Their prompts contain tokens that were decoded one by one, so
-        no other prompt reaches the same states.
+        Resumable requests and those that start from a session take none. Their prompts contain
+        tokens that were decoded one by one, so no other prompt reaches the same states.
         """
         if self._snapshots is None or request.resumable or not request.block_hashes:
+            return []
+        if self.sessions is not None and self.sessions.continues(request):
             return []
         last = self._snapshots.last_boundary(request.num_prompt_tokens)
         schedule, hashes = self._schedule_of(request), request.block_hashes
@@ -203,23 +274,70 @@ class _StrideAligned:
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
+        dropped: list[int] = []
+        started = self._start_sessions(output)
         if self._snapshots is not None:
             # Snapshots come last: they use only pages that this step's requests left free.
-            self._note_admissions(output)
+            self._note_admissions(output, started)
             self._take_snapshots(output)
+        if self._memory is not None:
+            requests = [self.requests[name] for name in output.num_scheduled_tokens]
+            rows = [(r.request_id, self._schedule_of(r), r.num_computed_tokens) for r in requests]
+            self._memory.grow(rows, self._snapshots)
+        if self._snapshots is not None:
             output.kv_cache_block_copies = self._snapshots.end_of_step() or None
             dropped = self._snapshots.take_dropped()
-            if self._recalls:
-                output = PolicySchedulerOutput.of(output, dropped)
-        return output
+        commands = () if self.sessions is None else self.sessions.take_commands()
+        return PolicySchedulerOutput.of(output, dropped if self._memory else [], commands)
 
-    def _note_admissions(self, output: SchedulerOutput) -> None:
+    def _admitted(self, output: SchedulerOutput) -> Iterator[tuple[Request, int]]:
+        """Requests that this step starts or resumes, each with the tokens it did not compute."""
         cached = output.scheduled_cached_reqs
         resumed = [name for name in cached.req_ids if name in cached.resumed_req_ids]
         for name in [*(new.req_id for new in output.scheduled_new_reqs), *resumed]:
             request = self.requests[name]
-            hit = request.num_computed_tokens - output.num_scheduled_tokens[name]
-            if hit:
+            yield request, request.num_computed_tokens - output.num_scheduled_tokens[name]
+
+    def _start_sessions(self, output: SchedulerOutput) -> set[str]:
+        """Restore the sessions of requests that this step starts; returns these requests' ids."""
+        if self.sessions is None:
+            return set()
+        started = set()
+        for request, hit in self._admitted(output):
+            if self.sessions.admitted(request, self._pages_of(request), hit):
+                started.add(request.request_id)
+                if self._memory is not None:
+                    units = self._schedule_of(request).evicted(np.asarray(hit))
+                    self._memory.resume(request.request_id, int(units))
+        return started
+
+    def _pages_of(self, request: Request) -> Callable[[int], list[int]]:
+        """Returns the block ids of a request's state after so many tokens."""
+        manager, name = self._managers[0], request.request_id
+        return lambda num: [block.block_id for block in manager.state_after(name, num)]
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's hook for finished requests: their states are kept as sessions."""
+        if self.sessions is not None:
+            self.sessions.ended(request, self._pages_of(request))
+        return super()._free_request(request, *args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if self.sessions is not None:
+            self.sessions.note(getattr(model_runner_output, "kv_sessions", None))
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.sessions is not None:
+            self.sessions.close()
+
+    def _note_admissions(self, output: SchedulerOutput, started: set[str]) -> None:
+        for request, hit in self._admitted(output):
+            name = request.request_id
+            if hit and name not in started:
                 self._snapshots.counters.hits += 1
                 self._snapshots.counters.hit_tokens += hit
             self._snapshots.remember(
@@ -243,12 +361,15 @@ class _StrideAligned:
             if start in self._stops(request):
                 schedule, hashes = self._schedule_of(request), request.block_hashes
                 pages = manager.state_after(name, start)
-                self._snapshots.take(schedule, hashes, start, pages, manager.reserved_pages())
+                log = None if self._memory is None else self._memory.fork(name)
+                self._snapshots.take(schedule, hashes, start, pages, manager.reserved_pages(), log)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        """Drop all snapshots, even if running requests prevent vLLM from resetting the pool."""
+        """Drop all snapshots and sessions, even if running requests keep vLLM from resetting."""
         if self._snapshots is not None:
             self._snapshots.clear()
+        if self.sessions is not None:
+            self.sessions.index.clear()
         return super().reset_prefix_cache(*args, **kwargs)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
@@ -261,8 +382,9 @@ class _StrideAligned:
         stats = super().make_stats(*args, **kwargs)
         if stats is None:
             return None
-        report = self._meter.report(self.requests, self.snapshot_counters.hits)
-        return KVPolicySchedulerStats(**vars(stats), kv_policy=report)
+        report = self._meter.report(self.requests, self.snapshot_counters.hits, self._memory)
+        sessions = None if self.sessions is None else self.sessions.report()
+        return KVPolicySchedulerStats(**vars(stats), kv_policy=report, kv_sessions=sessions)
 
 
 class KVPolicyScheduler(_StrideAligned, Scheduler):

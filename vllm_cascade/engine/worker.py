@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
@@ -21,18 +21,18 @@ from vllm.v1.worker.block_table import SlotMappingMode
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import whole_pages
-from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
+from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
 from vllm_cascade.engine.certify import certify_engine
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.engine.lookup import token_importance
+from vllm_cascade.engine.recall_memory import model_shape, open_memory, unit_shape
 from vllm_cascade.engine.stages import of_all_stages, own_part
 from vllm_cascade.log import logger
 from vllm_cascade.models.probe import rotaries_of
 from vllm_cascade.models.rotary import choose_long_tables
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
@@ -68,13 +68,15 @@ class KVPolicyWorker:
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
         """Make layers built in this context use our backend; later engines are not affected."""
-        slot = self.device_entry.slot
-        register_backend(slot, self.device_entry.backend)
+        backends = self.device_entry.backends
+        for slot, backend in backends.items():
+            register_backend(slot, backend)
         _cached_get_attn_backend.cache_clear()  # vLLM caches its selection
         try:
             yield
         finally:
-            slot.clear_override()
+            for slot in backends:
+                slot.clear_override()
             _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
@@ -161,20 +163,9 @@ class KVPolicyWorker:
     def _make_stores(self, specs: Sequence[KVPolicySpec], device: torch.device) -> None:
         """Create the stores of evicted units, for a policy with recall."""
         spec = specs[0]
-        policy = spec.policy
-        shape = UnitShape(
-            num_layers=len(specs),
-            num_kv_heads=spec.num_kv_heads,
-            num_sets=spec.num_sets,
-            unit=policy.unit,
-            head_size=spec.head_size,
-            dtype=spec.dtype,
-            most_units=policy.recall_store // policy.unit,
-            most_recalled=policy.recall,
-            row_scales=ROW_SCALES if spec.scale_bytes else 0,
-        )
-        most, backend = self.vllm_config.scheduler_config.max_num_seqs, self.device_entry.backend
-        self._stores = resolve_name(backend).make_stores(shape, most, device)
+        memory = open_memory(model_shape(spec, len(specs)), spec.policy, self.vllm_config)
+        shape, backend = unit_shape(spec, len(specs)), self.device_entry.backend
+        self._stores = resolve_name(backend).make_stores(shape, memory.capacity, device)
 
     def _check_recalling(self, builders: list[StepBuilder]) -> None:
         """Check that one store fits all layers whose units are recalled.
@@ -190,7 +181,9 @@ class KVPolicyWorker:
                 "recall stores units of one shape; set --kv-recall 0 for this model"
             )
 
-    def _open_stores(self, builder: StepBuilder, layers: dict[str, Attention]) -> None:
+    def _open_stores(
+        self, builder: StepBuilder, layers: dict[str, Attention | MLAAttention]
+    ) -> None:
         """Connect the builder and the layers with the stores of evicted units."""
         names, spec = builder.layer_names, builder.kv_cache_spec
         if not spec.policy.recall:
@@ -207,8 +200,8 @@ class KVPolicyWorker:
             self._stores.note(scheduler_output)
         return super().execute_model(scheduler_output)
 
-    def _attention_layers(self) -> dict[str, Attention]:
-        return get_layers_from_vllm_config(self.vllm_config, Attention)
+    def _attention_layers(self) -> dict[str, Attention | MLAAttention]:
+        return get_layers_from_vllm_config(self.vllm_config, (Attention, MLAAttention))
 
     def _builders(self) -> list[StepBuilder]:
         """The metadata builders, one per kind of attention layers.

@@ -80,7 +80,7 @@ SKIPPING = (
 )
 """vLLM model files whose layers skip their rotary module by rules that we have not tested."""
 
-ELSEWHERE = ("k2_horizon", "minicpm3")
+ELSEWHERE = ("k2_horizon",)
 """vLLM model files that rotate other channels than the first ones of a head."""
 
 HARMLESS = {

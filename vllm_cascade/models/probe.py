@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from vllm.distributed import get_pp_group
 from vllm.forward_context import set_forward_context
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.transformers_utils.config import iter_rope_parameters
@@ -41,7 +41,7 @@ Noted = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def rotaries_of(
-    model: nn.Module, layers: dict[str, Attention], config: Any
+    model: nn.Module, layers: dict[str, Attention | MLAAttention], config: Any
 ) -> dict[str, Rotary | None]:
     """Find the rotation of every attention layer; None for layers with ALiBi or NoPE.
 

@@ -2,12 +2,14 @@
 """Rotary embeddings of vLLM's models, and rotation of cached keys to new positions."""
 
 import math
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.layers.rotary_embedding import (
     Gemma4RotaryEmbedding,
     LinearScalingRotaryEmbedding,
@@ -18,6 +20,9 @@ from vllm.model_executor.layers.rotary_embedding import (
     YaRNScalingRotaryEmbedding,
 )
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
+    DeepseekScalingRotaryEmbedding,
+)
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_cascade.models.architectures import is_unrotated, skips_unknown
@@ -37,10 +42,12 @@ class Rotary:
     Attributes:
         inv_freq: fp32 ``[rotary_dim / 2]``, radians per position.
         is_neox: Channel pairs are (i, i + rotary_dim / 2); otherwise (2i, 2i + 1).
+        begin: A head's first rotary channel.
     """
 
     inv_freq: torch.Tensor
     is_neox: bool
+    begin: int = 0
 
     def table(self, max_distance: int, forward: int = 0) -> torch.Tensor:
         """Compute cos and sin of rotations by ``-d`` for ``d`` in ``[-forward, max_distance]``.
@@ -105,7 +112,7 @@ def rotary_of(module: RotaryModule) -> Rotary:
         inv_freq = module._compute_inv_freq(module.base)
     elif kind is LinearScalingRotaryEmbedding and len(module.scaling_factors) == 1:
         inv_freq = module._compute_inv_freq(module.base) / module.scaling_factors[0]
-    elif kind is YaRNScalingRotaryEmbedding:
+    elif kind in (YaRNScalingRotaryEmbedding, DeepseekScalingRotaryEmbedding):
         inv_freq, scale = module._compute_inv_freq(module.scaling_factor), module.mscale
     elif kind is MRotaryEmbedding:
         of = module.base if module.scaling_factor is None else module.scaling_factor
@@ -145,6 +152,19 @@ def choose_long_tables(model: nn.Module, max_position: int) -> None:
             module.use_long_rope = max_position > module.original_max_position_embeddings
 
 
+def rotate_latent_keys_natively(model: nn.Module) -> None:
+    """Make layers of multi-head latent attention rotate with PyTorch's operators.
+
+    They pass rows with an axis of heads. vLLM 0.32's operator for CPUs takes rows without one: it
+    would rotate one head's channels only, and at wrong addresses.
+    """
+    for module in model.modules():
+        if isinstance(module, MultiHeadLatentAttentionWrapper) and module.rotary_emb is not None:
+            rotary = copy(module.rotary_emb)  # vLLM shares it with other models
+            rotary.forward = rotary.forward_native
+            module.rotary_emb = rotary
+
+
 def _check_table(
     module: nn.Module, table: torch.Tensor, inv_freq: torch.Tensor, scale: float, last: int
 ) -> None:
@@ -162,13 +182,14 @@ def _check_table(
 
 
 def find_rotaries(
-    model: nn.Module, layers: dict[str, Attention], config: Any = None
+    model: nn.Module, layers: dict[str, Attention | MLAAttention], config: Any = None
 ) -> dict[str, Rotary | None]:
     """Find the rotation of every attention layer; None for layers with ALiBi or NoPE.
 
     A layer uses the rotary module of the nearest enclosing module that has one. This module may
     belong to the layer alone or be shared by all layers; rotary modules inside other layers do not
-    count. Models from transformers are probed instead (``probe.py``).
+    count. A layer of multi-head latent attention uses the module that its wrapper calls, if any.
+    Models from transformers are probed instead (``probe.py``).
 
     Args:
         config: The text model's configuration; None: all layers rotate.
@@ -177,26 +198,47 @@ def find_rotaries(
         KVPolicyError: If a layer has neither a rotary module nor ALiBi, or several rotary modules.
     """
     modules = dict(model.named_modules())
-    names = {module: name for name, module in modules.items() if isinstance(module, Attention)}
+    kinds = Attention, MLAAttention
+    names = {module: name for name, module in modules.items() if isinstance(module, kinds)}
     known: dict[RotaryModule, Rotary] = {}
     result: dict[str, Rotary | None] = {}
     for layer_name, layer in layers.items():
         if getattr(layer.impl, "alibi_slopes", None) is not None:
             result[layer_name] = None
             continue
+        if isinstance(layer, MLAAttention):
+            module = _latent_rotary(modules, names.get(layer, ""), layer_name)
+            result[layer_name] = None if module is None else rotary_of(module)
+            continue
         if config is not None:
             index = extract_layer_index(layer_name)
             if is_unrotated(config, index, layer.sliding_window is not None):
                 result[layer_name] = None
                 continue
-        module = _enclosing_rotary(modules, names.get(layer, ""), layer_name)
+        module, begin = _enclosing_rotary(modules, names.get(layer, ""), layer_name)
         if module not in known:
-            known[module] = rotary_of(module)
+            known[module] = replace(rotary_of(module), begin=begin)
         result[layer_name] = known[module]
     return result
 
 
-def _enclosing_rotary(modules: dict[str, nn.Module], name: str, layer_name: str) -> RotaryModule:
+def _latent_rotary(
+    modules: dict[str, nn.Module], name: str, layer_name: str
+) -> RotaryModule | None:
+    """The rotary module of a layer of multi-head latent attention; None: it does not rotate."""
+    wrapper = modules[name.rpartition(".")[0]]
+    if type(wrapper) is not MultiHeadLatentAttentionWrapper:
+        raise KVPolicyError(
+            f"kv_policy: {layer_name} is called by {type(wrapper).__name__}, and how that rotates "
+            "keys is not known; use --kv-policy full for this model"
+        )
+    return wrapper.rotary_emb
+
+
+def _enclosing_rotary(
+    modules: dict[str, nn.Module], name: str, layer_name: str
+) -> tuple[RotaryModule, int]:
+    """A layer's rotary module, and a head's first rotary channel."""
     while name:
         name = name.rpartition(".")[0]
         if skips_unknown(modules[name]):
@@ -207,7 +249,8 @@ def _enclosing_rotary(modules: dict[str, nn.Module], name: str, layer_name: str)
             )
         found = _own_rotaries(modules[name])
         if len(found) == 1:
-            return found.pop()
+            # Latent attention with keys and values for every head (MiniCPM3, VLLM_MLA_DISABLE).
+            return found.pop(), getattr(modules[name], "qk_nope_head_dim", 0)
         if found:
             raise KVPolicyError(f"kv_policy: {layer_name} has more than one rotary embedding")
     raise KVPolicyError(

@@ -18,7 +18,7 @@ class Beehive(Policy):
     """BUZZ: segment maxima of accumulated attention for new tokens, intervals for old ones.
 
     The tokens between sinks and window are the middle. When it exceeds ``threshold``, an eviction
-    thins it in two ways, as the authors' code does (docs/INTERNALS.md, "Beehive"):
+    thins it in two ways, as the authors' code does (docs/ALGORITHMS.md, "Beehive"):
 
     - Of the previous eviction's survivors, every ``floor((stride + 1) / 2)``-th stays.
     - Of every ``stride`` newer tokens, the one with the most accumulated attention stays.

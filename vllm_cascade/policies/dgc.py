@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dynamic Global Context: sinks, the most important older tokens, and the most recent ones."""
 
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import Field, model_validator
 
 from vllm_cascade.policies.policy import Policy, TokenScores
 from vllm_cascade.policies.rules import Insertions, Rule, Scoring
 from vllm_cascade.policies.settings import Misfit
+
+if TYPE_CHECKING:
+    import torch
 
 GLOBAL_SHARE = 5
 """By default 1/5 of the budget is global. The papers' best results use 60 to 160 of 510 tokens."""
@@ -119,8 +121,10 @@ class DGC(Policy):
     def arranges(self) -> bool:
         return self.order == "importance"
 
-    def arrange(self, values: torch.Tensor, t: int) -> torch.Tensor:
+    def arrange(self, values: "torch.Tensor", t: int) -> "torch.Tensor":
         """Sort the global part by falling importance once a token has been evicted."""
+        import torch
+
         ranks = torch.arange(values.shape[1]).repeat(len(values), 1)
         if t > self.base_capacity:
             middle = slice(self.num_sinks, self.num_sinks + self.num_global)

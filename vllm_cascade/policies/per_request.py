@@ -3,7 +3,8 @@
 
 Set them with ``SamplingParams(extra_args={"kv_budget": 512, "kv_policy": "sink", "kv_recall": 4})``
 or with ``vllm_xargs`` in the OpenAI API. Front-end, scheduler and worker each derive the request's
-policy from these values and the engine's policy, so no other data is sent.
+policy from these values, the length of its prompt and the engine's policy, so no other data is
+sent.
 """
 
 from collections.abc import Hashable, Mapping
@@ -31,19 +32,28 @@ class PerRequest:
         self.engine = engine
         self._known: dict[Hashable, Schedule] = {}
 
-    def schedule(self, extra_args: Mapping[str, Any] | None) -> Schedule:
-        """A request's schedule; the engine's unless the request sets its own values.
+    def schedule(
+        self, extra_args: Mapping[str, Any] | None, prompt_len: int | None = None
+    ) -> Schedule:
+        """A request's schedule: the engine's, unless it sets values or its prompt is short.
+
+        Args:
+            prompt_len: tokens of the request's first prompt, which ``keep_prompt`` keeps; None:
+                at least ``keep_prompt``.
 
         Raises:
             KVPolicyError: names the key and the fix.
         """
-        given = collect(extra_args, REQUEST) if extra_args else None
-        if not given:
+        given = collect(extra_args, REQUEST) if extra_args else Given()
+        most = self.engine.policy.keep_prompt
+        kept = most if prompt_len is None else self.engine.policy.kept(prompt_len)
+        if not given and kept == most:
             return self.engine
-        key = tuple(given.items())
+        key = kept, *given.items()
         own = self._known.get(key)
         if own is None:
-            policy = derive(self.engine.policy, given)
+            policy = derive(self.engine.policy, given) if given else self.engine.policy
+            policy = policy.model_copy(update={"keep_prompt": policy.kept(kept)})
             own = self.engine if policy == self.engine.policy else compiled(policy)
             if len(self._known) >= MAX_SCHEDULES:
                 self._known.clear()
@@ -137,6 +147,8 @@ def _missing(policy: Policy, cls: type[Policy]) -> str | None:
     other = resolve({"name": cls.name})
     if other.token_scores is not None:
         return f"scores of token ids, and this server's {policy.name} asks the host for none"
+    if other.scoring.source == "random" != policy.scoring.source:
+        return f"drawn numbers, and this server's {policy.name} draws none"
     if other.uses_attention and not policy.uses_attention:
         return f"attention scores, and this server's {policy.name} computes none"
     return None

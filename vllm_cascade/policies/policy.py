@@ -9,19 +9,22 @@ Each subclass is one file and independent of pages, slots, devices and vLLM. It 
 
 ``schedule.py`` compiles counts, positions and plans from these.
 
-``t`` is the number of earlier tokens in the stream, sinks included. If ``unit`` is larger than 1,
-the policy ``in_units`` gives the rules, and "token" there means a unit.
+``t`` is the number of earlier tokens in the stream, sinks included. The policy ``in_units`` gives
+the rules: if ``unit`` is larger than 1, "token" there means a unit, and with ``keep_prompt`` the
+kept part of the prompt counts as sinks.
 """
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
 
 from vllm_cascade.policies.rules import Insertions, Scoring
 from vllm_cascade.policies.settings import KVPolicyConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Policy(KVPolicyConfig):
         """True if positions follow ``arrange`` instead of chronological order."""
         return False
 
-    def arrange(self, values: torch.Tensor, t: int) -> torch.Tensor:
+    def arrange(self, values: "torch.Tensor", t: int) -> "torch.Tensor":
         """Order the cached tokens by position.
 
         Args:
@@ -134,7 +137,7 @@ class Policy(KVPolicyConfig):
     @property
     def base_capacity(self) -> int:
         """Most tokens cached, without waiting and recalled ones."""
-        return self.num_sinks + self.budget
+        return self.protected + self.budget
 
     @property
     def capacity(self) -> int:

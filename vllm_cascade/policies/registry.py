@@ -207,6 +207,8 @@ def _default_budget(cls: type[Policy], given: dict[str, Any], max_position: int 
 def _largest(policy: Policy) -> str:
     """Name of the setting, besides the budget, that takes the most positions."""
     keys = {key: getattr(policy, key) for key in ("num_sinks", "overflow", "prefill_stride")}
+    if policy.keep_prompt > policy.num_sinks:
+        keys["keep_prompt"] = policy.keep_prompt
     keys["recall"] = policy.recalled
     key = max(keys, key=keys.__getitem__)
     return "prefill_stride and the budget" if key == "prefill_stride" else key
@@ -226,10 +228,11 @@ def _check_fit(
         extra = f" + overflow {policy.overflow} - {policy.unit}" if policy.waiting else ""
         if policy.recall:
             extra += f" + recall {policy.recall} x unit {policy.unit}"
+        first = "num_sinks" if policy.protected == policy.num_sinks else "keep_prompt"
         raise Misfit(
             "budget",
             policy.budget,
-            f"is too large: num_sinks {policy.num_sinks} + budget {policy.budget} + prefill_stride "
+            f"is too large: {first} {policy.protected} + budget {policy.budget} + prefill_stride "
             f"{policy.prefill_stride}{extra} = {policy.max_position} positions, but the model has "
             f"{max_position}",
             *([{"budget": room // step * step}] if room >= step else []),

@@ -20,18 +20,18 @@ The schedule adds three features to every policy:
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
-from vllm_cascade.policies.execute import Plan, make_plan, survivors
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.rules import Rules, Scoring
 
 if TYPE_CHECKING:
-    pass
+    import torch
+
+    from vllm_cascade.policies.execute import Plan
 
 MAX_SCHEDULES = 512
 """Schedules cached per process; requests may set their own policies."""
@@ -40,6 +40,7 @@ MAX_PLANS = 256
 
 _numbers = itertools.count()
 _arithmetics: dict[Scoring, int] = {}
+_families: dict[Policy, int] = {}
 
 
 class Table:
@@ -87,11 +88,13 @@ class Schedule:
     """What a policy evicts at each point of a stream. Create it with ``compiled``.
 
     Attributes:
-        policy: the settings it was compiled from.
+        policy: the settings it was compiled from. ``keep_prompt`` is the number of tokens kept.
+        units: the policy that gives the rules: in units, with the kept prompt as sinks.
         unit: tokens that are kept and evicted together.
         scoring: how scores are computed and compared.
         number: process-wide id of the schedule.
         arithmetic: id of the scoring. Strides with equal ids can be batched.
+        family: negative id; equal for schedules that differ in ``keep_prompt`` only.
         moves_tokens: True if the policy also merges or reorders tokens, which rules do not express.
         keeps_newest: leading tokens kept if scores are unused and only the oldest token behind
             them is ever evicted; else None.
@@ -115,12 +118,14 @@ class Schedule:
         self.scoring = policy.scoring
         self.number = next(_numbers)
         self.arithmetic = _arithmetics.setdefault(self.scoring, len(_arithmetics))
+        others = policy.model_copy(update={"keep_prompt": 0})
+        self.family = _families.setdefault(others, -1 - len(_families))
         self.moves_tokens = policy.arranges or policy.merge_into is not None
         self.lag = policy.score_lag
-        self._units = policy.in_units
-        insertions = self._units.insertions()
+        self.units = policy.in_units
+        insertions = self.units.insertions()
         self._base = Table(insertions.rules, insertions.period)
-        self._batch = 1 if policy.batches_itself else self._units.overflow
+        self._batch = 1 if policy.batches_itself else self.units.overflow
         steps = self._base if self._batch == 1 else self._batched()
         self._recall = policy.recall
         self.keeps_newest = self._first_tokens()
@@ -200,6 +205,13 @@ class Schedule:
         is_first[self.first[some]] = True
         return leading, rules[~is_first]
 
+    @cached_property
+    def most_at_once(self) -> int:
+        """Most units that a step evicts beyond those that it adds, such as a waiting batch."""
+        period = self.count[self.transient :]
+        drops = (self.peak - self.count).max(), period.max() - period.min()
+        return int(max(*drops, self.peak.max() - period.min()))
+
     def inserted(self, t: np.ndarray) -> np.ndarray:
         """How many of the first ``t`` tokens are inserted.
 
@@ -211,7 +223,7 @@ class Schedule:
     def _units_inserted(self, t: np.ndarray) -> np.ndarray:
         if self._batch == 1:
             return t
-        return np.maximum(t - (t - self._units.base_capacity) % self._batch, 0)
+        return np.maximum(t - (t - self.units.base_capacity) % self._batch, 0)
 
     # --- Counts by tokens seen --------------------------------------------------------------------
 
@@ -281,6 +293,14 @@ class Schedule:
             return (cached + 1) * self.unit
         return int(self.peak[min(t, len(self.peak)) - 1]) if t > 0 else 0
 
+    def history(self, t: int) -> int:
+        """Id of the cache's state after ``t`` tokens of a given stream.
+
+        Schedules that differ in ``keep_prompt`` only reach the same state as long as neither
+        evicts.
+        """
+        return self.number if self.count_at(t) < t else self.family
+
     def regions(self, t: int) -> list[str]:
         """Region name of every cached token after ``t`` tokens, without recalled ones.
 
@@ -291,12 +311,16 @@ class Schedule:
         base = self._base
         count = int(base.counts(np.asarray(inserted)))
         row = base.row(inserted - 1) + 1 if inserted else 0
-        names = self._units.regions(row, count) + ["waiting"] * (units - inserted)
+        names = self.units.regions(row, count) + ["waiting"] * (units - inserted)
         return [name for name in names for _ in range(self.unit)] + ["filling"] * rest
 
-    # --- Token selection in PyTorch ---------------------------------------------------------------
+    def rules_at(self, t: int) -> Rules:
+        """Rules of token ``t``, which completes a unit, for a line without recalled units."""
+        return self._steps.rules[self._steps.row(t // self.unit)]
 
-    def plan(self, t: int, num_tokens: int) -> Plan | None:
+    # --- Token selection in PyTorch, which is imported only here ----------------------------------
+
+    def plan(self, t: int, num_tokens: int) -> "Plan | None":
         """Plan for inserting the units completed by tokens ``t .. t + num_tokens - 1``.
 
         Returns:
@@ -309,11 +333,13 @@ class Schedule:
         cached = int(self._base.counts(np.asarray(begin)))
         return self._plans(self._base.row(begin), cached, end - begin)
 
-    def _make_plan(self, row: int, cached: int, num_units: int) -> Plan:
+    def _make_plan(self, row: int, cached: int, num_units: int) -> "Plan":
+        from vllm_cascade.policies.execute import make_plan
+
         base = self._base
         return make_plan(cached, [base.rules[base.row(row + i)] for i in range(num_units)])
 
-    def survivors(self, values: torch.Tensor, plan: Plan | None) -> torch.Tensor:
+    def survivors(self, values: "torch.Tensor", plan: "Plan | None") -> "torch.Tensor":
         """Select the units that stay after a stride.
 
         Args:
@@ -324,12 +350,16 @@ class Schedule:
         Returns:
             bool ``[num_sets, n]``, True for units that stay. Every row has the same count.
         """
+        from vllm_cascade.policies.execute import Plan, survivors
+
         if plan is None:
-            return torch.ones(values.shape, dtype=torch.bool, device=values.device)
+            plan = Plan(0)
         return survivors(values, plan, self.scoring.newest_stays)
 
 
-def compared(scoring: Scoring, scores: torch.Tensor, age: torch.Tensor | None) -> torch.Tensor:
+def compared(
+    scoring: Scoring, scores: "torch.Tensor", age: "torch.Tensor | None"
+) -> "torch.Tensor":
     """The values that rules compare.
 
     Args:

@@ -136,9 +136,15 @@ class KVPolicyConfig(BaseModel):
     name: ClassVar[str]
     inert_keys: ClassVar[frozenset[str]] = frozenset()
     """Shared keys that have no effect on this policy. Setting one logs a warning."""
-    own_arguments: ClassVar[tuple[str, ...]] = ("budget", "recall")
+    own_arguments: ClassVar[tuple[str, ...]] = ("budget", "recall", "keep_prompt")
     """Settings that have a flag of their own, and that a request may set."""
-    token_keys: ClassVar[tuple[str, ...]] = ("budget", "num_sinks", "overflow", "prefill_stride")
+    token_keys: ClassVar[tuple[str, ...]] = (
+        "budget",
+        "num_sinks",
+        "keep_prompt",
+        "overflow",
+        "prefill_stride",
+    )
     """Settings that count tokens and must be multiples of ``unit``."""
 
     budget: int = Field(
@@ -146,6 +152,9 @@ class KVPolicyConfig(BaseModel):
     )
     num_sinks: int = Field(
         4, ge=0, description="attention sinks: first tokens of a stream, never evicted"
+    )
+    keep_prompt: int = Field(
+        0, ge=0, description="first tokens of a prompt, never evicted, sinks included"
     )
     prefill_stride: int = Field(
         DEFAULT_PREFILL_STRIDE,
@@ -175,6 +184,16 @@ class KVPolicyConfig(BaseModel):
     )
     recall_store: int = Field(
         32768, ge=1, description="evicted tokens per request that host memory holds"
+    )
+    recall_rows: Literal["exact", "int8"] = Field(
+        "exact",
+        description="how host memory stores evicted keys and values: as in the cache, or in 8 bits",
+    )
+    recall_memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of host memory for the evicted units of all requests and snapshots; null: "
+        "as much as --max-num-seqs requests can need, at most a quarter of what is available",
     )
     recall_every: int = Field(16, ge=1, description="decode steps between selections of units")
     recall_queries: int = Field(
@@ -230,14 +249,27 @@ class KVPolicyConfig(BaseModel):
 
     @property
     def in_units(self) -> Self:
-        """The same policy with every token count converted to units."""
-        if self.unit == 1:
+        """The same policy with every token count converted to units.
+
+        A kept prompt becomes sinks, so the rules of all policies keep it.
+        """
+        if self.unit == 1 and not self.keep_prompt:
             return self
         tokens = {key: getattr(self, key) for key in self.token_keys}
         units = {
             key: None if n is None else max(n // self.unit, n > 0) for key, n in tokens.items()
         }
+        units |= {"num_sinks": max(units["num_sinks"], units["keep_prompt"]), "keep_prompt": 0}
         return self.model_copy(update={**units, "unit": 1, "recall": 0})
+
+    def kept(self, prompt_len: int) -> int:
+        """Tokens of a prompt that ``keep_prompt`` keeps, rounded up to whole units."""
+        return min(-(-prompt_len // self.unit) * self.unit, self.keep_prompt)
+
+    @property
+    def protected(self) -> int:
+        """Most tokens at a stream's start that are never evicted."""
+        return max(self.num_sinks, self.keep_prompt)
 
     @property
     def waiting(self) -> int:
@@ -252,7 +284,7 @@ class KVPolicyConfig(BaseModel):
     @property
     def max_position(self) -> int:
         """End (exclusive) of the rotary positions that a stream can reach under this policy."""
-        return self.num_sinks + self.recalled + self.budget + self.waiting + self.prefill_stride
+        return self.protected + self.recalled + self.budget + self.waiting + self.prefill_stride
 
 
 def nearest(key: str, value: int, step: int) -> list[Change]:

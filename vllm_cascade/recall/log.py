@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log of a request's evicted units in host memory, in eviction order.
 
-A log only grows at its end. A snapshot for prefix caching therefore shares the log's full chunks
-with its source and with all requests that start from it. Beyond the request's bound, the oldest
-units are dropped. A chunk's memory is freed when its last user drops it.
+A snapshot for prefix caching shares the log's full chunks with its source and with all requests
+that start from it (``chain.py``). A chunk's memory is freed when its last user drops it.
 
 All layers evict the same number of units in a step, so a unit has the same number in all layers.
 Its tokens may differ between layers and head sets.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
-CHUNK_UNITS = 16
-"""Units allocated at a time."""
+from vllm_cascade.recall.chain import CHUNK_UNITS, Chain
+from vllm_cascade.recall.mapped import Layout, mapped, mapped_bytes
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,10 @@ class UnitShape:
         unit: Tokens per unit.
         most_units: Most units stored per request; beyond it the oldest are dropped.
         most_recalled: Most units recalled at a time.
-        row_scales: Scales per row; 0 if rows have no scales of their own.
+        dtype: Of keys and values in the pages.
+        row_scales: Scales per row in the pages; 0 if rows have no scales of their own.
+        in_8_bits: Whether values are stored in 8 bits, and keys only as the judge reads them.
+        latent: Whether a row's value is part of its key (``attention/latent.py``).
     """
 
     num_layers: int
@@ -41,22 +45,50 @@ class UnitShape:
     most_units: int
     most_recalled: int
     row_scales: int = 0
+    in_8_bits: bool = False
+    latent: bool = False
 
     @property
-    def unit_bytes(self) -> int:
-        """Bytes of host memory per unit: rows, scales, quantised keys, positions and indices."""
-        keys = self.num_layers * self.num_kv_heads * self.unit
-        words = self.num_layers * self.num_sets * 2
-        row = 2 * self.head_size * self.dtype.itemsize + 4 * self.row_scales
-        return keys * (row + self.head_size + 4) + words * 4
+    def row_size(self) -> int:
+        """Channels of a row in the pages."""
+        return self.head_size if self.latent else 2 * self.head_size
+
+    @property
+    def layout(self) -> Layout:
+        """Tensors of a chunk, as ``Chunk`` names them."""
+        assert self.head_size % 4 == 0, "four channels are multiplied at once"
+        keys = (self.num_layers, self.num_kv_heads, CHUNK_UNITS, self.unit)
+        words = (self.num_layers, self.num_sets, CHUNK_UNITS)
+        rows = ((*keys, self.row_size), self.dtype), ((*keys, self.row_scales), torch.float32)
+        if self.in_8_bits:
+            rows = ((*keys, self.head_size), torch.int8), ((*keys, 1), torch.float32)
+        return (
+            *rows,
+            ((*keys[:3], self.head_size // 4, self.unit, 4), torch.int8),
+            (keys, torch.float32),
+            (words, torch.int32),
+            (words, torch.int32),
+        )
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of host memory per chunk of ``CHUNK_UNITS`` units, in whole pages."""
+        return mapped_bytes(self.layout)
+
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of host memory per stored token."""
+        return self.chunk_bytes / (CHUNK_UNITS * self.unit)
 
 
 class Chunk:
     """Host memory for ``CHUNK_UNITS`` units.
 
     Attributes:
-        rows: ``[layers, H, units, unit, 2 D]``, keys and values as stored in the pages.
-        row_scale: fp32 ``[layers, H, units, unit, row_scales]``, their scales in the pages.
+        rows: ``[layers, H, units, unit, row_size]``, as stored in the pages; with
+            ``in_8_bits`` int8 ``[layers, H, units, unit, D]``, values quantised like ``codes``.
+        row_scale: fp32 ``[layers, H, units, unit, row_scales]``, their scales in the pages; with
+            ``in_8_bits`` one scale of each row of values.
         codes: int8 ``[layers, H, units, D / 4, unit, 4]``, keys before rotation, quantised with
             ``scale``. Four channels of a key are adjacent, followed by the same channels of the
             unit's next key, because processors multiply four bytes at once.
@@ -66,99 +98,92 @@ class Chunk:
     """
 
     def __init__(self, shape: UnitShape) -> None:
-        assert shape.head_size % 4 == 0, "four channels are multiplied at once"
-        keys = (shape.num_layers, shape.num_kv_heads, CHUNK_UNITS, shape.unit)
-        self.rows = torch.empty(*keys, 2 * shape.head_size, dtype=shape.dtype)
-        self.row_scale = torch.empty(*keys, shape.row_scales)
-        self.codes = torch.empty(*keys[:3], shape.head_size // 4, shape.unit, 4, dtype=torch.int8)
-        self.scale = torch.empty(keys)
-        words = (shape.num_layers, shape.num_sets, CHUNK_UNITS)
-        self.born = torch.empty(words, dtype=torch.int32)
-        self.token = torch.empty(words, dtype=torch.int32)
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.rows, self.row_scale, self.codes, self.scale, self.born, self.token
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def copy(self, shape: UnitShape) -> "Chunk":
-        other = Chunk(shape)
-        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
-            theirs.copy_(mine)
-        return other
+        self.tensors = mapped(shape.layout)
+        self.rows, self.row_scale, self.codes, self.scale, self.born, self.token = self.tensors
 
 
-class Log:
+class Log(Chain[Chunk]):
     """Evicted units of a request or of a snapshot.
 
     Attributes:
         begin, end: The log holds the units with numbers ``begin .. end - 1``.
+        live: All chunks of the worker; a chunk leaves it with its last user.
         shown: Number of units currently recalled into the pages.
         selected_by_many: True if a multi-token stride made the last selection.
         tokens: int32 ``[layers, sets, most_recalled]``, first tokens of the recalled units,
             ascending.
     """
 
-    def __init__(self, shape: UnitShape) -> None:
+    def __init__(self, shape: UnitShape, live: WeakSet[Chunk] | None = None) -> None:
+        super().__init__(shape.most_units)
         self.shape = shape
-        self.begin = self.end = self.shown = 0
+        self.live = WeakSet() if live is None else live
+        self.shown = 0
         self.selected_by_many = False
         self.tokens = torch.zeros(
             shape.num_layers, shape.num_sets, shape.most_recalled, dtype=torch.int32
         )
-        self._chunks: list[Chunk] = []
-        self._first = 0  # number of the first chunk's first unit
-        self._shares_last = False
 
-    def __len__(self) -> int:
-        return self.end - self.begin
+    def _new_chunk(self) -> Chunk:
+        chunk = Chunk(self.shape)
+        self.live.add(chunk)
+        return chunk
 
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        return tuple(self._chunks)
-
-    @property
-    def first(self) -> int:
-        """Number of the first chunk's first unit."""
-        return self._first
+    def _copy_chunk(self, chunk: Chunk) -> Chunk:
+        other = self._new_chunk()
+        for mine, theirs in zip(chunk.tensors, other.tensors, strict=True):
+            theirs.copy_(mine)
+        return other
 
     def grow(self, num_units: int) -> "Part":
-        """Allocate memory for the next units and drop the oldest units beyond the bound.
-
-        A partly filled last chunk is copied first if a fork shares it.
-        """
-        if num_units and self._shares_last and self.end % CHUNK_UNITS:
-            self._chunks[-1] = self._chunks[-1].copy(self.shape)
-        self._shares_last &= num_units == 0
-        begin, self.end = self.end, self.end + num_units
-        while self._first + len(self._chunks) * CHUNK_UNITS < self.end:
-            self._chunks.append(Chunk(self.shape))
+        """Allocate memory for the next units and drop the oldest units beyond the bound."""
+        begin = self.end
+        self.extend(num_units)
         part = self.part(begin, self.end)
-        self.begin = max(self.begin, self.end - self.shape.most_units)
-        gone = (self.begin - self._first) // CHUNK_UNITS
-        del self._chunks[:gone]
-        self._first += gone * CHUNK_UNITS
+        self.trim()
         return part
 
     def part(self, begin: int, end: int) -> "Part":
         """Return units ``begin .. end - 1``. The part keeps their memory alive."""
-        low = (begin - self._first) // CHUNK_UNITS
-        high = -(-(end - self._first) // CHUNK_UNITS)
-        first = self._first + low * CHUNK_UNITS
-        return Part(tuple(self._chunks[low:high]), begin - first, end - first)
+        low = (begin - self.first) // CHUNK_UNITS
+        high = -(-(end - self.first) // CHUNK_UNITS)
+        first = self.first + low * CHUNK_UNITS
+        return Part(self.chunks[low:high], begin - first, end - first)
 
     def fork(self) -> Self:
         """Return a log with the same state that shares chunks; both logs may grow."""
-        other = type(self)(self.shape)
-        other.begin, other.end, other.shown = self.begin, self.end, self.shown
-        other.selected_by_many = self.selected_by_many
+        other = self.share(type(self)(self.shape, self.live))
+        other.shown, other.selected_by_many = self.shown, self.selected_by_many
         other.tokens = self.tokens.clone()
-        other._chunks, other._first = list(self._chunks), self._first
-        other._shares_last = self._shares_last = True
         return other
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The log as named tensors, which ``of`` turns into an equal log."""
+        numbers = [self.begin, self.end, self.shown, self.selected_by_many, self.first]
+        found = {"numbers": torch.tensor(numbers, dtype=torch.int64), "tokens": self.tokens}
+        for i, chunk in enumerate(self.chunks):
+            found |= {f"{i:06}.{j}": tensor for j, tensor in enumerate(chunk.tensors)}
+        return found
+
+    @classmethod
+    def of(cls, shape: UnitShape, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """The log that ``tensors`` described.
+
+        Raises:
+            KeyError, RuntimeError: the tensors are not those of a log of this shape.
+        """
+        log = cls(shape)
+        numbers = tensors["numbers"].tolist()
+        log.begin, log.end, log.shown, many, log.first = numbers
+        log.selected_by_many = bool(many)
+        log.tokens.copy_(tensors["tokens"])
+        log.chunks = tuple(
+            log._new_chunk() for _ in range(-(-(log.end - log.first) // CHUNK_UNITS))
+        )
+        for i, chunk in enumerate(log.chunks):
+            for j, own in enumerate(chunk.tensors):
+                own.copy_(tensors[f"{i:06}.{j}"])
+        return log
 
 
 @dataclass(frozen=True)

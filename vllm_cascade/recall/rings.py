@@ -15,8 +15,10 @@ import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.log import logger
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.memory import RecallMemory
 from vllm_cascade.recall.stores import UnitStores, begun
 
 
@@ -88,6 +90,41 @@ class Rings(UnitStores):
         return [-1 if name is None else self.rings.get(name, -1) for name in names]
 
 
+class RingMemory(RecallMemory):
+    """The scheduler's count of rings, one per running request; all are allocated at start.
+
+    Args:
+        most_rings: ``max_num_seqs``.
+    """
+
+    def __init__(
+        self, schedule: Schedule, shape: UnitShape, room_bytes: int, most_rings: int
+    ) -> None:
+        room = round_up(room_bytes + 1) // 2
+        super().__init__(schedule, room, ring_bytes(shape)[1], 0)
+        self.capacity = min(self.capacity, most_rings)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.limit_bytes
+
+    def bytes_of(self, chunks: int) -> int:
+        return round_up(super().bytes_of(chunks)) if chunks else 0
+
+    def need(self, schedule: Schedule, num_tokens: int) -> int:
+        return int(schedule.policy.recall > 0)
+
+    def most_need(self, most_tokens: int) -> int:
+        return 1
+
+    @property
+    def largest_store(self) -> int:
+        return self.room_bytes * self._most_units // self.chunk_bytes
+
+    def grow(self, *args: object) -> None:
+        """Rings neither grow nor have snapshots."""
+
+
 def ring_bytes(shape: UnitShape) -> tuple[int, int]:
     """Bytes of one ring on the device, and on the host."""
     keys = shape.num_layers * shape.num_kv_heads * shape.most_units * shape.unit
@@ -125,9 +162,13 @@ def check_memory(
         if one * num_requests > most:
             tokens = shape.most_units * shape.unit
             fits = most // num_requests * shape.most_units // one * shape.unit
+            fixes = []
+            if fits >= shape.most_recalled * shape.unit:
+                fixes.append(f"recall_store to at most {fits}")
+            if most >= one:
+                fixes.append(f"--max-num-seqs to at most {most // one}")
             raise KVPolicyError(
                 f"kv_policy: stores of recall_store {tokens} tokens for {num_requests} requests "
                 f"(--max-num-seqs) take {one * num_requests / 2**30:.1f} GiB {where}, and "
-                f"{most / 2**30:.1f} GiB can be had; set recall_store to at most {fits}, or "
-                f"--max-num-seqs to at most {most // one}, or --kv-recall 0"
+                f"{most / 2**30:.1f} GiB can be had; set {', or '.join([*fixes, '--kv-recall 0'])}"
             )

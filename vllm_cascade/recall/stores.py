@@ -8,13 +8,11 @@ deletes logs accordingly.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from weakref import WeakSet
 
-import psutil
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from vllm_cascade.log import logger
-from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.recall.log import CHUNK_UNITS, Log, UnitShape
+from vllm_cascade.recall.log import Chunk, Log, UnitShape
 
 
 class UnitStores(ABC):
@@ -40,23 +38,32 @@ class Stores(UnitStores):
 
     Attributes:
         logs: Logs by the block id of the first page.
+        resumed: Logs, by first page, of requests that start from a session in the next step.
     """
 
     def __init__(self, shape: UnitShape) -> None:
         self.shape = shape
         self.logs: dict[int, Log] = {}
+        self._live: WeakSet[Chunk] = WeakSet()
         self._pages: dict[str, int] = {}  # first page by request id
+        self._resumed: dict[int, Log] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory in use. Shared chunks count once."""
-        chunks = {chunk for log in self.logs.values() for chunk in log.chunks}
-        return sum(chunk.num_bytes for chunk in chunks)
+        """Bytes of host memory in use, by the last step too. Shared chunks count once."""
+        return len(self._live) * self.shape.chunk_bytes
 
     @property
     def num_units(self) -> int:
         """Units of all requests and snapshots. Shared units count once per log."""
         return sum(map(len, self.logs.values()))
+
+    def resume(self, logs: dict[int, Log]) -> None:
+        """Take the logs, by first page, of requests that the next step starts from sessions."""
+        for log in logs.values():
+            log.live = self._live
+            self._live.update(log.chunks)
+        self._resumed = logs
 
     def note(self, output: SchedulerOutput) -> None:
         """Update the logs from the scheduler output. Call before every step."""
@@ -75,11 +82,12 @@ class Stores(UnitStores):
         for page in getattr(output, "dropped_snapshots", ()):
             if page not in adopted:
                 self.logs.pop(page, None)
-        self.logs.update(forks)
+        self.logs.update(forks | self._resumed)
+        self._resumed = {}
         for name, page, num_computed in begun_now:
             self._pages[name] = page
             if num_computed == 0:
-                self.logs[page] = Log(self.shape)
+                self.logs[page] = Log(self.shape, self._live)
             assert page in self.logs, "a request resumes from a snapshot without its units"
 
 
@@ -94,43 +102,3 @@ def begun(output: SchedulerOutput) -> Iterable[tuple[str, int, int]]:
         if name in cached.resumed_req_ids:
             assert blocks is not None
             yield name, blocks[0][0], num
-
-
-def store_bytes(shape: UnitShape, num_units: int) -> int:
-    """Most bytes that a request with ``num_units`` stored units takes.
-
-    Chunks are whole; the first and the last may be partly used.
-    """
-    chunks = -(-num_units // CHUNK_UNITS) + 1
-    return chunks * CHUNK_UNITS * shape.unit_bytes
-
-
-def check_host_memory(shape: UnitShape, max_num_seqs: int, available: int | None = None) -> None:
-    """Check that evicted units fit in host memory.
-
-    Logs a warning if ``max_num_seqs`` full stores do not fit. This is only a warning because memory
-    is allocated as units are evicted, so short requests take less.
-
-    Args:
-        available: Free bytes of host memory; None: as measured now.
-
-    Raises:
-        KVPolicyError: If the full store of one request does not fit.
-    """
-    free = psutil.virtual_memory().available if available is None else available
-    one = store_bytes(shape, shape.most_units)
-    tokens = shape.most_units * shape.unit
-    fits = (free // (CHUNK_UNITS * shape.unit_bytes) - 1) * CHUNK_UNITS * shape.unit
-    if one > free:
-        raise KVPolicyError(
-            f"kv_policy: a store of recall_store {tokens} tokens takes {one / 2**30:.1f} GiB of "
-            f"host memory a request, and {free / 2**30:.1f} GiB are free; "
-            f"set recall_store to at most {max(fits, 0)}, or --kv-recall 0"
-        )
-    if one * max_num_seqs > free:
-        logger.warning(
-            f"KV policy: {max_num_seqs} requests (--max-num-seqs) that each evict recall_store "
-            f"{tokens} tokens would take {one * max_num_seqs / 2**30:.1f} GiB of host memory, and "
-            f"{free / 2**30:.1f} GiB are free; lower recall_store or --max-num-seqs if so many "
-            "long requests come together"
-        )

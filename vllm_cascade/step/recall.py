@@ -68,7 +68,7 @@ def recall_rows(
     rows[:, BEFORE], rows[:, NOW] = shown, now
     rows[:, MORE_RECALLED] = schedule.recalled(stream + length) - now
     rows[:, STORED] = gone_after - gone
-    rows[:, SINKS] = policy.num_sinks // schedule.unit
+    rows[:, SINKS] = schedule.units.num_sinks
     return rows
 
 

@@ -48,17 +48,33 @@ class Requests:
         return np.zeros(end - begin, dtype=np.float32)
 
 
-class RunnerV1Requests(Requests):
-    """The rows of vLLM's first model runner, the only one on CPUs."""
+class RunnerRequests(Requests):
+    """A runner's requests and their schedules.
+
+    A request's schedule never changes: a prompt that grows (streaming input) has the schedule of
+    its first part, and a preempted request that of its prompt without generated tokens.
+    """
 
     def __init__(self, runner: Any, schedule: Schedule, importance: TokenImportance | None) -> None:
         self._runner, self._importance = runner, importance
         self._own = PerRequest(schedule)
+        self._schedules: dict[str, Schedule] = {}
+
+    def note(self, output: SchedulerOutput) -> None:
+        for name in output.finished_req_ids:
+            self._schedules.pop(name, None)
+        for new in output.scheduled_new_reqs:
+            if new.req_id not in self._schedules:
+                params = new.sampling_params
+                extra_args = params.extra_args if params else None
+                self._schedules[new.req_id] = self._own.schedule(extra_args, new.prompt_len)
+
+
+class RunnerV1Requests(RunnerRequests):
+    """The rows of vLLM's first model runner, the only one on CPUs."""
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
-        requests, schedule_of = self._runner.requests, self._own.schedule
-        states = [requests[name].sampling_params for name in self._runner.input_batch.req_ids]
-        return [schedule_of(params.extra_args if params else None) for params in states]
+        return [self._schedules[name] for name in self._runner.input_batch.req_ids]
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         return list(self._runner.input_batch.req_ids)
@@ -83,7 +99,6 @@ class RunnerV1Requests(Requests):
 class _Request:
     """A request as the scheduler sent it, with the token ids known so far."""
 
-    schedule: Schedule
     prompt_len: int
     tokens: np.ndarray
     num_tokens: int = field(init=False)
@@ -98,7 +113,7 @@ class _Request:
         self.num_tokens += 1
 
 
-class RunnerV2Requests(Requests):
+class RunnerV2Requests(RunnerRequests):
     """The rows of vLLM's second model runner, the default on GPUs.
 
     This runner keeps neither sampling parameters nor token ids on the host, so ``note`` records
@@ -107,22 +122,18 @@ class RunnerV2Requests(Requests):
     """
 
     def __init__(self, runner: Any, schedule: Schedule, importance: TokenImportance | None) -> None:
-        self._runner, self._importance = runner, importance
-        self._own = PerRequest(schedule)
+        super().__init__(runner, schedule, importance)
         self._requests: dict[str, _Request] = {}
         self._sampled: np.ndarray | None = None
 
     def note(self, output: SchedulerOutput) -> None:
+        super().note(output)
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             self._requests.pop(name, None)
         for new in output.scheduled_new_reqs:
-            params = new.sampling_params
             tokens = new.prefill_token_ids if self._importance is not None else ()
-            self._requests[new.req_id] = _Request(
-                self._own.schedule(params.extra_args if params else None),
-                new.prompt_len,
-                np.asarray(tokens, dtype=np.int64),
-            )
+            tokens = np.asarray(tokens, dtype=np.int64)
+            self._requests[new.req_id] = _Request(new.prompt_len, tokens)
         if self._importance is not None and len(self._importance) > 2 * len(self._requests) + 64:
             self._importance.forget(set(self._requests))
         self._sampled = None
@@ -141,8 +152,7 @@ class RunnerV2Requests(Requests):
         return not any(name in self._requests for name in self.names(common))
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
-        known = [self._requests.get(name) for name in self.names(common)]
-        return [self._own.engine if request is None else request.schedule for request in known]
+        return [self._schedules.get(name, self._own.engine) for name in self.names(common)]
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         prefilling = super().prefilling(common).copy()

@@ -4,14 +4,17 @@
 from typing import Any, ClassVar
 
 import torch
+from vllm.config import SchedulerConfig
 from vllm.v1.attention.backend import MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.builder import CPUBuilder
-from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
+from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl, CPULatentImpl
 from vllm_cascade.cache.quantised import CODES
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import UnitShape
-from vllm_cascade.recall.stores import Stores, check_host_memory
+from vllm_cascade.recall.memory import RecallMemory
+from vllm_cascade.recall.stores import Stores
 
 
 class CPUKVPolicyBackend(KVPolicyBackend):
@@ -32,10 +35,34 @@ class CPUKVPolicyBackend(KVPolicyBackend):
         return CPUBuilder
 
     @classmethod
-    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> Stores:
-        check_host_memory(shape, max_num_seqs)
+    def make_stores(cls, shape: UnitShape, num_stores: int, device: torch.device) -> Stores:
         return Stores(shape)
+
+    @classmethod
+    def count_stores(
+        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, limits: SchedulerConfig
+    ) -> RecallMemory:
+        most_tokens = limits.max_num_batched_tokens
+        return RecallMemory(schedule, limit_bytes, shape.chunk_bytes, most_tokens)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(1)]
+
+
+class CPULatentBackend(CPUKVPolicyBackend):
+    """The same for layers of multi-head latent attention."""
+
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[CPULatentImpl]:
+        return CPULatentImpl
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True

@@ -32,10 +32,17 @@ class CPUWave:
 
 @dataclass
 class CPUMetadata(AttentionMetadata):
-    """Metadata that all layers of a step share; ``table`` is the batch's block table."""
+    """Metadata that all layers of a step share; ``table`` is the batch's block table.
+
+    The last four are for vLLM's layers of multi-head latent attention.
+    """
 
     waves: list[CPUWave]
     table: torch.Tensor
+    num_actual_tokens: int
+    num_prefills: int
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
 
 
 class CPUBuilder(StepBuilder[CPUMetadata]):
@@ -71,4 +78,5 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
                 singles = singles_of(single, step, table, self._rules.rules, size, recalling)
             strides = strides_of(longer, step, table, size, recalling)
             waves.append(CPUWave(rows, singles, strides))
-        return CPUMetadata(waves, table)
+        common = common_attn_metadata
+        return CPUMetadata(waves, table, common.num_actual_tokens, common.num_reqs)

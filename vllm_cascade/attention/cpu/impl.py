@@ -10,6 +10,7 @@ from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import Path, choose
 from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.latent import LatentImpl
 from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
@@ -30,7 +31,9 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
     def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
         judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
-        self.recall = LayerRecall(self._layer, self._pages, index, most_queries, judge)
+        self.recall = LayerRecall(
+            self._layer, self._pages, index, most_queries, judge, stores.shape.in_8_bits
+        )
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
@@ -67,3 +70,7 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         self.path.stride(stride, new, gone)
         if gone is not None:
             self.recall.store(plan.stored, gone)
+
+
+class CPULatentImpl(LatentImpl, CPUKVPolicyImpl):
+    """One layer of multi-head latent attention."""

@@ -18,7 +18,7 @@ from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import NEW_SLOTS, OLD_SLOTS, START
 from vllm_cascade.kernels.cpp.library import Rows, row_addresses
-from vllm_cascade.recall.log import CHUNK_UNITS, Part
+from vllm_cascade.recall.log import CHUNK_UNITS, Chunk, Part
 from vllm_cascade.step.inputs import Singles, Stride
 from vllm_cascade.step.recall import RecallStride
 
@@ -62,6 +62,7 @@ class LayerRecall:
         index: the layer's index in the logs.
         most_queries: queries of a stride that select units, at most.
         judge: selects units in C++; None selects in PyTorch.
+        in_8_bits: whether the logs store rows in 8 bits (``UnitShape``).
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class LayerRecall:
         index: int,
         most_queries: int,
         judge: NativeJudge | None = None,
+        in_8_bits: bool = False,
     ) -> None:
         self._layer, self._pages, self._index = layer, pages, index
-        self._most_queries, self._judge = most_queries, judge
+        self._most_queries, self._judge, self._in_8_bits = most_queries, judge, in_8_bits
         self.exchanged = 0
         """Units copied back into pages so far."""
 
@@ -200,13 +202,26 @@ class LayerRecall:
         for i, (rows, scale) in enumerate(line.rows(heads, places)):
             number = int(numbers[i])
             chunk, at = units.chunks[number // CHUNK_UNITS], number % CHUNK_UNITS
-            rows.copy_(chunk.rows[self._index, heads, at])
+            if self._in_8_bits:
+                rows.copy_(self._decoded(chunk, head_set, at))
+            else:
+                rows.copy_(chunk.rows[self._index, heads, at])
             if scale is not None:
                 scale.copy_(chunk.row_scale[self._index, heads, at])
             for name in ("born", "token"):
                 word = getattr(chunk, name)[self._index, head_set, at].item()
                 line.write(getattr(pages, name), head_set, places[i : i + 1], word)
         line.write(pages.score, head_set, places, 0.0)
+
+    def _decoded(self, chunk: Chunk, head_set: int, at: int) -> torch.Tensor:
+        """Rows of a unit that is stored in 8 bits, fp32 ``[H, unit, 2 D]``."""
+        index, heads = self._index, self._heads(head_set)
+        keys = evidence.by_keys(chunk.codes[index, heads, at]).float()
+        keys *= chunk.scale[index, heads, at].unsqueeze(-1)
+        position = chunk.born[index, head_set, at] + torch.arange(self._pages.unit)
+        keys = evidence.rotated(self._layer, keys, position)
+        values = chunk.rows[index, heads, at].float() * chunk.row_scale[index, heads, at]
+        return torch.cat([keys, values], dim=-1)
 
     def room(self, part: Part) -> Evicted:
         """Allocate memory for the units that a stride evicts."""
@@ -255,10 +270,14 @@ class LayerRecall:
         rows = self._pages.read(gone.rows, gone.scale)
         keys = evidence.unrotated(layer, rows[..., : layer.head_size], position)
         codes, scale = evidence.encode(keys)
+        stored, stored_scale = gone.rows, gone.scale
+        if self._in_8_bits:
+            stored, of_row = evidence.encode(rows[..., layer.head_size :].float())
+            stored_scale = of_row.unsqueeze(-1)
         for chunk, to, place in part.pieces():
-            chunk.rows[index, :, to] = gone.rows[:, place]
-            if gone.scale is not None:
-                chunk.row_scale[index, :, to] = gone.scale[:, place]
+            chunk.rows[index, :, to] = stored[:, place]
+            if stored_scale is not None:
+                chunk.row_scale[index, :, to] = stored_scale[:, place]
             chunk.codes[index, :, to] = evidence.by_words(codes[:, place])
             chunk.scale[index, :, to] = scale[:, place]
             chunk.born[index, :, to] = gone.born[:, place]

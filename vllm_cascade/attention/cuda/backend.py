@@ -2,13 +2,16 @@
 """vLLM's ``CUSTOM`` backend while a policy is on."""
 
 import torch
+from vllm.config import SchedulerConfig
 from vllm.v1.attention.backend import MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import UnitShape
-from vllm_cascade.recall.rings import Rings
+from vllm_cascade.recall.memory import RecallMemory
+from vllm_cascade.recall.rings import RingMemory, Rings
 
 
 class CUDAKVPolicyBackend(KVPolicyBackend):
@@ -27,8 +30,14 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
         return CUDABuilder
 
     @classmethod
-    def make_stores(cls, shape: UnitShape, max_num_seqs: int, device: torch.device) -> Rings:
-        return Rings(shape, max_num_seqs, device)
+    def make_stores(cls, shape: UnitShape, num_stores: int, device: torch.device) -> Rings:
+        return Rings(shape, num_stores, device)
+
+    @classmethod
+    def count_stores(
+        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, limits: SchedulerConfig
+    ) -> RecallMemory:
+        return RingMemory(schedule, shape, limit_bytes, limits.max_num_seqs)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:

@@ -81,9 +81,9 @@ def _steps(builder: CUDABuilder) -> Iterator[tuple[list[int], list[int]]]:
     The steps are a stride on an empty cache, strides on a full one, decode beside a stride, and
     decode alone.
     """
-    stride = builder.schedule.policy.prefill_stride
-    most = len(builder.positions.buffer)
-    later = -(-2 * builder.schedule.policy.budget // stride) * stride
+    policy, most = builder.schedule.policy, len(builder.positions.buffer)
+    stride = policy.prefill_stride
+    later = -(-(policy.keep_prompt + 2 * policy.budget) // stride) * stride
     yield [0], [min(stride, most)]
     yield [later], [min(stride, most)]
     yield [later], [min(2, most)]

@@ -36,7 +36,7 @@ def merge_deleted(
         order: int64 ``[S, n]``, slots in chronological order of their tokens.
         keep: bool ``[S, n + T]``; all head sets delete the same ranks.
         scores: fp32 ``[S, n + T]``, tokens merged into each centre; updated in place.
-        new_kv: ``[T, H, 2 * D]``, the stride's keys and values.
+        new_kv: ``[T, H, row_size]``, the stride's rows.
 
     Returns:
         ``new_kv``, updated where a token of this stride is a centre.
@@ -45,14 +45,13 @@ def merge_deleted(
     deleted = (~keep[0]).nonzero().squeeze(1)
     if len(deleted) == 0:
         return new_kv
-    lo, hi = stride.schedule.policy.merge_into
-    stored = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    lo, hi = stride.schedule.units.merge_into
+    stored = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, row_size]
     slots = order.expand(layer.num_kv_heads, -1)
     old = stored.gather(1, slots.unsqueeze(-1).expand(-1, -1, stored.shape[-1]))
-    kv = torch.cat([old.float(), new_kv.float().transpose(0, 1)], dim=1)  # [H, n + T, 2D]
+    kv = torch.cat([old.float(), new_kv.float().transpose(0, 1)], dim=1)  # [H, n + T, row_size]
     turn = _turns(layer, pages, stride, order)
-    keys, values = kv.split(layer.head_size, dim=-1)
-    plain = torch.cat([_rotated(layer, keys, turn), values], dim=-1)
+    plain = _rotated(layer, kv, turn)
     nearest = _nearest(layer, plain[:, lo:hi], plain[:, deleted])  # [S, M]
     members = torch.zeros(layer.num_sets, hi - lo).scatter_add_(
         1, nearest, torch.ones(nearest.shape)
@@ -64,8 +63,7 @@ def merge_deleted(
     mean = sums / (1 + scores[:, lo:hi]).unsqueeze(-1)
     if turn is not None:
         back = turn[:, lo:hi] * torch.tensor([1.0, -1.0]).view(1, 1, 2, 1)
-        mean_keys, mean_values = mean.split(layer.head_size, dim=-1)
-        mean = torch.cat([_rotated(layer, mean_keys, back), mean_values], dim=-1)
+        mean = _rotated(layer, mean, back)
     merged = torch.where((members > 0).unsqueeze(-1), mean, kv[:, lo:hi])
     return _write_centres(layer, pages, stride, slots[:, lo:hi], merged, new_kv)
 
@@ -81,8 +79,9 @@ def _turns(
     return layer.rotation[torch.cat([born, own.expand(len(born), -1)], dim=1)]
 
 
-def _rotated(layer: LayerConfig, keys: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
-    return keys if turn is None else rotate(keys, turn, layer.is_neox)
+def _rotated(layer: LayerConfig, rows: torch.Tensor, turn: torch.Tensor | None) -> torch.Tensor:
+    """Rotate the keys of rows; a key's rotary channels are a row's first ones."""
+    return rows if turn is None else rotate(rows, turn, layer.is_neox)
 
 
 def _nearest(layer: LayerConfig, centres: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -115,7 +114,7 @@ def _write_centres(
     if num_old == merged.shape[1]:
         return new_kv
     new_kv = new_kv.clone()
-    first = stride.schedule.policy.merge_into[0] + num_old - stride.cached
+    first = stride.schedule.units.merge_into[0] + num_old - stride.cached
     own = merged[:, num_old:].transpose(0, 1).to(new_kv.dtype)
     new_kv[first : first + len(own)] = own
     return new_kv

@@ -9,14 +9,14 @@
 3. The worth is maximised over queries and averaged over the query heads of a set.
 
 Queries are rounded to 15 bits, so that a device may multiply integers where that is faster.
-See INTERNALS.md, "Recall"; RESULTS.md compares other scores.
+See docs/INTERNALS.md, "Recall".
 """
 
 import numpy as np
 import torch
 
 from vllm_cascade.attention.layer import LayerConfig
-from vllm_cascade.models.rotary import rotate
+from vllm_cascade.models.rotary import rotate, signed_rotation
 from vllm_cascade.recall.log import Part
 
 LEVELS = 127
@@ -44,6 +44,11 @@ def by_words(codes: torch.Tensor) -> torch.Tensor:
     return codes.unflatten(-1, (-1, 4)).transpose(-2, -3)
 
 
+def by_keys(words: torch.Tensor) -> torch.Tensor:
+    """Undo ``by_words``: ``[..., D / 4, unit, 4]`` to ``[..., unit, D]``."""
+    return words.transpose(-2, -3).flatten(-2)
+
+
 def rounded(queries: torch.Tensor) -> torch.Tensor:
     """Round fp32 queries ``[..., D]`` to 15 bits; the result is fp32, scaled back."""
     step = queries.abs().amax(-1, keepdim=True) / QUERY_LEVELS
@@ -56,6 +61,13 @@ def unrotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor)
     if layer.rotation is None:
         return vectors
     return rotate(vectors, layer.rotation[position.long()], layer.is_neox)
+
+
+def rotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Rotate fp32 ``[..., D]`` vectors to ``[...]`` positions; undoes ``unrotated``."""
+    if layer.rotation is None:
+        return vectors
+    return rotate(vectors, signed_rotation(layer.rotation, -position), layer.is_neox)
 
 
 def asking(num_tokens: int, most: int) -> np.ndarray:

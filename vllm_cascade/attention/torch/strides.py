@@ -36,11 +36,12 @@ def attend_and_insert(
 
     Args:
         query: ``[T, H * G, D]``, rotated at the stride's positions.
-        key, value: ``[T, H, D]``, keys rotated likewise.
+        key: ``[T, H, D]``, rotated likewise.
+        value: ``[T, H, value_size]``.
         evicted: receives the evicted units, if given.
 
     Returns:
-        The attention output, fp32 ``[T, H * G, D]``.
+        The attention output, fp32 ``[T, H * G, value_size]``.
     """
     assert stride.cached % pages.unit == 0, "a stride begins where a unit does"
     order = chronological_units(pages, stride)
@@ -50,8 +51,8 @@ def attend_and_insert(
     scores = _new_scores(layer, pages, stride, order, mass, seen)
     schedule = stride.schedule
     keep = _survivors(schedule, stride, _compared(pages, stride, order, scores))
-    new_kv = torch.cat([key, value], dim=-1)
-    if schedule.policy.merge_into is not None:
+    new_kv = layer.row(key, value)
+    if schedule.units.merge_into is not None:
         new_kv = merge_deleted(layer, pages, stride, order, keep, scores, new_kv)
     if evicted is not None:
         _take_evicted(pages, stride, order, keep, new_kv, evicted)
@@ -78,7 +79,7 @@ def _survivors(schedule: Schedule, stride: Stride, values: torch.Tensor) -> torc
     filling = int(stride.num_tokens % schedule.unit > 0)
     plan = schedule.plan(stride.stream, stride.num_tokens)
     values = values[:, : values.shape[1] - filling]
-    sinks = schedule.policy.num_sinks // schedule.unit if stride.recalled else 0
+    sinks = schedule.units.num_sinks if stride.recalled else 0
     own = torch.cat([values[:, :sinks], values[:, sinks + stride.recalled :]], dim=1)
     keep = schedule.survivors(own, plan)
     recalled = keep.new_ones(len(keep), stride.recalled)
@@ -98,7 +99,7 @@ def _take_evicted(
     unit, cached = pages.unit, order.shape[1]
     whole = len(new_kv) // unit
     own = new_kv[: whole * unit].transpose(0, 1).unflatten(1, (whole, unit))
-    parts = [  # [H, N / unit, unit, 2D or 2], in the pages' dtype
+    parts = [  # [H, N / unit, unit, row_size or 2], in the pages' dtype
         (to, stored[stride.blocks].transpose(0, 1).flatten(1, 2).unflatten(1, (-1, unit)), fresh)
         for to, stored, fresh in zip(
             (evicted.rows, evicted.scale), (pages.kv, pages.scale), pages.stored(own), strict=True
@@ -133,7 +134,7 @@ def _arrangement(pages: Pages, stride: Stride, order: torch.Tensor) -> _Arrangem
     if schedule.scoring.per_age:
         age = stride.stream - _gather_words(pages.token, stride).gather(1, order)
     inserted = int(schedule.inserted(np.asarray(stride.stream)))
-    ranks = schedule.policy.arrange(compared(schedule.scoring, values, age), inserted)
+    ranks = schedule.units.arrange(compared(schedule.scoring, values, age), inserted)
     return _Arrangement(ranks, order.gather(1, ranks))
 
 
@@ -198,12 +199,12 @@ def _kv_at_positions(
         order: int64 ``[S, u]``, units in order of position.
 
     Returns:
-        Keys and values, fp32 ``[H, n, D]``, in order of position.
+        Keys ``[H, n, D]`` and values ``[H, n, value_size]``, fp32, in order of position.
     """
-    kv = pages.rows(stride.blocks).transpose(0, 1).flatten(1, 2)  # [H, N, 2D]
+    kv = pages.rows(stride.blocks).transpose(0, 1).flatten(1, 2)  # [H, N, row_size]
     slots = _members(order, pages.unit)
     index = slots.expand(layer.num_kv_heads, -1).unsqueeze(-1).expand(-1, -1, kv.shape[-1])
-    keys, values = kv.gather(1, index).float().split(layer.head_size, dim=-1)
+    keys, values = layer.split(kv.gather(1, index).float())
     if stride.moved and layer.rotation is not None:
         born = _gather_words(pages.born, stride).gather(1, order)
         position = torch.arange(0, stride.cached, pages.unit, dtype=torch.int32) + stride.shift
@@ -222,10 +223,10 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[T, H * G, D]`` and weighted attention mass ``[H, G, n + T]``.
+    """Output ``[T, H * G, value_size]`` and weighted attention mass ``[H, G, n + T]``.
 
     The mass of a key is ``weight * sum_q decay**(T - 1 - q) * p[q, key]``. T single-token updates
-    with a frozen cache would add the same (docs/INTERNALS.md, "Scores").
+    with a frozen cache would add the same (docs/ALGORITHMS.md, "Scores").
     """
     keys = torch.cat([keys, key.float().transpose(0, 1)], dim=1)  # [H, n + T, D]
     values = torch.cat([values, value.float().transpose(0, 1)], dim=1)
@@ -233,7 +234,7 @@ def _attend(
     scoring = stride.schedule.scoring
     num_tokens, total = stride.num_tokens, keys.shape[1]
     tile = max(QUERY_TILE_ELEMENTS // (query.shape[1] * total), 1)
-    output = torch.empty_like(queries)
+    output = queries.new_empty(*queries.shape[:3], layer.value_size)
     mass = torch.zeros(*queries.shape[:2], total)
     for begin in range(0, num_tokens, tile):
         end = min(begin + tile, num_tokens)
@@ -318,7 +319,7 @@ def _settle(
         rank: the unit's rank after the stride.
 
     Returns:
-        ``[T, H, 2D]``, fp32 if keys were rotated, and the position of the unit's first token.
+        ``[T, H, row_size]``, fp32 if keys were rotated, and the position of the unit's first token.
     """
     begin = stride.num_tokens - stride.num_tokens % unit
     distance = stride.cached + begin - rank * unit

@@ -85,10 +85,10 @@ def attend_and_insert(
     Args:
         query: ``[B, H * G, D]``, rotated at ``singles.positions``.
         key: ``[B, H, D]``, rotated likewise.
-        value: ``[B, H, D]``.
+        value: ``[B, H, value_size]``.
 
     Returns:
-        The attention output, fp32 ``[B, H * G, D]``.
+        The attention output, fp32 ``[B, H * G, value_size]``.
     """
     words = _Words.of(singles, pages)
     rank = words.gather(pages.rank)
@@ -96,7 +96,7 @@ def attend_and_insert(
     rank = rank.masked_fill(first_slot >= singles.column(OLD_SLOTS), -1)
     probs, output = _attend(layer, pages, singles, words, rank, query, key, value)
     score = _new_scores(layer, pages, singles, words, rank, probs)
-    _insert(pages, singles, words, rank, score, torch.cat([key, value], dim=-1))
+    _insert(pages, singles, words, rank, score, layer.row(key, value))
     return output
 
 
@@ -111,9 +111,9 @@ def _attend(
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities ``[B, H, G, N + 1]`` (the new token last) and the output."""
-    cache = pages.rows(words.pages).transpose(1, 2).flatten(2, 3)  # [B, H, N, 2D]
-    size = layer.head_size
-    keys, values = cache[..., :size].float(), cache[..., size:]
+    cache = pages.rows(words.pages).transpose(1, 2).flatten(2, 3)  # [B, H, N, row_size]
+    keys, values = layer.split(cache)
+    keys = keys.float()
     token_rank = words.tokens(rank)
     empty = token_rank < 0
     if singles.moved and layer.rotation is not None:

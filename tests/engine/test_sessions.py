@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions on the real engine: byte-equal to a stream that was never interrupted.
+
+The uninterrupted stream is vLLM's own: a streaming-input request, which stays in the engine between
+turns and keeps its pages. No session code runs for it.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_families import random_tokens
+from tests.engine.test_latent import V2, experts_in_one_group
+from tests.oracle.families import FAMILIES, write_family
+from tests.oracle.recurrent import RECURRENT, write_recurrent
+from vllm_cascade.sessions.files import Folder
+
+__all__ = ["experts_in_one_group"]  # a fixture
+Turn = tuple[list[int], list[float]]
+NEW = 75
+"""Tokens that a user says each turn; no multiple of anything."""
+ANSWER = 40
+NEXT = list(range(1, 40))
+"""What a user says next, where it does not matter."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "cascade": {"name": "cascade", "budget": 128, "prefill_stride": 64},
+    "cascade-heads": {
+        "name": "cascade",
+        "budget": 96,
+        "prefill_stride": 64,
+        "num_subcaches": 2,
+        "head_policy": "per_kv_head",
+        "overflow": 5,
+    },
+    "sink": {"name": "sink", "budget": 96, "prefill_stride": 64},
+    "recall": {
+        "name": "sink",
+        "budget": 96,
+        "prefill_stride": 64,
+        "unit": 16,
+        "recall": 3,
+        "recall_store": 256,
+    },
+    "recall-heads": {
+        "name": "cascade",
+        "budget": 128,
+        "num_subcaches": 2,
+        "prefill_stride": 64,
+        "unit": 16,
+        "recall": 4,
+        "head_policy": "per_kv_head",
+    },
+    "window": {"name": "window", "budget": 96, "prefill_stride": 64},
+    "beehive": {"name": "beehive", "budget": 100, "prefill_stride": 64},
+    "lazy": {"name": "lazy", "budget": 96, "overflow": 24, "prefill_stride": 64},
+    "h2o": {"name": "h2o", "budget": 100, "prefill_stride": 64, "normalise": True},
+    "dgc": {"name": "dgc", "budget": 160, "prefill_stride": 64},
+    "recall-8-bits": {
+        "name": "sink",
+        "budget": 96,
+        "prefill_stride": 64,
+        "unit": 16,
+        "recall": 3,
+        "recall_store": 256,
+        "recall_rows": "int8",
+    },
+    "units": {"name": "cascade", "budget": 128, "prefill_stride": 64, "unit": 8},
+}
+
+
+def engine(
+    pool: EnginePool, policy: dict[str, Any], folder: str | None = None, **kwargs: Any
+) -> Any:
+    """An engine that keeps sessions, also in ``folder``."""
+    config: dict[str, Any] = {"kv_policy": policy, "kv_sessions": True}
+    if folder is not None:
+        config["kv_sessions_dir"] = folder
+    for key in [key for key in kwargs if key.startswith("kv_sessions")]:
+        config[key] = kwargs.pop(key)
+    settings = {"max_model_len": 4096, "max_num_batched_tokens": 256, "additional_config": config}
+    return pool.get(policy, **{**settings, **kwargs})
+
+
+def params(max_tokens: int = ANSWER, **kwargs: Any) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens, temperature=0.0, logprobs=0, ignore_eos=True, **kwargs
+    )
+
+
+def parts(output: Any) -> Turn:
+    (one,) = output.outputs
+    return list(one.token_ids), [next(iter(entry.values())).logprob for entry in one.logprobs]
+
+
+def ask(llm: Any, prompt: list[int], **kwargs: Any) -> tuple[int, Turn]:
+    """Tokens that were not read, and the answer."""
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params(**kwargs), use_tqdm=False)
+    return output.num_cached_tokens, parts(output)
+
+
+def says(tokens: list[int], turn: int) -> list[int]:
+    return tokens[500 * turn : 500 * turn + NEW]
+
+
+def chat(llm: Any, tokens: list[int], turns: int, between: Any = lambda: None) -> list[Turn]:
+    """A chat whose every turn is a request of its own; only new tokens are read."""
+    history: list[int] = []
+    answers = []
+    for turn in range(turns):
+        known = len(history) - 1 if history else 0
+        history += says(tokens, turn)
+        cached, answer = ask(llm, history)
+        assert cached == known, (turn, cached, known)
+        history += answer[0]
+        answers.append(answer)
+        between()
+    return answers
+
+
+def uninterrupted(llm: Any, tokens: list[int], turns: int) -> list[Turn]:
+    """The same chat as one streaming-input request, which never leaves the engine."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    core = llm.llm_engine.engine_core.engine_core
+    answers: list[Turn] = []
+    last: list[int] = []
+    for turn in range(turns):
+        one = params()
+        one.update_from_generation_config({}, 0)
+        request = EngineCoreRequest(
+            request_id="stream",
+            prompt_token_ids=[*last, *says(tokens, turn)],
+            mm_features=None,
+            sampling_params=one,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt="stream",  # finds nothing
+            data_parallel_rank=None,
+            resumable=True,
+        )
+        core.add_request(*core.preprocess_add_request(request))
+        sampled: list[int] = []
+        logprobs: list[float] = []
+        while len(sampled) < ANSWER:
+            outputs, _ = core.step()
+            for output in outputs.get(0).outputs if outputs.get(0) else ():
+                sampled += output.new_token_ids
+                if output.new_logprobs is not None:
+                    logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+        answers.append((sampled, logprobs))
+        last = sampled[-1:]  # a streaming request drops what was not computed
+    core.abort_requests(["stream"])
+    core.step()
+    return answers
+
+
+def index_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler.sessions.index
+
+
+def flush(llm: Any) -> None:
+    """A step without requests, in which workers hear of finished ones."""
+    llm.llm_engine.engine_core.engine_core.step()
+
+
+def wait_for_files(folder: Path, wanted: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(list(folder.glob("[!.]*.session"))) < wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def check_chat(llm: Any, tokens: list[int], turns: int = 6) -> None:
+    """A chat of separate requests is byte-equal to the uninterrupted one."""
+    index = index_of(llm)
+    truth = uninterrupted(llm, tokens, turns)
+    assert len(index) == 0 and pool_usage(llm) == 0.0
+    answers = chat(llm, tokens, turns)
+    assert [answer[0] for answer in answers] == [answer[0] for answer in truth]
+    assert [answer[1] for answer in answers] == [answer[1] for answer in truth]
+    flush(llm)
+    assert index.counters.hits == {"memory": turns - 1} and len(index) == turns
+    assert index.counters.hit_tokens == sum(n * (NEW + ANSWER) - 1 for n in range(1, turns))
+    (held,) = llm.collective_rpc("kv_session_bytes")
+    assert 0 < held <= index.used["memory"] and pool_usage(llm) == 0.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resumed_chat_is_the_uninterrupted_one(
+    name: str, engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    check_chat(engine(engine_pool, CASES[name]), book_tokens)
+
+
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head"])
+def test_quantised_rows(cache_dtype: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    llm = engine(engine_pool, CASES["recall"], kv_cache_dtype=cache_dtype)
+    check_chat(llm, book_tokens, turns=4)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "granite4", "deepseek-v2"])
+def test_window_layers_recurrent_states_and_latent_rows(
+    family: str, engine_pool: EnginePool, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 2048}
+    if family == "deepseek-v2":
+        path = write_family(tmp_path, V2)
+    elif family in FAMILIES:
+        path = write_family(tmp_path, FAMILIES[family])
+    else:
+        path, recurrent = write_recurrent(tmp_path, family), RECURRENT[family]
+        settings |= {"dtype": recurrent.dtype, **recurrent.engine}
+    policy = {"name": "cascade", "budget": 64, "prefill_stride": 32}
+    check_chat(engine(engine_pool, policy, model=path, **settings), random_tokens(5, 4000), 4)
+    engine_pool.close()
+
+
+def test_200_parked_sessions(
+    engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
+) -> None:
+    """Chats at random, most of them on disk: what is held stays within both bounds."""
+    mib, rng = 2**20, random.Random(3)
+    llm = engine(
+        engine_pool,
+        {"name": "sink", "budget": 28, "prefill_stride": 32},
+        str(tmp_path),
+        kv_sessions_memory=15 / 1024,
+        kv_sessions_disk=30 / 1024,
+        max_num_batched_tokens=512,
+    )
+    index = index_of(llm)
+
+    def ask_all(prompts: list[list[int]]) -> list[Any]:
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(inputs, params(4), use_tqdm=False)
+        (held,) = llm.collective_rpc("kv_session_bytes")
+        entries, _ = Folder(tmp_path).entries()
+        files = sum(entry.num_bytes for entry in entries)
+        assert held <= index.used["memory"] <= 15 * mib and index.used["disk"] <= 30 * mib
+        assert files <= 30 * mib * 1.02, "headers of files are not counted"
+        return outputs
+
+    chats = [book_tokens[40 * n : 40 * n + 36] for n in range(200)]
+    for n in range(0, 200, 20):
+        for m, output in enumerate(ask_all(chats[n : n + 20]), n):
+            chats[m] = chats[m] + list(output.outputs[0].token_ids)
+    for _ in range(12):
+        chosen = rng.sample(range(200), 8)
+        prompts = [chats[n] + book_tokens[rng.randrange(9000) :][:9] for n in chosen]
+        hits = sum(index.counters.hits.values())
+        for n, prompt, output in zip(chosen, prompts, ask_all(prompts), strict=True):
+            whole = len(chats[n]) - 1  # 32: a snapshot of the prompt serves
+            assert output.num_cached_tokens in (0, 32, whole)
+            hits += output.num_cached_tokens == whole
+            chats[n] = prompt + list(output.outputs[0].token_ids)
+        assert sum(index.counters.hits.values()) == hits
+    print(index.counters, index.held, index.used)
+    assert min(index.counters.hits[tier] for tier in ("memory", "disk")) > 0
+    assert index.counters.misses["evicted"] > 0 and pool_usage(llm) == 0.0
+    assert not llm.llm_engine.engine_core.engine_core.scheduler.sessions.started
+
+
+def test_a_name_and_a_prompt_that_does_not_begin_with_it(
+    engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    llm = engine(engine_pool, CASES["cascade"])
+    index, named = index_of(llm), {"extra_args": {"kv_session": "mine"}}
+    first = book_tokens[30000:30100]
+    _, (answer, _) = ask(llm, first, **named)
+    session = index.named("mine")
+    assert session is not None and session.num_tokens == len(first) + ANSWER - 1
+    other = book_tokens[31000:31200]
+    cached, found = ask(llm, other, **named)
+    assert cached == 0 and index.counters.misses["name_diverged"] == 1
+    plain = {"prompt_token_ids": other, "cache_salt": "nothing is found"}
+    (truth,) = llm.generate([plain], params(), use_tqdm=False)
+    assert found == parts(truth)
+    assert index.named("mine") is not session
+    cached, _ = ask(llm, [*first, *answer, *NEXT], **named)
+    assert cached == session.num_tokens, "it is found by its tokens, not by its name"
+    ask(llm, other[:50], extra_args={"kv_session": "mine", "kv_session_release": True})
+    assert index.named("mine") is None
+
+
+def test_a_new_engine_on_the_same_folder(
+    engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
+) -> None:
+    """After a restart the file is read before the next turn's first step."""
+    policy, settings = CASES["cascade"], str(tmp_path)
+    llm = engine(engine_pool, policy, settings)
+    truth = uninterrupted(llm, book_tokens, 5)
+    answers = chat(llm, book_tokens, 4, between=lambda: time.sleep(0.2))
+    flush(llm)
+    wait_for_files(tmp_path, 4)
+    engine_pool.close()
+    llm = engine(engine_pool, policy, settings)
+    index = index_of(llm)
+    assert index.held == {"memory": 0, "disk": 4}
+    history = [token for n in range(4) for token in says(book_tokens, n) + answers[n][0]]
+    cached, last = ask(llm, history + says(book_tokens, 4))
+    assert cached == len(history) - 1 and index.counters.hits == {"disk": 1}
+    assert [*answers, last] == truth and pool_usage(llm) == 0.0
+
+
+def test_damaged_files_and_another_policy(
+    engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
+) -> None:
+    """An altered file and one that is cut short are read as if they were not there."""
+    policy, settings = CASES["cascade"], str(tmp_path)
+    llm = engine(engine_pool, policy, settings)
+    chats = [book_tokens[700 * n : 700 * n + 150] for n in range(3)]
+    for n, prompt in enumerate(chats):
+        chats[n] = [*prompt, *ask(llm, prompt)[1][0], *NEXT]
+        flush(llm)
+        wait_for_files(tmp_path, n + 1)
+    engine_pool.close()
+    files = sorted(tmp_path.glob("[!.]*.session"), key=lambda path: path.stat().st_mtime)
+    content = bytearray(files[0].read_bytes())
+    content[len(content) // 2] ^= 4
+    files[0].write_bytes(content)
+    files[1].write_bytes(content[: len(content) // 2])
+
+    llm = engine(engine_pool, policy, settings)
+    index = index_of(llm)
+    assert index.held["disk"] == 2 and index.counters.misses == {"damaged": 1}
+    for n, prompt in enumerate(chats):
+        cached, found = ask(llm, prompt)
+        assert cached == (len(prompt) - len(NEXT) - 1 if n == 2 else 0)
+        if n < 2:
+            fresh = {"prompt_token_ids": prompt, "cache_salt": "nothing is found"}
+            (truth,) = llm.generate([fresh], params(), use_tqdm=False)
+            assert found == parts(truth)
+    assert index.counters.misses["damaged"] == 2 and index.counters.hits == {"disk": 1}
+    assert len(list((tmp_path / "damaged").iterdir())) == 2
+    engine_pool.close()
+
+    llm = engine(engine_pool, {**policy, "budget": 96}, settings)
+    index = index_of(llm)
+    assert len(index) == 0 and index.counters.misses["foreign"] >= 1
+    assert ask(llm, chats[2])[0] == 0
+    engine_pool.close()
+
+
+def test_another_salt_finds_nothing(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """A session is found under its own cache salt only."""
+    llm = engine(engine_pool, CASES["sink"])
+
+    def cached(prompt: list[int], **salt: str) -> int:
+        (output,) = llm.generate([{"prompt_token_ids": prompt, **salt}], params(), use_tqdm=False)
+        history[:] = prompt + list(output.outputs[0].token_ids)
+        return output.num_cached_tokens
+
+    history: list[int] = []
+    assert cached(says(book_tokens, 0), cache_salt="ours") == 0
+    longer = history + says(book_tokens, 1)
+    assert cached(longer) == 0
+    assert cached(longer, cache_salt="theirs") == 0
+    assert cached(longer, cache_salt="ours") == len(longer) - NEW - 1
+
+
+def test_invalid_names_are_refused(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    llm = engine(engine_pool, CASES["sink"])
+    for arguments in ({"kv_session": ""}, {"kv_session": 7}, {"kv_session_release": True}):
+        with pytest.raises(VLLMValidationError, match="must be a name of 1 to 256 characters"):
+            ask(llm, book_tokens[:20], extra_args=arguments)
+    plain = engine_pool.get(CASES["sink"], max_model_len=4096)
+    with pytest.raises(VLLMValidationError, match="keeps no sessions; start it with --kv-sessions"):
+        ask(plain, book_tokens[:20], extra_args={"kv_session": "mine"})

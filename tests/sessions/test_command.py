@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-cascade sessions``, also on a machine without vLLM."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from vllm_cascade.cli import main
+from vllm_cascade.sessions.files import FOREIGN, SUFFIX, file_name, write
+from vllm_cascade.sessions.index import Session
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for num, name in ((5, None), (70000, "mine"), (9, None)):
+        one = Session("context", f"tokens{num}", num, 100, name=name)
+        header = {**dict.fromkeys(FOREIGN, "this"), **one.header, "model_name": "a-model"}
+        write(
+            tmp_path / file_name(one.id, 0, 1),
+            header,
+            {"a": torch.zeros(1 << 20, dtype=torch.int8)},
+        )
+    return tmp_path
+
+
+def ids(folder: Path) -> list[str]:
+    return sorted(path.name.split(".")[0] for path in folder.glob(f"*{SUFFIX}"))
+
+
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["sessions", str(folder)])
+    text = capsys.readouterr().out
+    assert all(one in text for one in ids(folder))
+    assert "70,000" in text and "a-model, mine" in text and "1.0" in text
+    assert "3 sessions, 3.0 MiB; 0 unusable files" in text
+
+
+def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["sessions", str(folder), "verify"])
+    assert "3 sessions, all files are whole" in capsys.readouterr().out
+    path = next(folder.glob(f"*{SUFFIX}"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as stopped:
+        main(["sessions", str(folder), "verify"])
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2 and "1 of the files" in err
+    assert f"damaged: {path.name}: " in out and "checksum" in out
+
+
+def test_remove(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *_ = ids(folder)
+    main(["sessions", str(folder), "remove", "mine", first])
+    assert len(ids(folder)) == 1 and first not in ids(folder)
+    for wrong in (["remove"], ["remove", "nothing"], ["list", "mine"]):
+        with pytest.raises(SystemExit):
+            main(["sessions", str(folder), *wrong])
+    errors = capsys.readouterr().err
+    assert "takes the names or ids" in errors and "0 sessions are called 'nothing'" in errors
+    assert len(ids(folder)) == 1
+
+
+def test_it_needs_no_vllm(folder: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+sys.modules["vllm"] = None
+from vllm_cascade.cli import main
+main(["sessions", {str(folder)!r}])
+assert not [name for name in sys.modules if name.startswith("vllm.")]
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "3 sessions" in done.stdout, done.stderr

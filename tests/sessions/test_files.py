@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of sessions: a damaged or foreign file never gives a state, whatever happened to it."""
+
+import errno
+import os
+import random
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.conftest import ROOT
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.log import Chunk, Log, UnitShape
+from vllm_cascade.sessions import files
+from vllm_cascade.sessions.files import FOREIGN, Folder, Unusable, file_name, read, write
+from vllm_cascade.sessions.index import Command, Report, Session
+from vllm_cascade.sessions.tiers import WorkerSessions
+
+ENGINE = {key: f"this {key}" for key in FOREIGN}
+SHAPE = UnitShape(
+    num_layers=2,
+    num_kv_heads=1,
+    num_sets=1,
+    unit=4,
+    head_size=8,
+    dtype=torch.bfloat16,
+    most_units=40,
+    most_recalled=3,
+)
+
+
+def session(num: int = 5, name: str | None = None) -> Session:
+    return Session("context", f"tokens{num}", num, 100, name=name)
+
+
+def header_of(one: Session, **more: str) -> dict[str, str]:
+    return {**ENGINE, **one.header, **more}
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = torch.randn(3, 7, generator=generator)
+    return {
+        "a": draw.to(torch.bfloat16),
+        "b": torch.randint(-128, 127, (5, 64), dtype=torch.int8, generator=generator),
+        "c": draw,
+        "empty": torch.empty(2, 0),
+        "d": torch.arange(4),
+        "e": draw.to(torch.float8_e4m3fn),
+    }
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    assert found.keys() == wanted.keys()
+    return all(
+        found[name].dtype == wanted[name].dtype
+        and found[name].shape == wanted[name].shape
+        and found[name].view(torch.uint8).equal(wanted[name].view(torch.uint8))
+        for name in wanted
+        if wanted[name].numel()
+    )
+
+
+def test_a_file_is_safetensors_and_comes_back_bit_by_bit(tmp_path: Path) -> None:
+    path = tmp_path / "x.session"
+    write(path, header_of(session()), tensors())
+    header, found = read(path, ENGINE)
+    assert same(found, tensors()) and same(load_file(path), tensors())
+    assert {key: header[key] for key in header_of(session())} == header_of(session())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [p.name for p in tmp_path.iterdir()] == ["x.session"]
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_an_altered_bit_is_found(place: float, bit: int, tmp_path: Path) -> None:
+    """Anywhere in the file; only blanks that pad the header may differ."""
+    path = tmp_path / "x.session"
+    write(path, header_of(session()), tensors())
+    content = bytearray(path.read_bytes())
+    at = int(place * len(content))
+    length = int.from_bytes(content[:8], "little")
+    padding = len(content[8 : 8 + length].rstrip(b" ")) + 8
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+    try:
+        header, found = read(path, {**ENGINE, **session().header})
+    except Unusable as error:
+        assert error.reason in ("damaged", "foreign")
+    else:
+        assert padding <= at < 8 + length
+        assert same(found, tensors()) and header["name"] == ""
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 100, -1, -64])
+def test_a_file_that_is_cut_short(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.session"
+    write(path, header_of(session()), tensors())
+    content = path.read_bytes()
+    path.write_bytes(content[:length])
+    with pytest.raises(Unusable) as found:
+        read(path)
+    assert found.value.reason == "damaged"
+    path.write_bytes(content + b"x")
+    with pytest.raises(Unusable, match="as many as its header says"):
+        read(path)
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_another_engines_file(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.session"
+    write(path, header_of(session(), **{key: "another"}), tensors())
+    with pytest.raises(Unusable, match=f"another {key}") as found:
+        read(path, ENGINE)
+    assert found.value.reason == "foreign"
+    assert files.first_difference(files.read_header(path), ENGINE) == key
+    assert files.first_difference(ENGINE, ENGINE) is None
+
+
+def test_a_file_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(Unusable) as found:
+        read(tmp_path / "x.session")
+    assert found.value.reason == "missing"
+
+
+@pytest.mark.parametrize("after", [0, 100, 3000])
+def test_a_full_disk_leaves_nothing(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device fills up after so many bytes."""
+    path = tmp_path / "x.session"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    big = {**tensors(), "big": torch.zeros(4096, dtype=torch.uint8)}
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (after, before[1]))
+        with pytest.raises(OSError) as found:
+            write(path, header_of(session()), big)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert found.value.errno == errno.EFBIG and not list(tmp_path.iterdir())
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, header_of(session()), big)
+    assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------- the folder
+
+
+def test_a_folder_is_one_servers(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "new" / "sessions")
+    folder.open()
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    (folder.path / f".123-x{files.SUFFIX}").write_text("half a file")
+    with pytest.raises(KVPolicyError, match="another server uses this folder; give each server"):
+        Folder(folder.path).open()
+    folder.close()
+    second = Folder(folder.path)
+    second.open()
+    assert not list(folder.path.glob(".*"))
+    second.close()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o755)
+    shared.chmod(0o755)
+    with pytest.raises(KVPolicyError, match="others have access; chmod 700 it"):
+        Folder(shared).open()
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(KVPolicyError, match=r"cannot be used .* choose a folder"):
+        Folder(tmp_path / "file" / "sessions").open()
+    if os.getuid():
+        tmp_path.chmod(0o500)
+        with pytest.raises(KVPolicyError, match="choose a folder that this user can write to"):
+            Folder(tmp_path / "sessions").open()
+        tmp_path.chmod(0o700)
+
+
+def test_entries(tmp_path: Path) -> None:
+    """Sessions of one and of two ranks; one without a rank, one renamed, one that is not ours."""
+    folder = Folder(tmp_path)
+    one, two, lost, renamed = (session(n) for n in range(1, 5))
+    write(tmp_path / file_name(two.id, 0, 2), header_of(two), tensors())
+    write(tmp_path / file_name(two.id, 1, 2), header_of(two), tensors())
+    write(tmp_path / file_name(one.id, 0, 1), header_of(one), tensors())
+    write(tmp_path / file_name(lost.id, 1, 2), header_of(lost), tensors())
+    write(tmp_path / file_name(renamed.id, 0, 1), header_of(one), tensors())
+    (tmp_path / f"notes{files.SUFFIX}").write_text("hello")
+    (tmp_path / file_name("short", 0, 1)).write_text("hello")
+    os.utime(tmp_path / file_name(one.id, 0, 1), (1, 1))
+    entries, bad = folder.entries()
+    assert [(entry.id, len(entry.files), entry.used == 1) for entry in entries] == [
+        (one.id, 1, True),
+        (two.id, 2, False),
+    ]
+    assert Session.of(entries[0].header, 1).id == one.id
+    problems = dict(bad)
+    assert "rank 0 is missing" in problems.pop(file_name(lost.id, 1, 2))
+    assert "another session's" in problems.pop(file_name(renamed.id, 0, 1))
+    assert "cut short" in problems.pop(file_name("short", 0, 1))
+    assert "not the name" in problems.pop(f"notes{files.SUFFIX}") and not problems
+
+
+# ---------------------------------------------------------------------------------- the worker
+
+
+def pools(seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(-128, 127, (20, width), dtype=torch.int8, generator=generator)
+        for width in (64, 64, 192)
+    ]
+
+
+def log(num_units: int) -> Log:
+    made = Log(SHAPE)
+    for count in (num_units // 3, num_units - num_units // 3):
+        made.grow(count)
+    for i, chunk in enumerate(made.chunks):
+        for j, tensor in enumerate(chunk.tensors):
+            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) % 100 + i + j)
+    made.shown, made.selected_by_many = 2, True
+    made.tokens += 7
+    return made
+
+
+def same_logs(a: Log, b: Log) -> bool:
+    numbers = [(x.begin, x.end, x.shown, x.selected_by_many, x.first) for x in (a, b)]
+    assert numbers[0] == numbers[1]
+    assert a.tokens.equal(b.tokens) and len(a.chunks) == len(b.chunks)
+    pairs = zip(a.chunks, b.chunks, strict=True)
+    return all(x.equal(y) for c, d in pairs for x, y in zip(c.tensors, d.tensors, strict=True))
+
+
+def wait(worker: WorkerSessions, wanted: int = 1) -> Report:
+    """What threads report, once they have finished so many things."""
+    total = Report()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        report = worker.take_report()
+        total.written += report.written
+        total.unwritten += report.unwritten
+        total.read |= report.read
+        total.unreadable |= report.unreadable
+        if sum(map(len, vars(total).values())) >= wanted:
+            return total
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("num_units", [None, 0, 5, 70])
+def test_a_worker_saves_writes_reads_and_restores(num_units: int | None, tmp_path: Path) -> None:
+    Folder(tmp_path).open()
+    own = pools()
+    shape = None if num_units is None else SHAPE
+    worker = WorkerSessions(own, tmp_path, shape=shape)
+    logs = {} if num_units is None else {4: log(num_units)}
+    wanted = [pool[[4, 9, 2]].clone() for pool in own]
+    one = session()
+    save = Command("save", one.id, pages=(4, 9, 2))
+    worker.execute([save, Command("write", one.id, header=header_of(one))], logs)
+    for pool in own:
+        pool.zero_()
+    assert wait(worker).written == [one.id] and worker.num_bytes >= 3 * 320
+    assert worker.execute([Command("drop", one.id)], {}) == {} and worker.num_bytes == 0
+
+    other = WorkerSessions(own, tmp_path, shape=shape)  # as after a restart
+    other.execute([Command("read", one.id, header=ENGINE)], {})
+    assert list(wait(other).read) == [one.id]
+    resumed = other.execute([Command("restore", one.id, pages=(1, 0, 7))], {})
+    for pool, pages in zip(own, wanted, strict=True):
+        assert pool[[1, 0, 7]].equal(pages) and not pool[[2, 3, 4, 9]].any()
+    if num_units is not None:
+        assert same_logs(resumed[1], log(num_units))
+        resumed[1].grow(1)  # its own: the session's log stays
+        again = other.execute([Command("restore", one.id, pages=(5, 6, 7))], {})
+        assert same_logs(again[5], log(num_units))
+    other.execute([Command("remove", one.id)], {})
+    other.close()
+    worker.close()
+    assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
+
+
+def test_a_log_of_another_shape_is_not_read() -> None:
+    with pytest.raises((KeyError, RuntimeError)):
+        Log.of(SHAPE, {**log(5).tensors(), "tokens": torch.zeros(1, 1, 9, dtype=torch.int32)})
+    # Of 70 units 40 are kept, in four chunks.
+    assert 4 * 16 + log(70).first - 70 < 16 and 4 * len(Chunk(SHAPE).tensors) + 2 == len(
+        log(70).tensors()
+    )
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered", "renamed", "gone", "pages", "policy"])
+def test_a_worker_reads_no_damaged_file(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Folder(tmp_path).open()
+    own = pools()
+    one, two = session(1), session(2)
+    worker = WorkerSessions(own, tmp_path)
+    save = Command("save", one.id, pages=(1,))
+    worker.execute([save, Command("write", one.id, header=header_of(one))], {})
+    wait(worker)
+    path = tmp_path / file_name(one.id, 0, 1)
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        path.write_bytes(content[:-5])
+    elif damage == "altered":
+        content[-5] ^= 1
+        path.write_bytes(content)
+    elif damage == "renamed":
+        path.rename(tmp_path / file_name(two.id, 0, 1))
+        one = two
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "pages":
+        own = [pool[:, :32].clone() for pool in own]
+    changed = {**ENGINE, "policy": "another"} if damage == "policy" else ENGINE
+    other = WorkerSessions(own, tmp_path)
+    other.execute([Command("read", one.id, header=changed)], {})
+    reason = {"gone": "missing", "pages": "foreign", "policy": "foreign"}.get(damage, "damaged")
+    assert wait(other).unreadable == {one.id: reason}
+    other.execute([], {})
+    assert not other.states
+    aside = list((tmp_path / files.DAMAGED).iterdir())
+    assert len(aside) == (reason == "damaged")
+    worker.close()
+    other.close()
+
+
+def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Folder(tmp_path).open()
+    worker = WorkerSessions(pools(), tmp_path)
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", no_space)
+    one = session()
+    save = Command("save", one.id, pages=(1,))
+    worker.execute([save, Command("write", one.id, header=header_of(one))], {})
+    assert wait(worker).unwritten == [one.id]
+    assert worker.execute([Command("restore", one.id, pages=(2,))], {}) == {}
+    worker.close()
+    assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+from vllm_cascade.sessions.files import FOREIGN, file_name, write
+from vllm_cascade.sessions.index import Session
+folder = Path(sys.argv[1])
+print("ready", flush=True)
+for n in range(10**6):
+    one = Session("context", f"tokens{n % 7}", n % 7, 100)
+    header = {**{key: f"this {key}" for key in FOREIGN}, **one.header}
+    tensors = {"a": torch.full((1 << 18,), n % 7, dtype=torch.int64)}
+    write(folder / file_name(one.id, 0, 1), header, tensors)
+"""
+
+
+def test_killed_while_writing(tmp_path: Path) -> None:
+    """A hundred kills of a process that writes 2 MiB files over and over: every file is whole."""
+    folder, rng, whole, halves = Folder(tmp_path), random.Random(1), 0, 0
+    code = KILLED.replace("import sys, torch", "import sys, torch; torch.set_num_threads(1)")
+    fork = f"""
+import os, sys, time, signal
+sys.argv = ["x", {str(tmp_path)!r}]
+code = {code!r}.replace('print("ready", flush=True)', '')
+import torch, vllm_cascade.sessions.files
+for moment in {[rng.random() * 0.08 for _ in range(100)]}:
+    child = os.fork()
+    if child == 0:
+        exec(code)
+    time.sleep(moment)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
+    sys.stdin.readline()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", fork],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for _ in range(100):
+            assert process.stdout.readline() == "killed\n"
+            halves += len(list(tmp_path.glob(f".*{files.SUFFIX}")))
+            folder.open()
+            entries, bad = folder.entries()
+            assert not bad and not list(tmp_path.glob(f".*{files.SUFFIX}"))
+            for entry in entries:
+                header, found = read(tmp_path / entry.files[0], ENGINE)
+                assert (found["a"] == int(header["num_tokens"])).all()
+                whole += 1
+            folder.close()
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0
+    print(f"{whole} files read, {halves} half-written files removed")
+    assert whole > 100 and halves > 0

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index of sessions: what it finds, and its bounds, against plain bookkeeping."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_cascade.sessions.index import Command, Report, Session, SessionIndex, token_digests
+
+TEXT = list(range(100, 140))
+
+
+def keep(
+    index: SessionIndex, tokens: list[int], size: int = 10, now: float = 0, **more: Any
+) -> str:
+    """Keep a session and return its id."""
+    index.keep("c", tokens, size, pages=(1, 2), now=now, **more)
+    found = index.find("c", [*tokens, 1], len(tokens), now)
+    assert found is not None and found.num_tokens == len(tokens)
+    return found.id
+
+
+def written(index: SessionIndex) -> list[Command]:
+    """Let workers write what they were told to; returns all commands."""
+    commands = index.take_commands()
+    index.note(Report(written=[c.id for c in commands if c.op == "write"]))
+    return commands
+
+
+def ops(index: SessionIndex) -> list[str]:
+    return [command.op for command in index.take_commands()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    kept=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=12),
+    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=9),
+    shorter=st.integers(0, 3),
+)
+def test_the_longest_prefix_is_found(
+    kept: list[list[int]], prompt: list[int], shorter: int
+) -> None:
+    index = SessionIndex(10**9)
+    for tokens in kept:
+        index.keep("c", tokens, 1, pages=(0,), now=0)
+    longest = len(prompt) - shorter
+    fits = [len(tokens) for tokens in kept if len(tokens) <= longest]
+    fits = [n for n in fits if prompt[:n] in kept]
+    found = index.find("c", prompt, longest, 0)
+    assert (found.num_tokens if found else 0) == max(fits, default=0)
+    assert index.find("other", prompt, longest, 0) is None
+
+
+def test_digests_of_prefixes_are_those_of_whole_sequences() -> None:
+    import numpy as np
+
+    tokens = np.arange(50, dtype=np.int32)
+    all_at_once = token_digests(tokens, [1, 7, 50])
+    for length, digest in all_at_once.items():
+        assert token_digests(tokens[:length].copy(), [length])[length] == digest
+
+
+def test_without_a_folder_the_least_recently_used_is_lost() -> None:
+    index = SessionIndex(memory_bytes=30)
+    a, b, c = (keep(index, [n, n + 1]) for n in (1, 2, 3))
+    assert ops(index) == ["save"] * 3
+    session = index.find("c", [1, 2, 9], 2, 5)
+    assert session is not None and index.ready(session, "r")
+    index.restore(session, "r", (7, 8), "memory", 5)
+    keep(index, [4, 5])
+    commands = index.take_commands()
+    assert [(x.op, x.id) for x in commands[:2]] == [("restore", a), ("drop", b)]
+    assert commands[0].pages == (7, 8) and [x.op for x in commands[2:]] == ["save"]
+    assert index.find("c", [2, 3, 9], 2, 5) is None
+    assert index.counters.misses["evicted"] == 1 and index.counters.hits["memory"] == 1
+    assert index.used == {"memory": 30, "disk": 0} and c
+
+
+def test_a_continued_session_leaves_before_the_end_of_a_chat() -> None:
+    index = SessionIndex(memory_bytes=30)
+    old, turn = keep(index, [1]), keep(index, [2])
+    keep(index, [2, 3], before=turn)
+    keep(index, [4])
+    assert index.find("c", [2, 9], 1, 0) is None, "turn 1 of a chat that has a turn 2"
+    assert index.find("c", [1, 9], 1, 0) is not None and old
+    keep(index, [5])
+    assert index.find("c", [1, 9], 1, 0) is None and index.find("c", [2, 3, 9], 2, 0) is not None
+
+
+def test_a_waiting_requests_session_stays() -> None:
+    index = SessionIndex(memory_bytes=20)
+    keep(index, [1])
+    session = index.find("c", [1, 2], 1, 0)
+    assert session is not None and index.ready(session, "r")
+    keep(index, [2])
+    keep(index, [3])  # drops [2], which is newer
+    assert index.find("c", [2, 9], 1, 0) is None and index.find("c", [1, 9], 1, 0) is session
+    assert not index.keep("c", [4], 15, pages=(0,), now=0)
+    assert index.counters.misses["memory_full"] == 1
+    session.waiting.discard("r")
+    assert index.keep("c", [4], 15, pages=(0,), now=0)
+
+
+def test_with_a_folder_sessions_go_down_and_come_back() -> None:
+    index = SessionIndex(memory_bytes=20, disk_bytes=40)
+    a, b = keep(index, [1]), keep(index, [2])
+    assert not index.keep("c", [3], 10, pages=(0,), now=0)  # both are being written
+    assert [c.op for c in written(index)] == ["save", "write"] * 2
+    keep(index, [3])
+    commands = written(index)
+    assert [(x.op, x.id) for x in commands[:1]] == [("drop", a)]
+    assert index.held == {"memory": 2, "disk": 3}
+    session = index.find("c", [1, 9], 1, 0)
+    assert session is not None and session.id == a
+    assert not index.ready(session, "r") and not index.ready(session, "s")
+    assert [(x.op, x.id) for x in index.take_commands()] == [("drop", b), ("read", a)]
+    index.note(Report(read={a: 0.5}))
+    assert index.ready(session, "r") and index.counters.load_seconds == [0.5]
+    index.restore(session, "r", (3,), "disk", 1)
+    assert ops(index) == ["restore"] and index.counters.hits == {"disk": 1}
+
+
+def test_the_folder_loses_its_least_recently_used() -> None:
+    index = SessionIndex(memory_bytes=20, disk_bytes=30)
+    first = keep(index, [1])
+    for n in range(2, 6):
+        written(index)
+        keep(index, [n])
+    commands = written(index)
+    assert index.used["disk"] <= 30 and index.used["memory"] <= 20
+    assert index.find("c", [1, 9], 1, 0) is None
+    assert first not in {c.id for c in commands} and index.counters.misses["evicted"] == 2
+
+
+@pytest.mark.parametrize("reason", ["damaged", "missing", "foreign", "io"])
+def test_an_unreadable_session_is_a_miss(reason: str) -> None:
+    index = SessionIndex(20, 100)
+    assert index.adopt(Session("c", token_digests_of([1]), 1, 10))
+    session = index.find("c", [1, 2], 1, 0)
+    assert session is not None and not index.ready(session, "r")
+    index.note(Report(unreadable={session.id: reason}))
+    assert index.find("c", [1, 2], 1, 0) is None and index.counters.misses[reason] == 1
+    assert index.used == {"memory": 0, "disk": 0} and len(index) == 0
+
+
+def token_digests_of(tokens: list[int]) -> str:
+    import numpy as np
+
+    return token_digests(np.asarray(tokens, dtype=np.int32), [len(tokens)])[len(tokens)]
+
+
+def test_an_unwritten_session_is_still_in_memory() -> None:
+    index = SessionIndex(20, 100)
+    a = keep(index, [1])
+    index.note(Report(unwritten=[a]))
+    session = index.find("c", [1, 2], 1, 0)
+    assert session is not None and index.ready(session, "r")
+    assert index.used == {"memory": 10, "disk": 0} and index.counters.misses["unwritten"] == 1
+
+
+def test_time_to_live() -> None:
+    index = SessionIndex(100, ttl=60)
+    keep(index, [1], now=0)
+    keep(index, [2], now=50)
+    assert index.find("c", [1, 9], 1, 61) is None and index.find("c", [2, 9], 1, 61) is not None
+    assert index.counters.misses["expired"] == 1
+    assert index.find("c", [2, 9], 1, 111) is None and index.used["memory"] == 0
+
+
+def test_a_name_pins_a_session_until_it_is_released() -> None:
+    index = SessionIndex(memory_bytes=20)
+    keep(index, [1], name="mine")
+    for n in range(2, 6):
+        keep(index, [n])
+    session = index.named("mine")
+    assert session is not None and index.find("c", [1, 9], 1, 0) is session
+    assert index.begins(session, "c", [1, 2]) and not index.begins(session, "c", [2, 1])
+    assert not index.begins(session, "other", [1, 2])
+    keep(index, [1, 2], name="mine")  # the next turn: the name moves on
+    assert index.named("mine") is not session and session.name is None
+    assert index.release("mine") and not index.release("mine")
+    assert index.named("mine") is None and index.find("c", [1, 2, 3], 2, 0) is session
+
+
+def test_only_pinned_sessions_do_not_stop_a_request_that_waits() -> None:
+    index = SessionIndex(memory_bytes=10, disk_bytes=100)
+    index.adopt(Session("c", token_digests_of([9]), 1, 10))
+    a = keep(index, [1], name="mine")
+    index.note(Report(unwritten=[a]))
+    session = index.find("c", [9, 9], 1, 0)
+    assert session is not None and not index.ready(session, "r") and session.reading
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5), st.integers(1, 9)), max_size=60))
+def test_bounds_hold_and_workers_can_execute_all_commands(script: list[tuple]) -> None:
+    """Random use; beside it workers that hold memory and files as told."""
+    index = SessionIndex(memory_bytes=20, disk_bytes=25, ttl=15)
+    memory, disk, reading = set(), set(), set()
+    for now, (action, which, size) in enumerate(script):
+        tokens = [which, which + 1, 5]
+        if action <= 1:
+            index.keep("c", tokens, size, pages=(0,), now=now, name="n" if which == 0 else None)
+        elif action == 2 and (found := index.find("c", [*tokens, 1], 3, now)):
+            if index.ready(found, f"r{which}"):
+                index.restore(found, f"r{which}", (1,), "memory", now)
+        elif action == 3:
+            for one in index._sessions.values():
+                one.waiting.discard(f"r{which}")
+        elif action == 4:
+            index.release("n")
+        report = Report()
+        for command in index.take_commands():
+            id_ = command.id
+            if command.op == "save":
+                memory.add(id_)
+            elif command.op == "restore":
+                assert id_ in memory
+            elif command.op == "write":
+                assert id_ in memory
+                (report.written if action < 6 else report.unwritten).append(id_)
+                if action < 6:
+                    disk.add(id_)
+            elif command.op == "read":
+                assert id_ in disk
+                reading.add(id_)
+                if size > 3:
+                    memory.add(id_)
+                    report.read[id_] = 0.1
+                else:
+                    disk.discard(id_)
+                    report.unreadable[id_] = "damaged"
+            elif command.op == "drop":
+                memory.discard(id_)
+            else:
+                disk.discard(id_)
+        index.note(report)
+        held = {s.id: s for s in index._sessions.values()}
+        assert {i for i, s in held.items() if s.in_memory} == memory
+        assert {i for i, s in held.items() if s.on_disk} == disk
+        assert index.used["memory"] == sum(held[i].num_bytes for i in memory) <= 20
+        assert index.used["disk"] == sum(held[i].num_bytes for i in disk) <= 25
+        assert index.held == {"memory": len(memory), "disk": len(disk)}
+        assert not {i for i, s in held.items() if s.reading or s.writing}
+        lengths = [n for counter in index._lengths.values() for n in counter.elements()]
+        assert sorted(lengths) == sorted(s.num_tokens for s in held.values())
+        assert all(s.name == "n" for s in index._by_name.values())

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sizes an engine's host memory for recall: its default, its bound, and the class that counts it.
+
+``recall_memory`` bounds the stores of all ranks and stages of an engine. Each data-parallel engine
+has a bound of its own.
+"""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+
+import psutil
+import torch
+from vllm.config import VllmConfig
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
+from vllm_cascade.engine.devices import this_device
+from vllm_cascade.log import logger
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.schedule import compiled
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.memory import GIB, RecallMemory, check_one_fits
+
+SHARE = 0.25
+"""Part of the host's available memory that the default of ``recall_memory`` may take."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes() -> int:
+    """Host memory that this process may still take, within its control group."""
+    free = psutil.virtual_memory().available
+    try:
+        limit = int((CGROUP / "memory.max").read_text())
+        return min(free, limit - int((CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError):  # no control group, or no limit ("max")
+        return free
+
+
+def unit_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:
+    """Shape of a rank's units in ``num_layers`` layers, which have this spec."""
+    return _shape(
+        spec.engine_schedule.policy,
+        num_layers,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.dtype,
+        spec.kv_quant_mode.is_per_token_head,
+        spec.latent,
+    )
+
+
+def model_shape(spec: KVPolicySpec, num_layers: int) -> UnitShape:
+    """Shape of a rank's units in all layers of the model that recall.
+
+    Args:
+        spec: Spec of any layer under the policy, maybe one with a window.
+        num_layers: Layers with this spec in a worker that runs all of them.
+    """
+    if not spec.kinds:
+        return unit_shape(spec, spec.num_layers or num_layers)
+    kind, *_ = spec.kinds
+    own = replace(spec, num_kv_heads=kind.num_kv_heads, head_size=kind.head_size)
+    return unit_shape(own, kind.num_layers)
+
+
+def _shape(
+    policy: Policy,
+    num_layers: int,
+    heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    scaled: bool,
+    latent: bool,
+) -> UnitShape:
+    return UnitShape(
+        num_layers=num_layers,
+        num_kv_heads=heads,
+        num_sets=heads if policy.head_policy == "per_kv_head" else 1,
+        unit=policy.unit,
+        head_size=head_size,
+        dtype=dtype,
+        most_units=policy.recall_store // policy.unit,
+        most_recalled=policy.recall,
+        row_scales=ROW_SCALES if scaled else 0,
+        latent=latent,
+        in_8_bits=policy.recall_rows == "int8" and dtype.itemsize > 1,
+    )
+
+
+def _shape_of_config(config: VllmConfig, policy: Policy) -> tuple[UnitShape, bool]:
+    """Shape of a rank's units in all layers, before the model exists.
+
+    Returns:
+        The shape, and whether it is exact. Otherwise it is at least as large: beside layers with
+        windows, those without may have other heads.
+    """
+    model, parallel = config.model_config, config.parallel_config
+    text, dtype = model.hf_text_config, config.cache_config.cache_dtype
+    kinds = getattr(text, "layer_types", None) or ()
+    whole = sum(kind in ("full_attention", "attention") for kind in kinds)
+    heads = model.get_num_kv_heads(parallel)
+    other = getattr(text, "num_global_key_value_heads", None) or 0
+    size = max(model.get_head_size(), getattr(text, "global_head_dim", None) or 0)
+    shape = _shape(
+        policy,
+        whole or model.get_total_num_hidden_layers(),
+        max(heads, other // parallel.tensor_parallel_size),
+        size,
+        kv_cache_dtype_str_to_dtype(dtype, model),
+        dtype.endswith("per_token_head"),
+        model.use_mla,
+    )
+    return shape, len(set(kinds)) <= 1
+
+
+def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
+    """Set the default of ``recall_memory``, which depends on host, model and engine.
+
+    It is what ``max_num_seqs`` requests of ``max_model_len`` tokens can need, at most ``SHARE`` of
+    the available memory, and no less than one request needs.
+
+    Raises:
+        KVPolicyError: the memory has no room for the longest request. Without an exact shape the
+            scheduler raises it, once the model is loaded.
+    """
+    if not policy.recall:
+        return policy
+    shape, is_exact = _shape_of_config(config, policy)
+    available = available_bytes()
+    if policy.recall_memory is None:
+        memory = _count(shape, policy, available, config)
+        one = memory.most_need(config.model_config.max_model_len)
+        most = memory.bytes_of(one * config.scheduler_config.max_num_seqs) * memory.ranks
+        share = SHARE * available / (config.parallel_config.data_parallel_size_local or 1)
+        limit = min(most, max(share, memory.bytes_of(one) * memory.ranks))
+        policy = policy.model_copy(update={"recall_memory": math.ceil(limit * 1000 / GIB) / 1000})
+    assert policy.recall_memory is not None
+    if policy.recall_memory * GIB > available:
+        logger.warning(
+            "KV policy: recall_memory %.3g GiB is more than the %.3g GiB of host memory that are "
+            "available; requests that fill it would run out of memory",
+            policy.recall_memory,
+            available / GIB,
+        )
+    if is_exact:
+        open_memory(shape, policy, config)
+    return policy
+
+
+def open_memory(shape: UnitShape, policy: Policy, config: VllmConfig) -> RecallMemory:
+    """Create the count of an engine's stores.
+
+    Args:
+        shape: A rank's units in all layers of the model.
+
+    Raises:
+        KVPolicyError: The memory has no room for the longest request.
+    """
+    assert policy.recall_memory is not None
+    memory = _count(shape, policy, int(policy.recall_memory * GIB), config)
+    check_one_fits(memory, policy, config.model_config.max_model_len)
+    return memory
+
+
+def _count(shape: UnitShape, policy: Policy, limit: int, config: VllmConfig) -> RecallMemory:
+    """The device's count of an engine's stores, for at most ``limit`` bytes over all ranks."""
+    ranks, scheduler = config.parallel_config.tensor_parallel_size, config.scheduler_config
+    backend = resolve_name(this_device().backend)
+    memory: RecallMemory = backend.count_stores(shape, compiled(policy), limit // ranks, scheduler)
+    memory.ranks = ranks
+    return memory
+
+
+def log_memory(memory: RecallMemory, policy: Policy, config: VllmConfig) -> None:
+    """Log the bound, and how many of the longest requests fit in it."""
+    most = config.model_config.max_model_len
+    logger.info(
+        "KV policy %s: recall may take %.3g GiB of host memory (recall_memory), enough for "
+        "%d of the longest requests at once (%d tokens, of which %d stored); --max-num-seqs is %d",
+        policy.name,
+        memory.limit_bytes / GIB,
+        memory.capacity // memory.most_need(most),
+        most,
+        min(policy.recall_store, most),
+        config.scheduler_config.max_num_seqs,
+    )

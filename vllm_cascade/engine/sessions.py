@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connects the scheduler to the index of sessions: which requests start from one and leave one."""
+
+import copy
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from vllm.config import ModelConfig, VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.engine.session_metrics import SessionStats
+from vllm_cascade.log import logger
+from vllm_cascade.policies.policy import Policy
+from vllm_cascade.policies.registry import policy_of
+from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.recall.chain import CHUNK_UNITS
+from vllm_cascade.sessions.files import FORMAT, Folder, first_difference
+from vllm_cascade.sessions.index import (
+    Command,
+    Report,
+    Session,
+    SessionCounters,
+    SessionIndex,
+)
+from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
+
+KEPT = {
+    RequestStatus.FINISHED_STOPPED,
+    RequestStatus.FINISHED_LENGTH_CAPPED,
+    RequestStatus.FINISHED_ABORTED,
+    RequestStatus.FINISHED_REPETITION,
+}
+"""How a request may end whose state is kept; the front-end aborts requests at stop strings."""
+LAYOUT = (
+    *("block_size", "page_size_bytes", "num_kv_heads", "head_size", "dtype", "kv_quant_mode"),
+    *("page_slots", "window", "num_sets", "words", "shapes", "dtypes"),
+)
+"""Attributes of cache specs that pages depend on."""
+UNRELATED = {"recall_memory"}
+"""Settings of a policy that states do not depend on."""
+SAMPLES, SAMPLE_BYTES = 16, 4096
+"""Places of a weight file that are read to recognise it, and bytes of each."""
+
+
+# --- what states depend on ------------------------------------------------------------------------
+
+
+def _digest(thing: Any) -> str:
+    text = json.dumps(thing, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def policy_settings(policy: Policy) -> dict[str, Any]:
+    """A policy's settings that states depend on; of a table of scores also its content."""
+    found = {"name": policy.name, **policy.model_dump(mode="json")}
+    source = policy.token_scores
+    if source is not None and source.idf:
+        found["idf"] = hashlib.blake2b(Path(source.idf).read_bytes()).hexdigest()
+    return {key: value for key, value in found.items() if key not in UNRELATED}
+
+
+def weights_of(model: ModelConfig) -> list[Any]:
+    """Names, sizes and samples of the model's weight files, as far as they are on this machine."""
+    folder = Path(model.model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+        if not isinstance(found, str):
+            return [model.model, model.revision]
+        folder = Path(found).parent
+    weights: list[Any] = []
+    for file in sorted(folder.iterdir()):
+        if file.suffix not in (".safetensors", ".bin", ".pt", ".gguf"):
+            continue
+        size, digest = file.stat().st_size, hashlib.blake2b(digest_size=16)
+        with file.open("rb") as content:
+            for i in range(SAMPLES):
+                content.seek(size * i // SAMPLES)
+                digest.update(content.read(SAMPLE_BYTES))
+        weights.append((file.name, size, digest.hexdigest()))
+    return weights
+
+
+def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
+    """What the states of all of an engine's requests depend on (``files.FOREIGN``)."""
+    policy, model = policy_of(config.additional_config), config.model_config
+    assert policy is not None
+    layout = [
+        [
+            sorted(group.layer_names),
+            type(group.kv_cache_spec).__name__,
+            {key: str(getattr(group.kv_cache_spec, key, None)) for key in LAYOUT},
+        ]
+        for group in caches.kv_cache_groups
+    ]
+    return {
+        "format": FORMAT,
+        "plugin": version("vllm-cascade"),
+        "vllm": version("vllm"),
+        "model": _digest(
+            [
+                *(model.hf_config.to_dict(), weights_of(model)),
+                *(config.load_config.load_format, model.quantization),
+            ]
+        ),
+        "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",
+        "policy": _digest(policy_settings(policy)),
+        "layout": _digest(layout),
+        "model_name": str(model.model),  # for people
+    }
+
+
+class SchedulerSessions:
+    """A scheduler's sessions.
+
+    Attributes:
+        index: the sessions, by tier.
+
+    Args:
+        schedule_of: returns a request's schedule.
+        spec: cache spec of the policy's layers.
+        chunk_bytes: bytes of a chunk of evicted units; 0 without recall.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        caches: KVCacheConfig,
+        settings: SessionSettings,
+        schedule_of: Callable[[Request], Schedule],
+        spec: KVPolicySpec,
+        chunk_bytes: int,
+    ) -> None:
+        self._header = engine_header(config, caches)
+        self._schedule_of = schedule_of
+        self._chunk_bytes = chunk_bytes
+        tensors = caches.kv_cache_tensors
+        self._page_bytes = sum(tensor.size for tensor in tensors) // caches.num_blocks
+        self.index = SessionIndex(
+            settings.memory_bytes, settings.disk_bytes, settings.ttl, self._header
+        )
+        self._policies: WeakKeyDictionary[Schedule, str] = WeakKeyDictionary()  # their digests
+        self._found: dict[str, Session] = {}  # by request id, while the request waits
+        self._reported = SessionCounters()
+        self._searched: dict[str, int] = {}  # the index's version when they were looked for
+        self._tiers: dict[str, str] = {}  # where these sessions were
+        self.started: dict[str, str] = {}  # sessions that running requests started from
+        self.folder = None if settings.folder is None else Folder(settings.folder)
+        if self.folder is not None:
+            self.folder.open()
+            self._scan(self.folder)
+        most = self._num_bytes(spec.engine_schedule, config.model_config.max_model_len, spec)
+        logger.info(
+            "KV sessions: %.2f GiB of host memory, %s; a session takes up to %.1f MiB",
+            settings.memory,
+            "no folder"
+            if self.folder is None
+            else f"{settings.disk:g} GiB in {self.folder.path}, {len(self.index)} sessions there",
+            most / 2**20,
+        )
+        if most > settings.memory_bytes:
+            logger.warning(
+                "KV sessions: a session takes up to %.2f GiB, and larger ones than "
+                "--kv-sessions-memory %.2f are not kept; raise it",
+                most / 2**30,
+                settings.memory,
+            )
+
+    def _num_bytes(self, schedule: Schedule, num_tokens: int, spec: KVPolicySpec) -> int:
+        return self._state_bytes(schedule, num_tokens, spec.num_pages(num_tokens, schedule))
+
+    def _state_bytes(self, schedule: Schedule, num_tokens: int, num_pages: int) -> int:
+        """Most bytes of a state after ``num_tokens`` tokens, its evicted units included."""
+        pages = num_pages * self._page_bytes
+        if not self._chunk_bytes:
+            return pages
+        stored = schedule.policy.recall_store // schedule.unit
+        units = min(int(schedule.evicted(np.asarray(num_tokens))), stored)
+        # Chunks are whole; the first and the last may be partly used.
+        return pages + (-(-units // CHUNK_UNITS) + 1) * self._chunk_bytes
+
+    def _scan(self, folder: Folder) -> None:
+        """Take the sessions that another run left in the folder."""
+        entries, bad = folder.entries()
+        for name, problem in bad:
+            logger.warning("KV sessions: %s is damaged and moved aside (%s)", name, problem)
+            folder.move_aside(name)
+            self.index.counters.misses["damaged"] += 1
+        foreign: dict[str, int] = {}
+        usable, room = [], self.index.disk_bytes
+        for entry in reversed(entries):
+            differs = first_difference(entry.header, self._header)
+            if differs is None and len(entry.files) > 1:
+                differs = "number of ranks"
+            if differs is not None:
+                foreign[differs] = foreign.get(differs, 0) + 1
+                continue
+            session = Session.of(entry.header, entry.used)
+            room -= session.num_bytes
+            if room < 0:
+                folder.remove(entry.files)
+            else:
+                usable.append(session)
+        for session in reversed(usable):
+            self.index.adopt(session)
+        for what, number in foreign.items():
+            self.index.counters.misses["foreign"] += number
+            logger.warning(
+                "KV sessions: %d sessions in %s belong to an engine with another %s and are not "
+                "used; give each engine a --kv-sessions-dir of its own",
+                number,
+                folder.path,
+                what,
+            )
+
+    def context(self, request: Request) -> str | None:
+        """What a request's state depends on besides tokens; None: it is not kept.
+
+        Images, sound and embeddings are not known by their tokens.
+        """
+        if request.mm_features or request.prompt_embeds is not None or request.resumable:
+            return None
+        if request.sampling_params is None:
+            return None
+        schedule = self._schedule_of(request)
+        policy = self._policies.get(schedule)
+        if policy is None:
+            policy = self._policies[schedule] = _digest(policy_settings(schedule.policy))
+        lora: Any = None
+        if request.lora_request is not None:
+            path = Path(request.lora_request.lora_path)
+            files = sorted(path.glob("adapter_*")) if path.is_dir() else []
+            stats = [
+                (file.name, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files
+            ]
+            lora = [request.lora_request.lora_name, str(path), stats]
+        salt = request.cache_salt
+        salted = None if salt is None else hashlib.sha256(salt.encode()).hexdigest()
+        return _digest([policy, salted, lora])
+
+    # --- requests that start ----------------------------------------------------------------------
+
+    def may_start(self, request: Request, known: int) -> bool:
+        """Look for a request's session; False: its file is being read, and the request waits.
+
+        Args:
+            known: prefix tokens that a snapshot covers; only longer sessions are used.
+        """
+        name = request.request_id
+        if self._searched.get(name) != self.index.version:
+            self._leave(name)
+            session = self._find(request)
+            if session is not None and session.num_tokens > known:
+                self._found[name] = session
+            self._searched[name] = self.index.version
+        if name not in self._found:
+            return True
+        if self.index.ready(self._found[name], name):
+            self._tiers.setdefault(name, "memory")
+            return True
+        self._tiers[name] = "disk"
+        return False
+
+    def _find(self, request: Request) -> Session | None:
+        context = None if request.skip_reading_prefix_cache else self.context(request)
+        if context is None:
+            return None
+        longest = min(request.num_prompt_tokens, request.num_tokens - 1)
+        return self.index.find(context, request.prompt_token_ids or (), longest, time.time())
+
+    def _leave(self, request_id: str) -> None:
+        self._searched.pop(request_id, None)
+        session = self._found.pop(request_id, None)
+        if session is not None:
+            session.waiting.discard(request_id)
+
+    def tokens_of(self, request: Request) -> int:
+        """Tokens of the session that a waiting request starts from; 0: none."""
+        session = self._found.get(request.request_id)
+        return 0 if session is None else session.num_tokens
+
+    def continues(self, request: Request) -> bool:
+        """Whether a request starts, or started, from a session."""
+        return request.request_id in self.started or self.tokens_of(request) > 0
+
+    def admitted(self, request: Request, pages: Callable[[int], Sequence[int]], hit: int) -> bool:
+        """Note an admitted request; returns whether it starts from a session.
+
+        Args:
+            pages: returns block ids of the request's pages after so many tokens.
+            hit: tokens that it does not compute.
+        """
+        name = request.request_id
+        session, tier = self._found.get(name), self._tiers.pop(name, "memory")
+        started = session is not None and session.num_tokens == hit
+        if session is not None and started:
+            self.index.restore(session, name, pages(hit), tier, time.time())
+            self.started[name] = session.id
+        else:
+            self.started.pop(name, None)
+            if request.num_preemptions == 0:
+                self.index.counters.misses["no_session"] += 1
+        self._leave(name)
+        return started
+
+    # --- requests that end ------------------------------------------------------------------------
+
+    def ended(self, request: Request, pages: Callable[[int], Sequence[int]]) -> None:
+        """Keep the state of a finished request. Its pages are still those that it had."""
+        name = request.request_id
+        self._leave(name)
+        self._tiers.pop(name, None)
+        continued = self.started.pop(name, None)
+        arguments = (request.sampling_params and request.sampling_params.extra_args) or {}
+        pinned = arguments.get(NAME)
+        if pinned is not None and arguments.get(RELEASE):
+            self.index.release(pinned)
+            return
+        num = request.num_computed_tokens
+        # Beyond the prompt; and not beyond the tokens that are known.
+        if request.status not in KEPT or not request.num_prompt_tokens <= num <= request.num_tokens:
+            return
+        context = self.context(request)
+        if context is None:
+            self.index.counters.misses["not_text"] += 1
+            return
+        tokens, blocks = request.all_token_ids[:num], pages(num)
+        before = None if pinned is None else self.index.named(pinned)
+        if before is not None and not self.index.begins(before, context, tokens):
+            self.index.counters.misses["name_diverged"] += 1
+        num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
+        self.index.keep(context, tokens, num_bytes, blocks, time.time(), pinned, continued)
+
+    # --- workers ----------------------------------------------------------------------------------
+
+    def take_commands(self) -> tuple[Command, ...]:
+        return tuple(self.index.take_commands())
+
+    def note(self, report: Report | None) -> None:
+        if report is not None:
+            self.index.note(report)
+
+    def report(self) -> SessionStats:
+        """Levels now, and what was counted since the last report."""
+        index, before = self.index, self._reported
+        counters = index.counters
+        loads, counters.load_seconds = counters.load_seconds, []
+        self._reported = copy.deepcopy(counters)
+        return SessionStats(
+            sessions=dict(index.held),
+            bytes=dict(index.used),
+            hits=dict(counters.hits - before.hits),
+            misses=dict(counters.misses - before.misses),
+            hit_tokens=counters.hit_tokens - before.hit_tokens,
+            kept=counters.kept - before.kept,
+            load_seconds=loads,
+        )
+
+    def close(self) -> None:
+        if self.folder is not None:
+            self.folder.close()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-cascade sessions``: lists, verifies and removes the sessions in a folder.
+
+It needs no vLLM and no server. A running server counts a removed session as a miss.
+"""
+
+import time
+from pathlib import Path
+
+from vllm_cascade.sessions.files import Entry, Folder, Unusable, read
+
+
+def run(path: Path, action: str, names: list[str]) -> None:
+    """Execute the command.
+
+    Args:
+        action: ``list``, ``verify`` or ``remove``.
+        names: of sessions to remove.
+
+    Raises:
+        ValueError: there is no such folder or session, or a file is damaged.
+        OSError: a file cannot be removed.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder")
+    if (action == "remove") != bool(names):
+        raise ValueError("remove takes the names or ids of sessions, list and verify take none")
+    folder = Folder(path)
+    entries, bad = folder.entries()
+    if action == "remove":
+        for entry in [_chosen(entries, name) for name in names]:
+            folder.remove(entry.files)
+            print(f"removed {entry.id}")
+    elif action == "verify":
+        _verify(folder, entries, bad)
+    else:
+        _list(entries, bad)
+
+
+def _list(entries: list[Entry], bad: list[tuple[str, str]]) -> None:
+    print(f"{'id':32}  {'tokens':>9}  {'MiB':>9}  {'unused for':>10}  model, name")
+    for entry in entries:
+        header, age = entry.header, _age(time.time() - entry.used)
+        tokens, mib = int(header["num_tokens"]), entry.num_bytes / 2**20
+        label = ", ".join(filter(None, [header.get("model_name"), header["name"]]))
+        print(f"{entry.id}  {tokens:9,}  {mib:9,.1f}  {age:>10}  {label}")
+    total = sum(entry.num_bytes for entry in entries) / 2**20
+    print(f"{len(entries)} sessions, {total:,.1f} MiB; {len(bad)} unusable files")
+    for name, problem in bad:
+        print(f"unusable: {name}: {problem}")
+
+
+def _age(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _verify(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) -> None:
+    problems = list(bad)
+    for entry in entries:
+        for name in entry.files:
+            try:
+                read(folder.path / name)
+            except Unusable as error:
+                problems.append((name, str(error)))
+    for name, problem in problems:
+        print(f"damaged: {name}: {problem}")
+    if problems:
+        raise ValueError(f"{len(problems)} of the files in {folder.path} are damaged; remove them")
+    print(f"{len(entries)} sessions, all files are whole")
+
+
+def _chosen(entries: list[Entry], name: str) -> Entry:
+    named = [entry for entry in entries if entry.header["name"] == name]
+    found = named[-1:] or [entry for entry in entries if entry.id.startswith(name)]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} sessions are called {name!r}; `list` shows names and ids")
+    return found[0]

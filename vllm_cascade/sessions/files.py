@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of sessions: one safetensors file for each session and rank, in a folder of one server.
+
+A file is written under a temporary name, synced and renamed, so that a crash leaves either the
+whole file or none. Its header holds a checksum of everything else in the file, and what the state
+depends on: model, policy, layout, versions. A file is used only if all of that is as here.
+Nothing is unpickled. The folder and its files are readable by their owner only.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.index import Session
+
+FORMAT = "1"
+SUFFIX = ".session"
+DAMAGED = "damaged"
+"""Folder inside the sessions' folder to which damaged files are moved."""
+LOCK = "lock"
+FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "layout")
+"""Header entries that must be equal here and in a file, in the order in which they are compared."""
+DTYPES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+"""Names in safetensors of the types of tensors in files."""
+TYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Unusable(Exception):
+    """A file that no session can be read from.
+
+    Attributes:
+        reason: ``damaged``, ``missing``, ``foreign`` or ``io``, under which it is counted.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A session in a folder.
+
+    Attributes:
+        id: the session's.
+        header: of the first rank's file.
+        num_bytes: of all files.
+        used: seconds since the epoch at which it was last written or read.
+        files: names of its files, one a rank.
+    """
+
+    id: str
+    header: dict[str, str]
+    num_bytes: int
+    used: float
+    files: tuple[str, ...]
+
+
+def file_name(session: str, rank: int, world: int) -> str:
+    return f"{session}.{rank}of{world}{SUFFIX}"
+
+
+def parts_of(name: str) -> tuple[str, int, int]:
+    """Session, rank and number of ranks of a file's name.
+
+    Raises:
+        ValueError: not the name of a session's file.
+    """
+    session, ranks = name.removesuffix(SUFFIX).split(".")
+    rank, world = (int(part) for part in ranks.split("of"))
+    if name != file_name(session, rank, world) or not 0 <= rank < world:
+        raise ValueError(name)
+    return session, rank, world
+
+
+def session_of(header: Mapping[str, str]) -> str | None:
+    """Identifier of the session that a header describes; None if it describes none."""
+    try:
+        return Session.of(header, used=0.0).id
+    except (KeyError, ValueError):
+        return None
+
+
+# --- one file -----------------------------------------------------------------------------------
+
+
+def _raw(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _checksum(header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Digest of a header without its checksum, and of all tensors with their types and shapes."""
+    digest = hashlib.blake2b(digest_size=16)
+    plain = {key: value for key, value in header.items() if key != "checksum"}
+    digest.update(json.dumps(plain, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, DTYPES[tensor.dtype], list(tensor.shape)]).encode())
+        digest.update(_raw(tensor))
+    return digest.hexdigest()
+
+
+def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file so that it is complete or absent after a crash at any time.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left of it.
+    """
+    metadata = {**header, "checksum": _checksum(header, tensors)}
+    description: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in sorted(tensors.items()):
+        begin, end = end, end + tensor.nbytes
+        description[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(description).encode()
+    text += b" " * (-len(text) % 8)
+    temporary = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(len(text).to_bytes(8, "little"))
+            file.write(text)
+            for _, tensor in sorted(tensors.items()):
+                file.write(_raw(tensor))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        _sync_folder(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _description(file: BinaryIO) -> dict[str, Any]:
+    """The header of an open file; ``file`` then stands at the first tensor.
+
+    Raises:
+        ValueError: not a safetensors file, or one that is cut short.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    size = os.fstat(file.fileno()).st_size
+    if not 0 < length <= size - 8:
+        raise ValueError("the header is cut short")
+    found = json.loads(file.read(length))
+    if not isinstance(found, dict) or not isinstance(found.get("__metadata__"), dict):
+        raise ValueError("there is no metadata")
+    ends = [entry["data_offsets"][1] for name, entry in found.items() if name != "__metadata__"]
+    if 8 + length + max(ends, default=0) != size:
+        raise ValueError(f"the file has {size} bytes, not as many as its header says")
+    return found
+
+
+def _tensor(file: BinaryIO, entry: Mapping[str, Any]) -> torch.Tensor:
+    tensor = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
+    begin, end = entry["data_offsets"]
+    if end - begin != tensor.nbytes or file.readinto(_raw(tensor)) != tensor.nbytes:
+        raise ValueError("a tensor is cut short")
+    return tensor
+
+
+def read_header(path: Path) -> dict[str, str]:
+    """A file's header, without its checksum being checked.
+
+    Raises:
+        Unusable: no such file, or not one of ours.
+    """
+    with _opened(path) as file:
+        return dict(_description(file)["__metadata__"])
+
+
+def read(
+    path: Path, expected: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Read a file and check it.
+
+    Args:
+        expected: header entries that the file must have.
+
+    Returns:
+        Its header and its tensors.
+
+    Raises:
+        Unusable: there is no such file, its checksum is wrong, or an expected entry differs.
+    """
+    with _opened(path) as file:
+        description = _description(file)
+        header = dict(description.pop("__metadata__"))
+        order = sorted(description.items(), key=lambda item: item[1]["data_offsets"])
+        tensors = {name: _tensor(file, entry) for name, entry in order}
+        if _checksum(header, tensors) != header.get("checksum"):
+            raise ValueError("the checksum is wrong")
+    wrong = [key for key, value in (expected or {}).items() if header.get(key) != value]
+    if wrong:
+        raise Unusable("foreign", f"{path.name}: another {', '.join(wrong)}")
+    return header, tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; what goes wrong inside becomes ``Unusable``."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise Unusable("missing", str(error)) from error
+    except OSError as error:
+        raise Unusable("io", str(error)) from error
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise Unusable("damaged", f"{path.name}: {error}") from error
+
+
+# --- a folder -----------------------------------------------------------------------------------
+
+
+class Folder:
+    """The sessions' folder of one server.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: int | None = None
+
+    def open(self) -> None:
+        """Create the folder and take it for this server, until ``close`` or the process' end.
+
+        Raises:
+            KVPolicyError: it cannot be written, belongs to another user, or another server has it.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = self.path.stat()
+            if found.st_uid != os.getuid():
+                raise PermissionError("it belongs to another user")
+            if found.st_mode & 0o077:
+                raise PermissionError("others have access; chmod 700 it")
+            (self.path / DAMAGED).mkdir(mode=0o700, exist_ok=True)
+            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise KVPolicyError(
+                f"--kv-sessions-dir {self.path}: cannot be used ({error}); choose a folder that "
+                "this user can write to, or remove the flag"
+            ) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise KVPolicyError(
+                f"--kv-sessions-dir {self.path}: another server uses this folder; give each server "
+                "a folder of its own"
+            ) from error
+        self._lock = descriptor
+        for leftover in self.path.glob(f".*{SUFFIX}"):  # of a process that ended while writing
+            leftover.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def entries(self) -> tuple[list[Entry], list[tuple[str, str]]]:
+        """All sessions, least recently used first, and ``(file name, problem)`` of bad files.
+
+        Reads headers only. A session with a missing rank is bad.
+        """
+        found: dict[tuple[str, int], dict[int, str]] = {}
+        bad: list[tuple[str, str]] = []
+        for file in sorted(self.path.glob(f"[!.]*{SUFFIX}")):
+            try:
+                session, rank, world = parts_of(file.name)
+            except ValueError:
+                bad.append((file.name, "not the name of a session's file"))
+                continue
+            found.setdefault((session, world), {})[rank] = file.name
+        entries = []
+        for (session, world), files in found.items():
+            names = tuple(files[rank] for rank in sorted(files))
+            missing = sorted(set(range(world)) - set(files))
+            try:
+                if missing:
+                    raise Unusable("damaged", f"the file of rank {missing[0]} is missing")
+                headers = [read_header(self.path / name) for name in names]
+                stats = [(self.path / name).stat() for name in names]
+            except (Unusable, OSError) as error:
+                bad += [(name, str(error)) for name in names]
+                continue
+            size, used = sum(s.st_size for s in stats), min(s.st_mtime for s in stats)
+            if any(session_of(header) != session for header in headers):
+                bad += [(name, "the header is another session's") for name in names]
+                continue
+            entries.append(Entry(session, headers[0], size, used, names))
+        return sorted(entries, key=lambda entry: entry.used), bad
+
+    def move_aside(self, name: str) -> None:
+        """Move a damaged file to where no session is looked for."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / name).replace(self.path / DAMAGED / name)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+
+
+def first_difference(header: Mapping[str, str], here: Mapping[str, str]) -> str | None:
+    """The first of ``FOREIGN`` that differs between a file's header and this engine's."""
+    return next((key for key in FOREIGN if header.get(key) != here.get(key)), None)

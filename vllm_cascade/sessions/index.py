@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler's index of sessions: which exist, in which tier, and what workers must do next.
+
+A session is the state of a finished request after all tokens that were computed. It is found by
+exactly these tokens: a prompt that begins with them starts there. Tiers are host memory and a
+folder, each with a bound in bytes. The least recently used session leaves a tier first.
+
+The index holds no states. It issues commands, which workers execute (``tiers.py``), and learns
+from their reports which files were written and read.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import numpy as np
+
+DIGEST_BYTES = 16
+
+
+def token_digests(tokens: np.ndarray, lengths: Iterable[int]) -> dict[int, str]:
+    """Digests of the prefixes of a token sequence.
+
+    Args:
+        tokens: int32 ``[T]``.
+        lengths: ascending, each at most ``T``.
+    """
+    running = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    found, begin = {}, 0
+    for length in lengths:
+        running.update(tokens[begin:length].tobytes())
+        found[length], begin = running.copy().hexdigest(), length
+    return found
+
+
+def session_id(context: str, tokens: str, num_tokens: int) -> str:
+    """Identifier of a session, also the name of its file."""
+    text = f"{context} {tokens} {num_tokens}"
+    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+@dataclass(eq=False)
+class Session:
+    """One session.
+
+    Attributes:
+        context: digest of everything besides tokens that the state depends on: the request's
+            policy, its cache salt and its LoRA adapter.
+        tokens: digest of the tokens.
+        num_bytes: bytes that its state takes, in memory and on disk.
+        name: what a request pinned it under; None: not pinned.
+        used: seconds since the epoch at which it was last kept or used.
+        in_memory: all workers hold its state.
+        on_disk: all workers have written its file.
+        writing, reading: workers are writing or reading its file.
+        waiting: ids of requests that wait to start from it; it is not dropped meanwhile.
+        continued: a later session began with it; it leaves a tier before those that end a chat.
+    """
+
+    context: str
+    tokens: str
+    num_tokens: int
+    num_bytes: int
+    name: str | None = None
+    used: float = 0.0
+    in_memory: bool = False
+    on_disk: bool = False
+    writing: bool = False
+    reading: bool = False
+    waiting: set[str] = field(default_factory=set)
+    continued: bool = False
+    id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = session_id(self.context, self.tokens, self.num_tokens)
+
+    @property
+    def header(self) -> dict[str, str]:
+        """What a file says of the session."""
+        return {
+            "context": self.context,
+            "tokens": self.tokens,
+            "num_tokens": str(self.num_tokens),
+            "num_bytes": str(self.num_bytes),
+            "name": self.name or "",
+        }
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], used: float) -> Self:
+        """The session that a file's header describes.
+
+        Raises:
+            KeyError, ValueError: the header is not a session's.
+        """
+        numbers = int(header["num_tokens"]), int(header["num_bytes"])
+        name = header["name"] or None
+        return cls(header["context"], header["tokens"], *numbers, name=name, used=used)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One thing that workers do before a step. They execute commands in order.
+
+    Attributes:
+        op: ``save`` copies pages to memory, ``restore`` copies memory to pages, ``write`` writes
+            memory to a file, ``read`` reads a file into memory, ``drop`` frees memory, ``remove``
+            deletes a file. Threads of a worker execute ``write``, ``remove`` and ``read``.
+        id: the session's.
+        pages: for ``save`` and ``restore``: block ids of the state's pages, in order.
+        header: for ``write``: what the file says of engine and session; for ``read``: what it must
+            say.
+    """
+
+    op: Literal["save", "restore", "write", "read", "drop", "remove"]
+    id: str
+    pages: tuple[int, ...] = ()
+    header: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """What workers' threads finished since the last report.
+
+    Attributes:
+        written: sessions whose files are complete.
+        unwritten: sessions whose files could not be written.
+        read: sessions that are in memory again, with the seconds that it took.
+        unreadable: sessions whose files could not be read, each with the reason.
+    """
+
+    written: list[str] = field(default_factory=list)
+    unwritten: list[str] = field(default_factory=list)
+    read: dict[str, float] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.written or self.unwritten or self.read or self.unreadable)
+
+
+@dataclass
+class SessionCounters:
+    """Session statistics since the engine started.
+
+    Attributes:
+        hits: requests that started from a session, by the tier that held it.
+        hit_tokens: tokens that these requests did not compute.
+        misses: requests or sessions that found nothing or were lost, by reason.
+        kept: sessions kept.
+        load_seconds: durations of reads from disk; the reader empties the list.
+    """
+
+    hits: Counter[str] = field(default_factory=Counter)
+    hit_tokens: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    kept: int = 0
+    load_seconds: list[float] = field(default_factory=list)
+
+
+class SessionIndex:
+    """Finds, keeps and drops sessions within the tiers' bounds.
+
+    Args:
+        memory_bytes: bound of host memory over all workers.
+        disk_bytes: bound of the folder; 0: no folder.
+        ttl: seconds without use after which a session is dropped; 0: never.
+        header: what every file says of this engine, and must say to be read.
+    """
+
+    def __init__(
+        self,
+        memory_bytes: int,
+        disk_bytes: int = 0,
+        ttl: float = 0.0,
+        header: Mapping[str, str] | None = None,
+    ) -> None:
+        self._header = dict(header or {})
+        self.memory_bytes, self.disk_bytes, self.ttl = memory_bytes, disk_bytes, ttl
+        self.counters = SessionCounters()
+        self.version = 0  # changes whenever a search may give another result
+        self.used = {"memory": 0, "disk": 0}  # bytes
+        self.held = {"memory": 0, "disk": 0}  # sessions; one can be in both
+        self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
+        self._by_name: dict[str, Session] = {}
+        self._lengths: dict[str, Counter[int]] = {}  # by context
+        self._commands: list[Command] = []
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def named(self, name: str) -> Session | None:
+        """The session that is pinned under a name."""
+        return self._by_name.get(name)
+
+    # --- search ---------------------------------------------------------------------------------
+
+    def find(
+        self, context: str, tokens: Sequence[int], max_tokens: int, now: float
+    ) -> Session | None:
+        """Find the session with the longest prefix of ``tokens``, of at most ``max_tokens``."""
+        self.expire(now)
+        lengths = sorted(n for n in self._lengths.get(context, ()) if n <= max_tokens)
+        if not lengths:
+            return None
+        digests = token_digests(np.asarray(tokens[: lengths[-1]], dtype=np.int32), lengths)
+        ids = (session_id(context, digests[length], length) for length in reversed(lengths))
+        return next((self._sessions[id_] for id_ in ids if id_ in self._sessions), None)
+
+    def begins(self, session: Session, context: str, tokens: Sequence[int]) -> bool:
+        """Whether a prompt begins with a session's tokens, under the same context."""
+        num = session.num_tokens
+        if context != session.context or len(tokens) < num:
+            return False
+        digest = token_digests(np.asarray(tokens[:num], dtype=np.int32), [num])[num]
+        return digest == session.tokens
+
+    def ready(self, session: Session, request_id: str) -> bool:
+        """Whether a request may start from a session now; if not, it waits for the file.
+
+        Calls the session up from disk. While the request waits, its session is not dropped.
+        """
+        session.waiting.add(request_id)
+        if session.in_memory:
+            return True
+        if not session.reading and self._make_room(session.num_bytes, also_pinned=True):
+            self._set_memory(session, reading=True)
+            self._command("read", session, header=self._header)
+        return False
+
+    def restore(
+        self, session: Session, request_id: str, pages: Sequence[int], tier: str, now: float
+    ) -> None:
+        """Start an admitted request from a session that is in memory.
+
+        Args:
+            pages: block ids of the request's new pages for this state.
+            tier: where the session was when the request found it; counted.
+        """
+        self._command("restore", session, pages=tuple(pages))
+        session.waiting.discard(request_id)
+        session.used, session.continued = now, False
+        self._sessions.move_to_end(session.id)
+        self.counters.hits[tier] += 1
+        self.counters.hit_tokens += session.num_tokens
+
+    # --- keeping --------------------------------------------------------------------------------
+
+    def keep(
+        self,
+        context: str,
+        tokens: Sequence[int],
+        num_bytes: int,
+        pages: Sequence[int],
+        now: float,
+        name: str | None = None,
+        before: str | None = None,
+    ) -> bool:
+        """Keep the state after ``tokens``, which is in ``pages``.
+
+        Args:
+            before: id of the session that it continues.
+
+        Returns:
+            False if a session for these tokens exists already, or if there is no room; the latter
+            is counted.
+        """
+        self.expire(now)
+        num = len(tokens)
+        digest = token_digests(np.asarray(tokens, dtype=np.int32), [num])[num]
+        session = Session(context, digest, num, num_bytes, used=now)
+        known = self._sessions.get(session.id)
+        if known is not None:
+            known.used = now
+            self._sessions.move_to_end(known.id)
+            self._pin(known, name)
+            return False
+        if not self._make_room(num_bytes):
+            self.counters.misses["memory_full"] += 1
+            return False
+        if before in self._sessions:
+            self._sessions[before].continued = True
+        self._add(session)
+        self._pin(session, name)
+        self._set_memory(session, in_memory=True)
+        self._command("save", session, pages=tuple(pages))
+        self.counters.kept += 1
+        if self.disk_bytes and self._make_disk_room(num_bytes):
+            self._set_disk(session, writing=True)
+            self._command("write", session, header={**self._header, **session.header})
+        return True
+
+    def adopt(self, session: Session) -> bool:
+        """Take a session found in the folder at start; False if it does not fit the bounds."""
+        full = self.used["disk"] + session.num_bytes > self.disk_bytes
+        if full or session.num_bytes > self.memory_bytes or session.id in self._sessions:
+            return False
+        self._add(session)
+        name, session.name = session.name, None
+        self._pin(session, name)
+        self._set_disk(session, on_disk=True)
+        return True
+
+    def release(self, name: str) -> bool:
+        """Drop the session pinned under a name."""
+        session = self._by_name.get(name)
+        if session is None:
+            return False
+        self.forget(session)
+        return True
+
+    def forget(self, session: Session) -> None:
+        """Drop a session from all tiers."""
+        if session.in_memory or session.reading:
+            self._command("drop", session)
+        if session.on_disk or session.writing:
+            self._command("remove", session)
+        self._set_memory(session)
+        self._set_disk(session)
+        self._delete(session)
+
+    def clear(self) -> None:
+        """Drop all sessions."""
+        for session in list(self._sessions.values()):
+            self.forget(session)
+
+    def expire(self, now: float) -> None:
+        """Drop sessions that were not used for the time to live."""
+        while self.ttl and self._sessions:
+            oldest = next(iter(self._sessions.values()))
+            if oldest.used + self.ttl >= now or oldest.waiting:
+                return
+            self.counters.misses["expired"] += 1
+            self.forget(oldest)
+
+    # --- workers --------------------------------------------------------------------------------
+
+    def take_commands(self) -> list[Command]:
+        """Commands for workers since the last call, in order."""
+        commands, self._commands = self._commands, []
+        return commands
+
+    def _command(self, op: Any, session: Session, **more: Any) -> None:
+        self._commands.append(Command(op, session.id, **more))
+
+    def note(self, report: Report) -> None:
+        """Learn what workers finished. Sessions that were dropped meanwhile are ignored."""
+        for id_ in report.written:
+            if (session := self._sessions.get(id_)) and session.writing:
+                self._set_disk(session, on_disk=True)
+        for id_ in report.unwritten:
+            self.counters.misses["unwritten"] += 1
+            if (session := self._sessions.get(id_)) and session.writing:
+                self._set_disk(session)
+        for id_, seconds in report.read.items():
+            self.counters.load_seconds.append(seconds)
+            if (session := self._sessions.get(id_)) and session.reading:
+                self._set_memory(session, in_memory=True)
+        for id_, reason in report.unreadable.items():
+            self.counters.misses[reason] += 1
+            if (session := self._sessions.get(id_)) and session.reading:
+                self._set_memory(session)
+                self._set_disk(session)  # the worker has moved the file aside
+                self._delete(session)
+
+    # --- bounds ---------------------------------------------------------------------------------
+
+    def _add(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        self._lengths.setdefault(session.context, Counter())[session.num_tokens] += 1
+        self.version += 1
+
+    def _delete(self, session: Session) -> None:
+        del self._sessions[session.id]
+        lengths = self._lengths[session.context]
+        lengths[session.num_tokens] -= 1
+        if not lengths[session.num_tokens]:
+            del lengths[session.num_tokens]
+        if not lengths:
+            del self._lengths[session.context]
+        if session.name is not None and self._by_name.get(session.name) is session:
+            del self._by_name[session.name]
+        self.version += 1
+
+    def _pin(self, session: Session, name: str | None) -> None:
+        """Pin a session under a name; the session that had the name before loses it."""
+        if name is None:
+            return
+        if session.name is not None:
+            self._by_name.pop(session.name, None)
+        if (before := self._by_name.get(name)) is not None:
+            before.name = None
+        session.name, self._by_name[name] = name, session
+
+    def _set_memory(self, session: Session, in_memory: bool = False, reading: bool = False) -> None:
+        before, after = session.in_memory or session.reading, in_memory or reading
+        self.used["memory"] += (after - before) * session.num_bytes
+        self.held["memory"] += in_memory - session.in_memory
+        session.in_memory, session.reading = in_memory, reading
+
+    def _set_disk(self, session: Session, on_disk: bool = False, writing: bool = False) -> None:
+        before, after = session.on_disk or session.writing, on_disk or writing
+        self.used["disk"] += (after - before) * session.num_bytes
+        self.held["disk"] += on_disk - session.on_disk
+        session.on_disk, session.writing = on_disk, writing
+
+    def _leaving(self) -> list[Session]:
+        """Sessions in the order in which they leave a tier: continued ones, then the oldest."""
+        return sorted(self._sessions.values(), key=lambda session: not session.continued)
+
+    def _make_room(self, num_bytes: int, also_pinned: bool = False) -> bool:
+        """Free host memory in the order of ``_leaving``; False if not enough can be freed.
+
+        A session that has no file is lost when it leaves the memory. Pinned ones without a file
+        stay, unless ``also_pinned``: a request that waits for a file must not wait for ever.
+        """
+        free = self.memory_bytes - self.used["memory"]
+        chosen = []
+        for session in self._leaving() if free < num_bytes else ():
+            if free >= num_bytes:
+                break
+            if not session.in_memory or session.waiting or session.writing:
+                continue
+            if session.on_disk or session.name is None or also_pinned:
+                chosen.append(session)
+                free += session.num_bytes
+        if free < num_bytes:
+            return False
+        for session in chosen:
+            if session.on_disk:
+                self._set_memory(session)
+                self._command("drop", session)
+            else:
+                self.counters.misses["evicted"] += 1
+                self.forget(session)
+        return True
+
+    def _make_disk_room(self, num_bytes: int) -> bool:
+        """Free space in the folder in the order of ``_leaving``; pinned sessions stay."""
+        free = self.disk_bytes - self.used["disk"]
+        chosen = []
+        for session in self._leaving() if free < num_bytes else ():
+            if free >= num_bytes:
+                break
+            idle = session.on_disk and not session.waiting and not session.reading
+            if idle and session.name is None:
+                chosen.append(session)
+                free += session.num_bytes
+        if free < num_bytes:
+            self.counters.misses["disk_full"] += 1
+            return False
+        for session in chosen:
+            if session.in_memory:
+                self._set_disk(session)
+                self._command("remove", session)
+            else:
+                self.counters.misses["evicted"] += 1
+                self.forget(session)
+        return True

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of sessions, which travel in ``additional_config`` beside those of the policy."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from vllm_cascade.policies.arguments import CONFIG, FLAGS, Source
+from vllm_cascade.policies.settings import KVPolicyError, describe, did_you_mean
+
+SESSIONS = "kv_sessions"
+"""The argument that turns sessions on; the other arguments begin with it."""
+NAME, RELEASE = SESSION_ARGUMENTS = ("kv_session", "kv_session_release")
+"""Request arguments: the name that pins a session; whether to drop it when the request ends."""
+GIB = 2**30
+
+
+class SessionSettings(BaseModel):
+    """Where sessions are kept, and how long."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    memory: float = Field(4.0, gt=0, description="GiB of host memory for sessions")
+    dir: str | None = Field(None, description="folder for sessions that outlive the server")
+    disk: float = Field(64.0, gt=0, description="GiB of that folder")
+    ttl: float = Field(86400.0, ge=0, description="seconds without use until a session is dropped")
+
+    @property
+    def folder(self) -> Path | None:
+        return None if self.dir is None else Path(self.dir).expanduser()
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory * GIB)
+
+    @property
+    def disk_bytes(self) -> int:
+        return 0 if self.dir is None else int(self.disk * GIB)
+
+    @classmethod
+    def of(cls, values: Any, source: Source = CONFIG) -> Self | None:
+        """The settings among flags or in ``additional_config``; None: sessions are off.
+
+        Raises:
+            KVPolicyError: a setting is wrong or without effect; names it and the fix.
+        """
+        if not isinstance(values, Mapping):
+            return None
+        _check_keys(values, source)
+        taken = {key: values[key] for key in ARGUMENTS if values.get(key) is not None}
+        on = taken.pop(SESSIONS, False)
+        if not isinstance(on, bool):
+            raise KVPolicyError(f"{source.name(SESSIONS)} = {on!r}: it must be true or false")
+        if not on and taken:
+            names = ", ".join(map(source.name, taken))
+            raise KVPolicyError(f"{names} has no effect without {source.name(SESSIONS)}; add it")
+        if not on:
+            return None
+        given = {key.removeprefix(f"{SESSIONS}_"): value for key, value in taken.items()}
+        if "disk" in given and "dir" not in given:
+            disk, folder = (source.name(f"{SESSIONS}_{key}") for key in ("disk", "dir"))
+            raise KVPolicyError(f"{disk} has no effect without {folder}; add it")
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise KVPolicyError(
+                describe(error, lambda key: source.name(f"{SESSIONS}_{key}"))
+            ) from None
+
+
+FIELDS: dict[str, FieldInfo] = {
+    f"{SESSIONS}_{key}": field for key, field in SessionSettings.model_fields.items()
+}
+ARGUMENTS = (SESSIONS, *FIELDS)
+"""Names of ``LLM`` arguments and keys of ``additional_config``; flags have dashes."""
+
+
+def _check_keys(values: Mapping[str, Any], source: Source) -> None:
+    """Reject mistyped keys of ``additional_config``."""
+    for key in map(str, values):
+        if source is not FLAGS and key.startswith(NAME) and key not in ARGUMENTS:
+            raise KVPolicyError(
+                f"{source.name(key)} has no effect{did_you_mean(key, ARGUMENTS, cutoff=0)}"
+            )

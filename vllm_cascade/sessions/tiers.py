@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's part of sessions: copies between pages, host memory and files.
+
+Copies between pages and memory happen at the beginning of a step, before anything else reads or
+writes pages. Files are written and read by threads, while steps go on.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_cascade.log import logger
+from vllm_cascade.recall.log import Log, UnitShape
+from vllm_cascade.sessions import files
+from vllm_cascade.sessions.index import Command, Report
+
+NUM_READERS = 2
+
+
+@dataclass(frozen=True)
+class State:
+    """A session's state in host memory.
+
+    Attributes:
+        pages: for each pool of pages, int8 or uint8 ``[num_pages, page bytes]``.
+        log: evicted units that can be recalled; None without recall.
+    """
+
+    pages: tuple[torch.Tensor, ...]
+    log: Log | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state as named tensors, for a file."""
+        found = {f"pages.{i:04}": pages for i, pages in enumerate(self.pages)}
+        log = {} if self.log is None else self.log.tensors()
+        return found | {f"log.{name}": tensor for name, tensor in log.items()}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], shape: UnitShape | None) -> "State":
+        """The state of a file's tensors."""
+        pages = [tensors[name] for name in sorted(tensors) if name.startswith("pages.")]
+        log = {
+            name.removeprefix("log."): tensor
+            for name, tensor in tensors.items()
+            if name.startswith("log.")
+        }
+        return cls(tuple(pages), Log.of(shape, log) if log and shape is not None else None)
+
+
+class WorkerSessions:
+    """Executes the commands of the scheduler's index in one worker.
+
+    Args:
+        pools: unique tensors ``[num_blocks, bytes]`` that hold all of a page.
+        folder: where files are; None: no files.
+        rank: this worker's rank.
+        world: number of workers.
+        shape: of recalled units; None without recall.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[torch.Tensor],
+        folder: Path | None,
+        rank: int = 0,
+        world: int = 1,
+        shape: UnitShape | None = None,
+    ) -> None:
+        self.pools, self.shape = tuple(pools), shape
+        self.states: dict[str, State] = {}
+        self._folder = None if folder is None else files.Folder(folder)
+        self._ranks = rank, world
+        self._lock = threading.Lock()
+        self._report = Report()
+        self._arrived: dict[str, State] = {}
+        self._reading: set[str] = set()
+        self._said: set[str] = set()
+        self._writer = ThreadPoolExecutor(1, "kv-sessions-writer")
+        self._readers = ThreadPoolExecutor(NUM_READERS, "kv-sessions-reader")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory in use. Shared chunks of logs count once."""
+        pages = sum(t.nbytes for state in self.states.values() for t in state.pages)
+        logs = [state.log for state in self.states.values() if state.log is not None]
+        chunks = {chunk for log in logs for chunk in log.chunks}
+        return pages + len(chunks) * (self.shape.chunk_bytes if self.shape else 0)
+
+    def execute(self, commands: Iterable[Command], logs: Mapping[int, Log]) -> dict[int, Log]:
+        """Execute commands before a step.
+
+        Args:
+            logs: evicted units of requests by their first page; empty without recall.
+
+        Returns:
+            Logs of the requests that start from a session, by their first page.
+        """
+        with self._lock:
+            for id_ in self._reading & self._arrived.keys():
+                self.states[id_] = self._arrived.pop(id_)
+                self._reading.discard(id_)
+        resumed: dict[int, Log] = {}
+        for command in commands:
+            if command.op == "save":
+                log = logs.get(command.pages[0])
+                blocks = list(command.pages)
+                pages = tuple(pool[blocks] for pool in self.pools)
+                self.states[command.id] = State(pages, None if log is None else log.fork())
+            elif command.op == "restore":
+                state = self.states[command.id]
+                for pool, pages in zip(self.pools, state.pages, strict=True):
+                    pool[list(command.pages)] = pages
+                if state.log is not None:
+                    resumed[command.pages[0]] = state.log.fork()
+            elif command.op == "write":
+                self._submit(self._writer, self._write, command, self.states[command.id])
+            elif command.op == "remove":
+                self._submit(self._writer, self._remove, command.id)
+            elif command.op == "read":
+                self._reading.add(command.id)
+                self._submit(self._readers, self._read, command.id, command.header)
+            else:
+                self.states.pop(command.id, None)
+                self._reading.discard(command.id)
+                with self._lock:
+                    self._arrived.pop(command.id, None)
+        return resumed
+
+    def take_report(self) -> Report:
+        """What threads finished since the last call."""
+        with self._lock:
+            report, self._report = self._report, Report()
+        return report
+
+    def close(self) -> None:
+        """Finish all files and stop the threads."""
+        self._writer.shutdown()
+        self._readers.shutdown(cancel_futures=True)
+
+    # --- threads --------------------------------------------------------------------------------
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
+        pool.submit(self._guarded, work, *args)
+
+    def _guarded(self, work: Callable[..., None], *args: object) -> None:
+        try:
+            work(*args)
+        except Exception:
+            logger.exception("KV sessions: a thread failed")
+            raise
+
+    def _path(self, id_: str) -> Path:
+        assert self._folder is not None
+        return self._folder.path / files.file_name(id_, *self._ranks)
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Log one line for each kind of problem."""
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("KV sessions: %s (further ones are only counted)", message)
+
+    def _write(self, command: Command, state: State) -> None:
+        path = self._path(command.id)
+        try:
+            files.write(path, command.header, state.tensors())
+        except OSError as error:
+            self._warn(
+                "write",
+                f"a session could not be written to {path.parent} ({error}); free disk space, "
+                "lower --kv-sessions-disk, or make the folder writable",
+            )
+            with self._lock:
+                self._report.unwritten.append(command.id)
+            return
+        with self._lock:
+            self._report.written.append(command.id)
+
+    def _remove(self, id_: str) -> None:
+        try:
+            self._path(id_).unlink(missing_ok=True)
+        except OSError as error:
+            self._warn("remove", f"a session could not be removed ({error})")
+
+    def _read(self, id_: str, expected: Mapping[str, str]) -> None:
+        assert self._folder is not None
+        begin, path = time.monotonic(), self._path(id_)
+        try:
+            header, tensors = files.read(path, expected)
+            state = self._checked(id_, header, tensors)
+            path.touch()
+        except (files.Unusable, OSError) as error:
+            reason = error.reason if isinstance(error, files.Unusable) else "io"
+            with self._lock:
+                self._report.unreadable[id_] = reason
+            fix = "`vllm-cascade sessions DIR verify` lists all damaged files"
+            self._warn(reason, f"a session could not be read: {error}; {fix}")
+            if reason == "damaged":
+                self._folder.move_aside(path.name)
+            return
+        with self._lock:
+            self._arrived[id_] = state
+            self._report.read[id_] = time.monotonic() - begin
+
+    def _checked(
+        self, id_: str, header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+    ) -> State:
+        """The state in a file, whose pages must fit the pools."""
+        if files.session_of(header) != id_:
+            raise files.Unusable("damaged", f"{id_}: the file is another session's")
+        try:
+            state = State.of(tensors, self.shape)
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise files.Unusable("foreign", f"{id_}: evicted units of another shape") from error
+        shapes = [(pages.dtype, pages.shape[1:]) for pages in state.pages]
+        if shapes != [(pool.dtype, pool.shape[1:]) for pool in self.pools]:
+            raise files.Unusable("foreign", f"{id_}: pages of another size")
+        if (state.log is None) != (self.shape is None):
+            raise files.Unusable("foreign", f"{id_}: recall is on or off")
+        return state
