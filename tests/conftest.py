@@ -15,6 +15,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 
@@ -37,6 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items if IS_BORROWED else ():
         if why := why_not(item.nodeid):
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Restore the environment after each test.
+
+    vLLM writes to it when it reads some configurations: DeepSeek V3.2's, for one, disables
+    torch.compile for every later engine of the process.
+    """
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
