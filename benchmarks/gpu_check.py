@@ -9,12 +9,15 @@ times mean nothing.
 """
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for gpu_check.json")
     parser.add_argument("--minutes", type=float, default=8.0, help="no new timing after this long")
     parser.add_argument("--interpret", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) - 2),
+        help="processes that compile and check kernels at once",
+    )
     options = parser.parse_args(arguments)
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -39,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.interpret and not torch.cuda.is_available():
         print("gpu_check: no CUDA device; --interpret runs this script on the CPU", file=sys.stderr)
         return 2
-    result = run(options.interpret, time.monotonic() + 60 * options.minutes)
+    result = run(options.interpret, 60 * options.minutes, options.workers)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         name = "gpu_check_interpreted.json" if options.interpret else "gpu_check.json"
@@ -48,18 +57,18 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if result["correct"] else 1
 
 
-def run(interpret: bool, deadline: float) -> Row:
+def run(interpret: bool, seconds: float, workers: int) -> Row:
     """Everything, as one JSON value."""
     import torch
 
     from benchmarks.gpu import caching, timings
 
     device = torch.device("cpu" if interpret else "cuda")
-    bench = timings.Bench(device, deadline)
     sizes = timings.TINY if interpret else timings.Sizes()
     result: Row = {"interpreted": interpret, "environment": fingerprint()}
-    result["checks"] = list(correctness(device, interpret))
+    result["checks"] = all_checks(interpret, workers)
     result["correct"] = all(row["error"] is None for row in result["checks"])
+    bench = timings.Bench(device, time.monotonic() + seconds)
     result["copy_gbps"] = timings.copy_bandwidth(bench, sizes)
     result["caching"] = list(caching.caching_rows(bench, sizes))
     result["attend"] = list(timings.attend_rows(bench, sizes, result["copy_gbps"]))
@@ -179,15 +188,43 @@ def split_cases(interpret: bool) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def correctness(device: Any, interpret: bool) -> list[Row]:
-    """Every kernel against its reference, and a captured step against an eager one."""
+def all_checks(interpret: bool, workers: int) -> list[Row]:
+    """``correctness`` in several processes: most of its time compiles kernels on one core."""
+    if workers == 1:
+        return part_of_checks(interpret, 0, 1)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        parts = [pool.submit(part_of_checks, interpret, i, workers) for i in range(workers)]
+        rows = [row for part in parts for row in part.result()]
+    return sorted(rows, key=lambda row: row["number"])
+
+
+def part_of_checks(interpret: bool, part: int, parts: int) -> list[Row]:
+    """Every ``parts``-th check from number ``part`` on; the entry point of a worker."""
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+    without_the_plugin()
+    import torch
+
+    return correctness(torch.device("cpu" if interpret else "cuda"), interpret, part, parts)
+
+
+def correctness(device: Any, interpret: bool, part: int = 0, parts: int = 1) -> list[Row]:
+    """Every kernel against its reference, and a captured step against an eager one.
+
+    Only checks whose number is ``part`` modulo ``parts`` run.
+    """
     from tests.kernels import checks, recall_checks
 
-    rows = []
+    rows: list[Row] = []
+    numbers = itertools.count()
 
     def check(name: str, call: Any) -> None:
+        number = next(numbers)
+        if number % parts != part:
+            return
         begin = time.monotonic()
-        row: Row = {"check": name, "error": None}
+        row: Row = {"check": name, "number": number, "error": None}
         try:
             row["largest"] = call()
         except Exception as error:  # a kernel may fail in any way; the others are still worth it

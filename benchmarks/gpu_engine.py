@@ -9,16 +9,23 @@ requests, of one beside them that runs under another policy, and of one that sta
 snapshot. So must two layers of models with windows. These engines are told no bytes of cache, only
 a share of the GPU's memory, so that vLLM measures what CUDA graphs need. Then Llama 1B and 8B
 configurations with dummy weights decode at 2k, 8k and 32k of context, beside stock vLLM with the
-same bytes of KV cache. Each engine has a process of its own. ``--tiny`` runs the same code with toy
-sizes, also on a CPU.
+same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine has a process of its
+own; its output is kept in ``OUT/logs``. With ``--at-once N`` the comparisons run N at a time, with
+a fixed number of cache bytes: vLLM's measurement of memory expects no other process on the card.
+``--engine JSON`` overrides engine arguments. ``--tiny`` runs the same code with toy sizes, also on
+a CPU.
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +43,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "h2o in batches": {"name": "h2o", "overflow": 8},
     "dgc": {"name": "dgc"},
     "dgc in clusters": {"name": "dgc", "importance": "cluster"},
+    "cascade in units": {"name": "cascade", "unit": 16},
+    "sink with recall": {"name": "sink", "unit": 16, "recall": 2, "recall_store": 4096},
 }
 LLAMAS: dict[str, dict[str, int]] = {
     "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv": 8, "inner": 8192, "vocab": 128256},
@@ -43,12 +52,15 @@ LLAMAS: dict[str, dict[str, int]] = {
 }
 TINY = {"hidden": 128, "layers": 1, "heads": 4, "kv": 2, "inner": 64, "vocab": 512}
 CONTEXTS = (2048, 8192, 32768)
+FIRST_TOKEN_CONTEXTS = (8192, 32768, 131072)
 FAMILIES = ("gemma3", "gpt-oss")
 """Models with windows, of ``tests/oracle/families.py``."""
 SHARE = 0.15
 """Of the GPU's memory for a tiny model's engine."""
 MAX_ERROR = 5e-4
 """Largest difference of a log-probability from the oracle's, in fp32."""
+OVERRIDES: dict[str, Any] = {}
+"""Engine arguments of ``--engine``, in an engine's own process."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,16 +70,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--models", nargs="*", default=list(LLAMAS), choices=list(LLAMAS))
+    parser.add_argument("--contexts", nargs="*", type=int, help="prompt lengths of speed")
+    parser.add_argument("--requests", type=int, default=64, help="requests at once of speed")
+    parser.add_argument("--at-once", type=int, default=1, help="engines compared at a time")
+    parser.add_argument("--engine", type=json.loads, default={}, help="engine arguments, as JSON")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.job is not None:
         job = json.loads(options.job)
+        OVERRIDES.update(job.pop("engine"))
         print("RESULT " + json.dumps(KINDS[job.pop("kind")](**job)))
         return 0
     from benchmarks.gpu_check import fingerprint
 
     wanted = jobs(options.tiny, options.policies, options.kinds, options.models)
-    rows = [row for job in wanted for row in run_job(job)]
+    for job in wanted:
+        job["engine"] = dict(options.engine)
+        if job["kind"] == "speed" and not options.tiny:
+            job |= {"requests": options.requests, "contexts": options.contexts or CONTEXTS}
+        elif job["kind"] == "first token" and options.contexts:
+            job["contexts"] = options.contexts
+        elif options.at_once > 1 and job["kind"] in ("identity", "windows"):
+            job["engine"]["kv_cache_memory_bytes"] = 1 << 28
+    logs = None if options.out is None else options.out / "logs"
+    with ThreadPoolExecutor(options.at_once) as pool:
+        rows = [row for found in pool.map(partial(run_job, logs=logs), wanted) for row in found]
     result = {"tiny": options.tiny, "environment": fingerprint(), "rows": rows}
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -93,10 +120,14 @@ def jobs(
             for name in ["stock", *policies]:
                 job = {"kind": "speed", "policy": POLICIES.get(name), "label": name}
                 found.append(job | {"model": model})
+    if "first token" in kinds and not tiny:
+        for name in ["stock", *policies]:
+            job = {"kind": "first token", "policy": POLICIES.get(name), "label": name}
+            found += [job | {"model": model} for model in models]
     return [job | {"tiny": tiny} for job in found]
 
 
-def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
+def run_job(job: dict[str, Any], logs: Path | None = None) -> list[dict[str, Any]]:
     """Run one engine in a process of its own; its results, or the last line of its error."""
     print(f"{job['kind']} {job['label']} {job.get('model', '')}", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_engine", "--job", json.dumps(job)]
@@ -104,6 +135,10 @@ def run_job(job: dict[str, Any]) -> list[dict[str, Any]]:
     done = leash.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     row = {"what": job["kind"], "policy": job["label"]}
     row |= {key: job[key] for key in ("model",) if key in job}
+    if logs is not None:
+        logs.mkdir(parents=True, exist_ok=True)
+        name = "-".join([job["kind"], job["label"], job.get("model", "")]).replace(" ", "-")
+        (logs / f"{name}.log").write_text(done.stdout + done.stderr)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode == 0 and lines:
         found = json.loads(lines[-1].removeprefix("RESULT "))
@@ -140,6 +175,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
             max_model_len=1024,
             max_num_seqs=8,
             **start(tiny),
+            **({"enable_prefix_caching": False} if policy.get("recall") else {}),
         )
         ends = sentence_ends(llm.get_tokenizer()).tolist()
         oracle, errors = load_model(path, bloom_gelu="none"), []
@@ -183,7 +219,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
         config = llm.llm_engine.vllm_config
     right = max(errors) < MAX_ERROR and counters["evicted_tokens"] > 0
     found = {
-        "equal": right and first == 0 and reused > 0,
+        "equal": right and first == 0 and (reused > 0 or bool(policy.get("recall"))),
         "max_error": max(errors),
         "evicted": counters["evicted_tokens"],
         "reused": reused,
@@ -197,7 +233,7 @@ def start(tiny: bool) -> dict[str, Any]:
     """Memory and graphs of an engine: on a GPU as by default, and nothing is compiled later."""
     if tiny:
         return {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
-    return {"gpu_memory_utilization": SHARE, "jit_monitor_mode": "error"}
+    return {"gpu_memory_utilization": SHARE, "jit_monitor_mode": "error", **OVERRIDES}
 
 
 def windows(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
@@ -258,13 +294,19 @@ def other_settings(policy: dict[str, Any]) -> dict[str, Any]:
         "prefill_stride": policy["prefill_stride"],
         "head_policy": policy.get("head_policy", per_head),
         "overflow": 1 if policy["name"] == "lazy" else policy.get("overflow", 1),
+        **{key: policy[key] for key in ("unit", "recall", "recall_store") if key in policy},
     }
 
 
 def speed(
-    policy: dict[str, Any] | None, label: str, model: str, tiny: bool
+    policy: dict[str, Any] | None,
+    label: str,
+    model: str,
+    tiny: bool,
+    requests: int = 2,
+    contexts: Sequence[int] = (40,),
 ) -> list[dict[str, Any]]:
-    """Output tokens a second of requests with 2k, 8k and 32k tokens of prompt each.
+    """Output tokens a second of ``requests`` with prompts of each length in ``contexts``.
 
     The time to read the prompts and sample one token is measured alone and taken off.
     """
@@ -272,27 +314,17 @@ def speed(
     from vllm import LLM, SamplingParams
 
     size = TINY if tiny else LLAMAS[model]
-    num_requests, num_tokens = (2, 5) if tiny else (64, 257)
-    contexts = (40,) if tiny else CONTEXTS
+    num_requests, num_tokens = requests, 5 if tiny else 257
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(llama_config(size)))
-        if policy is not None:
-            policy = {"budget": 64 if tiny else 2048, **policy}
-            if policy == {"name": "dgc", "budget": policy["budget"]}:
-                policy["idf"] = write_idf(Path(folder) / "idf.safetensors", size["vocab"])
-            if tiny:
-                policy["prefill_stride"] = 16
         llm = LLM(
             folder,
             dtype="float32" if tiny else "bfloat16",
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            additional_config={} if policy is None else {"kv_policy": policy},
+            **dummy_model(Path(folder), policy, size, tiny),
             max_model_len=contexts[-1] + num_tokens,
             kv_cache_memory_bytes=(16 << 20) if tiny else (8 << 30),
             max_num_seqs=num_requests,
             enforce_eager=tiny,
-            enable_prefix_caching=False,
+            **OVERRIDES,
         )
         rng = np.random.default_rng(0)
 
@@ -321,7 +353,63 @@ def speed(
         return found
 
 
-KINDS = {"identity": identity, "windows": windows, "speed": speed}
+def first_token(
+    policy: dict[str, Any] | None,
+    label: str,
+    model: str,
+    tiny: bool,
+    contexts: Sequence[int] = FIRST_TOKEN_CONTEXTS,
+) -> list[dict[str, Any]]:
+    """Seconds from a prompt of each length to its first token, median of three, one at a time."""
+    import numpy as np
+    from vllm import LLM, SamplingParams
+
+    size = LLAMAS[model]
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            folder,
+            dtype="bfloat16",
+            **dummy_model(Path(folder), policy, size, tiny),
+            max_model_len=max(contexts) + 2,
+            max_num_seqs=8,
+            **OVERRIDES,
+        )
+        rng = np.random.default_rng(0)
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+
+        def seconds(context: int) -> float:
+            prompt = rng.integers(1, size["vocab"] - 1, context).tolist()
+            begin = time.perf_counter()
+            llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+            return time.perf_counter() - begin
+
+        seconds(min(contexts))  # warm up
+        return [
+            {"context": c, "first_token_s": statistics.median(seconds(c) for _ in range(3))}
+            for c in contexts
+        ]
+
+
+KINDS = {"identity": identity, "windows": windows, "speed": speed, "first token": first_token}
+
+
+def dummy_model(
+    folder: Path, policy: dict[str, Any] | None, size: dict[str, int], tiny: bool
+) -> dict[str, Any]:
+    """Write a Llama's configuration; engine arguments for it with dummy weights and a policy."""
+    (folder / "config.json").write_text(json.dumps(llama_config(size)))
+    if policy is not None:
+        policy = {"budget": 64 if tiny else 2048, **policy}
+        if policy == {"name": "dgc", "budget": policy["budget"]}:
+            policy["idf"] = write_idf(folder / "idf.safetensors", size["vocab"])
+        if tiny:
+            policy["prefill_stride"] = 16
+    return {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "additional_config": {} if policy is None else {"kv_policy": policy},
+        "enable_prefix_caching": False,
+    }
 
 
 def write_idf(path: Path, vocab: int) -> str:
@@ -367,6 +455,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(
                 f"{head} {verdict}, max error {row['max_error']:.1e}, {row['evicted']} evicted, "
                 f"{row['reused']} tokens from a snapshot"
+            )
+        elif "first_token_s" in row:
+            lines.append(
+                f"{head} {row['model']:>4} {row['context']:>6} tokens: "
+                f"{row['first_token_s']:9.3f} s to the first token"
             )
         else:
             lines.append(
