@@ -213,7 +213,7 @@ def _check_ranks(
         unit=case.unit,
     )
     for row in real_rows(case):
-        places = chronological(again, row, steps[row].tolist())[0]
+        places = chronological(again.to("cpu"), row, steps[row].tolist())[0]
         scores = [cache.to("cpu").words("score", row).gather(1, places) for cache in (again, ours)]
         close("scores of two ranks", scores[0], scores[1].double(), 1e-5)
         close("new scores of two ranks", new[row], new_score[row].cpu().double(), 1e-5)

@@ -131,7 +131,10 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         first, length = own[columns.START], own[columns.LENGTH]
         at = own[columns.CACHED] + next(strides_shifts[own[stride_columns.CHUNK]])
         positions[first : first + length] = at + torch.arange(length)
-    ours, far = cache.to(device), replace(case, max_distance=case.max_distance + 3 * place + 600)
+    # Strides may drop all that is cached, which moves the other tokens by as much.
+    longest = max(int(chunks[row, columns.CACHED]) for row in real_rows(case)) if rows else 0
+    ours = cache.to(device)
+    far = replace(case, max_distance=case.max_distance + 3 * place + 600 + longest)
     dq, dk, dv, dsteps, dchunks = on(device, query, key, value, strides, chunks)
     dpositions, slopes, sinks = on(device, positions, case.slopes, case.sink_logits)
     (dfactors,) = on(device, factors if case.logit_scale else None)

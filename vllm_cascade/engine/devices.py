@@ -8,6 +8,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
+from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.engine.refusals import REFUSALS, Refusal, keeps_sessions
@@ -239,7 +240,7 @@ class CUDA(Device):
         return {
             "card": properties.name,
             "capability": [properties.major, properties.minor],
-            "driver": torch._C._cuda_getDriverVersion(),
+            "driver": driver_version(),
             "cuda": torch.version.cuda,
         }
 
@@ -274,3 +275,13 @@ def this_device() -> Device:
         "kv_policy: KV policies run on CPUs and on CUDA; remove --kv-policy to run stock vLLM on "
         "this device"
     )
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's version, from NVML."""
+    nvml = import_pynvml()
+    nvml.nvmlInit()
+    try:
+        return str(nvml.nvmlSystemGetDriverVersion())
+    finally:
+        nvml.nvmlShutdown()
