@@ -18,8 +18,8 @@ a CPU.
 
 import argparse
 import json
+import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -73,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contexts", nargs="*", type=int, help="prompt lengths of speed")
     parser.add_argument("--requests", type=int, default=64, help="requests at once of speed")
     parser.add_argument("--at-once", type=int, default=1, help="engines compared at a time")
+    parser.add_argument("--seconds", type=float, default=540.0, help="most of one engine")
     parser.add_argument("--engine", type=json.loads, default={}, help="engine arguments, as JSON")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -92,9 +93,13 @@ def main(arguments: list[str] | None = None) -> int:
             job["contexts"] = options.contexts
         elif options.at_once > 1 and job["kind"] in ("identity", "windows"):
             job["engine"]["kv_cache_memory_bytes"] = 1 << 28
-    logs = None if options.out is None else options.out / "logs"
+    logs = Path(tempfile.mkdtemp()) if options.out is None else options.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    # References run on the CPU: threads of several processes must not compete for its cores.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.at_once))
+    run = partial(run_job, logs=logs, seconds=options.seconds)
     with ThreadPoolExecutor(options.at_once) as pool:
-        rows = [row for found in pool.map(partial(run_job, logs=logs), wanted) for row in found]
+        rows = [row for found in pool.map(run, wanted) for row in found]
     result = {"tiny": options.tiny, "environment": fingerprint(), "rows": rows}
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -112,6 +117,8 @@ def jobs(
     if "identity" in kinds:
         for name in policies:
             found.append({"kind": "identity", "policy": POLICIES[name], "label": name})
+    if "check" in kinds:
+        found += [{"kind": "check", "policy": POLICIES[name], "label": name} for name in policies]
     if "windows" in kinds:
         policy = POLICIES["cascade"]
         found += [{"kind": "windows", "policy": policy, "label": name} for name in FAMILIES]
@@ -127,25 +134,31 @@ def jobs(
     return [job | {"tiny": tiny} for job in found]
 
 
-def run_job(job: dict[str, Any], logs: Path | None = None) -> list[dict[str, Any]]:
-    """Run one engine in a process of its own; its results, or the last line of its error."""
+def run_job(job: dict[str, Any], logs: Path, seconds: float) -> list[dict[str, Any]]:
+    """Run one engine in a process of its own; its results, or the last line of its error.
+
+    Args:
+        logs: folder for the engine's output.
+        seconds: after which it is ended.
+    """
     print(f"{job['kind']} {job['label']} {job.get('model', '')}", flush=True)
     command = [sys.executable, "-m", "benchmarks.gpu_engine", "--job", json.dumps(job)]
+    name = "-".join([job["kind"], job["label"], job.get("model", "")]).replace(" ", "-")
+    log = logs / f"{name}.log"
     begin = time.monotonic()
-    done = leash.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with log.open("w") as out:
+        done = leash.run(["timeout", str(seconds), *command], cwd=ROOT, stdout=out, stderr=out)
     row = {"what": job["kind"], "policy": job["label"]}
     row |= {key: job[key] for key in ("model",) if key in job}
-    if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
-        name = "-".join([job["kind"], job["label"], job.get("model", "")]).replace(" ", "-")
-        (logs / f"{name}.log").write_text(done.stdout + done.stderr)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode == 0 and lines:
-        found = json.loads(lines[-1].removeprefix("RESULT "))
+    lines = log.read_text().splitlines() or ["no output"]
+    results = [line for line in lines if line.startswith("RESULT ")]
+    if done.returncode == 0 and results:
+        found = json.loads(results[-1].removeprefix("RESULT "))
     else:
-        found = [{"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300]}]
-    seconds = round(time.monotonic() - begin, 1)
-    return [row | one | {"seconds": seconds} for one in found]
+        errors = [line for line in lines if "Error" in line] or lines
+        found = [{"error": f"exit {done.returncode}: {errors[0][:300]}"}]
+    elapsed = round(time.monotonic() - begin, 1)
+    return [row | one | {"seconds": elapsed} for one in found]
 
 
 def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
@@ -156,6 +169,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
     from tests.oracle.model import load_model, stream
     from tests.oracle.random_models import write_llama
     from tests.oracle.settings import oracle_settings, token_scores
+    from vllm_cascade.policies.arguments import CHECK
     from vllm_cascade.policies.idf import sentence_ends
 
     # The smallest settings that wrap the cache often.
@@ -171,7 +185,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
         llm = LLM(
             str(path),
             dtype="float32",
-            additional_config={"kv_policy": policy},
+            additional_config={"kv_policy": policy, CHECK: "off"},
             max_model_len=1024,
             max_num_seqs=8,
             **start(tiny),
@@ -227,6 +241,31 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
         "async": bool(config.scheduler_config.async_scheduling),
     }
     return [found]
+
+
+def check(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
+    """The check of the first start for layers of Llama 8B, without a model."""
+    import torch
+    from vllm.platforms import current_platform
+
+    from vllm_cascade.attention.selfcheck import LayerShape
+    from vllm_cascade.engine.certify import certify
+    from vllm_cascade.engine.devices import this_device
+    from vllm_cascade.policies.registry import resolve
+
+    small = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
+    large = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    shape = LayerShape(**(small if tiny else large))
+    begin = time.perf_counter()
+    device = torch.device(current_platform.device_type)
+    rows = certify(resolve({"budget": 2048, **policy}), shape, this_device(), device, "always")
+    return [
+        {
+            "comparisons": len(rows),
+            "largest_error": max(row.error for row in rows),
+            "check_s": time.perf_counter() - begin,
+        }
+    ]
 
 
 def start(tiny: bool) -> dict[str, Any]:
@@ -390,7 +429,13 @@ def first_token(
         ]
 
 
-KINDS = {"identity": identity, "windows": windows, "speed": speed, "first token": first_token}
+KINDS = {
+    "check": check,
+    "identity": identity,
+    "windows": windows,
+    "speed": speed,
+    "first token": first_token,
+}
 
 
 def dummy_model(
@@ -455,6 +500,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(
                 f"{head} {verdict}, max error {row['max_error']:.1e}, {row['evicted']} evicted, "
                 f"{row['reused']} tokens from a snapshot"
+            )
+        elif "check_s" in row:
+            lines.append(
+                f"{head} {row['comparisons']} comparisons in {row['check_s']:.0f} s, "
+                f"largest relative error {row['largest_error']:.1e}"
             )
         elif "first_token_s" in row:
             lines.append(

@@ -166,12 +166,28 @@ def memory() -> list[str]:
 
 
 def devices() -> list[str]:
-    """Llama 8B's recall rings, and what 8 parts leave of Llama 70B's 8 query heads a rank."""
+    """Llama 8B's recall rings, what 8 parts leave of Llama 70B's 8 query heads, and a card."""
     keys, rows = (4096 * 32 * 8 * one / 2**30 for one in (128 + 4 + 1 / 16, 2 * 128 * 2))
     left = 8 * 8 * (128 + 2) * 4
+    tables = [table["rows"] for table in results.load("gpu-check-h100")["tables"]]
+    passed, two, one = (int(row[1]) for row in tables[0])
+    many, single = (
+        next(row for row in tables[1] if row[:2] == ["2,048", requests]) for requests in ("256", "1")
+    )
+    prompts = [row for row in tables[3] if row[0] == "512"]
+    before = prompts[0][4]
+    (after,) = [row[4] for row in tables[4] if row[:4] == ["128", "32", "8", "3"]]
     return [
         f"that is {keys:.2f} GiB and {rows:.1f} GiB a request",
         f"{ceil(left / 2**10)} KiB, so {left * 8192 / 2**30:.2f} GiB for 8,192",
+        f"{passed} of {passed + two + one}: decode",
+        f"{two + one}, in the checks' own code: {two} compared",
+        f"{many[3]} of a copy's bandwidth; {many[4]} the time",
+        f"{single[4]} the time of dense attention",
+        f"{prompts[0][2]} us a layer at any length; full attention takes {prompts[0][3]} us at "
+        f"4,096 tokens and {prompts[-1][3]} us at 131,072",
+        f"({before} ms of a stride)",
+        f"took {after} ms instead",
     ]
 
 
