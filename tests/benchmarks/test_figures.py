@@ -172,7 +172,7 @@ def devices() -> list[str]:
     tables = [table["rows"] for table in results.load("gpu-check-h100")["tables"]]
     passed, two, one = (int(row[1]) for row in tables[0])
     many, single = (
-        next(row for row in tables[1] if row[:2] == ["2,048", requests]) for requests in ("256", "1")
+        next(row for row in tables[1] if row[:2] == ["2,048", number]) for number in ("256", "1")
     )
     prompts = [row for row in tables[3] if row[0] == "512"]
     before = prompts[0][4]
