@@ -67,9 +67,10 @@ docs: setup ## the documentation's site in out/site, and the page of settings; a
 soak: setup ## mixed load on a live server for SOAK_MINUTES (30): no leak, no slow-down
 	@$(PY) -m tests.soak --minutes $(SOAK_MINUTES)
 
-lint: setup ## ruff: rules and formatting; hadolint: the Dockerfile
+lint: setup ## ruff: rules and formatting; basedpyright: types; hadolint: the Dockerfile
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@.venv/bin/basedpyright
 	@if [ -x .venv/bin/hadolint ]; then .venv/bin/hadolint Dockerfile; fi
 
 format: setup ## let ruff put in order what it can

@@ -64,6 +64,7 @@ setup(
         "demo": ["gguf>=0.19", "matplotlib", "rich", "tqdm"],
         "dev": [
             "accelerate",
+            "basedpyright",
             "gguf>=0.19",
             "hypothesis",
             "openai",

@@ -60,7 +60,7 @@ def check_version(version: str | None = None) -> None:
 def kv_cache_planning() -> ModuleType:
     """vLLM's module that sizes block pools and groups layers: ``kv_cache_utils`` before 0.33."""
     try:
-        from vllm.v1.core import kv_cache_planning as planning
+        from vllm.v1.core import kv_cache_planning as planning  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError:
         from vllm.v1.core import kv_cache_utils as planning
     return planning

@@ -84,7 +84,8 @@ def apply() -> None:
     for cls in (EngineArgs, AsyncEngineArgs):
         cls.__init__ = _wrap_init(cls.__init__)
     EngineArgs.add_cli_args = staticmethod(_wrap_add_cli_args(EngineArgs.add_cli_args))
-    EngineArgs.from_cli_args = classmethod(_wrap_from_cli_args(EngineArgs.from_cli_args.__func__))
+    from_cli_args: Any = classmethod(_wrap_from_cli_args(EngineArgs.from_cli_args.__func__))
+    EngineArgs.from_cli_args = from_cli_args
     EngineArgs.create_engine_config = _wrap_create(EngineArgs.create_engine_config)
 
 

@@ -11,6 +11,7 @@ Removed when: vLLM leaves this check to the KV cache spec.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from vllm.config import VllmConfig
 
@@ -19,7 +20,7 @@ from vllm_cascade.patches import kv_cache_planning
 
 def apply() -> None:
     """Wrap the function. ``patches.apply_all`` calls this once."""
-    planning = kv_cache_planning()
+    planning: Any = kv_cache_planning()
     original = planning._check_enough_kv_cache_memory
 
     @functools.wraps(original)

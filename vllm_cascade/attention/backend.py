@@ -90,4 +90,5 @@ class KVPolicyBackend(AttentionBackend):
                 f"kv_policy: a layer with {type(spec).__name__} cannot be bounded; use a model "
                 "whose layers use full attention or sliding windows"
             )
+        assert isinstance(spec, FullAttentionSpec)
         return KVPolicySpec.from_full(spec, policy)

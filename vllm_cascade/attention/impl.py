@@ -4,7 +4,7 @@
 from typing import Any, ClassVar, Protocol
 
 import torch
-from vllm.v1.attention.backend import AttentionImpl, AttentionLayer, AttentionType
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_cascade.attention.layer import LayerConfig, NewTokens, gather_kv_heads, over_ranks
 from vllm_cascade.attention.recorder import Recorder
@@ -23,6 +23,7 @@ class LayerStore(Protocol):
     @property
     def exchanged(self) -> int:
         """Units copied back into pages so far."""
+        ...
 
 
 class KVPolicyImpl(AttentionImpl[Any]):
@@ -188,7 +189,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
 
     def forward(
         self,
-        layer: AttentionLayer,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

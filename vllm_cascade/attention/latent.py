@@ -61,6 +61,7 @@ class LatentImpl(KVPolicyImpl):
             k_pe: ``[num_tokens, 1, rope]``, rotated.
             output: ``[num_tokens, num_heads * v_head_dim]``, written here.
         """
+        assert self.latent is not None, "set by __init__"
         layer = get_forward_context().no_compile_layers[self.name]
         plain, rotated = q[..., : self._unrotated], q[..., self._unrotated :]
         absorbed = torch.bmm(plain.transpose(0, 1), layer.W_UK_T).transpose(0, 1)

@@ -115,6 +115,7 @@ class Reference(CPUKVPolicyImpl):
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
         KVPolicyImpl.prepare(self, spec, *args, **kwargs)
+        assert self._layer is not None and self._pages is not None, "set by KVPolicyImpl"
         self.path = PyTorchPath(self._layer, self._pages)
 
 
@@ -240,7 +241,7 @@ class Check:
         self.table = torch.arange(1, 1 + 2 * self.pages, dtype=torch.int32).view(2, -1)
         most = 2 * policy.prefill_stride + 2
         sides = shape, self.spec
-        own = backend.get_impl_cls(), backend.get_builder_cls()
+        own: tuple[type[Any], type[Any]] = backend.get_impl_cls(), backend.get_builder_cls()
         self.ours = Side(*sides, own, 1 + 2 * self.pages, most, device)
         plain = Reference, CPUBuilder
         self.plain = Side(*sides, plain, 1 + 2 * self.pages, most, torch.device("cpu"))

@@ -35,7 +35,8 @@ def window_policy(policy: Policy, window: int) -> Policy:
             f"kv_policy: the model has layers with a window of {window} token, which need no "
             "cache; use --kv-policy full"
         )
-    return Window(budget=window - 1, prefill_stride=policy.prefill_stride, trace=policy.trace)
+    shared = {"prefill_stride": policy.prefill_stride, "trace": policy.trace}
+    return Window.model_validate({"budget": window - 1, **shared})
 
 
 def window_slots(policy: Policy, window: int, block_size: int) -> int:
@@ -71,7 +72,7 @@ def bounded(
             )
     if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
         return dict(specs)
-    bounded_specs: dict[str, KVPolicySpec] = {}
+    bounded_specs: dict[str, Any] = {}
     for name, spec in specs.items():
         if isinstance(spec, SlidingWindowSpec):
             own: dict[str, Any] = {"policy": policy}
@@ -99,7 +100,7 @@ def bounded(
 
 def kinds_of(specs: Iterable[KVPolicySpec], policy: Policy, block_size: int) -> tuple[Kind, ...]:
     """Kinds of the given layers. The engine's policy comes first, even if no layer has it."""
-    kinds = {None: Kind(policy, block_size)}
+    kinds: dict[int | None, Kind] = {None: Kind(policy, block_size)}
     for spec in specs:
         kind = kinds.setdefault(spec.window, Kind(spec.policy, spec.page_slots, spec.window))
         kinds[spec.window] = replace(

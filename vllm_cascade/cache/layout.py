@@ -80,7 +80,7 @@ class Pages:
     def write_rows(self, at: tuple[Any, ...], rows: torch.Tensor) -> None:
         """Store rows; ``at`` indexes blocks, KV heads and slots."""
         self.kv[at], scale = self.stored(rows)
-        if self.scale is not None:
+        if self.scale is not None and scale is not None:
             self.scale[at] = scale
 
 
@@ -99,7 +99,7 @@ def page_views(
     assert width == spec.row_size, kv_cache.shape
     assert kv_cache[0].is_contiguous(), "a page's keys and values must be contiguous"
     page_bytes = kv_cache.stride(0) * kv_cache.element_size()
-    start = kv_cache.storage_offset() * kv_cache.element_size() + spec.unpadded_page_size_bytes
+    start = int(kv_cache.storage_offset()) * kv_cache.element_size() + spec.unpadded_page_size_bytes
     assert page_bytes >= spec.page_size_bytes and page_bytes % WORD_BYTES == 0
     assert start % WORD_BYTES == 0
     units = block_size // spec.policy.unit

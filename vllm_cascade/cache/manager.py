@@ -34,7 +34,8 @@ class KVPolicyManager(SingleTypeKVCacheManager):
     """
 
     kv_cache_spec: KVPolicySpec
-    has_positionally_stable_blocks = False  # a slot is reused by a later token
+    # A slot is reused by a later token.
+    has_positionally_stable_blocks = False  # pyright: ignore
 
     def __init__(self, kv_cache_spec: KVPolicySpec, block_pool: BlockPool, **kwargs) -> None:
         super().__init__(kv_cache_spec, block_pool=block_pool, **kwargs)

@@ -99,7 +99,7 @@ class KVPolicySpec(AttentionSpec):
     """Cached layers in the whole model; set if a worker runs only some of them."""
 
     # vLLM must not share pages that a later token overwrites, and our backend finds its own slots.
-    prefix_cacheable = uses_slot_mapping = False
+    prefix_cacheable = uses_slot_mapping = False  # pyright: ignore
 
     def __post_init__(self) -> None:
         super().__post_init__()

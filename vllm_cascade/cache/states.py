@@ -40,13 +40,18 @@ class StateManager(SingleTypeKVCacheManager):
     """Allocates a request's single state page on admission."""
 
     kv_cache_spec: StateSpec
-    has_positionally_stable_blocks = False  # overwritten at every step
+    # Overwritten at every step.
+    has_positionally_stable_blocks = False  # pyright: ignore
 
     def get_num_blocks_to_allocate(self, request_id: str, *args: Any, **kwargs: Any) -> int:
         return 0 if self.req_to_blocks.get(request_id) else 1
 
     def add_local_computed_blocks(
-        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args: Any
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         """Do nothing: ``KVPolicyManager`` also assigns the state page of a snapshot."""
         assert not new_computed_blocks

@@ -99,6 +99,7 @@ def certify_engine(config: VllmConfig, policy: Policy, entry: Device, device: to
     Raises:
         KVPolicyError: see ``certify``.
     """
+    assert isinstance(config.additional_config, dict), "the policy was read from it"
     mode = config.additional_config.get(CHECK, entry.default_check)
     if mode != "off":
         certify(policy, shape_of(config), entry, device, mode)

@@ -53,6 +53,7 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     if config.model_config.is_hybrid:
         # One state per request, updated in place; snapshots hold copies (``cache/states.py``).
         cache.mamba_cache_mode = "none"
+    assert isinstance(config.additional_config, dict), "the policy was read from it"
     others = {k: v for k, v in config.additional_config.items() if k not in ARGUMENTS}
     resolved = {"name": policy.name, **policy.model_dump()}
     config.additional_config = {**others, CONFIG_KEY: resolved}

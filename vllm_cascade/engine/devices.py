@@ -141,6 +141,10 @@ class CPU(Device):
     def restore(self, config: VllmConfig, arguments: EngineArgs) -> None:
         if not config.model_config.use_mla:
             return
+        # vLLM has set the defaults of what was None.
+        assert arguments.enable_chunked_prefill is not None
+        assert arguments.max_num_batched_tokens is not None
+        assert arguments.enable_prefix_caching is not None
         config.scheduler_config.enable_chunked_prefill = arguments.enable_chunked_prefill
         config.scheduler_config.max_num_batched_tokens = arguments.max_num_batched_tokens
         config.cache_config.enable_prefix_caching = arguments.enable_prefix_caching

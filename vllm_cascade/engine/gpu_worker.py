@@ -5,6 +5,7 @@ from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.devices import DEVICES
@@ -35,12 +36,14 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
 
     def _warm_up(self) -> None:
         layers = self._attention_layers()
+        runner: Any = self.model_runner  # of either version
         if self.use_v2_model_runner:
-            (table,) = self.model_runner.block_tables.input_block_tables
+            (table,) = runner.block_tables.input_block_tables
         else:
-            (blocks,) = self.model_runner.input_batch.block_table.block_tables
+            (blocks,) = runner.input_batch.block_table.block_tables
             table = blocks.block_table.gpu
         for builder in self._builders():  # one per kind of layer
+            assert isinstance(builder, CUDABuilder)
             layer = layers[builder.layer_names[0]]
             warm_up(builder, layer.impl, layer.kv_cache, table.shape[1])
 

@@ -8,6 +8,7 @@ are in ``devices.py``.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.transformers_utils.config import iter_rope_parameters
@@ -198,7 +199,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "check of MLA",
         lambda config, _: (
-            config.model_config.use_mla and config.additional_config.get(CHECK, "off") != "off"
+            config.model_config.use_mla
+            and cast(dict, config.additional_config).get(CHECK, "off") != "off"
         ),
         f"--{CHECK.replace('_', '-')} must be off for models with multi-head latent attention: it "
         "does not compare their kernels",

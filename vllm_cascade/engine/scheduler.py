@@ -12,7 +12,7 @@ for it.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -66,7 +66,10 @@ class PolicySchedulerOutput(SchedulerOutput):
         return cls(**parts, dropped_snapshots=tuple(dropped), sessions=sessions)
 
 
-class _StrideAligned:
+_Base = Scheduler if TYPE_CHECKING else object
+
+
+class _StrideAligned(_Base):
     """Mixin that adds stride alignment, snapshots and metrics to vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -278,8 +281,8 @@ class _StrideAligned:
         started = self._start_sessions(output)
         if self._snapshots is not None:
             # Snapshots come last: they use only pages that this step's requests left free.
-            self._note_admissions(output, started)
-            self._take_snapshots(output)
+            self._note_admissions(self._snapshots, output, started)
+            self._take_snapshots(self._snapshots, output)
         if self._memory is not None:
             requests = [self.requests[name] for name in output.num_scheduled_tokens]
             rows = [(r.request_id, self._schedule_of(r), r.num_computed_tokens) for r in requests]
@@ -334,18 +337,20 @@ class _StrideAligned:
         if self.sessions is not None:
             self.sessions.close()
 
-    def _note_admissions(self, output: SchedulerOutput, started: set[str]) -> None:
+    def _note_admissions(
+        self, snapshots: SnapshotStore, output: SchedulerOutput, started: set[str]
+    ) -> None:
         for request, hit in self._admitted(output):
             name = request.request_id
             if hit and name not in started:
-                self._snapshots.counters.hits += 1
-                self._snapshots.counters.hit_tokens += hit
-            self._snapshots.remember(
+                snapshots.counters.hits += 1
+                snapshots.counters.hit_tokens += hit
+            snapshots.remember(
                 self._schedule_of(request), request.block_hashes, request.num_prompt_tokens
             )
             self._prefilling[name] = None
 
-    def _take_snapshots(self, output: SchedulerOutput) -> None:
+    def _take_snapshots(self, snapshots: SnapshotStore, output: SchedulerOutput) -> None:
         """Take snapshots at the start of this step's chunks.
 
         The forward pass has not run yet, so pages still hold the state at a chunk's start.
@@ -362,7 +367,7 @@ class _StrideAligned:
                 schedule, hashes = self._schedule_of(request), request.block_hashes
                 pages = manager.state_after(name, start)
                 log = None if self._memory is None else self._memory.fork(name)
-                self._snapshots.take(schedule, hashes, start, pages, manager.reserved_pages(), log)
+                snapshots.take(schedule, hashes, start, pages, manager.reserved_pages(), log)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         """Drop all snapshots and sessions, even if running requests keep vLLM from resetting."""

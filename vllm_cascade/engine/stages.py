@@ -11,6 +11,7 @@ however, are allocated for all stages at once. These depend on all layers of the
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group
@@ -56,6 +57,7 @@ def expect_hidden_states(runner: GPUModelRunner) -> None:
     """
     if get_pp_group().is_first_rank or runner.intermediate_tensors is not None:
         return
-    runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+    model: Any = runner.get_model()
+    runner.intermediate_tensors = model.make_empty_intermediate_tensors(
         batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
     )

@@ -87,7 +87,9 @@ def run(text: str, model: str, settings: dict[str, Any], layer: int | None) -> d
         for one in kept
         if one["layer"] == layers[layer]
     ]
-    entries = [next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]]
+    assert output.prompt_logprobs is not None, "they were asked for"
+    told = [entry for entry in output.prompt_logprobs if entry is not None]  # not the first token
+    entries = [next(iter(entry.values())).logprob for entry in told]
     title = " ".join([policy.name, *(f"{k}={v}" for k, v in settings.items() if k != "name")])
     return {
         "tokens": tokens,

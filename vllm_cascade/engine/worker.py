@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -37,8 +36,13 @@ from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+else:
+    _Base = object
 
-def scales_of(layer: AttentionLayer) -> tuple[float, float]:
+
+def scales_of(layer: Any) -> tuple[float, float]:
     """Scales of a layer's quantised keys and values: the checkpoint's, or 1.
 
     Raises:
@@ -53,7 +57,7 @@ def scales_of(layer: AttentionLayer) -> tuple[float, float]:
     return scales[0].item(), scales[1].item()
 
 
-class KVPolicyWorker:
+class KVPolicyWorker(_Base):
     """Mixin for vLLM's workers: one process of an engine that runs a policy.
 
     Attributes:
@@ -83,6 +87,7 @@ class KVPolicyWorker:
         self._block_size = self.vllm_config.cache_config.block_size
         policy = policy_of(self.vllm_config.additional_config)
         assert policy is not None
+        assert self.device is not None, "init_device sets it"
         certify_engine(self.vllm_config, policy, self.device_entry, self.device)
         with self._our_backend():
             super().load_model(**kwargs)
@@ -181,9 +186,7 @@ class KVPolicyWorker:
                 "recall stores units of one shape; set --kv-recall 0 for this model"
             )
 
-    def _open_stores(
-        self, builder: StepBuilder, layers: dict[str, Attention | MLAAttention]
-    ) -> None:
+    def _open_stores(self, builder: StepBuilder, layers: dict[str, Any]) -> None:
         """Connect the builder and the layers with the stores of evicted units."""
         names, spec = builder.layer_names, builder.kv_cache_spec
         if not spec.policy.recall:
@@ -200,8 +203,10 @@ class KVPolicyWorker:
             self._stores.note(scheduler_output)
         return super().execute_model(scheduler_output)
 
-    def _attention_layers(self) -> dict[str, Attention | MLAAttention]:
-        return get_layers_from_vllm_config(self.vllm_config, (Attention, MLAAttention))
+    def _attention_layers(self) -> dict[str, Any]:
+        """The model's attention layers; the ``impl`` of each is a ``KVPolicyImpl``."""
+        kinds: Any = (Attention, MLAAttention)
+        return get_layers_from_vllm_config(self.vllm_config, kinds)
 
     def _builders(self) -> list[StepBuilder]:
         """The metadata builders, one per kind of attention layers.
@@ -218,7 +223,7 @@ class KVPolicyWorker:
             for all_of in self.model_runner.attn_groups
             if not all(isinstance(group.kv_cache_spec, StateSpec) for group in all_of)
         ]
-        builders = [group.get_metadata_builder() for all_of in groups for group in all_of]
+        builders: list[Any] = [g.get_metadata_builder() for all_of in groups for g in all_of]
         if len(groups) != 1 or not all(isinstance(builder, StepBuilder) for builder in builders):
             kinds = ", ".join(type(builder).__name__ for builder in builders)
             raise KVPolicyError(

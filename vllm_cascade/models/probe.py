@@ -9,7 +9,7 @@ of the model's rotary module. This must hold in every layer and head, in one of 
 layouts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,7 +89,9 @@ def rotation(
     both = (queries, keys)
     if all(same(rows, rows[:1].float().expand_as(rows)) for rows in both):
         return None
-    for is_neox in (True, False) if inv_freq is not None else ():
+    for is_neox in (True, False):
+        if inv_freq is None:
+            break
         rotary = Rotary(inv_freq, is_neox)
         if 2 * len(inv_freq) <= keys.shape[-1] and all(same(x, turned(x, rotary)) for x in both):
             return rotary
@@ -115,13 +117,13 @@ def same(rows: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @contextmanager
-def noting(layers: dict[str, Attention], noted: Noted) -> Iterator[None]:
+def noting(layers: Mapping[str, Attention | MLAAttention], noted: Noted) -> Iterator[None]:
     """Record each layer's queries and keys in ``noted``; attention outputs zeros meanwhile."""
 
-    def replace(name: str, layer: Attention) -> None:
+    def replace(name: str, layer: Any) -> None:
         def forward(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             rows = (x.detach().unflatten(-1, (-1, layer.head_size)).cpu() for x in (query, key))
-            noted[name] = tuple(rows)
+            noted[name] = next(rows), next(rows)
             return torch.zeros_like(query)
 
         layer.forward = forward
@@ -136,7 +138,7 @@ def noting(layers: dict[str, Attention], noted: Noted) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def ask(model: Any, layers: dict[str, Attention]) -> Noted:
+def ask(model: Any, layers: Mapping[str, Attention | MLAAttention]) -> Noted:
     """Run the model on the same input at each of ``POSITIONS`` and record queries and keys."""
     dtype = model.model_config.dtype
     device, num = model.device_config.device, len(POSITIONS)

@@ -95,7 +95,7 @@ def signed_rotation(table: torch.Tensor, distance: torch.Tensor) -> torch.Tensor
     return torch.stack([cos, sin * sign], dim=-2)
 
 
-def rotary_of(module: RotaryModule) -> Rotary:
+def rotary_of(module: Any) -> Rotary:
     """Read the frequencies of a vLLM rotary module and check them against its cos/sin cache.
 
     M-RoPE has several position axes. Text tokens have equal positions on all of them, so one set of
@@ -160,7 +160,7 @@ def rotate_latent_keys_natively(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, MultiHeadLatentAttentionWrapper) and module.rotary_emb is not None:
-            rotary = copy(module.rotary_emb)  # vLLM shares it with other models
+            rotary: Any = copy(module.rotary_emb)  # vLLM shares it with other models
             rotary.forward = rotary.forward_native
             module.rotary_emb = rotary
 
@@ -232,7 +232,8 @@ def _latent_rotary(
             f"kv_policy: {layer_name} is called by {type(wrapper).__name__}, and how that rotates "
             "keys is not known; use --kv-policy full for this model"
         )
-    return wrapper.rotary_emb
+    rotary: Any = wrapper.rotary_emb
+    return rotary
 
 
 def _enclosing_rotary(

@@ -34,12 +34,9 @@ ARGUMENTS = (*KEYS, OTHERS)
 CHECK = f"{CONFIG_KEY}_check"
 """The argument that says when kernels are checked; it is no setting of a policy."""
 CHECK_MODES = ("off", "once", "always")
-_types: dict[str, Any] = {
-    a: (Annotated[f.annotation, *f.metadata], None) for a, f in FIELDS.items()
-}
-Arguments: type[BaseModel] = create_model(
-    "Arguments", __config__=ConfigDict(strict=True), **_types, **{OTHERS: (dict[str, Any], None)}
-)
+_types: Any = {a: (Annotated[f.annotation, *f.metadata], None) for a, f in FIELDS.items()}
+_types[OTHERS] = (dict[str, Any], None)
+Arguments: type[BaseModel] = create_model("Arguments", __config__=ConfigDict(strict=True), **_types)
 """The model of a mapping's arguments."""
 
 

@@ -134,7 +134,7 @@ class Beehive(Policy):
 
     def regions(self, t: int, count: int) -> list[str]:
         sinks = min(t, self.num_sinks)
-        old = _survivors(self)[t - 1] if t else 0
+        old = _survivors(self)[t - 1] if t else 0  # pyright: ignore[reportArgumentType]
         recent = min(count - sinks, self.recent)
         new = count - sinks - recent - old
         return ["sink"] * sinks + ["old"] * old + ["new"] * new + ["window"] * recent

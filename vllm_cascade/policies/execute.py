@@ -89,9 +89,10 @@ def _lowest(cached: int, rules: Sequence[Rules]) -> tuple[int, int, int] | None:
             if excess:
                 return None
             continue
-        if len(todo) > 1 or todo[0].cell or todo[0].evicts != 1 or todo[0].size <= 2:
+        rule, *others = todo
+        if others or rule.cell or rule.evicts != 1 or rule.size <= 2:
             return None
-        ranges.add((todo[0].lo, length - todo[0].hi))
+        ranges.add((rule.lo, length - rule.hi))
         excess, length = excess + 1, length - 1
     if len(ranges) != 1:
         return None

@@ -45,10 +45,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Which tokens stay in the KV cache. `full` is stock vLLM. (default: full)",
     )
     for argument, field in FIELDS.items():
+        kind: Any = field.annotation
         text = f"{field.description}. (default: {default_of(field)})"
         group.add_argument(
             FLAGS.name(argument),
-            type=field.annotation,
+            type=kind,
             default=argparse.SUPPRESS,
             help=text[0].upper() + text[1:],
         )

@@ -48,6 +48,10 @@ class Policy(KVPolicyConfig):
     batches_itself: ClassVar[bool] = False
     """True if the policy's own rules implement ``overflow``; else the schedule adds it."""
 
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...  # frozen models have one
+
     # --- Required --------------------------------------------------------------------------------
 
     @abstractmethod

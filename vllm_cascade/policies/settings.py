@@ -8,13 +8,14 @@ are one frozen, hashable, picklable object that can be sent to every process.
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -26,6 +27,8 @@ DEFAULT_BUDGET = 2048
 DEFAULT_PREFILL_STRIDE = 256
 RECALL_UNIT = 16
 """Default of ``unit`` if ``recall`` is set."""
+UNIT_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "page", "type": "string"}]}
+"""Values of ``unit`` that users may write. An engine resolves ``page`` before validation."""
 OFFER_DEPTH = 3
 """Most further settings that are changed to make an offered value valid."""
 
@@ -176,7 +179,7 @@ class KVPolicyConfig(BaseModel):
     overflow: int = Field(
         1, ge=1, description="evict this many tokens at a time (R of lazy pruning)"
     )
-    unit: int | Literal["page"] = Field(
+    unit: Annotated[int, WithJsonSchema(UNIT_SCHEMA)] = Field(
         1, description="consecutive tokens that are kept or evicted together; `page`: a block"
     )
     recall: int = Field(
@@ -255,12 +258,12 @@ class KVPolicyConfig(BaseModel):
         """
         if self.unit == 1 and not self.keep_prompt:
             return self
-        tokens = {key: getattr(self, key) for key in self.token_keys}
+        tokens: dict[str, int | None] = {key: getattr(self, key) for key in self.token_keys}
         units = {
             key: None if n is None else max(n // self.unit, n > 0) for key, n in tokens.items()
         }
-        units |= {"num_sinks": max(units["num_sinks"], units["keep_prompt"]), "keep_prompt": 0}
-        return self.model_copy(update={**units, "unit": 1, "recall": 0})
+        units |= {"num_sinks": max(units["num_sinks"] or 0, units["keep_prompt"] or 0)}
+        return self.model_copy(update={**units, "keep_prompt": 0, "unit": 1, "recall": 0})
 
     def kept(self, prompt_len: int) -> int:
         """Tokens of a prompt that ``keep_prompt`` keeps, rounded up to whole units."""

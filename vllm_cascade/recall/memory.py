@@ -52,6 +52,7 @@ class Snapshots(Protocol):
 
     def drop_oldest(self) -> bool:
         """Drop the least recently used snapshot; False if there is none."""
+        ...
 
 
 class RecallMemory:

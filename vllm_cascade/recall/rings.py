@@ -121,7 +121,7 @@ class RingMemory(RecallMemory):
     def largest_store(self) -> int:
         return self.room_bytes * self._most_units // self.chunk_bytes
 
-    def grow(self, *args: object) -> None:
+    def grow(self, *args: object, **kwargs: object) -> None:
         """Rings neither grow nor have snapshots."""
 
 

@@ -68,8 +68,8 @@ class Stores(UnitStores):
     def note(self, output: SchedulerOutput) -> None:
         """Update the logs from the scheduler output. Call before every step."""
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
-            page = self._pages.pop(name, None)
-            self.logs.pop(page, None)
+            if name in self._pages:
+                self.logs.pop(self._pages.pop(name), None)
         copies = output.kv_cache_block_copies or ()
         forks = {
             copy.dst_block_id: self.logs[copy.src_block_id].fork()

@@ -15,8 +15,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -162,7 +163,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _description(file: BinaryIO) -> dict[str, Any]:
+def _description(file: BufferedReader) -> dict[str, Any]:
     """The header of an open file; ``file`` then stands at the first tensor.
 
     Raises:
@@ -181,7 +182,7 @@ def _description(file: BinaryIO) -> dict[str, Any]:
     return found
 
 
-def _tensor(file: BinaryIO, entry: Mapping[str, Any]) -> torch.Tensor:
+def _tensor(file: BufferedReader, entry: Mapping[str, Any]) -> torch.Tensor:
     tensor = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
     begin, end = entry["data_offsets"]
     if end - begin != tensor.nbytes or file.readinto(_raw(tensor)) != tensor.nbytes:
@@ -227,7 +228,7 @@ def read(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BufferedReader]:
     """Open a file for reading; what goes wrong inside becomes ``Unusable``."""
     try:
         with path.open("rb") as file:

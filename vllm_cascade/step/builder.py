@@ -104,6 +104,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
     def _tokens(self, common: CommonAttentionMetadata) -> RequestTokens:
         offsets = common.query_start_loc_cpu.numpy().astype(np.int64)
         length = np.diff(offsets)
+        assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
         ends = common.seq_lens_cpu_upper_bound.numpy()[: len(length)].astype(np.int64)
         schedules = self.requests.schedules(common)[: len(length)]
         schedules += [self.engine_schedule] * (len(length) - len(schedules))

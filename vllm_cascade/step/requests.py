@@ -39,6 +39,7 @@ class Requests:
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         """bool ``[B]``: whether a row's tokens are part of its prompt."""
+        assert common.is_prefilling is not None, "runners set it"
         return common.is_prefilling.numpy()
 
     def token_scores(
@@ -152,14 +153,15 @@ class RunnerV2Requests(RunnerRequests):
         return not any(name in self._requests for name in self.names(common))
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
-        return [self._schedules.get(name, self._own.engine) for name in self.names(common)]
+        return [self._schedules.get(name or "", self._own.engine) for name in self.names(common)]
 
     def prefilling(self, common: CommonAttentionMetadata) -> np.ndarray:
         prefilling = super().prefilling(common).copy()
+        assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
         ends = common.seq_lens_cpu_upper_bound.numpy()
         firsts = ends[: len(prefilling)] - np.diff(common.query_start_loc_cpu.numpy())
         for row, name in enumerate(self.names(common)):
-            request = self._requests.get(name)
+            request = self._requests.get(name or "")
             if request is not None:
                 prefilling[row] = firsts[row] < request.prompt_len
         return prefilling
@@ -172,7 +174,7 @@ class RunnerV2Requests(RunnerRequests):
         if common.req_idx is not None and row < len(common.req_idx):
             index = int(common.req_idx[row])
         name = self._name(index)
-        request = self._requests.get(name)
+        request = self._requests.get(name or "")
         if name is None or request is None:
             return super().token_scores(common, row, begin, end, lag)
         if end > request.num_tokens:
@@ -182,6 +184,8 @@ class RunnerV2Requests(RunnerRequests):
 
     def _last_sampled(self, index: int) -> int:
         """The last token that a request sampled; copied once a step, while the device is idle."""
-        if self._sampled is None:
-            self._sampled = self._runner.req_states.last_sampled_tokens[:, 0].cpu().numpy()
-        return int(self._sampled[index])
+        sampled = self._sampled
+        if sampled is None:
+            sampled = self._runner.req_states.last_sampled_tokens[:, 0].cpu().numpy()
+            self._sampled = sampled
+        return int(sampled[index])

@@ -27,9 +27,11 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
     def prepare(self, spec: KVPolicySpec, *args: Any, **kwargs: Any) -> None:
         super().prepare(spec, *args, **kwargs)
+        assert self._layer is not None and self._pages is not None, "set by KVPolicyImpl"
         self.path = choose(self._layer, self._pages, self.num_heads, spec.schedule)
 
     def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
+        assert self._layer is not None and self._pages is not None, "prepare() was not called"
         judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
         self.recall = LayerRecall(
             self._layer, self._pages, index, most_queries, judge, stores.shape.in_8_bits
@@ -45,29 +47,29 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         assert self.path is not None and self._pages is not None, "prepare() was not called"
         for wave in metadata.waves:
             if wave.singles is not None:
-                self._tokens(wave.singles, new)
+                self._tokens(self.path, wave.singles, new)
             for stride in wave.strides:
-                self._stride(stride, new)
+                self._stride(self.path, stride, new)
             if self.recorder is not None:
                 self.recorder.record(name, self._pages, wave.rows, metadata.table)
 
-    def _tokens(self, singles: Singles, new: NewTokens) -> None:
+    def _tokens(self, path: Path, singles: Singles, new: NewTokens) -> None:
         if not singles.recall or self.recall is None:
-            self.path.tokens(singles, new)
+            path.tokens(singles, new)
             return
         self.recall.select_for_tokens(singles, new)
         before = self.recall.ranks_before(singles)
-        self.path.tokens(singles, new)
+        path.tokens(singles, new)
         self.recall.store_of_tokens(singles, before)
 
-    def _stride(self, stride: Stride, new: NewTokens) -> None:
+    def _stride(self, path: Path, stride: Stride, new: NewTokens) -> None:
         plan = stride.recall
         if plan is None or self.recall is None:
-            self.path.stride(stride, new)
+            path.stride(stride, new)
             return
         self.recall.select_for_stride(stride, new)
         gone = self.recall.room(plan.stored) if len(plan.stored) else None
-        self.path.stride(stride, new, gone)
+        path.stride(stride, new, gone)
         if gone is not None:
             self.recall.store(plan.stored, gone)
 

@@ -96,10 +96,11 @@ class LayerRecall:
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
         """Recall the units that single tokens' queries select."""
-        selects = [i for i, plan in enumerate(singles.recall) if plan is not None and plan.selects]
-        rows = row_addresses(new) if selects else None
-        for i in selects:
-            plan = singles.recall[i]
+        rows = None
+        for i, plan in enumerate(singles.recall):
+            if plan is None or not plan.selects:
+                continue
+            rows = rows or row_addresses(new)
             step = singles.steps[i].tolist()
             chosen = self._choose(plan, new, rows, np.asarray([step[START]]))
             self._place_all(plan, chosen, partial(self._line, singles, i, step[OLD_SLOTS]))
@@ -240,6 +241,7 @@ class LayerRecall:
 
     def store_of_tokens(self, singles: Singles, before: list[np.ndarray | None]) -> None:
         """Store the units that single tokens evicted; their freed slots still hold the rows."""
+        assert self._pages.token is not None, "recall keeps units' indices"
         for i, old in enumerate(before):
             if old is None:
                 continue
@@ -257,7 +259,7 @@ class LayerRecall:
                 heads = self._heads(head_set)
                 for n, (rows, scale) in enumerate(line.rows(heads, places)):
                     gone.rows[heads, n] = rows
-                    if gone.scale is not None:
+                    if gone.scale is not None and scale is not None:
                         gone.scale[heads, n] = scale
             self.store(plan.stored, gone)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.config import SchedulerConfig, VllmConfig
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
 from vllm_cascade.attention.cuda.mail import DeviceTables, Mail, Plans
 from vllm_cascade.attention.cuda.metadata import (
@@ -73,7 +73,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, kv_cache_spec: KVPolicySpec | UniformTypeKVCacheSpecs
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
         """Full graphs for decode, unless rules do not say all that the policy does.
 
@@ -82,7 +82,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         specs = [kv_cache_spec]
         if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs):
             specs = list(kv_cache_spec.kv_cache_specs.values())
-        if any(spec.schedule.moves_tokens for spec in specs):
+        if any(isinstance(s, KVPolicySpec) and s.schedule.moves_tokens for s in specs):
             return AttentionCGSupport.NEVER
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -137,6 +137,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
                 self._write_steps(common, self.frames, frames, self.frame_steps, positions)
                 positions = None
         self._write_steps(common, self.tables, schedules, self.steps, positions)
+        assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
         stream = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64) - 1
         self._count(schedules, stream)
         self.counters.moved_reads += sum(
@@ -264,13 +265,15 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         mail.send(table)
         waves = []
         for rows, draft, own in zip(step.waves, drafts, recall, strict=True):
-            tokens, others, strides, chunks = draft
+            (at, singles), others, strides, chunks = draft
             in_pytorch = strides_of(others, step, table, self.kv_cache_spec.block_size)
             in_rows = [None if own is None else own[row] for row in others.request.tolist()]
             wave = DeviceWave(
                 rows,
-                decode=self._singles(*tokens, mail, given, scale, own) if len(tokens[1]) else None,
-                prefill=[self._strides(*one, mail, given, own) for one in strides],
+                decode=self._singles(at, singles, mail, given, scale, own)
+                if len(singles)
+                else None,
+                prefill=[self._strides(place, rows, mail, given, own) for place, rows in strides],
                 others=[
                     (stride, row)
                     for stride, row in zip(in_pytorch, in_rows, strict=True)

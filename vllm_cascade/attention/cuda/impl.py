@@ -86,13 +86,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def reserve(self, query: torch.Tensor) -> None:
         """The strides' workspace, for good; what decode needs at a time, for the profile only."""
-        policy = None if self._config is None else policy_of(self._config.additional_config)
-        if policy is None:
+        config = self._config
+        policy = None if config is None else policy_of(config.additional_config)
+        if config is None or policy is None:
             return
-        limits, device = self._config.scheduler_config, query.device
+        limits, device = config.scheduler_config, query.device
         worst = worst_shapes(policy, limits, query, self.num_kv_heads, self.least_part)
         workspace_of(device).reserve(size_of(worst), counters_of(worst))
-        block = self._config.cache_config.block_size
+        block = config.cache_config.block_size
         pages, slots = -(-policy.capacity // block), block
         if self.window is not None:
             slots = max(slots, window_slots(policy, self.window, block))
@@ -126,6 +127,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             )
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
+        assert self._layer is not None and self._pages is not None, "prepare comes first"
         self.recall = LayerRings(self._layer, self._pages, stores, index, most_queries)
 
     def rotation_table(
@@ -161,7 +163,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _decode(
         self, pages: Pages, metadata: TritonMetadata, decode: DecodeRows, new: NewTokens
     ) -> None:
-        policy, where = metadata.spec.policy, {"table": decode.table, "steps": decode.steps}
+        policy = metadata.spec.policy
+        where: dict[str, Any] = {"table": decode.table, "steps": decode.steps}
         rows = slice(0, len(decode.steps)) if decode.index is None else decode.index
         recall = {**where, "recall": decode.recall}
         if self.recall is not None:
@@ -169,6 +172,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         query, key, value = new.at(rows)
         place = new.output[rows] if decode.index is None else torch.empty_like(query)
         num_slots = decode.table.shape[1] * pages.block_size
+        turning: dict[str, Any] = {**self._turning, "rotation": self._decode_rotation}
         parts, parts_lse, logits, own = attend(
             query=query,
             key=key,
@@ -179,7 +183,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             logit_scale=decode.logit_scale,
             scale=self.scale,
             softcap=self.softcap,
-            **self._turning | {"rotation": self._decode_rotation},
+            **turning,
             splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
             keep_logits=policy.uses_attention,
             positions=metadata.positions,
@@ -197,6 +201,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if policy.uses_attention:
             new_score = self._update(pages, logits, own, lse, policy.head_reduction, where)
         elif decode.given is not None:
+            assert decode.scored is not None, "it comes with given"
             words = _words(pages, "rank", "score")
             assign(
                 given=decode.given,
@@ -251,7 +256,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         own: torch.Tensor,
         lse: torch.Tensor,
         reduction: str,
-        where: dict[str, torch.Tensor],
+        where: dict[str, Any],
     ) -> torch.Tensor:
         """Scores in the pages, and the new tokens'; over all tensor-parallel ranks if need be."""
         words, unit = _words(pages, "rank", "score"), pages.unit
@@ -311,6 +316,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
         """Three launches: attend, add up what keys received, and choose and write; and recall's."""
         recall = {"table": rows.table, "steps": rows.steps, "recall": rows.recall}
+        assert tokens.query is not None, "a stride attends"
         if self.recall is not None:
             self.recall.choose(tokens.query, **recall, single=False)
         shared = rows.strides.get((self.num_heads, self.head_size))
@@ -326,6 +332,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def _shared(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> Strides:
         """These strides and what their kernels leave each other, the first layer's for all."""
+        assert tokens.query is not None, "a stride attends"
         scored = rows.scoring.source == "attention"
         shapes = stride_shapes(
             num_rows=len(rows.steps),
@@ -362,6 +369,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if self._layer is None or self._layer.over_ranks is None:
             return strides
         sums = strides.sums
+        assert sums is not None, "the caller computed them"
         if reduction == "mean":
             return replace(strides, sums=self._layer.over_ranks(sums.sum(1, keepdim=True), "mean"))
         if reduction == "max" and sums.shape[1] == self.num_kv_heads:
@@ -408,7 +416,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         with torch.device(new.query.device):  # where the path makes its index tables
             rows = new.at(stride.rows)
             attended = attend_and_insert(self._layer, pages, stride, *rows, gone)
-            if gone is not None:
+            if recall is not None and row is not None and gone is not None:
                 recall.store_evicted(row, gone)
         new.output[stride.rows] = attended.to(new.output.dtype)
 
@@ -425,6 +433,6 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 self.recorder.add(layer, pages, blocks, step[NEW_SLOTS], step[STREAM] + 1)
 
 
-def _words(pages: Pages, *names: str) -> dict[str, torch.Tensor | None]:
+def _words(pages: Pages, *names: str) -> dict[str, Any]:
     """Views of the pages by name: these, or rows and all numbers of units."""
     return {name: getattr(pages, name) for name in names or ("kv", *TRACE_WORDS)}

@@ -61,6 +61,7 @@ class LayerRings:
             single: whether they are strides of one token.
         """
         layer, pages, shape = self._layer, self._pages, self._shape
+        assert pages.token is not None, "recall keeps units' indices"
         asking = 1 if single else self._most_queries
         # What memory is profiled for: the queries of one stride, or one of each request.
         num = max(self._num_requests // asking, 1)
@@ -118,6 +119,7 @@ class LayerRings:
         """Store what strides evict: of single tokens when they were inserted, with ``ranks``; of
         longer ones before, with ``keep``, ``key`` and ``value``."""
         layer, pages = self._layer, self._pages
+        assert pages.token is not None, "recall keeps units' indices"
         store_units(
             keep=keep,
             ranks=ranks,

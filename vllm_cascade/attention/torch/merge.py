@@ -45,7 +45,9 @@ def merge_deleted(
     deleted = (~keep[0]).nonzero().squeeze(1)
     if len(deleted) == 0:
         return new_kv
-    lo, hi = stride.schedule.units.merge_into
+    centres = stride.schedule.units.merge_into
+    assert centres is not None, "the policy merges"
+    lo, hi = centres
     stored = pages.kv[stride.blocks].transpose(0, 1).flatten(1, 2)  # [H, N, row_size]
     slots = order.expand(layer.num_kv_heads, -1)
     old = stored.gather(1, slots.unsqueeze(-1).expand(-1, -1, stored.shape[-1]))
@@ -114,7 +116,9 @@ def _write_centres(
     if num_old == merged.shape[1]:
         return new_kv
     new_kv = new_kv.clone()
-    first = stride.schedule.units.merge_into[0] + num_old - stride.cached
+    centres = stride.schedule.units.merge_into
+    assert centres is not None, "the policy merges"
+    first = centres[0] + num_old - stride.cached
     own = merged[:, num_old:].transpose(0, 1).to(new_kv.dtype)
     new_kv[first : first + len(own)] = own
     return new_kv

@@ -31,9 +31,9 @@ def apply_rules(rank: torch.Tensor, values: torch.Tensor, singles: Singles) -> t
             has = i <= num_more
             row = torch.where(has, more + i - 1, 0)
             rule = singles.rules[row].long() * has[:, None]
-        numbers = [column.view(-1, 1, 1) for column in rule.unbind(1)]
-        if bool((numbers[2] > 0).any()):
-            rank = _apply(rank, values, *numbers, newest_stays)
+        lo, hi, evicts, cell = (column.view(-1, 1, 1) for column in rule.unbind(1))
+        if bool((evicts > 0).any()):
+            rank = _apply(rank, values, lo, hi, evicts, cell, newest_stays)
     return rank
 
 

@@ -96,6 +96,7 @@ def _take_evicted(
     evicted: Evicted,
 ) -> None:
     """Copy the evicted units before their slots are overwritten."""
+    assert pages.token is not None, "recall keeps units' indices"
     unit, cached = pages.unit, order.shape[1]
     whole = len(new_kv) // unit
     own = new_kv[: whole * unit].transpose(0, 1).unflatten(1, (whole, unit))
@@ -104,7 +105,7 @@ def _take_evicted(
         for to, stored, fresh in zip(
             (evicted.rows, evicted.scale), (pages.kv, pages.scale), pages.stored(own), strict=True
         )
-        if to is not None
+        if to is not None and stored is not None and fresh is not None
     ]
     born, token = (_gather_words(words, stride) for words in (pages.born, pages.token))
     for head_set, (line, stays) in enumerate(zip(order, keep, strict=True)):
@@ -132,6 +133,7 @@ def _arrangement(pages: Pages, stride: Stride, order: torch.Tensor) -> _Arrangem
         return None
     values, age = _gather_words(pages.score, stride).gather(1, order), None
     if schedule.scoring.per_age:
+        assert pages.token is not None, "ages need units' indices"
         age = stride.stream - _gather_words(pages.token, stride).gather(1, order)
     inserted = int(schedule.inserted(np.asarray(stride.stream)))
     ranks = schedule.units.arrange(compared(schedule.scoring, values, age), inserted)
@@ -175,6 +177,7 @@ def _compared(
     """Values that the rules compare: scores, or a function of scores and ages."""
     scoring, age = stride.schedule.scoring, None
     if scoring.per_age:
+        assert pages.token is not None, "ages need units' indices"
         old = _gather_words(pages.token, stride).gather(1, order)
         new = torch.arange(stride.stream, stride.end, pages.unit).expand(len(old), -1)
         age = stride.end - torch.cat([old, new], dim=1)

@@ -157,6 +157,7 @@ def _new_scores(
     old = words.gather(pages.score).masked_fill(rank < 0, 0.0)
     score = torch.nn.functional.pad(old, (0, 1))
     if singles.given is not None:
+        assert singles.scored is not None, "it comes with given"
         given = layer.own_scores(singles.given.view(-1, 1, 1))
         score[..., :-1] += torch.where(rank == singles.scored.view(-1, 1, 1), given, 0.0)
     elif layer.uses_attention:
@@ -211,6 +212,7 @@ def _compared(pages: Pages, singles: Singles, words: _Words, score: torch.Tensor
     per_age = singles.column(PER_AGE) != 0
     if not per_age.any():
         return score
+    assert pages.token is not None, "ages need units' indices"
     age = singles.column(STREAM) + 1 - words.gather(pages.token)
     age = torch.nn.functional.pad(age.clamp_min(1), (0, 1), value=1)
     return torch.where(per_age, score / age, score)
