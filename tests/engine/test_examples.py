@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.running.serving import free_port
 from tests.conftest import BOOK, MODEL, ROOT
 from tests.engine.server import Server
 
@@ -19,12 +20,15 @@ FLAGS = ["--kv-policy", "sink", "--kv-budget", "384", "--kv-recall", "8"]
 FLAGS += ["--max-model-len", "100000", "--kv-cache-memory-bytes", str(256 << 20)]
 FLAGS += ["--max-num-seqs", "4", "--enforce-eager"]
 FLAGS += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+FLAGS += ["--kv-sessions", "--enable-prompt-tokens-details"]
+STORE = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+KNOWN = re.compile(r"\[?([\d,]+) tokens, ([\d,]+) of them known\]?")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, real_model: Path) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("examples") / "log"
-    server = Server(log, FLAGS, model=real_model)
+    server = Server(log, FLAGS, model=real_model, environment=STORE)
     yield server.wait()
     server.stop()
 
@@ -37,9 +41,11 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def run(name: str, *arguments: object) -> str:
+def run(name: str, *arguments: object, stdin: str | None = None) -> str:
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, input=stdin
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -81,6 +87,54 @@ def test_agent_with_tools(server: Server, text: Path) -> None:
     )
     assert re.fullmatch(r"[\d,]+ tokens: finish {'answer': .+}", last)
     assert server.metric("vllm:kv_policy_evicted_tokens_total") > before
+
+
+def known(shown: str) -> list[tuple[int, int]]:
+    """Tokens of each turn's prompt, and those that were not read."""
+    return [
+        (int(all_of.replace(",", "")), int(old.replace(",", "")))
+        for all_of, old in KNOWN.findall(shown)
+    ]
+
+
+def test_endless_chat(server: Server, text: Path, tmp_path: Path) -> None:
+    """Two clients, one after the other; only the first turn reads the text."""
+    hits = server.metric('vllm:kv_session_hits_total(?={[^}]*tier="memory")')
+    chat = tmp_path / "chat.json"
+    options = [*url(server), "--max-tokens", 24, chat]
+    first = f"Remember this text: {' '.join(text.read_text().split())[:4000]}\n"
+    shown = run("endless_chat.py", *options, stdin=f"{first}Who is Sir Walter?\n")
+    shown += run("endless_chat.py", *options, stdin="What is his title?\n")
+    turns = known(shown)
+    assert len(turns) == 3 and len(json.loads(chat.read_text())) == 6
+    assert turns[0][0] > 800 and turns[0][1] < 100
+    assert all(tokens - old < 100 for tokens, old in turns[1:]), turns
+    assert server.metric('vllm:kv_session_hits_total(?={[^}]*tier="memory")') > hits
+
+
+def test_responses_continue_a_session(server: Server, text: Path) -> None:
+    """``previous_response_id`` sends the chat again inside the server, where its session is."""
+    create = server.client.responses.create
+    about = text.read_text()[:4000]
+    common = {"model": server.model, "temperature": 0, "max_output_tokens": 16}
+    first = create(input=f"Remember this text: {about}", truncation="auto", **common)
+    second = create(input="Who is Sir Walter?", previous_response_id=first.id, **common)
+    assert second.output_text
+    usage = second.usage
+    assert first.usage.input_tokens > 800
+    assert 0 < usage.input_tokens - usage.input_tokens_details.cached_tokens < 100
+
+
+def test_restart(text: Path, tmp_path: Path) -> None:
+    shown = run(
+        *("restart.py", MODEL, text, "--folder", tmp_path / "sessions", "--port", free_port()),
+        *("--dtype=float32", "--kv-cache-memory-bytes=33554432", "--enforce-eager"),
+    )
+    (first, zero), (second, one), (third, two) = known(shown)
+    assert (first, zero) == (600, 0) and 800 < second <= 816 and third > second + 200
+    # Of each earlier turn, only the last sampled token was never attended.
+    assert one == second - 200 - 1 and two == third - 200 - 1
+    assert "killed" in shown
 
 
 def test_the_dashboard_names_metrics_of_the_server(server: Server) -> None:

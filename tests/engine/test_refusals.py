@@ -84,10 +84,6 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "scheduler": ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "--scheduler-cls"),
     "worker": ({"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}, "--worker-cls"),
-    "sessions over ranks": (
-        {"kv_sessions": True, "pipeline_parallel_size": 2},
-        "--pipeline-parallel-size .*remove --kv-sessions",
-    ),
     "prefill threshold": ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold"),
 }
 MODELS: dict[str, tuple[dict[str, Any], str]] = {

@@ -5,7 +5,10 @@ The uninterrupted stream is vLLM's own: a streaming-input request, which stays i
 turns and keeps its pages. No session code runs for it.
 """
 
+import errno
+import os
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,13 +22,19 @@ from tests.engine.test_families import random_tokens
 from tests.engine.test_latent import V2, experts_in_one_group
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.recurrent import RECURRENT, write_recurrent
+from vllm_cascade.sessions import files, tiers
 from vllm_cascade.sessions.files import Folder
+from vllm_cascade.sessions.index import Command
+from vllm_cascade.sessions.tiers import WorkerSessions
 
 __all__ = ["experts_in_one_group"]  # a fixture
 Turn = tuple[list[int], list[float]]
 NEW = 75
 """Tokens that a user says each turn; no multiple of anything."""
 ANSWER = 40
+PARKED, REQUESTS, AT_ONCE = 1000, 208, 16
+SESSION = 198_912
+"""Bytes of a session of one page."""
 NEXT = list(range(1, 40))
 """What a user says next, where it does not matter."""
 
@@ -150,15 +159,15 @@ def uninterrupted(llm: Any, tokens: list[int], turns: int) -> list[Turn]:
         sampled: list[int] = []
         logprobs: list[float] = []
         while len(sampled) < ANSWER:
-            outputs, _ = core.step()
-            for output in outputs.get(0).outputs if outputs.get(0) else ():
+            outputs, _ = core.step_fn()
+            for output in outputs[0].outputs if outputs and 0 in outputs else ():
                 sampled += output.new_token_ids
                 if output.new_logprobs is not None:
                     logprobs += output.new_logprobs.logprobs[:, 0].tolist()
         answers.append((sampled, logprobs))
         last = sampled[-1:]  # a streaming request drops what was not computed
     core.abort_requests(["stream"])
-    core.step()
+    core.step_fn()
     return answers
 
 
@@ -168,7 +177,7 @@ def index_of(llm: Any) -> Any:
 
 def flush(llm: Any) -> None:
     """A step without requests, in which workers hear of finished ones."""
-    llm.llm_engine.engine_core.engine_core.step()
+    llm.llm_engine.engine_core.engine_core.step_fn()
 
 
 def wait_for_files(folder: Path, wanted: int) -> None:
@@ -189,8 +198,8 @@ def check_chat(llm: Any, tokens: list[int], turns: int = 6) -> None:
     flush(llm)
     assert index.counters.hits == {"memory": turns - 1} and len(index) == turns
     assert index.counters.hit_tokens == sum(n * (NEW + ANSWER) - 1 for n in range(1, turns))
-    (held,) = llm.collective_rpc("kv_session_bytes")
-    assert 0 < held <= index.used["memory"] and pool_usage(llm) == 0.0
+    held = llm.collective_rpc("kv_session_bytes")
+    assert min(held) > 0 and sum(held) <= index.used["memory"] and pool_usage(llm) == 0.0
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -266,6 +275,119 @@ def test_200_parked_sessions(
     assert min(index.counters.hits[tier] for tier in ("memory", "disk")) > 0
     assert index.counters.misses["evicted"] > 0 and pool_usage(llm) == 0.0
     assert not llm.llm_engine.engine_core.engine_core.scheduler.sessions.started
+
+
+@pytest.mark.slow
+def test_1000_parked_sessions(
+    engine_pool: EnginePool,
+    book_tokens: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """208 requests at random, 16 at once: each finds its session, and waits for no other's file.
+
+    The folder holds every chat's last turn; memory holds a twentieth. Of each 16 one file's read
+    does not return until the other 15 requests have ended.
+    """
+    mib, rng = 2**20, random.Random(4)
+    memory, disk = PARKED // 20 * SESSION, (PARKED + 20) * SESSION
+    llm = engine(
+        engine_pool,
+        {"name": "sink", "budget": 28, "prefill_stride": 32},
+        str(tmp_path),
+        kv_sessions_memory=memory / 2**30,
+        kv_sessions_disk=disk / 2**30,
+        max_num_batched_tokens=512,
+        max_num_seqs=AT_ONCE,
+    )
+    index, core = index_of(llm), llm.llm_engine
+    held, gate = [""], threading.Event()
+    gate.set()
+    read = WorkerSessions._read
+
+    def slow(self: WorkerSessions, command: Command, number: int) -> str:
+        if command.id == held[0]:
+            assert gate.wait(120)
+        return read(self, command, number)
+
+    monkeypatch.setattr(WorkerSessions, "_read", slow)
+
+    def check_bounds() -> None:
+        (bytes_held,) = llm.collective_rpc("kv_session_bytes")
+        assert bytes_held <= index.used["memory"] <= memory and index.used["disk"] <= disk
+        entries, bad = Folder(tmp_path).entries()
+        assert not bad and sum(entry.num_bytes for entry in entries) <= disk * 1.05
+
+    def settle() -> None:
+        """Until the folder is as the index says."""
+        flush(llm)
+        sessions = index._sessions.values()
+        wanted = {one.id for one in sessions if one.on_disk or one.writing}
+        deadline = time.monotonic() + 60
+        while {path.name[:32] for path in tmp_path.glob("[!.]*.session")} != wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def ask_all(chosen: list[int], prompts: list[list[int]], kept_back: int | None) -> None:
+        for n, prompt in zip(chosen, prompts, strict=True):
+            core.add_request(str(n), {"prompt_token_ids": prompt}, params(4))
+        ended: dict[str, Any] = {}
+        while core.has_unfinished_requests():
+            for output in core.step():
+                if output.finished:
+                    ended[output.request_id] = output
+            if kept_back is not None and len(ended) == len(chosen) - 1:
+                assert str(kept_back) not in ended
+                gate.set()
+            assert gate.is_set() or len(ended) < len(chosen)
+        for n, prompt in zip(chosen, prompts, strict=True):
+            output = ended[str(n)]
+            known = len(chats[n]) - 1 if chats[n] else 0
+            assert output.num_cached_tokens == known, (n, known)
+            chats[n] = prompt + list(output.outputs[0].token_ids)
+
+    chats: list[list[int]] = [[] for _ in range(PARKED)]
+    for begin in range(0, PARKED, 20):
+        chosen = list(range(begin, begin + 20))
+        ask_all(chosen, [book_tokens[40 * n : 40 * n + 30] for n in chosen], None)
+        settle()
+    check_bounds()
+    assert len(index) == PARKED == index.counters.kept
+    assert len(list(tmp_path.glob("[!.]*.session"))) == PARKED
+    most_waited = 0
+    for _ in range(REQUESTS // AT_ONCE):
+        chosen = rng.sample(range(PARKED), AT_ONCE)
+        prompts = [chats[n] + book_tokens[rng.randrange(9000) :][:9] for n in chosen]
+        on_disk = [n for n in chosen if not last_session(index, chats[n]).in_memory]
+        held[0] = last_session(index, chats[on_disk[0]]).id
+        gate.clear()
+        try:
+            ask_all(chosen, prompts, on_disk[0])
+        finally:
+            gate.set()
+        most_waited = max(most_waited, len(on_disk))
+        settle()
+        check_bounds()
+    print(index.counters, index.held, {k: v / mib for k, v in index.used.items()})
+    requests = REQUESTS // AT_ONCE * AT_ONCE
+    assert sum(index.counters.hits.values()) == requests
+    assert index.counters.hits["disk"] > requests // 2 and index.counters.hits["memory"] > 0
+    assert index.counters.misses["no_session"] == PARKED and most_waited > 2
+    assert not set(index.counters.misses) & {"damaged", "missing", "foreign", "io", "unwritten"}
+    assert pool_usage(llm) == 0.0
+    assert not core.engine_core.engine_core.scheduler.sessions.started
+    engine_pool.close()
+
+
+def last_session(index: Any, chat: list[int]) -> Any:
+    """The session of a chat's last turn."""
+    (session,) = {
+        found
+        for context in index._lengths
+        if (found := index.find(context, chat, len(chat) - 1, time.time()))
+    }
+    assert session.num_tokens == len(chat) - 1
+    return session
 
 
 def test_a_name_and_a_prompt_that_does_not_begin_with_it(
@@ -346,6 +468,42 @@ def test_damaged_files_and_another_policy(
     index = index_of(llm)
     assert len(index) == 0 and index.counters.misses["foreign"] >= 1
     assert ask(llm, chats[2])[0] == 0
+    engine_pool.close()
+
+
+@pytest.mark.parametrize("kind", ["full", "read-only"])
+def test_a_folder_that_cannot_be_written(
+    kind: str,
+    engine_pool: EnginePool,
+    book_tokens: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sessions stay in memory, one line names the fix, and files are written again afterwards."""
+    llm = engine(engine_pool, CASES["cascade"], str(tmp_path))
+    index, said = index_of(llm), []
+    monkeypatch.setattr(tiers.logger, "warning", lambda text, *args: said.append(text % args))
+
+    def fail(*args: Any) -> int:
+        number = errno.ENOSPC if kind == "full" else errno.EROFS
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(files.os, "fsync" if kind == "full" else "open", fail)
+        truth = uninterrupted(llm, book_tokens, 3)
+        assert chat(llm, book_tokens, 3) == truth
+        deadline = time.monotonic() + 20
+        while index.counters.misses["unwritten"] < 3:
+            assert time.monotonic() < deadline
+            ask(llm, [5], max_tokens=1, extra_args={"kv_session": "x", "kv_session_release": True})
+    assert index.counters.hits == {"memory": 2} and not list(tmp_path.glob("*.session"))
+    assert index.used["disk"] == 0 and index.held["memory"] == 3
+    (line,) = said
+    assert "free disk space, lower --kv-sessions-disk, or make the folder writable" in line
+    assert os.strerror(errno.ENOSPC if kind == "full" else errno.EROFS) in line
+    ask(llm, book_tokens[9000:9100])
+    flush(llm)
+    wait_for_files(tmp_path, 1)
     engine_pool.close()
 
 

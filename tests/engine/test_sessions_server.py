@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.engine.server import Server
+from tests.engine.test_pipeline_parallel import cores
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.files import Folder
 
@@ -64,6 +65,43 @@ def test_killed_and_started_again(tmp_path: Path, book_tokens: list[int]) -> Non
         assert second.metric(of("s", "tier", "memory")) >= 1
         with pytest.raises(KVPolicyError, match="another server uses this folder"):
             Folder(folder).open()
+    finally:
+        for server in (first, second):
+            if server is not None and server.process.poll() is None:
+                kill(server)
+
+
+@pytest.mark.slow
+def test_two_engines(tmp_path: Path, book_tokens: list[int]) -> None:
+    """Data-parallel engines keep sessions of their own, in folders of their own."""
+    folder = tmp_path / "sessions"
+    flags = [*FLAGS, "--kv-sessions-dir", str(folder)]
+    flags += ["--data-parallel-size", "2", "--api-server-count", "1"]
+    first = Server(tmp_path / "first", flags, environment=cores(2))
+    second = None
+
+    def complete(server: Server, prompt: list[int], engine: int) -> list[int]:
+        header = {"X-data-parallel-rank": str(engine)}
+        return server.complete(prompt, ANSWER, extra_headers=header)
+
+    try:
+        first.wait(800)
+        chats, truth = [], []
+        for engine in range(2):
+            chat = book_tokens[700 * engine : 700 * engine + NEW]
+            chat = chat + complete(first, chat, engine) + book_tokens[9000 : 9000 + NEW]
+            truth.append(complete(first, chat, engine))
+            chats.append(chat)
+        deadline = time.monotonic() + 60
+        while min(len(list(path.glob("*.session"))) for path in (folder, folder / "engine-1")) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        kill(first)
+        second = Server(tmp_path / "second", flags, environment=cores(2)).wait(800)
+        assert [complete(second, chats[n], n) for n in range(2)] == truth
+        for engine in range(2):
+            label = f'vllm:kv_session_hits_total(?={{[^}}]*engine="{engine}"[^}}]*tier="disk")'
+            second.wait_until(label, 1)
     finally:
         for server in (first, second):
             if server is not None and server.process.poll() is None:

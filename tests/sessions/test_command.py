@@ -19,6 +19,7 @@ def folder(tmp_path: Path) -> Path:
     for num, name in ((5, None), (70000, "mine"), (9, None)):
         one = Session("context", f"tokens{num}", num, 100, name=name)
         header = {**dict.fromkeys(FOREIGN, "this"), **one.header, "model_name": "a-model"}
+        header["rank"] = "0of1"
         write(
             tmp_path / file_name(one.id, 0, 1),
             header,

@@ -181,6 +181,15 @@ def test_a_folder_is_one_servers(tmp_path: Path) -> None:
     second.close()
 
 
+def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*args: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(files.os, "open", read_only)
+    with pytest.raises(KVPolicyError, match=r"Read-only .* choose a folder that this user can"):
+        Folder(tmp_path).open()
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     shared = tmp_path / "shared"
     shared.mkdir(mode=0o755)

@@ -4,6 +4,9 @@
 from copy import copy
 from typing import Any
 
+from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
@@ -16,8 +19,22 @@ from vllm_cascade.engine.stages import expect_hidden_states
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.models.rotary import rotate_latent_keys_natively
 from vllm_cascade.recall.stores import Stores
+from vllm_cascade.sessions.ranks import Ranks
 from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.sessions.tiers import WorkerSessions
+
+
+def session_ranks(rank: int, parallel: ParallelConfig) -> Ranks:
+    """A worker's place among those that keep an engine's sessions.
+
+    The rank whose outputs vLLM sends to the scheduler collects: the last stage's first.
+    """
+    world = parallel.world_size
+    if world == 1:
+        return Ranks()
+    store = PrefixStore(f"kv_sessions/{parallel.data_parallel_index}", _get_default_store())
+    collects = rank == world - parallel.tensor_parallel_size
+    return Ranks(rank, world, store, collects)
 
 
 class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
@@ -38,8 +55,9 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
         if settings is not None:
             self._sessions = WorkerSessions(
                 page_pools(self.model_runner.kv_caches),
-                settings.folder,
-                shape=self._stores.shape if isinstance(self._stores, Stores) else None,
+                settings.folder(self.parallel_config.data_parallel_index),
+                self._stores.shape if isinstance(self._stores, Stores) else None,
+                session_ranks(self.rank, self.parallel_config),
             )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:

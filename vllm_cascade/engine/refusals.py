@@ -81,11 +81,6 @@ def keeps_sessions(config: VllmConfig) -> bool:
     return SessionSettings.of(config.additional_config) is not None
 
 
-def _several_processes(config: VllmConfig) -> bool:
-    parallel = config.parallel_config
-    return parallel.world_size * parallel.data_parallel_size > 1
-
-
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
     """Refuse a kind of model that no policy supports."""
     message = f"{what} not supported; use --kv-policy full"
@@ -288,12 +283,6 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "importance 'cluster' with head_policy homogeneous would need the keys of every rank; set "
         'head_policy to "per_kv_head" with --tensor-parallel-size above 1',
-    ),
-    Refusal(
-        "sessions over ranks",
-        lambda config, _: keeps_sessions(config) and _several_processes(config),
-        "--kv-sessions is not tested with --tensor-parallel-size, --pipeline-parallel-size or "
-        "--data-parallel-size above 1 yet; set them to 1, or remove --kv-sessions",
     ),
     Refusal(
         "prefill threshold",

@@ -108,7 +108,8 @@ class _StrideAligned(_Base):
         settings = SessionSettings.of(self.vllm_config.additional_config)
         if settings is None:
             return None
-        chunk_bytes = 0 if self._memory is None else self._memory.chunk_bytes
+        memory = self._memory
+        chunk_bytes = 0 if memory is None else memory.chunk_bytes * memory.ranks
         config, caches = self.vllm_config, self.kv_cache_config
         return SchedulerSessions(config, caches, settings, self._schedule_of, spec, chunk_bytes)
 

@@ -95,6 +95,7 @@ def weights_of(model: ModelConfig) -> list[Any]:
 def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
     """What the states of all of an engine's requests depend on (``files.FOREIGN``)."""
     policy, model = policy_of(config.additional_config), config.model_config
+    parallel = config.parallel_config
     assert policy is not None
     layout = [
         [
@@ -116,9 +117,25 @@ def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
         ),
         "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",
         "policy": _digest(policy_settings(policy)),
+        "parallelism": f"tensor {parallel.tensor_parallel_size}, "
+        f"pipeline {parallel.pipeline_parallel_size}",
         "layout": _digest(layout),
         "model_name": str(model.model),  # for people
     }
+
+
+def page_bytes(config: VllmConfig, caches: KVCacheConfig, spec: KVPolicySpec) -> int:
+    """Bytes of a page in all layers of all ranks.
+
+    Args:
+        caches: of one rank of the first pipeline stage.
+        spec: cache spec of the policy's layers.
+    """
+    ranks = config.parallel_config.tensor_parallel_size
+    if spec.num_layers is None:
+        return ranks * sum(tensor.size for tensor in caches.kv_cache_tensors) // caches.num_blocks
+    kinds = sum(kind.page_bytes for kind in spec.kinds)
+    return ranks * (kinds or spec.num_layers * spec.page_size_bytes)
 
 
 class SchedulerSessions:
@@ -130,7 +147,7 @@ class SchedulerSessions:
     Args:
         schedule_of: returns a request's schedule.
         spec: cache spec of the policy's layers.
-        chunk_bytes: bytes of a chunk of evicted units; 0 without recall.
+        chunk_bytes: bytes of a chunk of evicted units in all ranks; 0 without recall.
     """
 
     def __init__(
@@ -145,8 +162,7 @@ class SchedulerSessions:
         self._header = engine_header(config, caches)
         self._schedule_of = schedule_of
         self._chunk_bytes = chunk_bytes
-        tensors = caches.kv_cache_tensors
-        self._page_bytes = sum(tensor.size for tensor in tensors) // caches.num_blocks
+        self._page_bytes = page_bytes(config, caches, spec)
         self.index = SessionIndex(
             settings.memory_bytes, settings.disk_bytes, settings.ttl, self._header
         )
@@ -156,7 +172,8 @@ class SchedulerSessions:
         self._searched: dict[str, int] = {}  # the index's version when they were looked for
         self._tiers: dict[str, str] = {}  # where these sessions were
         self.started: dict[str, str] = {}  # sessions that running requests started from
-        self.folder = None if settings.folder is None else Folder(settings.folder)
+        path = settings.folder(config.parallel_config.data_parallel_index)
+        self.folder = None if path is None else Folder(path)
         if self.folder is not None:
             self.folder.open()
             self._scan(self.folder)
@@ -201,8 +218,6 @@ class SchedulerSessions:
         usable, room = [], self.index.disk_bytes
         for entry in reversed(entries):
             differs = first_difference(entry.header, self._header)
-            if differs is None and len(entry.files) > 1:
-                differs = "number of ranks"
             if differs is not None:
                 foreign[differs] = foreign.get(differs, 0) + 1
                 continue

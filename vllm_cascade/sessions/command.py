@@ -7,7 +7,7 @@ It needs no vLLM and no server. A running server counts a removed session as a m
 import time
 from pathlib import Path
 
-from vllm_cascade.sessions.files import Entry, Folder, Unusable, read
+from vllm_cascade.sessions.files import Entry, Folder, Unusable, parts_of, read
 
 
 def run(path: Path, action: str, names: list[str]) -> None:
@@ -62,7 +62,8 @@ def _verify(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) ->
     for entry in entries:
         for name in entry.files:
             try:
-                read(folder.path / name)
+                _, rank, world = parts_of(name)
+                read(folder.path / name, {"rank": f"{rank}of{world}"})
             except Unusable as error:
                 problems.append((name, str(error)))
     for name, problem in problems:

@@ -29,7 +29,7 @@ SUFFIX = ".session"
 DAMAGED = "damaged"
 """Folder inside the sessions' folder to which damaged files are moved."""
 LOCK = "lock"
-FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "layout")
+FOREIGN = ("format", "plugin", "vllm", "model", "dtype", "policy", "parallelism", "layout")
 """Header entries that must be equal here and in a file, in the order in which they are compared."""
 DTYPES = {
     torch.float32: "F32",
@@ -223,7 +223,8 @@ def read(
             raise ValueError("the checksum is wrong")
     wrong = [key for key, value in (expected or {}).items() if header.get(key) != value]
     if wrong:
-        raise Unusable("foreign", f"{path.name}: another {', '.join(wrong)}")
+        reason = "foreign" if set(wrong) & set(FOREIGN) else "damaged"
+        raise Unusable(reason, f"{path.name}: another {', '.join(wrong)}")
     return header, tensors
 
 
@@ -322,12 +323,15 @@ class Folder:
             if any(session_of(header) != session for header in headers):
                 bad += [(name, "the header is another session's") for name in names]
                 continue
+            if len({header.get("stamp") for header in headers}) > 1:
+                bad += [(name, "the ranks' files are not of one write") for name in names]
+                continue
             entries.append(Entry(session, headers[0], size, used, names))
         return sorted(entries, key=lambda entry: entry.used), bad
 
     def move_aside(self, name: str) -> None:
-        """Move a damaged file to where no session is looked for."""
-        with contextlib.suppress(FileNotFoundError):
+        """Move a damaged file to where no session is looked for, if the folder can be written."""
+        with contextlib.suppress(OSError):
             (self.path / name).replace(self.path / DAMAGED / name)
 
     def remove(self, names: Sequence[str]) -> None:

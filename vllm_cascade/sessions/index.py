@@ -10,6 +10,7 @@ from their reports which files were written and read.
 """
 
 import hashlib
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from typing import Any, Literal, Self
 import numpy as np
 
 DIGEST_BYTES = 16
+USELESS = ("damaged", "missing")
+"""Problems of one rank's file after which those of other ranks are removed."""
 
 
 def token_digests(tokens: np.ndarray, lengths: Iterable[int]) -> dict[int, str]:
@@ -52,6 +55,8 @@ class Session:
         num_bytes: bytes that its state takes, in memory and on disk.
         name: what a request pinned it under; None: not pinned.
         used: seconds since the epoch at which it was last kept or used.
+        stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
+            states that differ, and parts of two such states must not meet.
         in_memory: all workers hold its state.
         on_disk: all workers have written its file.
         writing, reading: workers are writing or reading its file.
@@ -65,6 +70,7 @@ class Session:
     num_bytes: int
     name: str | None = None
     used: float = 0.0
+    stamp: str = ""
     in_memory: bool = False
     on_disk: bool = False
     writing: bool = False
@@ -85,6 +91,7 @@ class Session:
             "num_tokens": str(self.num_tokens),
             "num_bytes": str(self.num_bytes),
             "name": self.name or "",
+            "stamp": self.stamp,
         }
 
     @classmethod
@@ -96,7 +103,8 @@ class Session:
         """
         numbers = int(header["num_tokens"]), int(header["num_bytes"])
         name = header["name"] or None
-        return cls(header["context"], header["tokens"], *numbers, name=name, used=used)
+        known = header["context"], header["tokens"], *numbers
+        return cls(*known, name=name, used=used, stamp=header["stamp"])
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,7 @@ class SessionIndex:
             return True
         if not session.reading and self._make_room(session.num_bytes, also_pinned=True):
             self._set_memory(session, reading=True)
-            self._command("read", session, header=self._header)
+            self._command("read", session, header={**self._header, "stamp": session.stamp})
         return False
 
     def restore(
@@ -268,7 +276,8 @@ class SessionIndex:
         self.expire(now)
         num = len(tokens)
         digest = token_digests(np.asarray(tokens, dtype=np.int32), [num])[num]
-        session = Session(context, digest, num, num_bytes, used=now)
+        stamp = secrets.token_hex(DIGEST_BYTES)
+        session = Session(context, digest, num, num_bytes, used=now, stamp=stamp)
         known = self._sessions.get(session.id)
         if known is not None:
             known.used = now
@@ -352,6 +361,7 @@ class SessionIndex:
             self.counters.misses["unwritten"] += 1
             if (session := self._sessions.get(id_)) and session.writing:
                 self._set_disk(session)
+                self._command("remove", session)  # ranks that have written it
         for id_, seconds in report.read.items():
             self.counters.load_seconds.append(seconds)
             if (session := self._sessions.get(id_)) and session.reading:
@@ -359,8 +369,11 @@ class SessionIndex:
         for id_, reason in report.unreadable.items():
             self.counters.misses[reason] += 1
             if (session := self._sessions.get(id_)) and session.reading:
+                self._command("drop", session)  # ranks that have read it
+                if reason in USELESS:
+                    self._command("remove", session)
                 self._set_memory(session)
-                self._set_disk(session)  # the worker has moved the file aside
+                self._set_disk(session)
                 self._delete(session)
 
     # --- bounds ---------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ SESSIONS = "kv_sessions"
 """The argument that turns sessions on; the other arguments begin with it."""
 NAME, RELEASE = SESSION_ARGUMENTS = ("kv_session", "kv_session_release")
 """Request arguments: the name that pins a session; whether to drop it when the request ends."""
+ENGINE_FOLDER = "engine-"
+"""Begins the names of the folders of data-parallel engines but the first, inside the folder."""
 GIB = 2**30
 
 
@@ -28,9 +30,12 @@ class SessionSettings(BaseModel):
     disk: float = Field(64.0, gt=0, description="GiB of that folder")
     ttl: float = Field(86400.0, ge=0, description="seconds without use until a session is dropped")
 
-    @property
-    def folder(self) -> Path | None:
-        return None if self.dir is None else Path(self.dir).expanduser()
+    def folder(self, engine: int = 0) -> Path | None:
+        """The folder of a data-parallel engine; engines have different sessions."""
+        if self.dir is None:
+            return None
+        path = Path(self.dir).expanduser()
+        return path / f"{ENGINE_FOLDER}{engine}" if engine else path
 
     @property
     def memory_bytes(self) -> int:

@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,8 +20,10 @@ from vllm_cascade.log import logger
 from vllm_cascade.recall.log import Log, UnitShape
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.index import Command, Report
+from vllm_cascade.sessions.ranks import Outcome, Ranks
 
-NUM_READERS = 2
+NUM_READERS = 16
+"""Files read at a time. A file that takes long delays the others only when so many do."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +62,27 @@ class WorkerSessions:
     Args:
         pools: unique tensors ``[num_blocks, bytes]`` that hold all of a page.
         folder: where files are; None: no files.
-        rank: this worker's rank.
-        world: number of workers.
         shape: of recalled units; None without recall.
+        ranks: this worker's place among those of its engine; None: it is the only one.
     """
 
     def __init__(
         self,
         pools: Sequence[torch.Tensor],
         folder: Path | None,
-        rank: int = 0,
-        world: int = 1,
         shape: UnitShape | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.pools, self.shape = tuple(pools), shape
         self.states: dict[str, State] = {}
         self._folder = None if folder is None else files.Folder(folder)
-        self._ranks = rank, world
+        self._ranks = ranks or Ranks()
+        self._num_files = 0  # writes and reads begun
+        self._num_reported = 0  # of these
         self._lock = threading.Lock()
-        self._report = Report()
         self._arrived: dict[str, State] = {}
-        self._reading: set[str] = set()
+        self._reading: dict[str, int] = {}  # the reads' numbers, by session
+        self._closed = False
         self._said: set[str] = set()
         self._writer = ThreadPoolExecutor(1, "kv-sessions-writer")
         self._readers = ThreadPoolExecutor(NUM_READERS, "kv-sessions-reader")
@@ -101,9 +105,10 @@ class WorkerSessions:
             Logs of the requests that start from a session, by their first page.
         """
         with self._lock:
-            for id_ in self._reading & self._arrived.keys():
-                self.states[id_] = self._arrived.pop(id_)
-                self._reading.discard(id_)
+            for id_ in self._arrived:
+                del self._reading[id_]
+            self.states |= self._arrived
+            self._arrived = {}
         resumed: dict[int, Log] = {}
         for command in commands:
             if command.op == "save":
@@ -118,45 +123,65 @@ class WorkerSessions:
                 if state.log is not None:
                     resumed[command.pages[0]] = state.log.fork()
             elif command.op == "write":
-                self._submit(self._writer, self._write, command, self.states[command.id])
+                state = self.states[command.id]
+                self._begin(self._writer, command, partial(self._write, state=state))
             elif command.op == "remove":
-                self._submit(self._writer, self._remove, command.id)
+                self._writer.submit(self._remove, command.id)
             elif command.op == "read":
-                self._reading.add(command.id)
-                self._submit(self._readers, self._read, command.id, command.header)
+                with self._lock:
+                    self._reading[command.id] = self._num_files
+                self._begin(self._readers, command, self._read)
             else:
                 self.states.pop(command.id, None)
-                self._reading.discard(command.id)
                 with self._lock:
                     self._arrived.pop(command.id, None)
+                    self._reading.pop(command.id, None)
         return resumed
 
     def take_report(self) -> Report:
-        """What threads finished since the last call."""
-        with self._lock:
-            report, self._report = self._report, Report()
+        """What the threads of all ranks finished since the last call; one rank reports it."""
+        report = Report()
+        if not self._ranks.collects or self._num_reported == self._num_files:
+            return report
+        for outcome in self._ranks.collect():
+            self._num_reported += 1
+            if outcome.op == "write":
+                (report.unwritten if outcome.problem else report.written).append(outcome.id)
+            elif outcome.problem:
+                report.unreadable[outcome.id] = outcome.problem
+            else:
+                report.read[outcome.id] = outcome.seconds
         return report
 
     def close(self) -> None:
         """Finish all files and stop the threads."""
+        self._closed = True
         self._writer.shutdown()
         self._readers.shutdown(cancel_futures=True)
 
     # --- threads --------------------------------------------------------------------------------
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[..., None], *args: object) -> None:
-        pool.submit(self._guarded, work, *args)
+    def _begin(
+        self, pool: ThreadPoolExecutor, command: Command, work: Callable[[Command, int], str]
+    ) -> None:
+        pool.submit(self._run, command, self._num_files, work)
+        self._num_files += 1
 
-    def _guarded(self, work: Callable[..., None], *args: object) -> None:
+    def _run(self, command: Command, number: int, work: Callable[[Command, int], str]) -> None:
+        """Write or read a file, and post how it ended."""
+        begin = time.monotonic()
         try:
-            work(*args)
-        except Exception:
+            problem = work(command, number)
+        except Exception:  # a request waits for the outcome
             logger.exception("KV sessions: a thread failed")
-            raise
+            problem = "io"
+        if not self._closed:
+            seconds = time.monotonic() - begin
+            self._ranks.post(Outcome(number, command.op, command.id, seconds, problem))
 
     def _path(self, id_: str) -> Path:
         assert self._folder is not None
-        return self._folder.path / files.file_name(id_, *self._ranks)
+        return self._folder.path / files.file_name(id_, self._ranks.rank, self._ranks.world)
 
     def _warn(self, kind: str, message: str) -> None:
         """Log one line for each kind of problem."""
@@ -164,21 +189,18 @@ class WorkerSessions:
             self._said.add(kind)
             logger.warning("KV sessions: %s (further ones are only counted)", message)
 
-    def _write(self, command: Command, state: State) -> None:
+    def _write(self, command: Command, number: int, state: State) -> str:
         path = self._path(command.id)
         try:
-            files.write(path, command.header, state.tensors())
+            files.write(path, {**command.header, "rank": self._ranks.name}, state.tensors())
         except OSError as error:
             self._warn(
                 "write",
                 f"a session could not be written to {path.parent} ({error}); free disk space, "
                 "lower --kv-sessions-disk, or make the folder writable",
             )
-            with self._lock:
-                self._report.unwritten.append(command.id)
-            return
-        with self._lock:
-            self._report.written.append(command.id)
+            return "unwritten"
+        return ""
 
     def _remove(self, id_: str) -> None:
         try:
@@ -186,25 +208,24 @@ class WorkerSessions:
         except OSError as error:
             self._warn("remove", f"a session could not be removed ({error})")
 
-    def _read(self, id_: str, expected: Mapping[str, str]) -> None:
+    def _read(self, command: Command, number: int) -> str:
         assert self._folder is not None
-        begin, path = time.monotonic(), self._path(id_)
+        path = self._path(command.id)
         try:
-            header, tensors = files.read(path, expected)
-            state = self._checked(id_, header, tensors)
-            path.touch()
-        except (files.Unusable, OSError) as error:
-            reason = error.reason if isinstance(error, files.Unusable) else "io"
-            with self._lock:
-                self._report.unreadable[id_] = reason
+            header, tensors = files.read(path, {**command.header, "rank": self._ranks.name})
+            state = self._checked(command.id, header, tensors)
+        except files.Unusable as error:
             fix = "`vllm-cascade sessions DIR verify` lists all damaged files"
-            self._warn(reason, f"a session could not be read: {error}; {fix}")
-            if reason == "damaged":
+            self._warn(error.reason, f"a session could not be read: {error}; {fix}")
+            if error.reason == "damaged":
                 self._folder.move_aside(path.name)
-            return
+            return error.reason
+        with suppress(OSError):  # the folder may have become read-only
+            path.touch()
         with self._lock:
-            self._arrived[id_] = state
-            self._report.read[id_] = time.monotonic() - begin
+            if self._reading.get(command.id) == number:  # else it was dropped meanwhile
+                self._arrived[command.id] = state
+        return ""
 
     def _checked(
         self, id_: str, header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]

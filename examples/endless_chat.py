@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat without an end: the server keeps its state between turns and reads only what is new.
+
+Run it with:
+
+    vllm serve MODEL --kv-policy sink --kv-budget 2048 --kv-recall 8 --max-model-len 10000000 \\
+        --kv-sessions --kv-sessions-dir sessions --enable-prompt-tokens-details
+    python examples/endless_chat.py chat.json
+
+The client sends the whole conversation each turn, as every OpenAI client does, and keeps it in a
+file. After a restart of client or server the chat goes on where it was.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://localhost:8000/v1")
+    parser.add_argument("--max-tokens", type=int, default=512, help="of an answer")
+    parser.add_argument("chat", type=Path, help="file that holds the conversation")
+    args = parser.parse_args()
+    client = openai.OpenAI(base_url=args.url, api_key="none")
+    model = client.models.list().data[0].id
+    messages: list[dict[str, Any]] = []
+    if args.chat.exists():
+        messages = json.loads(args.chat.read_text())
+    for line in sys.stdin:  # one line is one turn
+        messages.append({"role": "user", "content": line.strip()})
+        answer = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            max_tokens=args.max_tokens,
+            temperature=0,
+            # The name keeps the session while other, unnamed ones leave.
+            extra_body={"vllm_xargs": {"kv_session": args.chat.stem}},
+        )
+        text = answer.choices[0].message.content
+        messages.append({"role": "assistant", "content": text})
+        args.chat.write_text(json.dumps(messages))
+        details = answer.usage.prompt_tokens_details
+        known = (details.cached_tokens or 0) if details else 0
+        print(text)
+        print(f"[{answer.usage.prompt_tokens:,} tokens, {known:,} of them known]", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Agreement of an engine's ranks about files: a session counts only where every rank has its part.
+
+Ranks execute the same commands in the same order, so they number their files' reads and writes
+alike. The threads that execute them post outcomes to a store of ``torch.distributed``. One rank
+collects them between steps; it never waits for another rank.
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from torch.distributed import HashStore, Store
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command on a file ended in one rank, or in all of them.
+
+    Attributes:
+        number: the command's, counted from 0 over all that write or read.
+        id: the session's.
+        seconds: duration; of several ranks the longest.
+        problem: reason under which a failure is counted; empty: it worked.
+    """
+
+    number: int
+    op: Literal["write", "read"]
+    id: str
+    seconds: float = 0.0
+    problem: str = ""
+
+
+class Ranks:
+    """A rank's place among those of its engine, and what all of them finished.
+
+    Args:
+        store: shared by the ranks; None: there is only one.
+        collects: whether this rank reports to the scheduler.
+    """
+
+    def __init__(
+        self, rank: int = 0, world: int = 1, store: Store | None = None, collects: bool = True
+    ) -> None:
+        assert store is not None or world == 1
+        self.rank, self.world, self.collects = rank, world, collects
+        self._store = HashStore() if store is None else store
+        self._taken = 0  # outcomes
+        self._partial: dict[int, list[Outcome]] = {}
+
+    @property
+    def name(self) -> str:
+        return f"{self.rank}of{self.world}"
+
+    def post(self, outcome: Outcome) -> None:
+        """Tell the rank that collects. Any thread may call this."""
+        number = self._store.add("posted", 1)
+        self._store.set(f"outcome/{number}", json.dumps(asdict(outcome)))
+
+    def collect(self) -> list[Outcome]:
+        """What all ranks have finished since the last call."""
+        finished = []
+        while self._store.check([key := f"outcome/{self._taken + 1}"]):
+            outcome = Outcome(**json.loads(self._store.get(key)))
+            self._store.delete_key(key)
+            self._taken += 1
+            parts = self._partial.setdefault(outcome.number, [])
+            parts.append(outcome)
+            if len(parts) == self.world:
+                finished.append(_combined(self._partial.pop(outcome.number)))
+        return finished
+
+
+def _combined(parts: list[Outcome]) -> Outcome:
+    """One outcome of all ranks: a success only if each of them succeeded."""
+    problems = sorted(part.problem for part in parts if part.problem)
+    longest = max(part.seconds for part in parts)
+    return replace(parts[0], seconds=longest, problem=problems[0] if problems else "")
