@@ -169,6 +169,7 @@ class WorkerSessions:
 
     def _run(self, command: Command, number: int, work: Callable[[Command, int], str]) -> None:
         """Write or read a file, and post how it ended."""
+        assert command.op in ("write", "read"), command.op
         begin = time.monotonic()
         try:
             problem = work(command, number)
