@@ -170,7 +170,7 @@ class KVPolicyWorker(_Base):
         spec = specs[0]
         memory = open_memory(model_shape(spec, len(specs)), spec.policy, self.vllm_config)
         shape, backend = unit_shape(spec, len(specs)), self.device_entry.backend
-        self._stores = resolve_name(backend).make_stores(shape, memory.capacity, device)
+        self._stores = resolve_name(backend).make_stores(shape, memory, device)
 
     def _check_recalling(self, builders: list[StepBuilder]) -> None:
         """Check that one store fits all layers whose units are recalled.
