@@ -52,7 +52,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "units": {"name": "cascade", "num_subcaches": 2, "budget": 32, "num_sinks": 16,
               "prefill_stride": 16, "unit": 16},
     "recall": {"name": "h2o", "budget": 16, "num_sinks": 4, "prefill_stride": 8, "unit": 4,
-               "recall": 2, "recall_store": 48, "recall_every": 3, "recall_queries": 3},
+               "recall": 2, "recall_store": 24, "recall_every": 3, "recall_queries": 3},
 }  # fmt: skip
 WINDOWED = LayerShape(num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.float32, window=7)
 
@@ -134,7 +134,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     (
         "window",
         chunk_write,
-        "_after",
+        "write_words",
         "tl.load(positions + at, mask",
         "1 + tl.load(positions + at, mask",
     ),

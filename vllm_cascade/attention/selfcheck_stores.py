@@ -82,8 +82,8 @@ class LogUnits:
     def tensors(self) -> list[torch.Tensor]:
         """All that a step may change."""
         logs = [self._stores.logs[page] for page in self._pages]
-        chunks = {id(chunk): chunk for log in logs for chunk in log.chunks}
-        return [x for chunk in chunks.values() for x in chunk.tensors] + [x.tokens for x in logs]
+        chunks = [chunk for log in logs for chunk in log.chunks]
+        return [x for chunk in chunks for x in chunk.tensors] + [log.tokens for log in logs]
 
 
 class RingUnits:

@@ -212,8 +212,8 @@ class CUDA(Device):
         Refusal(
             "recurrent layers on CUDA",
             lambda config, _: config.model_config.is_hybrid,
-            "models with recurrent layers run on the CPU only: they are not tested on CUDA; use "
-            "--kv-policy full",
+            "models with recurrent layers run on the CPU only: vLLM's CUDA kernels for such layers "
+            "have not run on a policy's pages; use --kv-policy full",
         ),
         Refusal(
             "sessions on CUDA",
