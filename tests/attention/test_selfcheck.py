@@ -155,7 +155,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ),
     ("recall", recall, "_judge", "(oldest + unit) % CAPACITY", "unit % CAPACITY"),
     ("recall", recall, "_weigh", "tl.exp(value - total[:, None])", "tl.exp(value)"),
-    ("recall", recall_choose, "_least_taken", "count >= now", "count > now"),
+    ("recall", recall_choose, "_choose", "theirs) < begins)", "theirs) > begins)"),
     (
         "recall",
         recall_choose,
@@ -171,7 +171,6 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "tl.load(chosen + mine) % CAPACITY",
         "(1 + tl.load(chosen + mine)) % CAPACITY",
     ),
-    ("recall", recall_store, "_remember", "table += row * table_stride", "table += 0 * row"),
     ("recall", recall_store, "_list_gone", "sources + nth, place,", "sources + nth, place ^ 1,"),
     (
         "recall",
@@ -222,7 +221,7 @@ NAMED = {
     "tiles": ("attend_strides",),
     "recall_vectors": ("ask",),
     "recall": ("judge, weigh",),
-    "recall_choose": ("choose, bring",),
+    "recall_choose": ("choose, bring", "choose or bring"),
     "recall_store": ("list_gone or store_units",),
 }
 """What the message may name for a mutant of a file."""

@@ -12,14 +12,14 @@ compared and copied, too, and queries are drawn again until no selection is too 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
@@ -27,7 +27,7 @@ from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.attention.cpu.paths import PyTorchPath
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.selfcheck_stores import Named, closest, opened
-from vllm_cascade.cache.kinds import bounded
+from vllm_cascade.cache.kinds import kinds_of, window_policy, window_slots
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.kernels.columns import LENGTH
@@ -293,9 +293,11 @@ class Check:
         )
         self.spec = full
         if shape.window is not None:
-            window = SlidingWindowSpec(block_size=1, sliding_window=shape.window, **same)
-            both = bounded({"full": full, "window": window}, policy, shape.block_size)
-            full, self.spec = both["full"], both["window"]
+            own = window_policy(policy, shape.window)
+            slots = window_slots(policy, shape.window, shape.block_size)
+            window = replace(full, policy=own, slots=slots, window=shape.window)
+            kinds = kinds_of((full, window), policy, shape.block_size)
+            full, self.spec = replace(full, kinds=kinds), replace(window, kinds=kinds)
         self.policy, self.shape, self.repeats = policy, shape, repeats
         self.recalls = self.spec.policy.recall > 0
         self.pages = -(-policy.capacity // shape.block_size)
@@ -468,6 +470,8 @@ class Check:
         if error <= tolerance:
             return Row(step.what, compared, error)
         kernels = {**SUSPECTS[step.what], **RECALLS}[compared]
+        if self.recalls and compared == "output":
+            kernels += "; with recall also choose or bring"
         return Row(
             step.what,
             compared,

@@ -50,10 +50,9 @@ def shape_of(config: VllmConfig) -> LayerShape:
 
 def shapes_of(config: VllmConfig) -> tuple[LayerShape, ...]:
     """``shape_of``, and the same for layers with a window if the model has any."""
-    shape, hf = shape_of(config), config.model_config.hf_text_config
-    window = getattr(hf, "sliding_window", None)
-    kinds = getattr(hf, "layer_types", None) or ("sliding_attention",)
-    last = getattr(hf, "max_position_embeddings", None)
+    shape, hf = shape_of(config), vars(config.model_config.hf_text_config)
+    window, last = hf.get("sliding_window"), hf.get("max_position_embeddings")
+    kinds = hf.get("layer_types") or ("sliding_attention",)
     if not window or "sliding_attention" not in kinds or (last is not None and window >= last):
         return (shape,)
     return shape, replace(shape, window=window)
