@@ -102,21 +102,23 @@ def check(args: argparse.Namespace) -> None:
     from rich.table import Table
 
     from vllm_cascade.attention.selfcheck import LayerShape
-    from vllm_cascade.engine.certify import certify, shape_of
+    from vllm_cascade.engine.certify import certify, shapes_of
     from vllm_cascade.engine.devices import this_device
 
     device = this_device()
     settings = parse(vars(args), FLAGS)
     if settings is None:
         raise KVPolicyError("full is stock vLLM; choose another --kv-policy to check")
-    shape = LayerShape(32, 8, 128, torch.bfloat16)
+    shapes: tuple[LayerShape, ...] = (LayerShape(32, 8, 128, torch.bfloat16),)
     if args.model:
         from vllm.engine.arg_utils import EngineArgs
 
-        shape = shape_of(EngineArgs(model=args.model).create_engine_config())
-    policy = resolve(settings, block_size=shape.block_size)
-    rows = certify(policy, shape, device, torch.device(device.name), "always")
-    table = Table(title=f"{policy.name} on {device.name}: {shape.label()}")
+        shapes = shapes_of(EngineArgs(model=args.model).create_engine_config())
+    policy = resolve(settings, block_size=shapes[0].block_size)
+    rows = certify(policy, shapes, device, torch.device(device.name), "always")
+    table = Table(
+        title=f"{policy.name} on {device.name}: {', '.join(map(LayerShape.label, shapes))}"
+    )
     for header in ("step", "compared with PyTorch", "largest relative error"):
         table.add_column(header)
     for row in rows:

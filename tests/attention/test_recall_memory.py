@@ -4,6 +4,7 @@
 import re
 from collections import OrderedDict
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -23,7 +24,7 @@ from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
 from vllm_cascade.recall.mapped import mapped
 from vllm_cascade.recall.memory import CountedLog, RecallMemory, check_one_fits
-from vllm_cascade.recall.rings import RingMemory, ring_bytes
+from vllm_cascade.recall.rings import RingMemory, chunk_bytes, ring_bytes
 
 UNIT = 4
 MOST_TOKENS = 64
@@ -79,7 +80,7 @@ class Machine:
         name = sorted(self.running)[a % len(self.running)]
         _, tokens, log = self.running[name]
         if tokens not in self.snapshots and name in self.memory.logs:
-            self.snapshots[tokens] = self.memory.fork(name), log.fork()
+            self.snapshots[tokens] = self.memory.fork(name, log.end), log.fork()
 
     def step(self, a: int, b: int) -> None:
         left = MOST_TOKENS
@@ -189,7 +190,7 @@ def test_who_recalls_nothing_needs_nothing() -> None:
     assert memory.need(plain, 100_000) == 0 and memory.need(schedule, 16) == 0
     memory.admit("plain", 0)
     memory.grow([("plain", plain, 5000)], None)
-    assert memory.used_bytes == 0 and memory.fork("plain") is None
+    assert memory.used_bytes == 0 and memory.fork("plain", 9) is None
 
 
 def test_the_longest_request_must_fit() -> None:
@@ -254,6 +255,41 @@ def test_rings_are_counted_as_a_whole() -> None:
     memory.release("r3")
     assert memory.fits(1)
     assert RingMemory(schedule, shape, 300_000, 2).capacity == 2
+
+
+def test_snapshots_have_chunks_beside_rings() -> None:
+    """In what ``recall_memory`` leaves; the least recently used make room."""
+    schedule, shape = schedule_of("sink"), shape_of(UNIT, 50)
+    rings, chunk = 262_144, chunk_bytes(shape)
+    assert chunk == sum(ring_bytes(shape)) // 50 * CHUNK_UNITS
+    assert RingMemory(schedule, shape, rings + 8 * chunk, 5).num_chunks == 0, "no prefix caching"
+    assert RingMemory(schedule, shape, rings + chunk, 5, keeps_snapshots=True).num_chunks == 0
+    memory = RingMemory(schedule, shape, rings + 131_072, 5, keeps_snapshots=True)
+    assert (memory.capacity, memory.num_chunks) == (5, 131_072 // chunk)
+    assert memory.used_bytes == rings + 131_072
+    assert memory.most_bytes(9, 5) == 2 * RingMemory(schedule, shape, rings, 5).most_bytes(9, 5)
+    snapshots: list[Any] = []
+
+    class Oldest:
+        dropped = 0
+
+        def drop_oldest(self) -> bool:
+            Oldest.dropped += bool(snapshots)
+            return bool(snapshots and snapshots.pop(0) is not None)
+
+    memory.admit("a", 1)
+    memory.admit("plain", 0)
+    assert memory.fork("a", 0) is None and memory.fork("plain", 9) is None
+    sizes = [(1, 1), (16, 1), (17, 2), (500, 4)]
+    for units, chunks in sizes:
+        before = len(memory._kept)
+        snapshots.append(memory.fork("a", units))
+        memory.grow([], Oldest())
+        assert Oldest.dropped or len(memory._kept) - before == chunks
+    assert memory.num_chunks == 6 and Oldest.dropped == 2 and len(memory._kept) == 2 + 4
+    memory.adopt("b", snapshots[0])
+    snapshots.clear()
+    assert not memory._kept, "a request has a ring, no chunks"
 
 
 def test_mapped_tensors_are_aligned() -> None:

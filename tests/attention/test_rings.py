@@ -35,7 +35,7 @@ from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Log, UnitShape
-from vllm_cascade.recall.rings import Rings, check_memory, ring_bytes, round_up
+from vllm_cascade.recall.rings import Rings, check_memory, chunk_bytes, ring_bytes, round_up
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.step.recall import plan_logs, plan_rings
 from vllm_cascade.step.requests import RunnerV1Requests, RunnerV2Requests
@@ -161,6 +161,73 @@ def test_rings_follow_the_scheduler() -> None:
     assert not rings.rings and rings.num_bytes == rings.num_units == 0
 
 
+def test_rings_follow_snapshots() -> None:
+    """A snapshot keeps its request's units as they were, and others begin with them."""
+    rings = Rings(shape_of(4, 40), 3, CPU, num_chunks=5)
+    tensors = rings.rows, rings.codes, rings.scales, rings.born, rings.token
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(number: int, end: int) -> list[torch.Tensor]:
+        """Random units in a ring; returns what it holds."""
+        rings.end[number], rings.shown[number], rings.selected_by_many[number] = end, 2, True
+        places = slice(40 * number, 40 * (number + 1))
+        for tensor in tensors:
+            part = tensor[:, :, places]
+            part.copy_(torch.randint(-100, 100, part.shape, generator=generator))
+        return held(number, end)
+
+    def held(number: int, end: int) -> list[torch.Tensor]:
+        places = slice(40 * number, 40 * number + min(end, 40))
+        return [tensor[:, :, places].clone() for tensor in tensors]
+
+    def copies(*pairs: tuple[int, int]) -> list[Any]:
+        return [SimpleNamespace(src_block_id=a, dst_block_id=b) for a, b in pairs]
+
+    def begins(name: str, page: int) -> Any:
+        return SimpleNamespace(req_id=name, block_ids=([page],), num_computed_tokens=64)
+
+    rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))
+    first = fill(rings.rings["a"], 17)
+    # Pages that are not first ones are copied, too; b has evicted nothing yet.
+    rings.note(output(kv_cache_block_copies=copies((1, 10), (5, 11), (2, 12))))
+    assert {page: len(kept.chunks) for page, kept in rings.kept.items()} == {10: 2, 12: 0}
+    assert rings.num_units == 17 + 0 + 17
+    assert rings.num_bytes == 2 * sum(ring_bytes(rings.shape)) + 2 * chunk_bytes(rings.shape)
+    fill(rings.rings["a"], 90)  # it goes on
+    rings.note(output(scheduled_new_reqs=[begins("c", 3)], kv_cache_block_copies=copies((10, 3))))
+    number = rings.rings["c"]
+    assert (rings.end[number], rings.shown[number]) == (17, 2) and rings.selected_by_many[number]
+    assert all(map(torch.equal, held(number, 17), first))
+    # A snapshot whose pages a request takes over; another that is dropped for a third, of a full
+    # ring, whose first page was its own.
+    full = fill(rings.rings["a"], 90)
+    rings.note(
+        output(
+            finished_req_ids={"b", "c"},
+            scheduled_new_reqs=[begins("d", 10), begins("e", 4)],
+            kv_cache_block_copies=copies((10, 4), (1, 12)),
+            dropped_snapshots=(10, 12),
+        )
+    )
+    for name in "de":
+        assert rings.end[rings.rings[name]] == 17
+        assert all(map(torch.equal, held(rings.rings[name], 17), first))
+    assert list(rings.kept) == [12] and len(rings.kept[12].chunks) == 3
+    fill(rings.rings["a"], 100)
+    rings.note(
+        output(
+            finished_req_ids={"a", "d", "e"},
+            scheduled_new_reqs=[begins("f", 6)],
+            kv_cache_block_copies=copies((12, 6)),
+        )
+    )
+    assert rings.end[rings.rings["f"]] == 90
+    assert all(map(torch.equal, held(rings.rings["f"], 90), full))
+    rings.note(output(dropped_snapshots=(12,), finished_req_ids={"f"}))
+    assert not rings.kept and sorted(rings._free_chunks) == list(range(5))
+    assert rings.num_bytes == rings.num_units == 0
+
+
 def test_memory() -> None:
     shape = shape_of(16, 64)
     on_device, on_host = ring_bytes(shape)
@@ -194,6 +261,10 @@ def test_pinned_memory_is_taken_in_powers_of_two() -> None:
     message = r"0.0 GiB of pinned host memory.* can be had; .* at most 672, or --max-.* at most 2,"
     with pytest.raises(KVPolicyError, match=message):
         check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host - 1))
+    kept = round_up(3 * chunk_bytes(shape))
+    check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host + kept), num_chunks=3)
+    with pytest.raises(KVPolicyError, match=r"of pinned host memory"):
+        check_memory(shape, 3, cuda, (3 * on_device, 4 * on_host + kept - 1), num_chunks=3)
 
 
 def test_whose_rows() -> None:
@@ -220,6 +291,7 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
     worker.vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=5),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         model_config=SimpleNamespace(max_model_len=1000),
         additional_config={},
     )
@@ -230,6 +302,7 @@ def test_a_gpu_worker_makes_rings_with_the_model(monkeypatch: pytest.MonkeyPatch
     worker.load_model()
     assert order == ["model", "specs"] and isinstance(worker._stores, Rings)
     assert worker._stores.codes.shape == (2, 2, 5 * 6, 4, 16)
+    assert len(worker._stores._free_chunks) > 100, "for snapshots, in a GiB"
     builder = SimpleNamespace(kv_cache_spec=layer.spec, layer_names=["b", "a"])
     asked: dict[str, Any] = {}
     layers = {

@@ -9,7 +9,7 @@ import linecache
 import sys
 import textwrap
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +32,10 @@ from vllm_cascade.kernels.triton import (
     insert,
     insert_stride,
     prefill,
+    recall,
+    recall_choose,
+    recall_store,
+    recall_vectors,
     schedule,
     tiles,
 )
@@ -47,24 +51,31 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sink": {"name": "sink", "budget": 12, "num_sinks": 2, "prefill_stride": 8},
     "units": {"name": "cascade", "num_subcaches": 2, "budget": 32, "num_sinks": 16,
               "prefill_stride": 16, "unit": 16},
+    "recall": {"name": "h2o", "budget": 16, "num_sinks": 4, "prefill_stride": 8, "unit": 4,
+               "recall": 2, "recall_store": 24, "recall_every": 3, "recall_queries": 3},
 }  # fmt: skip
+WINDOWED = LayerShape(num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.float32, window=7)
 
 
 def check(name: str, backend: Any = CUDAKVPolicyBackend) -> list[Any]:
-    return Check(resolve(POLICIES[name]), SHAPE, backend, CPU, repeats=2).run()
+    """``window``: a layer with one, beside those that run ``sink``."""
+    policy, shape = (POLICIES["sink"], WINDOWED) if name == "window" else (POLICIES[name], SHAPE)
+    return Check(resolve(policy), shape, backend, CPU, repeats=2).run()
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "sink")) for n in POLICIES]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "sink")) for n in (*POLICIES, "window")],
 )
 def test_right_kernels_pass(name: str) -> None:
     rows = check(name)
+    assert (name == "recall") == ("stored units" in {row.compared for row in rows})
     assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
     assert {"positions", "output", "kept tokens", "rows"} <= {row.compared for row in rows}
     assert 0 < max(row.error for row in rows) < 1e-5
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", [*POLICIES, "window"])
 def test_the_cpus_library_passes(name: str) -> None:
     assert check(name, CPUKVPolicyBackend)
 
@@ -110,6 +121,78 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ),
     ("units", attend_units, "_attend_units", "total * fade + mass", "total + mass"),
     ("units", tiles, "page_tile", "unit, 0) * UNIT", "unit, 0)"),
+    ("window", attend, "_attend", "positions, tl.load(steps", "positions, 0 * tl.load(steps"),
+    (
+        "window",
+        insert,
+        "_insert",
+        "written_at = tl.load(positions",
+        "written_at = 1 + tl.load(positions",
+    ),
+    ("window", chunk, "_attend_chunks", "away -= shift", "away += shift"),
+    ("window", chunk, "_attend_chunks", "hidden + 1 + gone", "hidden + 3 + gone"),
+    (
+        "window",
+        chunk_write,
+        "write_words",
+        "tl.load(positions + at, mask",
+        "1 + tl.load(positions + at, mask",
+    ),
+    (
+        "recall",
+        recall_vectors,
+        "ask",
+        "+ tl.load(columns + NOW) // 2",
+        "+ 3 * tl.load(columns + NOW)",
+    ),
+    ("recall", recall_vectors, "ask", "x * levels", "0.5 * x * levels"),
+    (
+        "recall",
+        recall,
+        "_judge",
+        "size[:, None] * step[None, :]",
+        "size[:, None] + 0 * step[None, :]",
+    ),
+    ("recall", recall, "_judge", "(oldest + unit) % CAPACITY", "unit % CAPACITY"),
+    ("recall", recall, "_weigh", "tl.exp(value - total[:, None])", "tl.exp(value)"),
+    ("recall", recall_choose, "_choose", "theirs) < begins)", "theirs) > begins)"),
+    (
+        "recall",
+        recall_choose,
+        "_choose",
+        "tl.load(stored_born + source",
+        "4 + tl.load(stored_born + source",
+    ),
+    ("recall", recall_choose, "_choose", "sinks + nth, left", "sinks + (now - 1 - nth), left"),
+    (
+        "recall",
+        recall_choose,
+        "_bring",
+        "tl.load(chosen + mine) % CAPACITY",
+        "(1 + tl.load(chosen + mine)) % CAPACITY",
+    ),
+    ("recall", recall_store, "_list_gone", "sources + nth, place,", "sources + nth, place ^ 1,"),
+    (
+        "recall",
+        recall_store,
+        "_store_units",
+        "(end + nth) % CAPACITY",
+        "(end + nth + 1) % CAPACITY",
+    ),
+    (
+        "recall",
+        recall_store,
+        "_store_units",
+        "written = tl.load(born + word)",
+        "written = 1 + tl.load(born + word)",
+    ),
+    (
+        "recall",
+        recall_store,
+        "_store_keys",
+        "tl.div_rn(most, LEVELS)",
+        "tl.div_rn(most, 2 * LEVELS)",
+    ),
 ]
 
 
@@ -124,6 +207,7 @@ def test_a_broken_kernel_is_named(number: int, monkeypatch: pytest.MonkeyPatch) 
     message = str(raised.value)
     assert any(kernel in message for kernel in NAMED.get(file, (file,))), message
     assert "2/1 heads of 8, float32" in message and "error" in message
+    assert (policy == "window") == ("window of 7" in message)
 
 
 NAMED = {
@@ -135,6 +219,10 @@ NAMED = {
     "choose": ("insert_strides",),
     "insert_stride": ("insert_strides",),
     "tiles": ("attend_strides",),
+    "recall_vectors": ("ask",),
+    "recall": ("judge, weigh",),
+    "recall_choose": ("choose, bring", "choose or bring"),
+    "recall_store": ("list_gone or store_units",),
 }
 """What the message may name for a mutant of a file."""
 
@@ -144,13 +232,41 @@ def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.Monkey
     """By everything it depends on; ``always`` ignores it, and ``off`` runs nothing."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     policy = resolve(POLICIES["h2o"])
-    first = certify.certify(policy, SHAPE, DEVICES["cpu"], CPU, mode)
-    again = certify.certify(policy, SHAPE, DEVICES["cpu"], CPU, mode)
+    first = certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, mode)
+    again = certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, mode)
     assert bool(first) == (mode != "off") and bool(again) == (mode == "always")
     other = resolve({**POLICIES["h2o"], "budget": 11})
-    assert bool(certify.certify(other, SHAPE, DEVICES["cpu"], CPU, mode)) == (mode != "off")
+    assert bool(certify.certify(other, (SHAPE,), DEVICES["cpu"], CPU, mode)) == (mode != "off")
     with pytest.raises(KVPolicyError, match="choose from off, once, always"):
-        certify.certify(policy, SHAPE, DEVICES["cpu"], CPU, "never")
+        certify.certify(policy, (SHAPE,), DEVICES["cpu"], CPU, "never")
+
+
+@pytest.mark.parametrize(
+    ("text", "windows"),
+    [
+        ({}, [None]),
+        ({"sliding_window": 512}, [None, 512]),
+        ({"sliding_window": 512, "layer_types": ["full_attention"]}, [None]),
+        ({"sliding_window": 512, "layer_types": ["full_attention", "sliding_attention"]},
+         [None, 512]),
+        ({"sliding_window": 4096}, [None]),  # masks nothing
+    ],
+)  # fmt: skip
+def test_kinds_of_layers(text: dict[str, Any], windows: list[int | None]) -> None:
+    """Layers with a window are checked beside those without."""
+    hf = SimpleNamespace(model_type="llama", max_position_embeddings=4096, **text)
+    model = SimpleNamespace(
+        hf_text_config=hf,
+        dtype=torch.bfloat16,
+        uses_alibi=False,
+        get_num_attention_heads=lambda parallel: 8,
+        get_num_kv_heads=lambda parallel: 2,
+        get_head_size=lambda: 64,
+    )
+    config = SimpleNamespace(
+        model_config=model, parallel_config=None, cache_config=SimpleNamespace(block_size=16)
+    )
+    assert [shape.window for shape in certify.shapes_of(config)] == windows
 
 
 def test_a_failure_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +282,7 @@ def test_a_failure_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     entry = DEVICES["cuda"]
     monkeypatch.setattr(type(entry), "facts", lambda self: {"card": "none"})
     with pytest.raises(KVPolicyError, match=r"does not start: .*attend_chunks.*report"):
-        certify.certify(resolve(POLICIES["sink"]), SHAPE, entry, CPU)
+        certify.certify(resolve(POLICIES["sink"]), (SHAPE,), entry, CPU)
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -201,7 +317,7 @@ def test_an_engine_starts_once_its_kernels_agree(
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", CUDAKVPolicyBackend.get_impl_cls)
     monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", CUDAKVPolicyBackend.get_builder_cls)
-    monkeypatch.setattr(certify, "shape_of", lambda config: SHAPE)
+    monkeypatch.setattr(certify, "shapes_of", lambda config: (SHAPE,))
     pool = EnginePool()
     policy = {"kv_policy": POLICIES["sink"], "kv_policy_check": "once"}
     with monkeypatch.context() as patch:

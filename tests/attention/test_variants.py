@@ -26,6 +26,7 @@ from tests.attention.test_windows import WindowLayer, random_streams
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
+from vllm_cascade.cache.states import StateSpec
 from vllm_cascade.engine import gpu_worker
 from vllm_cascade.policies.per_request import PerRequest
 
@@ -166,13 +167,15 @@ def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpu_worker, "warm_up", lambda *arguments: calls.append(arguments))
     table = torch.zeros(3, 7, dtype=torch.int32)
     blocks = SimpleNamespace(block_table=SimpleNamespace(gpu=table))
-    first = SimpleNamespace(block_tables=[blocks])
+    states = SimpleNamespace(kv_cache_spec=StateSpec.__new__(StateSpec))
+    first = SimpleNamespace(block_tables=[None, blocks])
     worker = gpu_worker.GPUKVPolicyWorker.__new__(gpu_worker.GPUKVPolicyWorker)
     worker.use_v2_model_runner = v2
     worker.vllm_config = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=True))
     worker.observability_config = ObservabilityConfig(jit_monitor_mode="error")
     worker.model_runner = SimpleNamespace(
-        block_tables=SimpleNamespace(input_block_tables=[table]),
+        attn_groups=[[states], [SimpleNamespace(kv_cache_spec=None)]],  # each with its own tables
+        block_tables=SimpleNamespace(input_block_tables=[None, table]),
         input_batch=SimpleNamespace(block_table=first),
     )
     builders = [SimpleNamespace(layer_names=names) for names in (["b", "a"], ["c"])]

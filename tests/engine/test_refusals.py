@@ -374,16 +374,6 @@ def test_refused_on_cuda(name: str) -> None:
 
 RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {
     # configuration, settings beside recall, message
-    "recall over ranks on CUDA": (
-        SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2)),
-        {},
-        "--tensor-parallel-size above 1 on CUDA",
-    ),
-    "recall beside snapshots on CUDA": (
-        SimpleNamespace(cache_config=SimpleNamespace(enable_prefix_caching=True)),
-        {},
-        "--no-enable-prefix-caching",
-    ),
     "recall of long units on CUDA": (
         None,
         {"unit": 256, "budget": 2048},
@@ -404,10 +394,10 @@ def test_recall_refused_on_cuda(name: str) -> None:
 
 
 def test_recall_on_cuda_needs_nothing_else() -> None:
-    """One rank, no snapshots, units of 16."""
+    """Two ranks, snapshots, units of 16."""
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
-        cache_config=SimpleNamespace(enable_prefix_caching=False),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
     )
     policy = resolve({"name": "sink", "recall": 8})
     for name in RECALL_ON_CUDA:

@@ -17,6 +17,7 @@ from tests.conftest import MODEL
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_batching import ForceTokens
+from tests.engine.test_prefix_caching import Turn, ask
 from tests.engine.test_recall import read
 from tests.engine.test_units import generated, kept_sets
 from tests.oracle.random_models import write_llama
@@ -95,7 +96,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
 
 
-def engine(pool: EnginePool, policy: dict[str, Any], model: Path) -> Any:
+def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any) -> Any:
     """An engine of its own: the pool's others use the PyTorch path."""
     pool.close()
     return pool.get(
@@ -105,8 +106,8 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path) -> Any:
         max_num_batched_tokens=64,
         max_num_seqs=4,
         block_size=16,
-        enable_prefix_caching=False,
         logits_processors=[ForceTokens],
+        **{"enable_prefix_caching": False, **kwargs},
     )
 
 
@@ -195,4 +196,48 @@ def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
     assert pool_usage(llm) == 0.0 and len(stores_of(llm).rings) <= 4
     llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=1), use_tqdm=False)
     assert counters(llm)["stored_units"] == 0
+    engine_pool.close()
+
+
+def check_turn(
+    llm: Any, prompt: list[int], cached: int, settings: dict[str, Any], model: Path
+) -> Turn:
+    """A prompt of which so many tokens come from a snapshot, and 12 tokens more."""
+    (turn,) = ask(llm, [prompt], 12)
+    found, generated_, logprobs = turn
+    assert found == cached
+    truth = run_oracle(settings, prompt + generated_, model, prompt_len=len(prompt))
+    error = np.abs(np.asarray(logprobs) - np.asarray(truth.logprobs)[len(prompt) - 1 :])
+    print(f"{cached} cached: max {error.max():.1e}, choices {truth.recalls}")
+    assert error.max() < 2e-4 and ("recall" in settings) == (truth.recalls[0] > 3)
+    return turn
+
+
+@pytest.mark.parametrize("heads", ["homogeneous", "per_kv_head"])
+def test_snapshots_keep_units(heads: str, engine_pool: EnginePool, model: Path) -> None:
+    """Requests that start from them recall what was evicted before, alone and in a batch."""
+    settings = {
+        **CASCADE,
+        "prefill_stride": 16,
+        "recall": 2,
+        "recall_store": 64,
+        "recall_every": 3,
+        "head_policy": heads,
+    }
+    llm = engine(engine_pool, settings, model, enable_prefix_caching=True)
+    prompts = [TOKENS[:90], TOKENS[:70] + TOKENS[300:320], TOKENS[:70] + TOKENS[400:410]]
+    turns = zip(prompts, (0, 0, 64), strict=True)
+    alone = [check_turn(llm, prompt, cached, settings, model) for prompt, cached in turns]
+    together = ask(llm, prompts, 12)
+    assert [turn[0] for turn in together] == [80, 80, 64]
+    for one, other in zip(alone, together, strict=True):
+        assert one[1] == other[1]
+        np.testing.assert_allclose(one[2], other[2], atol=1e-4)
+    assert pool_usage(llm) == 0.0
+    stores = stores_of(llm)
+    assert sum(len(kept.chunks) for kept in stores.kept.values()) > 2
+    llm.reset_prefix_cache()
+    for _ in range(2):  # workers learn of it with the next step
+        ask(llm, [[5]], 1)
+    assert not stores.kept and counters(llm)["stored_units"] == 0
     engine_pool.close()

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.kernels.launchers import Layer, Shape
 from vllm_cascade.kernels.triton import configs
+from vllm_cascade.kernels.triton.recall_copy import copy_ring
 
 CAPABILITIES = (80, 90, 100)
 SMALL_BLOCKS = (86, 89, 120)
@@ -154,6 +155,21 @@ def resources_of(shape: Shape, capability: int) -> list[Resources]:
     if shape.only:
         launches = [one for one in launches if one.name == shape.only]
     return [compile_launch(launch, shape.label(), capability) for launch in launches]
+
+
+def copy_resources(capability: int) -> list[Resources]:
+    """The copy of a ring for a snapshot, in both directions."""
+    ring, kept = (torch.empty(8, n, 4096, dtype=torch.int32, device="meta") for n in (512, 96))
+    chunks = torch.empty(3, dtype=torch.int32, device="meta")
+    launches = [
+        launch
+        for restores in (False, True)
+        for launch in launches_of(
+            lambda restores=restores: copy_ring(ring, kept, chunks, 16, 40, 256, restores),
+            capability,
+        )
+    ]
+    return [compile_launch(launch, "rings", capability) for launch in launches]
 
 
 DEFAULT_SHAPES = tuple(

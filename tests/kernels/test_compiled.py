@@ -25,6 +25,8 @@ without_the_plugin()
 from tests.kernels import aot
 shapes = eval(sys.argv[1], vars(aot))
 rows = []
+if not shapes:
+    rows = [asdict(row) for name in sys.argv[2:] for row in aot.copy_resources(int(name))]
 for shape in shapes:
     for capability in map(int, sys.argv[2:]):
         resources = aot.recall_resources if shape.recall else aot.resources_of
@@ -131,6 +133,10 @@ def test_windows() -> None:
 @pytest.mark.slow
 def test_windows_on_every_gpu() -> None:
     check(compiled(WITH_WINDOWS, 80, 90, 100), UNSCORED)
+
+
+def test_snapshots_of_rings() -> None:
+    check(compiled("()", 80, 86, 89, 90, 100, 120), {"copy_ring"})
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from tests.kernels.random_pool import Case
 from tests.kernels.stride_checks import check_insert_strides
 from vllm_cascade.kernels.triton.recall import span_of, tile_of_units
 from vllm_cascade.kernels.triton.recall_choose import chosen_reference
+from vllm_cascade.kernels.triton.recall_copy import WORDS, copy_ring
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FEW = {"head_size": 16, "num_heads": 1}
@@ -134,3 +135,25 @@ def test_strides_behind_recalled_units(name: str, seed: int) -> None:
     that is not complete."""
     case = replace(CASES[name], seed=seed, scored=seed % 4 < 2)
     check_insert_strides(at_units(case), "cpu", recalls=True)
+
+
+@pytest.mark.parametrize("words", [1, 5, WORDS // 3])
+@pytest.mark.parametrize("number", [0, 1, 4, 10, 12])
+def test_a_ring_in_chunks(number: int, words: int) -> None:
+    """A snapshot's chunks lie anywhere; nothing but their places, and the ring's, is written."""
+    generator = torch.Generator().manual_seed(number)
+    ring, kept = (
+        torch.randint(-(2**31), 2**31 - 1, (3, places, words), generator=generator).int()
+        for places in (40, 24)
+    )
+    chunks, first, size = [4, 0, 3][: -(-number // 4) or 1], 13, 4
+    expected = kept.clone()
+    for nth in range(number):
+        expected[:, chunks[nth // size] * size + nth % size] = ring[:, first + nth]
+    numbers = torch.tensor(chunks).int()
+    copy_ring(ring, kept, numbers, size, number, first, restores=False)
+    assert torch.equal(kept, expected)
+    other, restored = ring.flip(1).contiguous(), ring.flip(1)
+    restored[:, 20 : 20 + number] = ring[:, first : first + number]
+    copy_ring(other, kept, numbers, size, number, 20, restores=True)
+    assert torch.equal(other, restored) and torch.equal(kept, expected)

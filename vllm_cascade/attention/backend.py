@@ -34,12 +34,14 @@ class KVPolicyBackend(AttentionBackend):
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
-    def make_stores(cls, shape: UnitShape, num_stores: int, device: torch.device) -> UnitStores:
+    def make_stores(
+        cls, shape: UnitShape, memory: RecallMemory, device: torch.device
+    ) -> UnitStores:
         """Create a worker's stores for evicted units; called once, for policies with recall.
 
         Args:
             shape: a unit in all of the worker's layers.
-            num_stores: most requests with a store of their own.
+            memory: what ``count_stores`` returned.
             device: the layers' device.
 
         Raises:
@@ -49,13 +51,19 @@ class KVPolicyBackend(AttentionBackend):
 
     @classmethod
     def count_stores(
-        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, limits: SchedulerConfig
+        cls,
+        shape: UnitShape,
+        schedule: Schedule,
+        limit_bytes: int,
+        limits: SchedulerConfig,
+        keeps_snapshots: bool,
     ) -> RecallMemory:
         """Create the scheduler's count of the stores that ``make_stores`` makes in a rank.
 
         Args:
             shape: units in all layers of the model.
             limit_bytes: most host memory of the rank.
+            keeps_snapshots: whether prefix caching is on.
         """
         raise NotImplementedError
 

@@ -6,10 +6,13 @@ decodes, then single tokens. Every step is compared with ``attention/torch``, wh
 outputs, the tokens that are kept, their rows and their scores. The reference's pages are then
 copied to the device, so that each step is checked by itself. On a GPU a decode step is captured as
 a CUDA graph and replayed. Steps that write pages run several times and must give the same bytes.
+
+A layer with a window gets the positions that the policy makes. With recall, evicted units are
+compared and copied, too, and queries are drawn again until no selection is too close to call.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +22,19 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_cascade.attention.backend import KVPolicyBackend
-from vllm_cascade.attention.cpu.builder import CPUBuilder
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.attention.cpu.paths import PyTorchPath
 from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.selfcheck_stores import Named, closest, opened
+from vllm_cascade.cache.kinds import kinds_of, window_policy, window_slots
 from vllm_cascade.cache.layout import Pages, page_views
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.kernels.columns import LENGTH
 from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.recall.log import UnitShape
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error by dtype, relative to the largest number of the reference."""
@@ -52,6 +58,14 @@ SUSPECTS = {
     },
 }
 """Kernels that may be at fault, by what was run and what differs."""
+RECALLS = {
+    "recalled and kept tokens": "ask, judge, weigh, choose, bring or insertion",
+    "recalled and kept rows": "choose, bring or insertion",
+    "stored units": "remember, list_gone or store_units",
+}
+"""The same for policies with recall, whatever was run."""
+CLOSE = 1e-3
+"""Relative difference of two units' evidence that rounding may not decide."""
 SUSPECTS["mixed"] = {
     compared: f"{kernels}; or {SUSPECTS['decode'][compared]}"
     for compared, kernels in SUSPECTS["prompt"].items()
@@ -70,6 +84,7 @@ class LayerShape:
         slopes: ALiBi slopes of the query heads; None: keys are rotated.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 disables it.
         sinks: whether the layer has learned attention sinks.
+        window: tokens that a query sees, itself included; None: all that the policy keeps.
     """
 
     num_heads: int
@@ -82,10 +97,12 @@ class LayerShape:
     slopes: tuple[float, ...] | None = None
     softcap: float = 0.0
     sinks: bool = False
+    window: int | None = None
 
     def label(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}, {name}"
+        window = "" if self.window is None else f", window of {self.window}"
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}, {name}{window}"
 
     @property
     def rotary(self) -> Rotary | None:
@@ -120,25 +137,32 @@ class Reference(CPUKVPolicyImpl):
 
 
 class Side:
-    """One layer with its builder and pages on a device."""
+    """One layer with its builder and pages on a device.
+
+    Args:
+        spec, full: of the layer, and of one without a window.
+        backend: the device's; ``impl`` is its implementation, or another.
+    """
 
     def __init__(
         self,
         shape: LayerShape,
         spec: KVPolicySpec,
-        kinds: tuple[type[KVPolicyImpl], type],
+        full: KVPolicySpec,
+        backend: type[KVPolicyBackend],
+        impl: type[KVPolicyImpl],
         num_pages: int,
         most_tokens: int,
         device: torch.device,
     ) -> None:
-        impl, builder = kinds
+        builder = backend.get_builder_cls()
         limits = SimpleNamespace(max_num_batched_tokens=most_tokens, max_num_seqs=2)
         self.shape, self.spec, self.device = shape, spec, device
         # 0xFF: NaN keys and values, and ranks that no slot has.
         self.pool = torch.full(
             (num_pages, spec.page_size_bytes), 0xFF, dtype=torch.uint8, device=device
         )
-        heads, slots, width = shape.num_kv_heads, shape.block_size, 2 * shape.head_size
+        heads, slots, width = shape.num_kv_heads, spec.page_slots, 2 * shape.head_size
         size = shape.dtype.itemsize
         self.cache = torch.as_strided(
             self.pool.view(shape.dtype),
@@ -149,7 +173,7 @@ class Side:
         sinks = torch.randn(shape.num_heads, generator=generator).to(device)
         self.impl = impl(
             *(shape.num_heads, shape.head_size, shape.head_size**-0.5, heads),
-            *(None if shape.slopes is None else list(shape.slopes), None, "auto"),
+            *(None if shape.slopes is None else list(shape.slopes), shape.window, "auto"),
             shape.softcap or None,
             sinks=sinks if shape.sinks else None,
         )
@@ -158,10 +182,40 @@ class Side:
             rotary = Rotary(rotary.inv_freq.to(device), rotary.is_neox)
         self.impl.prepare(spec, self.cache, rotary, 1, shape.dtype, (1.0, 1.0))
         self.pages: Pages = page_views(self.cache, spec)
-        self.builder = builder(spec, ["layer"], SimpleNamespace(scheduler_config=limits), device)
+        config = SimpleNamespace(scheduler_config=limits)
+        self.builder = builder(spec, ["layer"], config, device)
+        self.others = None
+        if spec.window is not None:
+            self.others = builder(full, ["other"], config, device)
+            self.builder.follow(self.others)
+        self.units: Any = None
+        if spec.policy.recall:
+            self._store(backend, limits)
+
+    def _store(self, backend: type[KVPolicyBackend], limits: Any) -> None:
+        """Let two requests have a store, of which the first page is the state's name."""
+        policy, spec = self.spec.policy, self.spec
+        units = UnitShape(
+            num_layers=1,
+            num_kv_heads=spec.num_kv_heads,
+            num_sets=spec.num_sets,
+            unit=policy.unit,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            most_units=policy.recall_store // policy.unit,
+            most_recalled=policy.recall,
+        )
+        memory = backend.count_stores(units, spec.schedule, 1 << 40, limits, False)
+        stores = self.builder.stores = backend.make_stores(units, memory, self.device)
+        self.impl.recall_from(stores, 0, policy.recall_queries)
+        self.builder.requests = Named()
+        self.units = opened(stores, (1, 1 + (len(self.pool) - 1) // 2))
 
     def plan(self, step: "Step") -> Any:
-        return self.builder.build(0, step.common(self.device))
+        metadata = self.builder.build(0, step.common(self.device))
+        if self.others is not None:  # publishes the positions
+            self.others.build(0, step.common(self.device))
+        return metadata
 
     def run(self, metadata: Any, rows: "Rows") -> torch.Tensor:
         query, key, value = (x.to(self.device) for x in (rows.query, rows.key, rows.value))
@@ -229,32 +283,44 @@ class Check:
         device: torch.device,
         repeats: int = 3,
     ) -> None:
-        full = FullAttentionSpec(
-            block_size=shape.block_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_size=shape.head_size,
-            dtype=shape.dtype,
+        same = {
+            "num_kv_heads": shape.num_kv_heads,
+            "head_size": shape.head_size,
+            "dtype": shape.dtype,
+        }
+        full = KVPolicySpec.from_full(
+            FullAttentionSpec(block_size=shape.block_size, **same), policy
         )
-        self.spec = KVPolicySpec.from_full(full, policy)
+        self.spec = full
+        if shape.window is not None:
+            own = window_policy(policy, shape.window)
+            slots = window_slots(policy, shape.window, shape.block_size)
+            window = replace(full, policy=own, slots=slots, window=shape.window)
+            kinds = kinds_of((full, window), policy, shape.block_size)
+            full, self.spec = replace(full, kinds=kinds), replace(window, kinds=kinds)
         self.policy, self.shape, self.repeats = policy, shape, repeats
+        self.recalls = self.spec.policy.recall > 0
         self.pages = -(-policy.capacity // shape.block_size)
         self.table = torch.arange(1, 1 + 2 * self.pages, dtype=torch.int32).view(2, -1)
-        most = 2 * policy.prefill_stride + 2
-        sides = shape, self.spec
-        own: tuple[type[Any], type[Any]] = backend.get_impl_cls(), backend.get_builder_cls()
-        self.ours = Side(*sides, own, 1 + 2 * self.pages, most, device)
-        plain = Reference, CPUBuilder
-        self.plain = Side(*sides, plain, 1 + 2 * self.pages, most, torch.device("cpu"))
+        sizes = 1 + 2 * self.pages, 2 * policy.prefill_stride + 2
+        sides = shape, self.spec, full
+        self.ours = Side(*sides, backend, backend.get_impl_cls(), *sizes, device)
+        self.plain = Side(*sides, CPUKVPolicyBackend, Reference, *sizes, torch.device("cpu"))
         self._generator = torch.Generator().manual_seed(0)
 
     # --- the stream -------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[Step]:
         """A prompt until the cache is full and two strides more; then both requests decode."""
-        stride, first = self.policy.prefill_stride, 0
-        end = -(-self.policy.capacity // stride) * stride + 2 * stride
+        policy, first = self.policy, 0
+        stride, most = policy.prefill_stride, max(policy.capacity, self.shape.window or 0)
+        # Twice what is recalled must be evicted, so that there is a choice.
+        end = most + max(2 * stride, 3 * self.spec.policy.recalled)
+        end = -(-end // stride) * stride
+        # One stride a step where units are selected, so that what is stored is known before.
+        strides = 1 if self.recalls else 2
         while first < end:
-            length = min(2 * stride, end - first)
+            length = min(strides * stride, end - first)
             yield Step((first,), (length,), self.table)
             first += length
         yield Step((first, 0), (1, stride), self.table)
@@ -315,25 +381,69 @@ class Check:
             differ = (made[:, : LENGTH + 1] != planned[:, : LENGTH + 1]).any()
             yield self._row(step, "step rows", float(differ), 0)
         yield self._row(step, "positions", float((ours != theirs).any()), 0)
-        rows, before = self._rows(step, theirs), self.ours.pool.clone()
+        rows, state = self._rows(step, theirs), self._state
+        while self.recalls and self._close(plain, rows):
+            rows = self._rows(step, theirs)
+        before = [x.clone() for x in state()]
         expected = self.plain.run(plain, rows)
-        outputs, pools = [], []
+        runs = []
         for _ in range(self.repeats):
-            self.ours.pool.copy_(before)
-            outputs.append(self.ours.run(metadata, rows).clone())
-            pools.append(self.ours.pool.clone())
+            for now, was in zip(state(), before, strict=True):
+                now.copy_(was)
+            output = self.ours.run(metadata, rows)
+            runs.append([x.clone() for x in (output, *state())])
         tolerance = TOLERANCE[self.shape.dtype]
-        yield self._row(step, "output", _error(outputs[0], expected), tolerance)
+        if self.recalls:
+            pages = dict(self._pages(step))
+            yield self._row(step, "recalled and kept tokens", pages["kept tokens"], 0)
+            yield self._row(step, "recalled and kept rows", pages["rows"], tolerance)
+            yield self._row(step, "stored units", self._stored(len(step.firsts)), tolerance)
+        yield self._row(step, "output", _error(runs[0][0], expected), tolerance)
         for compared, error in self._pages(step):
             if compared == "scores" and self.spec.schedule.keeps_newest is not None:
                 continue  # no kernel reads them
             yield self._row(step, compared, error, 0 if compared == "kept tokens" else tolerance)
         differ = [
-            not torch.equal(pool, pools[0]) or not torch.equal(_bits(output), _bits(outputs[0]))
-            for pool, output in zip(pools, outputs, strict=True)
+            not torch.equal(_bits(x), _bits(first))
+            for run in runs
+            for x, first in zip(run, runs[0], strict=True)
         ]
         yield self._row(step, "bytes of another run", float(any(differ)), 0)
+        self._copy(len(step.firsts))
+
+    def _state(self) -> list[torch.Tensor]:
+        """All that a step changes on our side."""
+        return [self.ours.pool, *(self.ours.units.tensors() if self.recalls else ())]
+
+    def _close(self, plain: Any, rows: "Rows") -> bool:
+        """Whether rounding might decide what the step's queries select."""
+        layer, most = self.plain.impl._layer, self.policy.recall_queries
+        return closest(layer, plain, rows.query, most) < CLOSE
+
+    def _stored(self, num_requests: int) -> float:
+        """Largest relative error of evicted units; 8-bit codes may differ by a step."""
+        worst = 0.0
+        for request in range(num_requests):
+            span = self.plain.units.span(request)
+            if span[0] == span[1]:
+                continue
+            ours, theirs = (side.units.read(request, *span) for side in (self.ours, self.plain))
+            words = ("born", "token")
+            if not all(torch.equal(getattr(ours, x), getattr(theirs, x)) for x in words):
+                return 1.0
+            if (ours.codes.int() - theirs.codes.int()).abs().max() > 1:
+                return 1.0
+            errors = [_error(getattr(ours, x), getattr(theirs, x)) for x in ("rows", "scale")]
+            worst = max(worst, *errors)
+        return worst
+
+    def _copy(self, num_requests: int) -> None:
+        """Let our side go on from the reference's state."""
         self.ours.pool.copy_(self.plain.pool)
+        for request in range(num_requests if self.recalls else 0):
+            begin, end = self.plain.units.span(request)
+            if begin < end:
+                self.ours.units.write(request, begin, self.plain.units.read(request, begin, end))
 
     def _pages(self, step: Step) -> Iterator[tuple[str, float]]:
         """Kept tokens, rows and scores of the step's requests, in the order of ranks."""
@@ -350,7 +460,7 @@ class Check:
                 )
                 errors["kept tokens"] = max(errors["kept tokens"], float(not same))
                 if same:
-                    used = _used(theirs, first + length, self.policy.unit)
+                    used = _used(theirs, first + length, self.spec.policy.unit)
                     for name, key in (("kv", "rows"), ("score", "scores")):
                         error = _error(*(_only(x[name], used, name) for x in (ours, theirs)))
                         errors[key] = max(errors[key], error)
@@ -359,7 +469,9 @@ class Check:
     def _row(self, step: Step, compared: str, error: float, tolerance: float) -> Row:
         if error <= tolerance:
             return Row(step.what, compared, error)
-        kernels = SUSPECTS[step.what][compared]
+        kernels = {**SUSPECTS[step.what], **RECALLS}[compared]
+        if self.recalls and compared == "output":
+            kernels += "; with recall also choose or bring"
         return Row(
             step.what,
             compared,
@@ -377,7 +489,11 @@ class Check:
         key, value = (torch.zeros(2, heads, size, dtype=dtype, device=side.device) for _ in "kv")
         output, layer = torch.empty_like(query), SimpleNamespace(layer_name="layer")
         empty = Step(last.firsts, last.lengths, torch.zeros_like(self.table))
+        if self.recalls:
+            side.builder.requests.is_known = False  # rows of a capture are padding
         metadata = side.plan(empty)
+        if self.recalls:
+            side.builder.requests.is_known = True
         metadata.waves[0].decode.table.copy_(torch.zeros_like(table))
 
         def forward() -> None:
@@ -399,6 +515,8 @@ class Check:
             side.plan(step)
             metadata.waves[0].decode.table.copy_(table)
             rows = self._rows(step, self.plain.builder.positions.buffer[:2])
+            while self.recalls and self._close(plain, rows):
+                rows = self._rows(step, self.plain.builder.positions.buffer[:2])
             for buffer, now in ((query, rows.query), (key, rows.key), (value, rows.value)):
                 buffer.copy_(now)
             expected = self.plain.run(plain, rows)
@@ -408,7 +526,7 @@ class Check:
             rows_found.append(Row("graph", "output", error, row.failure))
             if row.failure:
                 raise Mismatch(f"replayed CUDA graph: {row.failure}")
-            side.pool.copy_(self.plain.pool)
+            self._copy(2)
         return rows_found
 
 

@@ -2,13 +2,14 @@
 """Checks a policy's kernels on the user's own device, and keeps the verdict.
 
 A verdict is a file in vLLM's cache folder. It holds for one device, driver, PyTorch, Triton and
-version of this package, one shape of layers and one policy's settings. Kernels of recall and of
-layers with a window are not checked.
+version of this package, the shapes of a model's layers and one policy's settings.
 """
 
 import hashlib
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pkgutil import resolve_name
@@ -47,12 +48,27 @@ def shape_of(config: VllmConfig) -> LayerShape:
     )
 
 
+def shapes_of(config: VllmConfig) -> tuple[LayerShape, ...]:
+    """``shape_of``, and the same for layers with a window if the model has any."""
+    shape, hf = shape_of(config), vars(config.model_config.hf_text_config)
+    window, last = hf.get("sliding_window"), hf.get("max_position_embeddings")
+    kinds = hf.get("layer_types") or ("sliding_attention",)
+    if not window or "sliding_attention" not in kinds or (last is not None and window >= last):
+        return (shape,)
+    return shape, replace(shape, window=window)
+
+
 def certify(
-    policy: Policy, shape: LayerShape, entry: Device, device: torch.device, mode: str = "once"
+    policy: Policy,
+    shapes: Sequence[LayerShape],
+    entry: Device,
+    device: torch.device,
+    mode: str = "once",
 ) -> list[Row]:
     """Compare the kernels that a policy uses on this device with PyTorch.
 
     Args:
+        shapes: of the model's kinds of layers.
         entry: the device's entry in ``DEVICES``.
         mode: ``off``; ``once``: unless a verdict is kept; ``always``.
 
@@ -64,14 +80,15 @@ def certify(
     """
     if mode not in CHECK_MODES:
         raise KVPolicyError(f"--kv-policy-check {mode}: choose from {', '.join(CHECK_MODES)}")
-    file = _verdict_file(policy, shape, entry)
+    file = _verdict_file(policy, shapes, entry)
     if mode == "off" or (mode == "once" and file.is_file()):
         return []
     begin = time.monotonic()
     try:
-        plain = policy.model_copy(update={"recall": 0})
-        backend = resolve_name(entry.backend)
-        rows = Check(plain, shape, backend, device, entry.check_repeats).run()
+        backend, repeats = resolve_name(entry.backend), entry.check_repeats
+        rows = [
+            row for shape in shapes for row in Check(policy, shape, backend, device, repeats).run()
+        ]
     except Mismatch as error:
         raise KVPolicyError(
             f"the kernels of this device do not agree with PyTorch, so the engine does not start: "
@@ -102,7 +119,7 @@ def certify_engine(config: VllmConfig, policy: Policy, entry: Device, device: to
     assert isinstance(config.additional_config, dict), "the policy was read from it"
     mode = config.additional_config.get(CHECK, entry.default_check)
     if mode != "off":
-        certify(policy, shape_of(config), entry, device, mode)
+        certify(policy, shapes_of(config), entry, device, mode)
 
 
 def _facts(entry: Device) -> dict[str, Any]:
@@ -116,7 +133,10 @@ def _facts(entry: Device) -> dict[str, Any]:
     return facts
 
 
-def _verdict_file(policy: Policy, shape: LayerShape, entry: Device) -> Path:
-    key = _facts(entry) | {"shape": repr(shape), "policy": [policy.name, policy.model_dump()]}
+def _verdict_file(policy: Policy, shapes: Sequence[LayerShape], entry: Device) -> Path:
+    key = _facts(entry) | {
+        "shapes": repr(tuple(shapes)),
+        "policy": [policy.name, policy.model_dump()],
+    }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder() / "checks" / f"{digest[:24]}.json"

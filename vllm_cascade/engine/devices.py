@@ -193,20 +193,6 @@ class CUDA(Device):
             "values in the model's own type",
         ),
         Refusal(
-            "recall over ranks on CUDA",
-            lambda config, policy: (
-                policy.recall > 0 and config.parallel_config.tensor_parallel_size > 1
-            ),
-            "recall is not tested with --tensor-parallel-size above 1 on CUDA yet; set "
-            "--kv-recall 0",
-        ),
-        Refusal(
-            "recall beside snapshots on CUDA",
-            lambda config, policy: policy.recall > 0 and config.cache_config.enable_prefix_caching,
-            "on CUDA evicted units are stored for running requests only, and a request that starts "
-            "from a snapshot would miss them; add --no-enable-prefix-caching, or set --kv-recall 0",
-        ),
-        Refusal(
             "recall of long units on CUDA",
             lambda _, policy: policy.recall > 0 and policy.unit > MOST_UNIT,
             f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
@@ -226,8 +212,8 @@ class CUDA(Device):
         Refusal(
             "recurrent layers on CUDA",
             lambda config, _: config.model_config.is_hybrid,
-            "models with recurrent layers run on the CPU only: they are not tested on CUDA; use "
-            "--kv-policy full",
+            "models with recurrent layers run on the CPU only: vLLM's CUDA kernels for such layers "
+            "have not run on a policy's pages; use --kv-policy full",
         ),
         Refusal(
             "sessions on CUDA",

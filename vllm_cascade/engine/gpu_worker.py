@@ -37,11 +37,11 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
     def _warm_up(self) -> None:
         layers = self._attention_layers()
         runner: Any = self.model_runner  # of either version
+        (group,) = self._token_groups()  # recurrent layers have block tables of their own
         if self.use_v2_model_runner:
-            (table,) = runner.block_tables.input_block_tables
+            table = runner.block_tables.input_block_tables[group]
         else:
-            (blocks,) = runner.input_batch.block_table.block_tables
-            table = blocks.block_table.gpu
+            table = runner.input_batch.block_table.block_tables[group].block_table.gpu
         for builder in self._builders():  # one per kind of layer
             assert isinstance(builder, CUDABuilder)
             layer = layers[builder.layer_names[0]]

@@ -131,8 +131,9 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
     available = available_bytes()
     if policy.recall_memory is None:
         memory = _count(shape, policy, available, config)
-        one = memory.most_need(config.model_config.max_model_len)
-        most = memory.bytes_of(one * config.scheduler_config.max_num_seqs) * memory.ranks
+        longest = config.model_config.max_model_len
+        one = memory.most_need(longest)
+        most = memory.most_bytes(longest, config.scheduler_config.max_num_seqs) * memory.ranks
         share = SHARE * available / (config.parallel_config.data_parallel_size_local or 1)
         limit = min(most, max(share, memory.bytes_of(one) * memory.ranks))
         policy = policy.model_copy(update={"recall_memory": math.ceil(limit * 1000 / GIB) / 1000})
@@ -168,7 +169,13 @@ def _count(shape: UnitShape, policy: Policy, limit: int, config: VllmConfig) -> 
     """The device's count of an engine's stores, for at most ``limit`` bytes over all ranks."""
     ranks, scheduler = config.parallel_config.tensor_parallel_size, config.scheduler_config
     backend = resolve_name(this_device().backend)
-    memory: RecallMemory = backend.count_stores(shape, compiled(policy), limit // ranks, scheduler)
+    memory: RecallMemory = backend.count_stores(
+        shape,
+        compiled(policy),
+        limit // ranks,
+        scheduler,
+        bool(config.cache_config.enable_prefix_caching),
+    )
     memory.ranks = ranks
     return memory
 

@@ -367,7 +367,9 @@ class _StrideAligned(_Base):
             if start in self._stops(request):
                 schedule, hashes = self._schedule_of(request), request.block_hashes
                 pages = manager.state_after(name, start)
-                log = None if self._memory is None else self._memory.fork(name)
+                log = None
+                if self._memory is not None:
+                    log = self._memory.fork(name, int(schedule.evicted(np.asarray(start))))
                 snapshots.take(schedule, hashes, start, pages, manager.reserved_pages(), log)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

@@ -170,7 +170,7 @@ class KVPolicyWorker(_Base):
         spec = specs[0]
         memory = open_memory(model_shape(spec, len(specs)), spec.policy, self.vllm_config)
         shape, backend = unit_shape(spec, len(specs)), self.device_entry.backend
-        self._stores = resolve_name(backend).make_stores(shape, memory.capacity, device)
+        self._stores = resolve_name(backend).make_stores(shape, memory, device)
 
     def _check_recalling(self, builders: list[StepBuilder]) -> None:
         """Check that one store fits all layers whose units are recalled.
@@ -208,6 +208,14 @@ class KVPolicyWorker(_Base):
         kinds: Any = (Attention, MLAAttention)
         return get_layers_from_vllm_config(self.vllm_config, kinds)
 
+    def _token_groups(self) -> dict[int, list[Any]]:
+        """vLLM's attention groups of the cache groups that hold tokens, by the group's number."""
+        return {
+            number: all_of
+            for number, all_of in enumerate(self.model_runner.attn_groups)
+            if not all(isinstance(group.kv_cache_spec, StateSpec) for group in all_of)
+        }
+
     def _builders(self) -> list[StepBuilder]:
         """The metadata builders, one per kind of attention layers.
 
@@ -218,11 +226,7 @@ class KVPolicyWorker(_Base):
         Raises:
             KVPolicyError: some layers need caches that are not ours.
         """
-        groups = [
-            all_of
-            for all_of in self.model_runner.attn_groups
-            if not all(isinstance(group.kv_cache_spec, StateSpec) for group in all_of)
-        ]
+        groups = self._token_groups().values()
         builders: list[Any] = [g.get_metadata_builder() for all_of in groups for g in all_of]
         if len(groups) != 1 or not all(isinstance(builder, StepBuilder) for builder in builders):
             kinds = ", ".join(type(builder).__name__ for builder in builders)

@@ -122,6 +122,10 @@ class RecallMemory:
         """Bytes that this number of chunks takes in a rank."""
         return chunks * self.chunk_bytes
 
+    def most_bytes(self, most_tokens: int, requests: int) -> int:
+        """Bytes in a rank with which so many requests of ``most_tokens`` tokens miss nothing."""
+        return self.bytes_of(self.most_need(most_tokens) * requests)
+
     def fits(self, need: int) -> bool:
         """Whether a request with this need can be admitted now."""
         return need + sum(self.reserved.values()) <= self.capacity
@@ -143,8 +147,8 @@ class RecallMemory:
             self.logs[name].extend(num_units)
             self.logs[name].trim()
 
-    def fork(self, name: str) -> CountedLog | None:
-        """The log of a snapshot that is taken of a request now."""
+    def fork(self, name: str, num_units: int) -> CountedLog | None:
+        """The log of a snapshot that is taken now of a request with so many evicted units."""
         return self.logs[name].fork() if name in self.logs else None
 
     def release(self, name: str) -> None:

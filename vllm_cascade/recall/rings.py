@@ -5,9 +5,15 @@ Keys and values are in pinned host memory, which kernels read and write directly
 which recall compares, are on the device. The ``n``-th unit that a request evicts is at place ``n``
 modulo the size of the ring, so no lookup is needed. What a step does with a ring follows from token
 counts; ``kernels/columns.py`` describes these numbers.
+
+A snapshot for prefix caching keeps a copy of its request's ring, in chunks of pinned host memory.
+A request that starts from it copies the chunks into its own ring. Snapshots share no chunks.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import psutil
@@ -17,13 +23,26 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm_cascade.log import logger
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import UnitShape
-from vllm_cascade.recall.memory import RecallMemory
+from vllm_cascade.recall.memory import CountedLog, RecallMemory, Slip, Snapshots
 from vllm_cascade.recall.stores import UnitStores, begun
+
+
+class Kept(NamedTuple):
+    """A snapshot's evicted units: its chunks, and what ``Rings`` says of its request's ring."""
+
+    chunks: list[int]
+    end: int
+    shown: int
+    selected_by_many: bool
 
 
 class Rings(UnitStores):
     """A worker's ring buffers for evicted units.
+
+    Args:
+        num_chunks: chunks of all snapshots; 0: there are none.
 
     Attributes:
         shape: sizes of the units; a ring holds ``shape.most_units``.
@@ -34,11 +53,14 @@ class Rings(UnitStores):
         shown: int64 ``[num_requests]``, recalled units in its pages.
         selected_by_many: bool ``[num_requests]``, whether a stride of several tokens made the last
             selection.
+        kept: snapshots' units, by the block id of their first page.
     """
 
-    def __init__(self, shape: UnitShape, num_requests: int, device: torch.device) -> None:
-        self.shape, self.num_requests = shape, num_requests
-        check_memory(shape, num_requests, device)
+    def __init__(
+        self, shape: UnitShape, num_requests: int, device: torch.device, num_chunks: int = 0
+    ) -> None:
+        self.shape, self.num_requests, self.device = shape, num_requests, device
+        check_memory(shape, num_requests, device, num_chunks=num_chunks)
         places = num_requests * shape.most_units
         keys = (shape.num_layers, shape.num_kv_heads, places, shape.unit)
         pinned = device.type == "cuda"
@@ -52,38 +74,111 @@ class Rings(UnitStores):
         self.end, self.shown = np.zeros((2, num_requests), dtype=np.int64)
         self.selected_by_many = np.zeros(num_requests, dtype=bool)
         self._free = list(range(num_requests))[::-1]
+        self.kept: dict[int, Kept] = {}
+        self._pages: dict[str, int] = {}  # first page by request id
+        self._free_chunks = list(range(num_chunks))[::-1]
+        self._copies = list(self._kept_memory(num_chunks, pinned)) if num_chunks else []
+        for restores in (False, True) if num_chunks else ():
+            self._copy([0], 0, 0, restores)  # compiles the kernels, copies nothing
         on_device, on_host = ring_bytes(shape)
+        num_pinned = on_host * num_requests, chunk_bytes(shape) * num_chunks
         logger.info(
             "KV policy: recall has rings for %d requests, %.2f GiB on the device and %.2f GiB of "
-            "pinned host memory",
+            "pinned host memory, and %.2f GiB of it for snapshots",
             num_requests,
             on_device * num_requests / 2**30,
-            (round_up(on_host * num_requests) if pinned else on_host * num_requests) / 2**30,
+            *((round_up(num) if pinned else num) / 2**30 for num in num_pinned),
         )
+
+    def _kept_memory(
+        self, num_chunks: int, pinned: bool
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield all rings and all chunks, each pair int32 ``[lines, places, words]``.
+
+        The chunks are one allocation, because PyTorch rounds each up.
+        """
+        memory = torch.empty(
+            num_chunks * chunk_bytes(self.shape) // 4, dtype=torch.int32, pin_memory=pinned
+        )
+        begin = 0
+        for ring in (self.rows, self.codes, self.scales, self.born, self.token):
+            lines, places = math.prod(ring.shape[:2]), ring.shape[2]
+            words = ring.view(lines, places, -1).view(torch.int32)
+            size = lines * num_chunks * CHUNK_UNITS * words.shape[2]
+            kept = memory[begin : begin + size].view(lines, -1, words.shape[2])
+            begin += size
+            yield words, kept
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rings in use, on device and host."""
-        return len(self.rings) * sum(ring_bytes(self.shape))
+        """Bytes of the rings and chunks in use, on device and host."""
+        chunks = sum(len(kept.chunks) for kept in self.kept.values())
+        rings = len(self.rings) * sum(ring_bytes(self.shape))
+        return rings + chunks * chunk_bytes(self.shape)
 
     @property
     def num_units(self) -> int:
-        return int(self.end[list(self.rings.values())].clip(max=self.shape.most_units).sum())
+        ends = [*self.end[list(self.rings.values())], *(kept.end for kept in self.kept.values())]
+        return sum(self._stored(end) for end in ends)
+
+    def _stored(self, end: int) -> int:
+        """Units in the store of a request that has evicted ``end``."""
+        return min(int(end), self.shape.most_units)
 
     def note(self, output: SchedulerOutput) -> None:
-        """Assign and free rings as the scheduler decided; called before every step.
+        """Assign and free rings and chunks as the scheduler decided; called before every step.
 
-        A freed ring can be reused at once, because kernels that still read it run earlier in the
-        stream.
+        A freed ring or chunk can be reused at once, because kernels that still read it run earlier
+        in the stream.
         """
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
             number = self.rings.pop(name, None)
             if number is not None:
                 self._free.append(number)
-        for name, _, num_computed in begun(output):
-            assert num_computed == 0 and name not in self.rings, "rings have no snapshots"
-            number = self.rings[name] = self._free.pop()
-            self.end[number] = self.shown[number] = self.selected_by_many[number] = 0
+                del self._pages[name]
+        copies = {
+            copy.dst_block_id: copy.src_block_id for copy in output.kv_cache_block_copies or ()
+        }
+        begun_now = list(begun(output))
+        for name, page, num_computed in begun_now:
+            assert name not in self.rings, "a request begins twice"
+            self.rings[name], self._pages[name] = self._free.pop(), page
+            # Without a copy it takes over the snapshot's own pages.
+            kept = self.kept[copies.get(page, page)] if num_computed else Kept([], 0, 0, False)
+            self._restore(self.rings[name], kept)
+        for page in getattr(output, "dropped_snapshots", ()):
+            if page in self.kept:
+                self._free_chunks += self.kept.pop(page).chunks
+        own = {page: name for name, page in self._pages.items()} if copies else {}
+        started = {page for _, page, _ in begun_now}
+        for page, source in copies.items():
+            if source in own and page not in started:
+                self.kept[page] = self._keep(self.rings[own[source]])
+
+    def _keep(self, number: int) -> Kept:
+        """Copy a ring for a snapshot that is taken of its request now."""
+        end = self.end[number]
+        chunks = [self._free_chunks.pop() for _ in range(-(-self._stored(end) // CHUNK_UNITS))]
+        if chunks:
+            self._copy(chunks, self._stored(end), number, restores=False)
+        return Kept(chunks, int(end), int(self.shown[number]), bool(self.selected_by_many[number]))
+
+    def _restore(self, number: int, kept: Kept) -> None:
+        """Let a ring begin as a copy of a snapshot's units."""
+        self.end[number], self.shown[number] = kept.end, kept.shown
+        self.selected_by_many[number] = kept.selected_by_many
+        if kept.chunks:
+            self._copy(kept.chunks, self._stored(kept.end), number, restores=True)
+
+    def _copy(self, chunks: list[int], units: int, number: int, restores: bool) -> None:
+        from vllm_cascade.kernels.triton.recall_copy import copy_ring  # CPUs may lack Triton
+
+        pinned = self.device.type == "cuda"
+        numbers = torch.tensor(chunks, dtype=torch.int32, pin_memory=pinned)
+        numbers = numbers.to(self.device, non_blocking=True)
+        first = number * self.shape.most_units
+        for ring, kept in self._copies:
+            copy_ring(ring, kept, numbers, CHUNK_UNITS, units, first, restores)
 
     def numbers(self, names: Sequence[str | None]) -> list[int]:
         """Ring numbers of requests by name; -1 for None or a request without a ring."""
@@ -91,25 +186,49 @@ class Rings(UnitStores):
 
 
 class RingMemory(RecallMemory):
-    """The scheduler's count of rings, one per running request; all are allocated at start.
+    """The scheduler's count of rings, one per running request, and of snapshots' chunks.
+
+    All are allocated at start.
 
     Args:
         most_rings: ``max_num_seqs``.
+        keeps_snapshots: whether prefix caching is on.
+
+    Attributes:
+        num_chunks: chunks of all snapshots, in the room beside the rings.
     """
 
     def __init__(
-        self, schedule: Schedule, shape: UnitShape, room_bytes: int, most_rings: int
+        self,
+        schedule: Schedule,
+        shape: UnitShape,
+        room_bytes: int,
+        most_rings: int,
+        keeps_snapshots: bool = False,
     ) -> None:
         room = round_up(room_bytes + 1) // 2
         super().__init__(schedule, room, ring_bytes(shape)[1], 0)
         self.capacity = min(self.capacity, most_rings)
+        self._kept: WeakSet[Slip] = WeakSet()
+        self._kept_bytes, self._keeps_snapshots = chunk_bytes(shape), keeps_snapshots
+        left = room_bytes - self.bytes_of(self.capacity) if keeps_snapshots else 0
+        self.num_chunks = round_up(left + 1) // 2 // self._kept_bytes
 
     @property
     def used_bytes(self) -> int:
         return self.limit_bytes
 
+    @property
+    def limit_bytes(self) -> int:
+        kept = round_up(self.num_chunks * self._kept_bytes) if self.num_chunks else 0
+        return super().limit_bytes + kept * self.ranks
+
     def bytes_of(self, chunks: int) -> int:
         return round_up(super().bytes_of(chunks)) if chunks else 0
+
+    def most_bytes(self, most_tokens: int, requests: int) -> int:
+        """Rings for all requests, and as much again for snapshots."""
+        return super().most_bytes(most_tokens, requests) * (1 + self._keeps_snapshots)
 
     def need(self, schedule: Schedule, num_tokens: int) -> int:
         return int(schedule.policy.recall > 0)
@@ -121,8 +240,22 @@ class RingMemory(RecallMemory):
     def largest_store(self) -> int:
         return self.room_bytes * self._most_units // self.chunk_bytes
 
-    def grow(self, *args: object, **kwargs: object) -> None:
-        """Rings neither grow nor have snapshots."""
+    def adopt(self, name: str, source: CountedLog | None) -> None:
+        """A ring has no chunks."""
+
+    def fork(self, name: str, num_units: int) -> CountedLog | None:
+        if name not in self.logs or not num_units:
+            return None
+        log = CountedLog(self._most_units, self._kept)
+        log.extend(min(num_units, self._most_units))
+        return log
+
+    def grow(self, scheduled: object, snapshots: Snapshots | None) -> None:
+        """Rings do not grow; drop snapshots whose chunks have no room."""
+        while len(self._kept) > self.num_chunks and snapshots is not None:
+            if not snapshots.drop_oldest():
+                break
+        assert len(self._kept) <= self.num_chunks, "a dropped snapshot has kept its chunks"
 
 
 def ring_bytes(shape: UnitShape) -> tuple[int, int]:
@@ -130,6 +263,11 @@ def ring_bytes(shape: UnitShape) -> tuple[int, int]:
     keys = shape.num_layers * shape.num_kv_heads * shape.most_units * shape.unit
     words = shape.num_layers * shape.num_sets * shape.most_units * 8
     return keys * (shape.head_size + 4) + words, keys * 2 * shape.head_size * shape.dtype.itemsize
+
+
+def chunk_bytes(shape: UnitShape) -> int:
+    """Bytes of a snapshot's chunk of ``CHUNK_UNITS`` units."""
+    return sum(ring_bytes(shape)) // shape.most_units * CHUNK_UNITS
 
 
 def round_up(num_bytes: int) -> int:
@@ -142,8 +280,9 @@ def check_memory(
     num_requests: int,
     device: torch.device,
     free: tuple[int, int] | None = None,
+    num_chunks: int = 0,
 ) -> None:
-    """Check that the rings fit in memory.
+    """Check that the rings and the chunks of snapshots fit in memory.
 
     Args:
         free: free bytes on device and host; None: measure them.
@@ -155,7 +294,8 @@ def check_memory(
         host = psutil.virtual_memory().available
         free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host, host)
     if device.type == "cuda":
-        free = free[0], round_up(free[1] + 1) // 2
+        kept = round_up(num_chunks * chunk_bytes(shape)) if num_chunks else 0
+        free = free[0], round_up(max(free[1] - kept, 0) + 1) // 2
     for where, one, most in zip(
         ("of the device's memory", "of pinned host memory"), ring_bytes(shape), free, strict=True
     ):

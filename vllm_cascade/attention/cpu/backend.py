@@ -35,12 +35,17 @@ class CPUKVPolicyBackend(KVPolicyBackend):
         return CPUBuilder
 
     @classmethod
-    def make_stores(cls, shape: UnitShape, num_stores: int, device: torch.device) -> Stores:
+    def make_stores(cls, shape: UnitShape, memory: RecallMemory, device: torch.device) -> Stores:
         return Stores(shape)
 
     @classmethod
     def count_stores(
-        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, limits: SchedulerConfig
+        cls,
+        shape: UnitShape,
+        schedule: Schedule,
+        limit_bytes: int,
+        limits: SchedulerConfig,
+        keeps_snapshots: bool,
     ) -> RecallMemory:
         most_tokens = limits.max_num_batched_tokens
         return RecallMemory(schedule, limit_bytes, shape.chunk_bytes, most_tokens)

@@ -30,14 +30,20 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
         return CUDABuilder
 
     @classmethod
-    def make_stores(cls, shape: UnitShape, num_stores: int, device: torch.device) -> Rings:
-        return Rings(shape, num_stores, device)
+    def make_stores(cls, shape: UnitShape, memory: RecallMemory, device: torch.device) -> Rings:
+        assert isinstance(memory, RingMemory)
+        return Rings(shape, memory.capacity, device, memory.num_chunks)
 
     @classmethod
     def count_stores(
-        cls, shape: UnitShape, schedule: Schedule, limit_bytes: int, limits: SchedulerConfig
+        cls,
+        shape: UnitShape,
+        schedule: Schedule,
+        limit_bytes: int,
+        limits: SchedulerConfig,
+        keeps_snapshots: bool,
     ) -> RecallMemory:
-        return RingMemory(schedule, shape, limit_bytes, limits.max_num_seqs)
+        return RingMemory(schedule, shape, limit_bytes, limits.max_num_seqs, keeps_snapshots)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:

@@ -81,8 +81,11 @@ class LayerRings:
             )
             for first in range(0, len(steps), num)
         ]
+        total = found[0] if len(found) == 1 else torch.cat(found)
+        if layer.over_ranks is not None:  # whose heads select together
+            total = layer.over_ranks(total, "mean")
         recall_units(
-            evidence=found[0] if len(found) == 1 else torch.cat(found),
+            evidence=total,
             rows=self._rows,
             stored_born=self._born,
             stored_token=self._token,

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA backend's code on several ranks, stages and engines, interpreted, against the oracle.
+
+Each engine's processes run ``triton_cpu.py``.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import ROOT
+from tests.engine.pool import EnginePool
+from tests.engine.server import Server
+from tests.engine.test_pipeline_parallel import cores
+from tests.engine.test_prefix_caching import Turn, ask
+
+pytestmark = pytest.mark.slow
+
+PLAIN = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
+PLAIN |= {"prefill_stride": 16}
+RECALL = {**PLAIN, "recall": 2, "recall_store": 64, "recall_every": 3}
+EACH = {"head_policy": "per_kv_head"}
+RANKS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "recall over ranks": (RECALL, RANKS),
+    "recall over ranks, per KV head": ({**RECALL, **EACH}, RANKS),
+    "recall over stages": (RECALL, STAGES),
+    "stages": (PLAIN, STAGES),
+}
+
+
+def check(policy: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+    more = {"distributed_executor_backend": "mp", "enable_prefix_caching": True}
+    case = json.dumps({"policy": policy, "engine": engine | more})
+    command = [sys.executable, "-m", "tests.engine.triton_cpu", "check", case]
+    env = os.environ | cores(2)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert done.returncode == 0 and lines, (done.stdout + done.stderr)[-4000:]
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes(name: str) -> None:
+    """A text of which the end is decoded; then a prompt twice, the second from a snapshot."""
+    found = check(*CASES[name])
+    assert found["cached"] == [0, 64]
+    first, second = found["counters"]
+    assert first["evicted_tokens"] == second["evicted_tokens"] > 30
+    if "recall" in CASES[name][0]:
+        assert first["recalled_units"] > 2 < second["recalled_units"]
+        assert first["stored_units"] == second["stored_units"] > 0, "the snapshots' units"
+    if name == "recall over ranks":
+        assert first["recalled_units"] == second["recalled_units"], "they select together"
+
+
+LENGTHS = (1, 70)
+
+
+@pytest.fixture(scope="module")
+def alone(engine_pool: EnginePool, book_tokens: list[int]) -> list[Turn]:
+    """What one process answers on the CPU's own paths."""
+    llm = engine_pool.get(PLAIN, max_model_len=1024, max_num_batched_tokens=64)
+    turns = [ask(llm, [book_tokens[:length]], 8)[0] for length in LENGTHS]
+    engine_pool.close()
+    return turns
+
+
+@pytest.fixture
+def server(alone: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ["--kv-policy", "cascade", "--kv-budget", "32", "--kv-policy-config"]
+    flags += [json.dumps({name: PLAIN[name] for name in PLAIN if name not in ("name", "budget")})]
+    flags += ["--max-model-len", "1024", "--max-num-batched-tokens", "64", "--block-size", "32"]
+    flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(16 << 20)]
+    flags += ["--data-parallel-size", "2", "--api-server-count", "1"]
+    command = [sys.executable, str(ROOT / "tests/engine/triton_cpu.py")]
+    log = tmp_path_factory.mktemp("two") / "log"
+    started = Server(log, flags, command=command, environment=cores(2))
+    yield started.wait(800)
+    started.stop()
+
+
+def test_two_engines(server: Server, alone: list[Turn], book_tokens: list[int]) -> None:
+    """Each answers as one process."""
+    for rank in range(2):
+        for length, (_, tokens, logprobs) in zip(LENGTHS, alone, strict=True):
+            answer = server.client.completions.create(
+                model=server.model,
+                prompt=book_tokens[:length],
+                max_tokens=8,
+                temperature=0,
+                logprobs=1,
+                extra_headers={"X-data-parallel-rank": str(rank)},
+                extra_body={"return_token_ids": True, "ignore_eos": True},
+            ).choices[0]
+            assert answer.token_ids == tokens
+            found = answer.logprobs.token_logprobs
+            np.testing.assert_allclose(found, logprobs, atol=1e-4, rtol=0)

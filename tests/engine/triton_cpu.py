@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM on the CPU with the CUDA backend's code, in every process that it starts.
+
+    python -m tests.engine.triton_cpu serve MODEL ...       as ``vllm``
+    python -m tests.engine.triton_cpu check '{"policy": {...}, "engine": {...}}'
+
+Kernels are interpreted. vLLM spawns its processes, and these import the main module again, hence
+the calls at the module's level. ``check`` reads a text of a random model, of which some tokens are
+decoded, compares it with the oracle, and prints what the workers count.
+"""
+
+import os
+import sys
+
+os.environ |= {"TRITON_INTERPRET": "1"}
+
+
+def use_triton() -> None:
+    """Every engine of this process from here on."""
+    from tests.interpreter import quicken
+    from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+    from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+
+    quicken()
+    for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
+        setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+
+
+def check(case: dict[str, object]) -> None:
+    """Print ``RESULT`` and the workers' counters, if the engine equals the oracle."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+
+    from tests.engine import test_triton_recall as triton
+    from tests.engine.pool import EnginePool
+    from tests.engine.test_prefix_caching import ask
+    from tests.oracle.random_models import write_llama
+
+    policy, pool = case["policy"], EnginePool()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_llama(folder, num_layers=2, tokenizer_from=triton.MODEL, head_dim=16)
+        llm = triton.engine(pool, policy, Path(model), **case["engine"])
+        text, prompt = triton.TOKENS[:100], 75
+        found = triton.read(llm, [*text, 7], prompt)[:-1]
+        truth = triton.run_oracle(policy, text, model, prompt_len=prompt)
+        assert np.abs(np.asarray(found) - np.asarray(truth.logprobs)).max() < 2e-4
+        assert ("recall" in policy) == (truth.recalls[0] > 10)
+        cached = [
+            triton.check_turn(llm, triton.TOKENS[200:270], n, policy, model)[0] for n in (0, 64)
+        ]
+        ask(llm, [[5]], 1)
+        counters = llm.collective_rpc("kv_policy_counters")
+        print("RESULT " + json.dumps({"cached": cached, "counters": counters}))
+        pool.close()
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    use_triton()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "check":
+        import json
+
+        check(json.loads(sys.argv[2]))
+    else:
+        from vllm.entrypoints.cli.main import main
+
+        sys.exit(main())

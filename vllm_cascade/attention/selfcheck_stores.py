@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evicted units in a device's store, read and written for its comparison with another device's.
+
+``LogUnits`` are those of the CPU's logs, ``RingUnits`` those of rings. Both stores hold one layer.
+"""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_cascade.attention.cpu.builder import CPUMetadata
+from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.torch import recall as evidence
+from vllm_cascade.recall.log import Part
+from vllm_cascade.recall.rings import Rings
+from vllm_cascade.recall.stores import Stores, UnitStores
+from vllm_cascade.step.recall import RecallStride
+from vllm_cascade.step.requests import Requests
+
+
+class Named(Requests):
+    """Rows of two requests that never change."""
+
+    NAMES = ("a", "b")
+
+    def __init__(self) -> None:
+        self.is_known = True
+
+    def names(self, common: CommonAttentionMetadata) -> list[str | None]:
+        return list(self.NAMES[: common.num_reqs]) if self.is_known else []
+
+
+class Units(NamedTuple):
+    """Consecutive units: rows as in the pages, codes ``[H, n, unit, D]``, and their words."""
+
+    rows: torch.Tensor
+    codes: torch.Tensor
+    scale: torch.Tensor
+    born: torch.Tensor
+    token: torch.Tensor
+
+
+class LogUnits:
+    """Units of two requests in logs."""
+
+    def __init__(self, stores: Stores, first_pages: Sequence[int]) -> None:
+        self._stores, self._pages = stores, first_pages
+
+    def span(self, request: int) -> tuple[int, int]:
+        """Numbers of the request's first unit, and of the next one."""
+        log = self._stores.logs[self._pages[request]]
+        return log.begin, log.end
+
+    def _part(self, request: int, begin: int, end: int) -> Part:
+        return self._stores.logs[self._pages[request]].part(begin, end)
+
+    def read(self, request: int, begin: int, end: int) -> Units:
+        pieces = [
+            (
+                chunk.rows[0, :, which],
+                evidence.by_keys(chunk.codes[0, :, which]),
+                *(x[0, :, which] for x in (chunk.scale, chunk.born, chunk.token)),
+            )
+            for chunk, which, _ in self._part(request, begin, end).pieces()
+        ]
+        return Units(*(torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)))
+
+    def write(self, request: int, begin: int, units: Units) -> None:
+        part = self._part(request, begin, begin + units.born.shape[1])
+        for chunk, to, place in part.pieces():
+            chunk.rows[0, :, to] = units.rows[:, place]
+            chunk.codes[0, :, to] = evidence.by_words(units.codes[:, place])
+            chunk.scale[0, :, to] = units.scale[:, place]
+            chunk.born[0, :, to], chunk.token[0, :, to] = (
+                units.born[:, place],
+                units.token[:, place],
+            )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a step may change."""
+        logs = [self._stores.logs[page] for page in self._pages]
+        chunks = [chunk for log in logs for chunk in log.chunks]
+        return [x for chunk in chunks for x in chunk.tensors] + [log.tokens for log in logs]
+
+
+class RingUnits:
+    """Units of two requests in rings."""
+
+    def __init__(self, rings: Rings) -> None:
+        self._rings = rings
+
+    def _all(self) -> list[torch.Tensor]:
+        rings = self._rings
+        if rings.device.type == "cuda":  # kernels access the host's memory
+            torch.cuda.synchronize()
+        return [rings.rows, rings.codes, rings.scales, rings.born, rings.token]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that a planned step may change, and what it may read."""
+        rings, most = self._rings, self._rings.shape.most_units
+        used = [
+            slice(number * most, number * most + min(int(rings.end[number]), most))
+            for number in rings.rings.values()
+        ]
+        return [x[0][:, places] for x in self._all() for places in used]
+
+    def _places(self, request: int, begin: int, end: int) -> torch.Tensor:
+        most = self._rings.shape.most_units
+        first = self._rings.rings[Named.NAMES[request]] * most
+        return first + torch.arange(begin, end) % most
+
+    def read(self, request: int, begin: int, end: int) -> Units:
+        places = self._places(request, begin, end)
+        return Units(*(x[0][:, places.to(x.device)].cpu() for x in self._all()))
+
+    def write(self, request: int, begin: int, units: Units) -> None:
+        places = self._places(request, begin, begin + units.born.shape[1])
+        for x, now in zip(self._all(), units, strict=True):
+            x[0][:, places.to(x.device)] = now.to(x.device)
+
+
+def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUnits:
+    """Let two requests begin."""
+    new = [
+        SimpleNamespace(req_id=name, block_ids=([page],), num_computed_tokens=0)
+        for name, page in zip(Named.NAMES, first_pages, strict=True)
+    ]
+    none: Any = SimpleNamespace(
+        req_ids=[], resumed_req_ids=(), new_block_ids=[], num_computed_tokens=[]
+    )
+    stores.note(
+        SimpleNamespace(
+            finished_req_ids=(),
+            preempted_req_ids=(),
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=none,
+            kv_cache_block_copies=(),
+        )
+    )
+    return RingUnits(stores) if isinstance(stores, Rings) else LogUnits(stores, first_pages)
+
+
+def closest(
+    layer: LayerConfig, metadata: CPUMetadata, query: torch.Tensor, most_queries: int
+) -> float:
+    """Least difference, relative, between the last unit that a step selects and the next one.
+
+    Rounding may decide between units that are closer. Infinite where nothing is selected.
+
+    Args:
+        metadata: of a step with one stride a request.
+        query: ``[num_tokens, H * G, D]``, rotated.
+        most_queries: of a stride, that select.
+    """
+    least, (wave,) = float("inf"), metadata.waves
+    asking: list[tuple[RecallStride | None, torch.Tensor]] = [
+        (stride.recall, stride.start + torch.from_numpy(
+            evidence.asking(stride.num_tokens, most_queries)
+        ))
+        for stride in wave.strides
+    ]  # fmt: skip
+    if wave.singles is not None:
+        asking += zip(wave.singles.recall, wave.singles.places.unsqueeze(1), strict=True)
+    for plan, tokens in asking:
+        if plan is None or not plan.selects or plan.now == len(plan.candidates):
+            continue
+        unit = plan.log.shape.unit
+        at = torch.full((len(tokens), query.shape[1]), plan.middle * unit)
+        plain = evidence.unrotated(layer, query[tokens], at) * layer.scale
+        found = evidence.over_heads(layer, evidence.asked(layer, 0, plan.candidates, plain))
+        order = found.sort(dim=-1, descending=True).values
+        last, following = order[:, plan.now - 1], order[:, plan.now]
+        least = min(least, float(((last - following) / last).min()))
+    return least
