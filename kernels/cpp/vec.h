@@ -189,6 +189,28 @@ static inline vf vexp(vf x) {
   return x < splat(-87.0f) ? vf{} : (vf)bits;
 }
 
+// 2**x for x up to 127, to about 2 ulp. 0 below -126.
+static inline vf vexp2(vf x) {
+#if defined(__AVX512F__)
+  const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const vf magic = splat(12582912.0f);  // as in vexp
+  const vf shifted = x + magic, n = shifted - magic;
+#endif
+  const vf r = x - n;
+  vf p = splat(1.3333558e-3f);
+  p = p * r + 9.6181291e-3f;
+  p = p * r + 5.5504109e-2f;
+  p = p * r + 2.4022651e-1f;
+  p = p * r + 6.9314718e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return x < splat(-126.0f) ? vf{} : (vf)((vi)p + ((vi)shifted << 23));
+#endif
+}
+
 // Lanes of two registers, selected by constants; W and up are lanes of the second.
 template <int... Lanes>
 static inline vf shuffle(vf x, vf y) {

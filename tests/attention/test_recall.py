@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracle.recall import in_8_bits, in_15_bits
+from tests.oracle.recall import in_8_bits
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
@@ -60,7 +60,7 @@ def literal(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(num_heads, group, num_units, dtype=torch.float64)
     for head in range(num_heads):
         for g in range(group):
-            for query in in_15_bits(queries[:, head * group + g]).double():
+            for query in in_8_bits(queries[:, head * group + g]).double():
                 probs = (coarse[head].reshape(num_units * unit, -1) @ query).softmax(0)
                 of_units = probs.view(num_units, unit)
                 worth = of_units.max(1).values + of_units.mean(1)
