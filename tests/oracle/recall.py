@@ -163,6 +163,15 @@ class RecallSim:
                 of_head[:, tokens] = in_8_bits(of_head[:, tokens])
 
 
+def may_round_either_way(vectors: Tensor) -> Tensor:
+    """Vectors with a channel near the middle of two of its 127 steps, ``[...]`` of ``[..., D]``.
+
+    Another order of fp32 operations may round it to the other step.
+    """
+    steps = vectors.double() / vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) * 127
+    return ((steps - steps.floor() - 0.5).abs() < 2e-4).any(-1)
+
+
 def in_8_bits(vectors: Tensor) -> Tensor:
     """Each vector in 127 steps of its largest channel, on both sides of 0."""
     step = vectors.abs().amax(-1, keepdim=True) / 127
