@@ -9,7 +9,7 @@
 #include <type_traits>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -141,6 +141,13 @@ static inline void widen_row(float* to, const T* from, int64_t n) {
 static inline vi add_products(vi sums, vi bytes, int32_t four) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)bytes, _mm512_set1_epi32(four));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const int32_t even = (int32_t)((uint16_t)(int8_t)four | (uint32_t)(int8_t)(four >> 16) << 16);
+  const int32_t odd = (int32_t)((uint16_t)(int8_t)(four >> 8) | (uint32_t)(int8_t)(four >> 24) << 16);
+  const __m256i low = _mm256_and_si256((__m256i)bytes, _mm256_set1_epi16(255));
+  const __m256i high = _mm256_srli_epi16((__m256i)bytes, 8);
+  return sums + (vi)_mm256_madd_epi16(low, _mm256_set1_epi32(even)) +
+         (vi)_mm256_madd_epi16(high, _mm256_set1_epi32(odd));
 #else
 #pragma GCC unroll 4
   for (int shift = 0; shift < 32; shift += 8)
@@ -187,6 +194,28 @@ static inline vf vexp(vf x) {
   p = p * r * r + r + 1.0f;
   vi bits = (vi)p + ((vi)shifted << 23);  // magic's own bits are shifted out
   return x < splat(-87.0f) ? vf{} : (vf)bits;
+}
+
+// 2**x for x up to 127, to about 2 ulp. 0 below -126.
+static inline vf vexp2(vf x) {
+#if defined(__AVX512F__)
+  const vf n = (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  const vf magic = splat(12582912.0f);  // as in vexp
+  const vf shifted = x + magic, n = shifted - magic;
+#endif
+  const vf r = x - n;
+  vf p = splat(1.3333558e-3f);
+  p = p * r + 9.6181291e-3f;
+  p = p * r + 5.5504109e-2f;
+  p = p * r + 2.4022651e-1f;
+  p = p * r + 6.9314718e-1f;
+  p = p * r + 1.0f;
+#if defined(__AVX512F__)
+  return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  return x < splat(-126.0f) ? vf{} : (vf)((vi)p + ((vi)shifted << 23));
+#endif
 }
 
 // Lanes of two registers, selected by constants; W and up are lanes of the second.

@@ -2,9 +2,8 @@
 """The judge of recall: how much a request's queries would attend to each stored unit.
 
 Each request has a ring: its ``n``-th evicted unit lies in place ``n`` modulo the ring's size. All
-keys are judged at one position, in the middle of the recalled units. Keys have 8 bits and one scale
-each, queries 15 bits in two parts (``recall_vectors``), so products are exact integer products on
-tensor cores.
+keys are judged at one position, in the middle of the recalled units. Keys and queries have 8 bits
+and one scale each (``recall_vectors``), so products are exact integer products on tensor cores.
 
 The keys' probabilities are those of a query that attends to the whole store. A unit's worth is its
 largest key probability plus the mean, as a share of all units. The largest share over the queries
@@ -60,7 +59,7 @@ def _codes(rows, inside, HEAD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rings"])
 def _judge(
-    parts,
+    asked,
     sizes,
     codes,
     scales,
@@ -98,8 +97,7 @@ def _judge(
     asks = member % ASKING < tl.load(steps + row * STEP + LENGTH)
     asks = asks & (member < GROUP * ASKING)
     mine = (row * tl.num_programs(1) + head) * (GROUP * ASKING) + member
-    high = _codes(parts + mine * (2 * HEAD), asks, HEAD)
-    low = _codes(parts + mine * (2 * HEAD) + HEAD, asks, HEAD)
+    query = _codes(asked + mine * HEAD, asks, HEAD)
     size = tl.load(sizes + mine, mask=asks, other=0.0)
     place = tl.arange(0, UNITS * ROOM)
     base = head.to(tl.int64) * rings
@@ -111,8 +109,7 @@ def _judge(
         key = (base + ring + (oldest + unit) % CAPACITY) * UNIT + place % ROOM
         keys = tl.trans(_codes(codes + key * HEAD, inside, HEAD))
         step = tl.load(scales + key, mask=inside, other=0.0)
-        products = tl.dot(high, keys) * 128 + tl.dot(low, keys)
-        logits = products.to(tl.float32) * (size[:, None] * step[None, :])
+        logits = tl.dot(query, keys).to(tl.float32) * (size[:, None] * step[None, :])
         logits = tl.where(inside[None, :], logits, LOWEST)
         logits = tl.reshape(logits, [QUERIES, UNITS, ROOM])
         most = tl.max(logits, axis=2)
@@ -232,17 +229,17 @@ def judge_units(
     group, half = num_queries // num_heads, 0 if rotation is None else rotation.shape[2]
     span = span_of(unit)
     spans = triton.cdiv(capacity, span)
-    asked = num_rows, num_queries, most_asking
-    parts = codes.new_empty(*asked, 2, head_size)
-    sizes = scales.new_empty(asked)
-    worth = scales.new_empty(*asked, capacity)
-    sums = scales.new_empty(*asked, spans)
+    rows = num_rows, num_queries, most_asking
+    asked = codes.new_empty(*rows, head_size)
+    sizes = scales.new_empty(rows)
+    worth = scales.new_empty(*rows, capacity)
+    sums = scales.new_empty(*rows, spans)
     ask[(num_rows, num_queries, triton.cdiv(most_asking, QUERY_ROWS))](
         query=query,
         steps=steps,
         recall=recall,
         rotation=rotation,
-        parts=parts,
+        asked=asked,
         sizes=sizes,
         scale=scale,
         query_stride=query.stride(0),
@@ -257,7 +254,7 @@ def judge_units(
     queries = min(64, max(16, triton.next_power_of_2(group * most_asking)))
     units, room = tile_of_units(unit)
     _judge[(num_rows, num_heads, spans * triton.cdiv(group * most_asking, queries))](
-        parts=parts,
+        asked=asked,
         sizes=sizes,
         codes=codes,
         scales=scales,
@@ -317,7 +314,7 @@ def evidence_reference(queries: torch.Tensor, keys: torch.Tensor, num_sets: int)
     """
     num_heads, num_units, unit, size = keys.shape
     queries, keys = queries.double(), keys.double()
-    step = queries.abs().amax(-1, keepdim=True) / (127 * 128)
+    step = queries.abs().amax(-1, keepdim=True) / 127
     queries = torch.where(step > 0, (queries / step).round() * step, 0.0)
     asked = torch.zeros(queries.shape[1], num_units, dtype=torch.float64)
     for head in range(queries.shape[1]):

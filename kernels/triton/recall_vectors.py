@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vectors of recall: unrotated keys, and unrotated queries as two 8-bit numbers.
+"""Vectors of recall: unrotated keys, and unrotated queries, in 8 bits.
 
 Keys are stored without rotation and judged as if all stood in the middle of the recalled units:
 queries are rotated back to that position, whatever their own position is.
@@ -21,9 +21,7 @@ from .tiles import (
 )
 
 LEVELS = tl.constexpr(127.0)
-"""Levels up to a key's largest channel."""
-QUERY_LEVELS = tl.constexpr(127.0 * 128.0)
-"""Levels up to a query's largest channel."""
+"""Levels up to a key's or query's largest channel."""
 TINY = tl.constexpr(1e-37)
 ROUNDS = tl.constexpr(12582912.0)
 """1.5 * 2**23: adding it to a small fp32 number rounds that to the nearest even integer."""
@@ -65,22 +63,12 @@ def plain_rows(
 
 
 @triton.jit
-def _store_parts(out, x, channel, inside, HEAD: tl.constexpr):
-    """Integers as a high and a low part of 8 bits, ``HEAD`` channels apart."""
-    steps = x.to(tl.int32)
-    high = (steps + 64) >> 7
-    at = out[:, None] + channel[None, :]
-    tl.store(at, high.to(tl.int8), mask=inside)
-    tl.store(at + HEAD, (steps - high * 128).to(tl.int8), mask=inside)
-
-
-@triton.jit
 def ask(
     query,
     steps,
     recall,
     rotation,
-    parts,
+    asked,
     sizes,
     scale,
     query_stride,
@@ -91,7 +79,7 @@ def ask(
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Queries as keys before rotation are judged by, in 15 bits: of tokens that are evenly spread
+    """Queries as keys before rotation are judged by, in 8 bits: of tokens that are evenly spread
     over a stride."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -109,17 +97,19 @@ def ask(
     source += head * HEAD
     x, y, rest, most = plain_rows(source, rotation, position, inside, HEAD, HALF, INTERLEAVED)
     most = most * tl.abs(scale)
-    levels = (tl.div_rn(QUERY_LEVELS, tl.where(most > 0, most, 1.0)) * scale)[:, None]
+    levels = (tl.div_rn(LEVELS, tl.where(most > 0, most, 1.0)) * scale)[:, None]
     place = (row * tl.num_programs(1) + head) * ASKING + index
-    tl.store(sizes + place, tl.div_rn(most, QUERY_LEVELS), mask=inside)
-    out = parts + place * (2 * HEAD)
+    tl.store(sizes + place, tl.div_rn(most, LEVELS), mask=inside)
+    out = asked + place * HEAD
     if HALF > 0:
         pair = tl.arange(0, padded(HALF))
         first, second = pair_channels(pair, HALF, INTERLEAVED)
         there = inside[:, None] & (pair < HALF)[None, :]
-        _store_parts(out, to_nearest(x * levels), first, there, HEAD)
-        _store_parts(out, to_nearest(y * levels), second, there, HEAD)
+        first, second = out[:, None] + first[None, :], out[:, None] + second[None, :]
+        tl.store(first, to_nearest(x * levels).to(tl.int8), mask=there)
+        tl.store(second, to_nearest(y * levels).to(tl.int8), mask=there)
     if 2 * HALF < HEAD:
         channel = 2 * HALF + tl.arange(0, padded(HEAD - 2 * HALF))
         there = inside[:, None] & (channel < HEAD)[None, :]
-        _store_parts(out, to_nearest(rest * levels), channel, there, HEAD)
+        at = out[:, None] + channel[None, :]
+        tl.store(at, to_nearest(rest * levels).to(tl.int8), mask=there)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracle.recall import in_8_bits, in_15_bits
+from tests.oracle.recall import in_8_bits, may_round_either_way
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
@@ -60,7 +60,7 @@ def literal(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
     found = torch.zeros(num_heads, group, num_units, dtype=torch.float64)
     for head in range(num_heads):
         for g in range(group):
-            for query in in_15_bits(queries[:, head * group + g]).double():
+            for query in in_8_bits(queries[:, head * group + g]).double():
                 probs = (coarse[head].reshape(num_units * unit, -1) @ query).softmax(0)
                 of_units = probs.view(num_units, unit)
                 worth = of_units.max(1).values + of_units.mean(1)
@@ -164,9 +164,9 @@ def test_the_judge_in_cpp(
     plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
     expected = literal(keys, plain)
     found = torch.from_numpy(asked).view(expected.shape)
-    # A query's channel between two of its 15-bit levels may be rounded either way: one level is at
-    # most 5e-5 here, and a key's channel at most 8.
-    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=4e-4)
+    sure = ~may_round_either_way(plain).any(0).view(expected.shape[:2])
+    torch.testing.assert_close(found[sure].double(), expected[sure], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found.double(), expected, atol=0.05, rtol=0.2)
     for head_set, row in enumerate(evidence.over_heads(layer, found).numpy()):
         mine = set(chosen[head_set].tolist())
         assert len(mine) == num and sorted(mine) == chosen[head_set].tolist()

@@ -22,6 +22,7 @@ from tests.kernels.random_pool import (
     stride_steps,
 )
 from tests.kernels.references import rotate_reference
+from tests.oracle.recall import may_round_either_way
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.recall import asking_reference, evidence_reference, judge_units
 from vllm_cascade.kernels.triton.recall_choose import chosen_reference, recall_units
@@ -93,6 +94,20 @@ def _some(rng: random.Random, among: int, number: int) -> list[int]:
     return sorted(numbers[:number])
 
 
+def _sure_queries(
+    case: Case, query: torch.Tensor, tokens: torch.Tensor, middle: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Tokens' queries, rotated back by ``middle``; redrawn where rounding decides."""
+    position = torch.full((len(tokens), query.shape[1]), middle)
+    while True:
+        plain = rotate_reference(query[tokens], position, case.inv_freq, case.interleaved)
+        token, head = may_round_either_way(plain).nonzero(as_tuple=True)
+        if not len(token):
+            return plain
+        fresh = torch.randn(len(token), query.shape[2], generator=generator)
+        query[tokens[token], head] = fresh.to(query.dtype)
+
+
 def check_judge(
     case: Case, device: torch.device | str, capacity: int = 40, most_asking: int = 1
 ) -> float:
@@ -131,20 +146,21 @@ def check_judge(
         rings.codes[:, places], rings.scales[:, places] = codes.to(torch.int8), scales
     query = new_tokens(case, num_tokens)[0]
     scale, rotation = size**-0.5, _turning(case, device)
+    plain = {}
+    for row in real_rows(case):
+        if recall[row, columns.HOW] != columns.JUDGED:
+            continue
+        start, length = (int(steps[row, column]) for column in (columns.START, columns.LENGTH))
+        asking = start + torch.tensor(asking_reference(length, most_asking))
+        middle = (["sink"] * sinks[row] + ["shown"] * (shown[row] // 2)) * case.unit
+        plain[row] = _sure_queries(case, query, asking, len(middle), generator)
     tensors = on(device, query, rings.codes, rings.scales, steps, recall)
     found = judge_units(
         *tensors, rotation, case.interleaved, scale, capacity, case.num_sets, most_asking
     )
     worst = 0.0
-    for row in real_rows(case):
-        if recall[row, columns.HOW] != columns.JUDGED:
-            continue
-        start, length = (int(steps[row, column]) for column in (columns.START, columns.LENGTH))
-        asking = torch.tensor(asking_reference(length, most_asking))
-        middle = (["sink"] * sinks[row] + ["shown"] * (shown[row] // 2)) * case.unit
-        position = torch.full((len(asking), query.shape[1]), len(middle))
-        plain = rotate_reference(query[start + asking], position, case.inv_freq, case.interleaved)
-        expected = evidence_reference(plain * scale, coarse[row], case.num_sets)
+    for row in plain:
+        expected = evidence_reference(plain[row] * scale, coarse[row], case.num_sets)
         mine = found[row, :, : stored[row]].cpu().double()
         worst = max(worst, close("evidence", mine / expected, torch.ones_like(expected), 1e-3))
         worst = max(worst, close("evidence", mine, expected, 2e-5))

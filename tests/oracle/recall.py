@@ -115,7 +115,7 @@ class RecallSim:
         tokens = [token for u in stored for token in range(u * unit, (u + 1) * unit)]
         coarse = in_8_bits(keys[:, tokens])
         group = queries.shape[1] // num_heads
-        queries = in_15_bits(queries)
+        queries = in_8_bits(queries)
         worth = torch.zeros(len(stored))
         for head in range(queries.shape[1]):
             logits = queries[:, head] @ coarse[head // group].T * (scale or size**-0.5)
@@ -163,16 +163,16 @@ class RecallSim:
                 of_head[:, tokens] = in_8_bits(of_head[:, tokens])
 
 
-def in_8_bits(keys: Tensor) -> Tensor:
-    """Each key in 127 steps of its largest channel, on both sides of 0."""
-    return _in_steps(keys, 127)
+def may_round_either_way(vectors: Tensor) -> Tensor:
+    """Vectors with a channel near the middle of two of its 127 steps, ``[...]`` of ``[..., D]``.
+
+    Another order of fp32 operations may round it to the other step.
+    """
+    steps = vectors.double() / vectors.abs().amax(-1, keepdim=True).clamp_min(1e-30) * 127
+    return ((steps - steps.floor() - 0.5).abs() < 2e-4).any(-1)
 
 
-def in_15_bits(queries: Tensor) -> Tensor:
-    """Each query in 127 * 128 steps of its largest channel, on both sides of 0."""
-    return _in_steps(queries, 127 * 128)
-
-
-def _in_steps(vectors: Tensor, number: int) -> Tensor:
-    step = vectors.abs().amax(-1, keepdim=True) / number
+def in_8_bits(vectors: Tensor) -> Tensor:
+    """Each vector in 127 steps of its largest channel, on both sides of 0."""
+    step = vectors.abs().amax(-1, keepdim=True) / 127
     return torch.where(step > 0, (vectors / step).round() * step, 0.0)

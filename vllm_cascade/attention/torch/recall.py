@@ -8,7 +8,7 @@
    first layer equal tokens have equal keys.
 3. The worth is maximised over queries and averaged over the query heads of a set.
 
-Queries are rounded to 15 bits, so that a device may multiply integers where that is faster.
+Queries are rounded to 8 bits, as keys are, so products are integers on every device.
 See docs/INTERNALS.md, "Recall".
 """
 
@@ -20,9 +20,7 @@ from vllm_cascade.models.rotary import rotate, signed_rotation
 from vllm_cascade.recall.log import Part
 
 LEVELS = 127
-"""Quantisation steps of a key's largest channel."""
-QUERY_LEVELS = 127 * 128
-"""Quantisation steps of a query's largest channel."""
+"""Quantisation steps of a key's or query's largest channel."""
 
 
 def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,8 +48,8 @@ def by_keys(words: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(queries: torch.Tensor) -> torch.Tensor:
-    """Round fp32 queries ``[..., D]`` to 15 bits; the result is fp32, scaled back."""
-    step = queries.abs().amax(-1, keepdim=True) / QUERY_LEVELS
+    """Round fp32 queries ``[..., D]`` to 8 bits; the result is fp32, scaled back."""
+    step = queries.abs().amax(-1, keepdim=True) / LEVELS
     return (queries / step.clamp_min(torch.finfo(torch.float32).tiny)).round() * step
 
 
