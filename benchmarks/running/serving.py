@@ -185,6 +185,12 @@ class Server:
         self._leash.release()
         self._process = None
 
+    def kill(self) -> None:
+        """End it and its engine at once, as a crash does."""
+        assert self._process is not None, "start() first"
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def tail(self, lines: int = 12) -> str:
         """The last lines it wrote: the error, where there is one."""
         self._log.seek(0)
@@ -198,6 +204,10 @@ class Server:
         for sample in self._samples():
             totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
         return totals
+
+    def samples(self, name: str, label: str) -> dict[str, float]:
+        """A metric's values by one of its labels."""
+        return {s.labels[label]: s.value for s in self._samples() if s.name == name}
 
     def _cache_config(self) -> dict[str, str]:
         return next(dict(s.labels) for s in self._samples() if s.name == CACHE_CONFIG)

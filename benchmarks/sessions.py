@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat that outlives its server: ``python -m benchmarks.sessions``.
+
+For each policy a server with ``--kv-sessions-dir`` leads one long chat. Then it answers the next
+turn from host memory, is killed (SIGKILL) and started again on the same folder, and answers the
+next turn from disk. The table has the time to the first token of that turn, beside a fresh
+session's turn with as many new tokens, and beside reading the whole chat again. Stock vLLM answers
+within its positions, from its prefix cache and without.
+
+Turns of a table take turns: a fresh one before every other one. New tokens are never those of
+another trial. ``read`` is counted by the server: prompt tokens less those it had cached.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.models import best_model
+from benchmarks.reporting import results
+from benchmarks.reporting.tables import Table, number, spread
+from benchmarks.running.conversation import TIMEOUT
+from benchmarks.running.engines import (
+    BOOK,
+    load_tokenizer,
+    native_positions,
+    quiet,
+    settle_dtype,
+)
+from benchmarks.running.serving import Server
+
+POLICIES = {
+    "sink + recall": ["--kv-policy", "sink", "--kv-recall", "8"],
+    "cascade": ["--kv-policy", "cascade"],
+}
+STOCK = "stock vLLM"
+FRESH, MEMORY, DISK, AGAIN = "fresh session", "from memory", "from disk", "everything again"
+MEMORY_GOAL, DISK_GOAL = 1.2, 1.5
+"""Most times a fresh turn's time to the first token."""
+SHOWN = (
+    "Seconds to the first token of a turn with {new:,} new tokens: median and range. A turn from "
+    "disk is the first use of its session after SIGKILL and a new start. One token more than the "
+    "new ones is read: the last one sampled, which was never attended."
+)
+
+
+@dataclass
+class Answer:
+    """One streamed answer.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        read: those of them that the server did not have.
+        first: seconds to the first token.
+    """
+
+    prompt: int
+    read: int
+    first: float
+    tokens: list[int] = field(default_factory=list)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = results.parser_of("sessions", __doc__)
+    add = parser.add_argument
+    add("--model", help="path or name; default: the real model of the benchmarks")
+    add("--book", type=Path, default=BOOK, help="text file")
+    add("--dtype", default="auto")
+    add("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    add("--budget", type=int, default=1024)
+    add("--tokens", type=int, default=100_000, help="of the chat")
+    add("--turn", type=int, default=1000, help="tokens that the user says each turn")
+    add("--answer", type=int, default=32, help="tokens of each answer")
+    add("--new", type=int, default=500, help="new tokens of a measured turn")
+    add("--trials", type=int, default=5, help="measured turns from memory")
+    add("--restarts", type=int, default=3, help="times that the server is killed")
+    add("--pool-mib", type=int, default=512, help="KV pool of every server")
+    add("--block-size", type=int, default=32)
+    args = parser.parse_args(argv)
+    if min(args.trials, args.restarts, args.new, args.turn, args.answer) < 1:
+        parser.error("--trials, --restarts, --new, --turn and --answer must be at least 1")
+    return args
+
+
+class Text:
+    """Tokens of a book, in pieces that differ: each time it ends, it begins one token later."""
+
+    def __init__(self, model: str, book: Path) -> None:
+        self._tokens = load_tokenizer(model)(book.read_text(encoding="utf-8"))["input_ids"]
+        self._rounds: Iterator[int] = count()
+        self._rest: list[int] = []
+
+    def take(self, num: int) -> list[int]:
+        while len(self._rest) < num:
+            self._rest += self._tokens[next(self._rounds) :]
+        taken, self._rest = self._rest[:num], self._rest[num:]
+        return taken
+
+
+def ask(server: Server, prompt: list[int], max_tokens: int, salt: str | None = None) -> Answer:
+    """Stream a greedy answer. With a salt of its own nothing cached is found."""
+    import openai  # takes a second, which parsing arguments need not spend
+
+    body: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True}
+    if salt is not None:
+        body["cache_salt"] = salt
+    answer, start = Answer(len(prompt), len(prompt), 0.0), time.perf_counter()
+    with (
+        openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", timeout=TIMEOUT, max_retries=0
+        ) as client,
+        client.completions.create(
+            model=server.model,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body=body,
+        ) as stream,
+    ):
+        for chunk in stream:
+            for choice in chunk.choices:
+                answer.first = answer.first or time.perf_counter() - start
+                answer.tokens += choice.token_ids or []
+            if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
+                answer.read -= chunk.usage.prompt_tokens_details.cached_tokens or 0
+    return answer
+
+
+def chat(server: Server, text: Text, args: argparse.Namespace, most: int) -> list[int]:
+    """Lead a chat of at least ``most`` tokens; returns them."""
+    history: list[int] = []
+    while len(history) < most:
+        history += text.take(args.turn)
+        history += ask(server, history, args.answer).tokens
+    return history
+
+
+def wait_for_file(folder: Path, num_tokens: int) -> None:
+    """Until the state after so many tokens is in the folder.
+
+    Raises:
+        TimeoutError: it did not come.
+    """
+    from vllm_cascade.sessions.files import Folder
+
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        entries, _ = Folder(folder).entries()
+        if any(int(entry.header["num_tokens"]) == num_tokens for entry in entries):
+            return
+        time.sleep(0.2)
+    raise TimeoutError(f"no session of {num_tokens} tokens in {folder}")
+
+
+def flags(args: argparse.Namespace, *own: str) -> list[str]:
+    shared = ["--dtype", args.dtype, "--enforce-eager", "--block-size", str(args.block_size)]
+    shared += ["--max-num-seqs", "1", "--kv-cache-memory-bytes", str(args.pool_mib << 20)]
+    return [*own, *shared, "--enable-prompt-tokens-details"]
+
+
+def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[str, list[Answer]]:
+    """All turns under one policy, by what they start from."""
+    found: dict[str, list[Answer]] = {FRESH: [], MEMORY: [], DISK: [], AGAIN: []}
+
+    def turn(server: Server, label: str, history: Sequence[int] = ()) -> None:
+        prompt = [*history, *text.take(args.new)]
+        salt = "again" if label == AGAIN else None
+        found[label].append(ask(server, prompt, args.answer, salt))
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "sessions"
+        own = [*POLICIES[policy], "--kv-budget", str(args.budget), "--kv-sessions"]
+        own += ["--kv-sessions-dir", str(folder)]
+        own += ["--max-model-len", str(2 * args.tokens + 10 * (args.turn + args.new))]
+        with Server(args.model, flags(args, *own)) as server:
+            history = chat(server, text, args, args.tokens)
+            for _ in range(args.trials):
+                turn(server, FRESH)
+                turn(server, MEMORY, history)
+            turn(server, AGAIN, history)
+            wait_for_file(folder, len(history) - 1)
+            server.kill()
+        for _ in range(args.restarts):
+            with Server(args.model, flags(args, *own)) as server:
+                ask(server, text.take(args.new), args.answer)  # the first one is slower
+                turn(server, FRESH)
+                turn(server, DISK, history)
+                turn(server, FRESH)
+                hits = server.samples("vllm:kv_session_hits_total", "tier")
+                assert hits["disk"] == 1, hits
+                server.kill()
+    return found
+
+
+def stock(args: argparse.Namespace, text: Text, positions: int) -> dict[str, list[Answer]]:
+    """Stock vLLM's turns at the end of its positions."""
+    found: dict[str, list[Answer]] = {FRESH: [], MEMORY: [], AGAIN: []}
+    room = args.new + args.answer
+    with Server(args.model, flags(args)) as server:
+        history = chat(server, text, args, positions - 2 * room - args.turn)
+        for number in range(args.trials):
+            found[FRESH].append(ask(server, text.take(args.new), args.answer))
+            new = text.take(args.new)
+            found[MEMORY].append(ask(server, [*history, *new], args.answer))
+            salt = f"again {number}"
+            found[AGAIN].append(ask(server, [*history, *new], args.answer, salt))
+    return found
+
+
+def table(args: argparse.Namespace, measured: dict[str, dict[str, list[Answer]]]) -> Table:
+    rows = []
+    for name, kinds in measured.items():
+        fresh = median(answer.first for answer in kinds[FRESH])
+        for label, answers in kinds.items():
+            first = [answer.first for answer in answers]
+            goal = {MEMORY: MEMORY_GOAL, DISK: DISK_GOAL}.get(label) if name != STOCK else None
+            rows.append(
+                (
+                    f"{name}: {label}",
+                    f"{answers[0].prompt:,}",
+                    f"{max(answer.read for answer in answers):,}",
+                    spread(first, 3),
+                    number(median(first) / fresh),
+                    number(goal, 1),
+                )
+            )
+    columns = ("turn", "prompt tokens", "read", "first token (s)", "to a fresh one", "at most")
+    title = f"A chat of {args.tokens:,} tokens with {results.name_of(args.model)}"
+    return Table(title, columns, tuple(rows), SHOWN.format(new=args.new))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    # Servers run one at a time, so each has all cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    quiet()
+    args = parse_args(argv)
+    args.model = args.model or str(best_model().path)
+    args.dtype = settle_dtype(args.dtype, args.model)
+    positions = native_positions(args.model)
+    if args.turn + 2 * (args.new + args.answer) >= positions:
+        raise SystemExit(
+            f"--turn {args.turn} and --new {args.new} do not fit the model's {positions:,} "
+            "positions, in which stock vLLM answers: lower them"
+        )
+    text, measured = Text(args.model, args.book), {}
+    for policy in args.policies:
+        measured[policy] = measure(args, policy, text)
+    measured[STOCK] = stock(args, text, positions)
+    data = {
+        name: {
+            label: [{k: v for k, v in asdict(one).items() if k != "tokens"} for one in answers]
+            for label, answers in kinds.items()
+        }
+        for name, kinds in measured.items()
+    }
+    results.save(args.out, [table(args, measured)], data, vars(args), argv)
+
+
+if __name__ == "__main__":
+    main()
