@@ -21,6 +21,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import RecallMemory
 from vllm_cascade.recall.stores import UnitStores
+from vllm_cascade.step.drafts import most_drafts
 
 
 class KVPolicyBackend(AttentionBackend):
@@ -90,4 +91,4 @@ class KVPolicyBackend(AttentionBackend):
                 f"kv_policy: a layer with {type(spec).__name__} cannot be bounded; use a model "
                 "whose layers use full attention or sliding windows"
             )
-        return KVPolicySpec.from_full(spec, policy)
+        return KVPolicySpec.from_full(spec, policy, most_drafts(config))
