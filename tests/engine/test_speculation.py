@@ -196,7 +196,7 @@ def test_2_000_tokens(engine_pool: EnginePool, book_tokens: list[int]) -> None:
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss"])
 def test_layers_with_windows(architecture: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     family = FAMILIES[architecture]
-    model = write_family(family, tmp_path)
+    model = write_family(tmp_path, family)
     policy = {"name": "cascade", "budget": 32, "num_subcaches": 2, **SMALL}
     prompts = [random_tokens(n, n) for n in (150, 20)]
     settings = {"model": model, "max_model_len": 2048}
