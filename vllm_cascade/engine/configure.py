@@ -47,8 +47,6 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
         reasons.append(f"{policy.name} scores tokens by their ids")
     if SessionSettings.of(config.additional_config) is not None:
         reasons.append("a session ends with the tokens of its request")
-    if config.speculative_config is not None:
-        reasons.append("rejected drafts are undone before the next step")
     if reasons and config.scheduler_config.async_scheduling:
         config.scheduler_config.async_scheduling = False
         logger.info("Asynchronous scheduling is off: %s.", ", and ".join(reasons))
