@@ -14,6 +14,7 @@ struct Tokens {
   const int32_t* scored;         // [count], ranks of the tokens that get them; negative: none
   const int32_t* rules;          // [any, RULE_COLUMNS], the rules after the first of each row
   const int32_t* shift;          // [count], positions beyond ranks, or null: all 0
+  const int32_t* saves;          // [count], places of draft tokens, or -1; null: no drafts
   int64_t moved;
 };
 

@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "attend_tokens.h"
+#include "drafts.h"
 #include "rules.h"
 
 namespace {
@@ -110,9 +111,7 @@ inline int64_t place_of(const int32_t* rank, int64_t units, int64_t wanted) {
 template <class T>
 void write_slot(const Request<T>& request, const Layer& layer, int64_t set, int64_t slot) {
   const int64_t page = request.pages()[slot / layer.block_size], offset = slot % layer.block_size;
-  const int64_t begin = layer.num_sets == 1 ? 0 : set;
-  const int64_t end = layer.num_sets == 1 ? layer.num_heads : set + 1;
-  for (int64_t head = begin; head < end; head++) {
+  for (int64_t head = layer.first_head(set); head < layer.first_head(set + 1); head++) {
     float* scale = layer.row_scale ? layer.scale_of(page, head, offset) : nullptr;
     write_row<T>(layer, request.key(head), request.value(head), nullptr,
                  layer.row(page, head, offset), scale, layer.block_size);
@@ -134,6 +133,8 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
   float* score = scratch.take(3 * padded);
   int32_t* rank = (int32_t*)(score + padded);
   int32_t* token = rank + padded;
+  const int64_t place = request.batch.saves ? request.batch.saves[request.b] : -1;
+  if (place >= 0) save_words(layer, pages, set, place, old_units);
   gather(layer, pages, set, (const int32_t*)layer.rank, rank, 0, old_units);
   std::fill(rank + old_units, rank + padded, -1);
   const int32_t filling = (int32_t)(step[CACHED] / unit);
@@ -157,6 +158,7 @@ void insert(const Request<T>& request, const Mass& mass, int64_t set) {
   });
 
   const int64_t target = entry < last ? entry : rank[last] < 0 ? -1 : places.free(units);
+  if (place >= 0) save_slot(layer, pages, set, place, target < 0 ? -1 : target * unit + offset);
   if (target >= 0) write_slot(request, layer, set, target * unit + offset);
   if (target >= 0 && entry == last) {
     rank[target] = rank[last];

@@ -31,6 +31,10 @@ struct Layer {
   const float* sinks;     // [H * G] learned sink logits, or null
   float* row_scale;       // [H, 2, block_size] per page, keys then values; null: no row scales
   const uint32_t* salts;  // [S], hashed into scores from the host; null: used as they are
+  int32_t* versions;      // [drafts, 2, S, page_units] per page: ranks and scores before each draft
+  char* draft_rows;       // [places, H, row bytes] that draft tokens replaced; null: no drafts
+  float* draft_scales;    // [places, H, 2], their scales; null: no row scales
+  int32_t* draft_words;   // [places, 3, S]: the slot, -1 for none, its unit's `born` and `token`
   int64_t page_bytes;     // from one page's K/V to the next
   int64_t page_words;     // from one page's words to the next
   int64_t num_heads, group, head_size, num_sets, block_size;
@@ -43,6 +47,7 @@ struct Layer {
   int64_t uses_scores;  // whether pages hold scores
   int64_t reduction;
   int64_t window;  // tokens that a query sees, itself included; 0: all cached ones
+  int64_t drafts;  // most draft tokens of a request in a step
   float scale, softcap;
   float key_scale, value_scale;  // scales of all stored keys and values without row scales
 
@@ -80,6 +85,8 @@ struct Layer {
     return x;
   }
   int64_t word(int64_t page, int64_t set) const { return page * page_words + set * page_units; }
+  // The heads of a set: from first_head(set) to first_head(set + 1).
+  int64_t first_head(int64_t set) const { return num_sets == 1 ? set * num_heads : set; }
 };
 
 // Rows of new tokens. Strides are elements between tokens; heads and channels are contiguous.

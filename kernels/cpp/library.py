@@ -35,10 +35,11 @@ class Layer(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_of(c_void_p, "kv rank born score token slopes rotation sinks row_scale salts"),
+        *_of(c_void_p, "versions draft_rows draft_scales draft_words"),
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
         *_of(c_int64, "value_size value_at row_size"),
         *_of(c_int64, "unit page_units half is_neox dtype stored stored_bytes uses_scores"),
-        *_of(c_int64, "reduction window"),
+        *_of(c_int64, "reduction window drafts"),
         *_of(c_float, "scale softcap key_scale value_scale"),
     ]
 
@@ -78,7 +79,7 @@ class Tokens(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_of(c_int64, "count num_pages"),
-        *_of(c_void_p, "steps pages logit_scale given scored rules shift"),
+        *_of(c_void_p, "steps pages logit_scale given scored rules shift saves"),
         *_of(c_int64, "moved"),
     ]
 
@@ -97,6 +98,12 @@ class Stride(ctypes.Structure):
     ]
 
 
+class Undone(ctypes.Structure):
+    """Rejected drafts of many requests, int32 ``[count, 4]``, and block numbers."""
+
+    _fields_: ClassVar = [*_of(c_int64, "count num_pages"), *_of(c_void_p, "rows pages")]
+
+
 class Store(ctypes.Structure):
     """A request's stored units, and the queries that select from them."""
 
@@ -113,7 +120,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.calls = {"tokens": 0, "strides": 0, "recalls": 0}
+        self.calls = {"tokens": 0, "strides": 0, "recalls": 0, "undone": 0}
         try:
             native = ctypes.CDLL(str(path))
         except OSError as error:
@@ -124,6 +131,7 @@ class Library:
             ("layer", Layer),
             ("rows", Rows),
             ("store", Store),
+            ("undone", Undone),
         ):
             size = getattr(native, f"{name}_size")
             size.restype = c_int64
@@ -138,11 +146,13 @@ class Library:
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
         self._recall = native.recall_units
+        self._undo = native.undo_tokens
         layer, rows = POINTER(Layer), POINTER(Rows)
         self._tokens.argtypes = [layer, POINTER(Tokens), rows]
         self._stride.argtypes = [layer, POINTER(Stride), rows]
         self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, c_void_p, c_void_p]
-        for function in (self._tokens, self._stride, self._recall):
+        self._undo.argtypes = [layer, POINTER(Undone)]
+        for function in (self._tokens, self._stride, self._recall, self._undo):
             function.restype = None
 
     def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
@@ -154,6 +164,11 @@ class Library:
         """Attend, update scores, apply the rules of all tokens, and insert, for a stride."""
         self.calls["strides"] += 1
         self._stride(layer, stride, rows)
+
+    def undo_tokens(self, layer: Layer, undone: Undone) -> None:
+        """Undo rejected draft tokens."""
+        self.calls["undone"] += 1
+        self._undo(layer, undone)
 
     def recall_units(
         self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int

@@ -68,6 +68,7 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
 }  // namespace
 
 extern "C" int64_t tokens_size() { return sizeof(Tokens); }
+extern "C" int64_t undone_size() { return sizeof(Undone); }
 extern "C" int64_t layer_size() { return sizeof(Layer); }
 extern "C" int64_t rows_size() { return sizeof(Rows); }
 extern "C" int64_t has_fp16() {
@@ -85,4 +86,11 @@ extern "C" void attend_and_insert_tokens(const Layer* layer, const Tokens* batch
 #ifdef HAS_FP16
   if (layer->dtype == FP16) run<fp16>(*layer, *batch, *rows);
 #endif
+}
+
+extern "C" void undo_tokens(const Layer* layer, const Undone* undone) {
+#pragma omp parallel for collapse(2) if (undone->count > 1)
+  for (int64_t b = 0; b < undone->count; b++)
+    for (int64_t set = 0; set < layer->num_sets; set++)
+      undo(*layer, undone->rows + b * UNDONE_COLUMNS, undone->pages + b * undone->num_pages, set);
 }

@@ -22,9 +22,9 @@ def full(block_size: int = 16, dtype: torch.dtype = torch.bfloat16) -> FullAtten
     return FullAttentionSpec(block_size=block_size, num_kv_heads=2, head_size=8, dtype=dtype)
 
 
-def spec(block_size: int = 16, **kwargs) -> KVPolicySpec:
+def spec(block_size: int = 16, drafts: int = 0, **kwargs) -> KVPolicySpec:
     policy = resolve({"name": "cascade", "budget": 64, "prefill_stride": 8, **kwargs})
-    return KVPolicySpec.from_full(full(block_size), policy)
+    return KVPolicySpec.from_full(full(block_size), policy, drafts)
 
 
 def manager(num_pages: int, **kwargs) -> KVPolicyManager:
@@ -48,6 +48,9 @@ def test_page_size_counts_every_byte() -> None:
     assert spec().page_size_bytes == dense + 16 * 12
     assert spec(head_policy="per_kv_head").page_size_bytes == dense + 2 * 16 * 12
     assert spec(trace=True).page_size_bytes == dense + 16 * 16
+    assert spec(drafts=2).page_size_bytes == dense + 16 * (12 + 2 * 8)
+    assert spec(drafts=4, trace=True).page_size_bytes == dense + 16 * (16 + 4 * 8)
+    assert spec(drafts=4, head_policy="per_kv_head").num_pages(10**6) == spec().num_pages(10**6)
     assert spec().copy_with_new_block_size(32).page_size_bytes == 2 * spec().page_size_bytes
 
 
@@ -170,3 +173,18 @@ def test_page_views_share_the_pools_bytes() -> None:
         assert words[2].view(torch.float32)[1, 15] == 9.0
         assert int((tail != 0).sum()) == 3 + 2  # nothing else was touched
         assert not view.any(), "keys and values must not overlap the numbers"
+
+
+def test_versions_follow_the_words_of_a_page() -> None:
+    s = spec(drafts=3, trace=True, head_policy="per_kv_head")
+    raw = torch.zeros(2 * s.page_size_bytes, dtype=torch.uint8)
+    stride = s.page_size_bytes // 2
+    view = torch.as_strided(raw.view(torch.bfloat16), (2, 2, 16, 16), (stride, 256, 16, 1))
+    pages = page_views(view, s)
+    assert pages.versions.shape == (2, 3, 2, 2, 16) and pages.versions[1].is_contiguous()
+    pages.versions[1] = torch.arange(3 * 2 * 2 * 16, dtype=torch.int32).view(3, 2, 2, 16) + 1
+    tail = raw.view(2, -1)[1, s.unpadded_page_size_bytes :].view(torch.int32)
+    used = tail[4 * 2 * 16 : (4 + 6) * 2 * 16]
+    assert used.tolist() == list(range(1, 193)) and int((tail != 0).sum()) == 192
+    assert not view.any() and not pages.token.any() and not raw[: s.page_size_bytes].any()
+    assert page_views(view, spec(trace=True, head_policy="per_kv_head")).versions is None

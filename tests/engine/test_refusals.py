@@ -54,16 +54,11 @@ def rope(**parameters: Any) -> dict[str, Any]:
     return {**LLAMA, "rope_parameters": {"rope_theta": 10000.0, **parameters}}
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "speculative decoding": (
-        {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 2,
-                "prompt_lookup_max": 2,
-            }
-        },
-        "--speculative-config",
+    "drafts over ranks": (
+        {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
+        "--speculative-config is not tested with .*set them to 1",
     ),
     "KV connector": (
         {
@@ -229,6 +224,25 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
         "set --kv-cache-dtype to auto",
     ),
+    "other drafters": (
+        SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
+        "set its method to ngram",
+    ),
+    "drafts of scores by text": (
+        SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
+        'set importance to "attention"',
+    ),
+    "drafts of moved tokens": (
+        SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
+        'set importance to "attention" and order to "chronological"',
+    ),
+    "drafts of recurrent layers": (
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(method="ngram"),
+            model_config=SimpleNamespace(is_hybrid=True),
+        ),
+        "a model with recurrent layers",
+    ),
     "random windows": (
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
         "random windows",
@@ -290,6 +304,10 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     "recurrent layers on CUDA": (
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",
+    ),
+    "speculative decoding on CUDA": (
+        SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
+        "do not undo rejected drafts yet; remove it",
     ),
     "sessions on CUDA": (
         SimpleNamespace(additional_config={"kv_sessions": True}),
@@ -355,6 +373,12 @@ def test_refused_configuration(name: str) -> None:
     own = {
         "clusters over ranks": {"name": "dgc", "importance": "cluster"},
         "quantised means": {"name": "dgc", "importance": "cluster"},
+        "drafts of scores by text": {"name": "dgc", "importance": "tfidf"},
+        "drafts of moved tokens": {
+            "name": "dgc",
+            "importance": "attention",
+            "order": "importance",
+        },
         "scores by text over stages": {"name": "dgc", "importance": "tfidf"},
         "scores by text of embeddings": {"name": "dgc", "importance": "tfidf"},
         "recalled latents in 8 bits": {"name": "sink", "recall": 2, "recall_rows": "int8"},
@@ -444,6 +468,17 @@ def test_what_no_kernel_does_is_said(
     with caplog.at_level("WARNING", logger=engine.logger.name):
         DEVICES["cuda"].configure(config, resolve({"name": "dgc", "importance": importance}))
     assert ("attention runs in PyTorch" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("importance", ["attention", "cluster"])
+def test_drafts_are_accepted_where_tokens_stay(importance: str) -> None:
+    """Merged tokens are refused. Undoing drafts before the next step needs synchronous steps."""
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    policy = resolve({"name": "dgc", "importance": importance})
+    found = refusal_of("drafts of moved tokens").applies(config, policy)
+    assert found == (importance == "cluster")
+    made = create(MODEL, speculative_config=NGRAM)
+    assert not made.scheduler_config.async_scheduling  # as vLLM decides for such drafters
 
 
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:

@@ -493,3 +493,21 @@ def test_who_keeps_the_newest(settings: dict[str, Any], first: int | None) -> No
         kept = sim.tokens()
         newest = len(kept) - min(first, t + 1)
         assert kept == [*range(min(first, t + 1)), *range(t + 1 - newest, t + 1)]
+
+
+@pytest.mark.parametrize("every", [1, 5, 16])
+def test_drafts_neither_select_nor_evict_units(every: int) -> None:
+    """Literally: rows of drafts end before any token at which recall does something."""
+    raw = {"name": "sink", "budget": 32, "unit": 8, "recall": 2, "recall_every": every}
+    schedule = compiled(resolve({**raw, "prefill_stride": 8}))
+    for begin in range(1, 200):
+        end = schedule.quiet(begin, begin + 7)
+        assert begin <= end <= begin + 7
+        tokens = np.arange(begin, end)
+        assert (schedule.evicted(tokens + 1) == schedule.evicted(tokens)).all()
+        assert (schedule.recalled(tokens) == schedule.recalled(tokens - 1)).all()
+        assert (tokens % every != 0).all()
+        if end < begin + 7:
+            assert end % 8 in (0, 7) or end % every == 0
+    plain = compiled(resolve({"name": "sink", "budget": 32, "unit": 8, "prefill_stride": 8}))
+    assert plain.quiet(3, 10) == 10

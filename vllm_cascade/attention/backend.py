@@ -21,6 +21,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import RecallMemory
 from vllm_cascade.recall.stores import UnitStores
+from vllm_cascade.step.drafts import most_drafts
 
 
 class KVPolicyBackend(AttentionBackend):
@@ -99,4 +100,4 @@ class KVPolicyBackend(AttentionBackend):
                 "whose layers use full attention or sliding windows"
             )
         assert isinstance(spec, FullAttentionSpec)
-        return KVPolicySpec.from_full(spec, policy)
+        return KVPolicySpec.from_full(spec, policy, most_drafts(config))

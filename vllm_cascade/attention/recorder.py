@@ -47,6 +47,14 @@ class Recorder:
             if blocks[0] != 0:  # warm-up rows have only the null block
                 self.add(layer, pages, blocks, row[NEW_SLOTS], row[STREAM] + row[LENGTH])
 
+    def forget(self, layer: str, first_page: int, end: int) -> None:
+        """Drop what a layer kept of a request after more than ``end`` tokens: they were drafts."""
+        self.kept = [
+            kept
+            for kept in self.kept
+            if (kept.layer, kept.first_page) != (layer, first_page) or kept.end <= end
+        ]
+
     def add(self, layer: str, pages: Pages, blocks: torch.Tensor, num_slots: int, end: int) -> None:
         """Record what one request's first ``num_slots`` slots keep after ``end`` tokens."""
         if end % self.every == 0:

@@ -49,6 +49,7 @@ def bounded(
     policy: Policy,
     block_size: int,
     max_position: int | None = None,
+    drafts: int = 0,
 ) -> dict[str, KVCacheSpec]:
     """Replace the specs of sliding-window layers by bounded ones.
 
@@ -57,6 +58,7 @@ def bounded(
         block_size: Tokens per page under the engine's policy.
         max_position: Positions that the model supports; None: unlimited. A window at least this
             large never masks a token, so its layer runs under the engine's policy.
+        drafts: Most draft tokens of a request in a step.
 
     Returns:
         Bounded specs by layer name.
@@ -89,6 +91,7 @@ def bounded(
                 drop=("sliding_window", "extra_retained_tokens"),
                 block_size=block_size,
                 page_size_padded=None,
+                drafts=drafts,
                 **own,
             )
         bounded_specs[name] = spec

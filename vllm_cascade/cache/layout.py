@@ -5,7 +5,8 @@ A page is one vLLM block. It holds, in this order:
 
 - rows, ``[num_kv_heads, block_size, row_size]``, in the model's dtype or in 8 bits. A row is a key
   and a value, or a latent row that is both (``attention/latent.py``);
-- 4-byte words for each unit and head set (``UNIT_WORDS``);
+- 4-byte words for each unit and head set (``UNIT_WORDS``), with speculative decoding also
+  versions of some of them;
 - scales for each row, if the cache quantises rows separately (``quantised.py``).
 
 The page size includes all three. A unit is ``unit`` slots that hold consecutive tokens in order. In
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from vllm_cascade.cache.quantised import Quantised
-from vllm_cascade.cache.spec import ROW_SCALES, WORD_BYTES, KVPolicySpec
+from vllm_cascade.cache.spec import ROW_SCALES, VERSIONED, WORD_BYTES, KVPolicySpec
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Pages:
         scale: fp32 ``[num_blocks, num_kv_heads, block_size, 2]``, scales of each slot's key and
             value. A page stores a head's key scales before its value scales. None: rows have no
             scales of their own.
+        versions: int32 ``[num_blocks, drafts, 2, num_sets, block_size // unit]``, rank and score
+            (its bits) before each draft token of the last step. None without drafts.
     """
 
     kv: torch.Tensor
@@ -50,6 +53,7 @@ class Pages:
     token: torch.Tensor | None = None
     quantised: Quantised | None = None
     scale: torch.Tensor | None = None
+    versions: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -107,17 +111,20 @@ def page_views(
     words = torch.empty(0, dtype=torch.int32, device=kv_cache.device).set_(
         storage,
         start // WORD_BYTES,
-        (num_blocks, len(spec.words), spec.num_sets, units),
+        (num_blocks, spec.num_words, spec.num_sets, units),
         (page_words, spec.num_sets * units, units, 1),
     )
-    tail = dict(zip(spec.words, words.unbind(1), strict=True))
+    num_words = len(spec.words)
+    tail = dict(zip(spec.words, words[:, :num_words].unbind(1), strict=True))
+    if spec.drafts:
+        tail["versions"] = words[:, num_words:].unflatten(1, (spec.drafts, len(VERSIONED)))
     tail["score"] = tail["score"].view(torch.float32)
     own_scales = quantised is not None and quantised.scales is None
     assert own_scales == (spec.scale_bytes > 0), (quantised, spec.kv_quant_mode)
     if own_scales:
         tail["scale"] = torch.empty(0, dtype=torch.float32, device=kv_cache.device).set_(
             storage,
-            start // WORD_BYTES + len(spec.words) * spec.num_sets * units,
+            start // WORD_BYTES + spec.num_words * spec.num_sets * units,
             (num_blocks, num_heads, block_size, ROW_SCALES),
             (page_words, ROW_SCALES * block_size, 1, block_size),
         )

@@ -36,6 +36,8 @@ LATENT_FIELDS = (
     "non_causal_multi_token_decode",
 )
 """Fields of vLLM's specs for latent rows that mean nothing for a bounded cache."""
+VERSIONED = ("rank", "score")
+"""Words of all of a request's units that inserting a token may change."""
 ROW_SCALES = 2
 """Scales per slot and KV head in caches with scales for each row: key scale, value scale."""
 
@@ -97,6 +99,9 @@ class KVPolicySpec(AttentionSpec):
     """All kinds of layers in the model, the engine's policy first; empty if there is only one."""
     num_layers: int | None = None
     """Cached layers in the whole model; set if a worker runs only some of them."""
+    drafts: int = 0
+    """Most draft tokens of a request in a step (speculative decoding). Pages hold a version of the
+    ranks and scores before each."""
 
     # vLLM must not share pages that a later token overwrites, and our backend finds its own slots.
     prefix_cacheable = uses_slot_mapping = False  # pyright: ignore
@@ -104,12 +109,12 @@ class KVPolicySpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         units = self.num_sets * (self.page_slots // self.policy.unit)
-        own = self.row_bytes + units * len(self.words) * WORD_BYTES
+        own = self.row_bytes + units * self.num_words * WORD_BYTES
         aligned = cdiv(own, PAGE_ALIGNMENT) * PAGE_ALIGNMENT
         object.__setattr__(self, "page_size_padded", max(aligned, self.least_page_bytes))
 
     @classmethod
-    def from_full(cls, spec: FullAttentionSpec, policy: Policy) -> "KVPolicySpec":
+    def from_full(cls, spec: FullAttentionSpec, policy: Policy, drafts: int = 0) -> "KVPolicySpec":
         """Create the bounded counterpart of a full-attention layer's spec."""
         others = LATENT_FIELDS if isinstance(spec, MLAAttentionSpec) else ()
         return replace_as(
@@ -117,6 +122,7 @@ class KVPolicySpec(AttentionSpec):
             cls,
             drop=("sliding_window", "attention_chunk_size", "non_causal", *others),
             policy=policy,
+            drafts=drafts,
             page_size_padded=None,
         )
 
@@ -189,6 +195,11 @@ class KVPolicySpec(AttentionSpec):
     @property
     def words(self) -> tuple[str, ...]:
         return TRACE_WORDS if self.policy.keeps_ages else UNIT_WORDS
+
+    @property
+    def num_words(self) -> int:
+        """Words per unit and head set, with the versions that drafts need."""
+        return len(self.words) + len(VERSIONED) * self.drafts
 
     def num_pages(self, num_tokens: int, schedule: Schedule | None = None) -> int:
         """Pages of a request after ``num_tokens`` tokens.

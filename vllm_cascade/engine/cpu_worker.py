@@ -12,6 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.cache.layout import page_pools
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
@@ -22,6 +23,7 @@ from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions.ranks import Ranks
 from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.sessions.tiers import WorkerSessions
+from vllm_cascade.step.drafts import Drafts, most_drafts
 
 
 def session_ranks(rank: int, parallel: ParallelConfig) -> Ranks:
@@ -43,6 +45,7 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     device_entry = DEVICES["cpu"]
 
     _sessions: WorkerSessions | None = None
+    _drafts: Drafts | None = None
 
     def load_model(self, **kwargs: Any) -> None:
         super().load_model(**kwargs)
@@ -51,6 +54,7 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         expect_hidden_states(self.model_runner)
+        self._keep_drafts()
         settings = SessionSettings.of(self.vllm_config.additional_config)
         if settings is not None:
             self._sessions = WorkerSessions(
@@ -60,7 +64,37 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
                 session_ranks(self.rank, self.parallel_config),
             )
 
+    def _keep_drafts(self) -> None:
+        """Prepare layers and builders for speculative decoding, if it is on."""
+        most = most_drafts(self.vllm_config)
+        if not most:
+            return
+        most_requests = self.scheduler_config.max_num_seqs
+        self._drafts = Drafts(most_requests, most)
+        for builder in self._builders():
+            assert isinstance(builder, CPUBuilder)
+            builder.drafts = self._drafts
+        for layer in self._attention_layers().values():
+            layer.impl.keep_drafts(most_requests)
+
+    def _undo_drafts(self, output: SchedulerOutput) -> None:
+        """Undo the drafts that the last steps rejected, before anything reads or copies pages."""
+        assert self._drafts is not None
+        rejected = self._drafts.note(output)
+        if not rejected:
+            return
+        known = self.model_runner.requests
+        blocks = [known[one.name].block_ids[0] for one in rejected]
+        layers = self._attention_layers()
+        for builder in self._builders():
+            assert isinstance(builder, CPUBuilder)
+            undone = builder.undone(rejected, blocks)
+            for name in builder.layer_names:
+                layers[name].impl.undo(undone)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._drafts is not None:
+            self._undo_drafts(scheduler_output)
         if self._sessions is not None:
             stores = self._stores if isinstance(self._stores, Stores) else None
             commands = getattr(scheduler_output, "sessions", ())

@@ -216,6 +216,12 @@ class CUDA(Device):
             "have not run on a policy's pages; use --kv-policy full",
         ),
         Refusal(
+            "speculative decoding on CUDA",
+            lambda config, _: config.speculative_config is not None,
+            "--speculative-config cannot be combined with --kv-policy on CUDA: the kernels do not "
+            "undo rejected drafts yet; remove it",
+        ),
+        Refusal(
             "sessions on CUDA",
             lambda config, _: keeps_sessions(config),
             "--kv-sessions is not tested on CUDA yet; remove it",

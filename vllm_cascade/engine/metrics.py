@@ -8,7 +8,7 @@ the counts to the front-end (``patches/stat_loggers.py``).
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client import Counter, Gauge
@@ -27,6 +27,8 @@ from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.strides import count_strides
 from vllm_cascade.recall.memory import RecallMemory
 
+Row = TypeVar("Row", bound=tuple[Any, ...])
+"""A tuple that begins with a request."""
 PREFIX = "vllm:kv_policy_"
 GAUGES = {
     "cached_tokens": "Tokens that running requests have cached, per layer and head.",
@@ -108,14 +110,14 @@ class Meter:
         self._copies, self._schedule_of, self._states = copies, schedule_of, states
         self._grown, self._snapshot_hits = KVPolicyStats(), 0
 
-    def step(self, scheduled: Iterable[tuple[Request, int]]) -> None:
-        """Count a step.
+    def step(self, scheduled: Iterable[tuple[Request, int, int]]) -> None:
+        """Count a step's tokens, or its accepted drafts.
 
         Args:
-            scheduled: each request in its state before the step, with its tokens in the step.
+            scheduled: requests, each with the index of its first token and the number of tokens.
         """
         for schedule, rows in self._by_schedule(scheduled):
-            numbers = [(r.num_computed_tokens, n, r.num_prompt_tokens) for r, n in rows]
+            numbers = [(first, n, r.num_prompt_tokens) for r, first, n in rows]
             first, num, prompt = np.asarray(numbers, dtype=np.int64).T
             end = first + num
             grown = schedule.counts(end) - schedule.counts(first)
@@ -165,10 +167,8 @@ class Meter:
                 stats.recalled_tokens += int(schedule.recalled(num).sum()) * schedule.unit
         return stats
 
-    def _by_schedule(
-        self, rows: Iterable[tuple[Request, int]]
-    ) -> Iterable[tuple[Schedule, list[tuple[Request, int]]]]:
-        groups: dict[Schedule, list[tuple[Request, int]]] = {}
+    def _by_schedule(self, rows: Iterable[Row]) -> Iterable[tuple[Schedule, list[Row]]]:
+        groups: dict[Schedule, list[Row]] = {}
         for row in rows:
             groups.setdefault(self._schedule_of(row[0]), []).append(row)
         return groups.items()

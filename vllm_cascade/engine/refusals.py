@@ -20,6 +20,7 @@ from vllm_cascade.policies.arguments import CHECK
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
+from vllm_cascade.step.drafts import HOST_DRAFTERS
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
@@ -81,6 +82,15 @@ def keeps_sessions(config: VllmConfig) -> bool:
     return SessionSettings.of(config.additional_config) is not None
 
 
+def _drafts(config: VllmConfig) -> bool:
+    return config.speculative_config is not None
+
+
+def _several_processes(config: VllmConfig) -> bool:
+    parallel = config.parallel_config
+    return parallel.world_size * parallel.data_parallel_size > 1
+
+
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
     """Refuse a kind of model that no policy supports."""
     message = f"{what} not supported; use --kv-policy full"
@@ -113,10 +123,40 @@ REFUSALS: tuple[Refusal, ...] = (
         'prompts have no token ids; remove it, or set importance to "attention"',
     ),
     Refusal(
-        "speculative decoding",
-        lambda config, _: config.speculative_config is not None,
-        "--speculative-config cannot be combined with --kv-policy: a rejected draft token would "
-        "already have evicted another token; remove one of the two",
+        "other drafters",
+        lambda config, _: (
+            (drafts := config.speculative_config) is not None and drafts.method not in HOST_DRAFTERS
+        ),
+        "--speculative-config has a method that is not supported: draft models, EAGLE, MTP and "
+        "others would need a bounded cache of their own, and suffix is not tested; set its method "
+        "to ngram",
+    ),
+    Refusal(
+        "drafts of scores by text",
+        lambda config, policy: _drafts(config) and policy.token_scores is not None,
+        "--speculative-config cannot be combined with importance from token ids, which counts "
+        'tokens that may be rejected; remove it, or set importance to "attention"',
+    ),
+    Refusal(
+        "drafts of moved tokens",
+        lambda config, policy: (
+            _drafts(config) and (policy.arranges or policy.merge_into is not None)
+        ),
+        "--speculative-config cannot be combined with importance cluster or order importance: a "
+        "rejected draft would already be part of a mean or an order; remove it, or set importance "
+        'to "attention" and order to "chronological"',
+    ),
+    Refusal(
+        "drafts of recurrent layers",
+        lambda config, _: _drafts(config) and config.model_config.is_hybrid,
+        "--speculative-config cannot be combined with a model with recurrent layers: their states "
+        "are updated in place, also by rejected drafts; remove it",
+    ),
+    Refusal(
+        "drafts over ranks",
+        lambda config, _: _drafts(config) and _several_processes(config),
+        "--speculative-config is not tested with --tensor-parallel-size, --pipeline-parallel-size "
+        "or --data-parallel-size above 1 yet; set them to 1, or remove it",
     ),
     Refusal(
         "KV connector",

@@ -11,7 +11,7 @@ for it.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -51,19 +51,27 @@ class PolicySchedulerOutput(SchedulerOutput):
         dropped_snapshots: first page of each snapshot dropped since the previous output; other
             requests may already own these pages.
         sessions: what workers do with sessions before the step.
+        ended: with speculative decoding, the tokens that requests which stopped since the previous
+            output keep computed. Drafts behind them are undone.
     """
 
     dropped_snapshots: tuple[int, ...] = ()
     sessions: tuple[Command, ...] = ()
+    ended: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, output: SchedulerOutput, dropped: list[int], sessions: tuple[Command, ...] = ()
+        cls,
+        output: SchedulerOutput,
+        dropped: list[int],
+        sessions: tuple[Command, ...] = (),
+        ended: dict[str, int] | None = None,
     ) -> SchedulerOutput:
-        if not dropped and not sessions:
+        if not dropped and not sessions and not ended:
             return output
-        parts = {field.name: getattr(output, field.name) for field in fields(output)}
-        return cls(**parts, dropped_snapshots=tuple(dropped), sessions=sessions)
+        parts = {part.name: getattr(output, part.name) for part in fields(output)}
+        own = {"dropped_snapshots": tuple(dropped), "sessions": sessions, "ended": ended or {}}
+        return cls(**parts, **own)
 
 
 _Base = Scheduler if TYPE_CHECKING else object
@@ -96,6 +104,8 @@ class _StrideAligned(_Base):
         self._schedules: WeakKeyDictionary[Request, Schedule] = WeakKeyDictionary()
         self._snapshots: SnapshotStore | None = self._managers[0].snapshots
         self._prefilling: dict[str, None] = {}  # in order of admission
+        self._ended: dict[str, int] = {}
+        self._drafted: list[tuple[Request, int]] = []  # with the first draft's index
         self._warn_of_small_pool()
         ranks = self.parallel_config.tensor_parallel_size
         copies = [(manager, ranks * self._num_layers(manager)) for manager in self._managers]
@@ -192,8 +202,20 @@ class _StrideAligned(_Base):
             manager.set_limit(request.request_id, limit, self._schedule_of(request), stored)
         start = request.num_computed_tokens + num_new_local_computed_tokens
         prompt_len = request.num_prompt_tokens
+        if self.num_spec_tokens and start >= prompt_len:
+            return self._with_drafts(request, start, start + num_new_tokens, limit) - start
         stops = self._stops(request) if start < prompt_len else ()
         return aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
+
+    def _with_drafts(self, request: Request, start: int, end: int, limit: int) -> int:
+        """End of a row of generated tokens and drafts, at most ``end``.
+
+        The last token of the longest answer is never computed. Placeholders instead of drafts,
+        which vLLM gives to resumed requests, are left out.
+        """
+        known = request.num_tokens
+        end = min(end, max(limit - 1, known), request.num_tokens_with_spec)
+        return end if end <= known else self._schedule_of(request).quiet(known, end)
 
     def _schedule_of(self, request: Request) -> Schedule:
         """The schedule that a request runs under.
@@ -292,7 +314,8 @@ class _StrideAligned(_Base):
             output.kv_cache_block_copies = self._snapshots.end_of_step() or None
             dropped = self._snapshots.take_dropped()
         commands = () if self.sessions is None else self.sessions.take_commands()
-        return PolicySchedulerOutput.of(output, dropped if self._memory else [], commands)
+        ended, self._ended = self._ended, {}
+        return PolicySchedulerOutput.of(output, dropped if self._memory else [], commands, ended)
 
     def _admitted(self, output: SchedulerOutput) -> Iterator[tuple[Request, int]]:
         """Requests that this step starts or resumes, each with the tokens it did not compute."""
@@ -320,8 +343,22 @@ class _StrideAligned(_Base):
         manager, name = self._managers[0], request.request_id
         return lambda num: [block.block_id for block in manager.state_after(name, num)]
 
+    def _end_drafts(self, request: Request) -> None:
+        """Forget what a request that stops has computed beyond its answer.
+
+        As without drafts, the last token is not computed. Workers undo accepted drafts behind it.
+        """
+        if self.num_spec_tokens:
+            computed = min(request.num_computed_tokens, request.num_tokens - 1)
+            request.num_computed_tokens = self._ended[request.request_id] = computed
+
+    def _handle_stopped_request(self, request: Request) -> bool:
+        self._end_drafts(request)
+        return super()._handle_stopped_request(request)
+
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """vLLM's hook for finished requests: their states are kept as sessions."""
+        self._end_drafts(request)
         if self.sessions is not None:
             self.sessions.ended(request, self._pages_of(request))
         return super()._free_request(request, *args, **kwargs)
@@ -331,6 +368,10 @@ class _StrideAligned(_Base):
     ) -> dict[int, EngineCoreOutputs]:
         if self.sessions is not None:
             self.sessions.note(getattr(model_runner_output, "kv_sessions", None))
+        for name, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            request = self.requests.get(name)
+            if self.log_stats and request is not None:
+                self._drafted.append((request, request.num_computed_tokens - len(drafts)))
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def shutdown(self) -> None:
@@ -382,12 +423,19 @@ class _StrideAligned(_Base):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         if self.log_stats:
-            scheduled = scheduler_output.num_scheduled_tokens.items()
-            self._meter.step((self.requests[name], num) for name, num in scheduled)
+            drafts = scheduler_output.scheduled_spec_decode_tokens
+            rows = [
+                (self.requests[name], num - len(drafts.get(name, ())))
+                for name, num in scheduler_output.num_scheduled_tokens.items()
+            ]
+            self._meter.step((request, request.num_computed_tokens, num) for request, num in rows)
         super()._update_after_schedule(scheduler_output)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         stats = super().make_stats(*args, **kwargs)
+        accepted = [(r, begin, r.num_computed_tokens - begin) for r, begin in self._drafted]
+        self._meter.step(row for row in accepted if row[2] > 0)
+        self._drafted = []
         if stats is None:
             return None
         report = self._meter.report(self.requests, self.snapshot_counters.hits, self._memory)

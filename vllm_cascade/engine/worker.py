@@ -34,6 +34,7 @@ from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.step.builder import StepBuilder
+from vllm_cascade.step.drafts import most_drafts
 from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class KVPolicyWorker(_Base):
         model = self.model_config.hf_text_config
         last = getattr(model, "max_position_embeddings", None)
         whole, states = apart(of_all_stages(specs))
-        made = bounded(whole, policy, block_size, last)
+        drafts = most_drafts(self.vllm_config)
+        made = bounded(whole, policy, block_size, last, drafts)
         if all(getattr(spec, "window", None) is not None for spec in made.values()):
             logger.warning_once(
                 "KV policy %s has no effect: every layer of this model has a sliding window; "

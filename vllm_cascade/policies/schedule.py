@@ -249,6 +249,19 @@ class Schedule:
             return np.zeros_like(t)
         return np.minimum(self.evicted(t), self._recall)
 
+    def quiet(self, begin: int, end: int) -> int:
+        """End of the tokens from ``begin``, at most ``end``, that may be undone (drafts).
+
+        With recall these are the tokens that neither select units nor complete one: rejecting
+        another would have to undo the copies of evicted and recalled units, too.
+        """
+        if not self._recall:
+            return end
+        for t in range(begin, end):
+            if t % self.unit in (0, self.unit - 1) or t % self.policy.recall_every == 0:
+                return t
+        return end
+
     def positions(self, t: np.ndarray) -> np.ndarray:
         """Position of token ``t`` when a stride starts with it, in all layers of a model.
 

@@ -101,6 +101,16 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         counters.moved_reads += step.moved_reads
         return step
 
+    def discount(self, schedule: Schedule, begin: int, end: int) -> None:
+        """No longer count single tokens ``[begin, end)``, which were drafts and are undone."""
+        tokens, counters = np.arange(begin, end), self.counters
+        counters.tokens -= end - begin
+        counters.strides -= end - begin
+        counters.evicted_tokens -= int(
+            schedule.counts(tokens[:1])[0] + end - begin - schedule.counts(tokens[-1:] + 1)[0]
+        )
+        counters.moved_reads -= int(schedule.moved(tokens).sum())
+
     def _tokens(self, common: CommonAttentionMetadata) -> RequestTokens:
         offsets = common.query_start_loc_cpu.numpy().astype(np.int64)
         length = np.diff(offsets)

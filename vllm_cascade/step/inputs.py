@@ -34,6 +34,7 @@ class Singles:
             none.
         given: fp32 ``[B]``, these scores; None where the host gives none.
         recall: what each does with its evicted units, or None; empty where nobody does.
+        saves: int32 ``[B]``, places of draft tokens, -1 for others; None: there are no drafts.
         kept: what an implementation makes of them in the first layer, for all others.
     """
 
@@ -46,6 +47,7 @@ class Singles:
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
     recall: Sequence[RecallStride | None] = ()
+    saves: torch.Tensor | None = None
     kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def column(self, column: int) -> torch.Tensor:
@@ -61,6 +63,20 @@ class Singles:
     def places(self) -> torch.Tensor:
         """int64 ``[B]``, where the tokens stand in the step."""
         return self.steps[:, START].long()
+
+
+@dataclass(frozen=True)
+class Undone:
+    """Rejected drafts of ``B`` requests.
+
+    Attributes:
+        rows: int32 ``[B, 4]``: the first rejected draft's place, the number of rejected drafts, the
+            slots in use before the first, and the tokens that stay.
+        table: int32 ``[B, P]`` block numbers.
+    """
+
+    rows: torch.Tensor
+    table: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -133,12 +149,14 @@ def singles_of(
     rules: np.ndarray,
     block_size: int,
     recall: Mapping[int, RecallStride],
+    saves: np.ndarray | None = None,
 ) -> Singles:
     """Single tokens with their pages.
 
     Args:
         table: the batch's block table, on the CPU.
         recall: strides that use evicted units, by their row in the batch.
+        saves: as in ``Singles``.
     """
     steps = rows.steps
     most = -(-int(steps[:, NEW_SLOTS].max()) // block_size)
@@ -161,6 +179,7 @@ def singles_of(
         scored=scored,
         given=given,
         recall=[recall.get(row) for row in rows.request.tolist()] if recall else (),
+        saves=None if saves is None or (saves < 0).all() else torch.from_numpy(saves),
     )
 
 

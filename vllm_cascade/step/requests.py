@@ -29,6 +29,10 @@ class Requests:
         """The rows' schedules; rows beyond the list run under the engine's schedule."""
         return []
 
+    def schedule_of(self, name: str) -> Schedule:
+        """The schedule of a request that the runner knows."""
+        raise KeyError(name)
+
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         """The rows' request ids; rows beyond the list have no request."""
         return []
@@ -69,6 +73,9 @@ class RunnerRequests(Requests):
                 params = new.sampling_params
                 extra_args = params.extra_args if params else None
                 self._schedules[new.req_id] = self._own.schedule(extra_args, new.prompt_len)
+
+    def schedule_of(self, name: str) -> Schedule:
+        return self._schedules[name]
 
 
 class RunnerV1Requests(RunnerRequests):

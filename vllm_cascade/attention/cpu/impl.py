@@ -12,10 +12,11 @@ from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.latent import LatentImpl
 from vllm_cascade.attention.layer import NewTokens
+from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.recall.stores import Stores
-from vllm_cascade.step.inputs import Singles, Stride
+from vllm_cascade.step.inputs import Singles, Stride, Undone
 
 
 class CPUKVPolicyImpl(KVPolicyImpl):
@@ -36,6 +37,20 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         self.recall = LayerRecall(
             self._layer, self._pages, index, most_queries, judge, stores.shape.in_8_bits
         )
+
+    def keep_drafts(self, most_requests: int) -> None:
+        """Save what draft tokens change, for ``undo``; called once, after ``prepare``."""
+        assert self.path is not None and self._pages is not None, "prepare() was not called"
+        self.path.keep_drafts(Journal(self._pages, most_requests))
+
+    def undo(self, undone: Undone) -> None:
+        """Undo rejected drafts; called between steps."""
+        assert self.path is not None, "prepare() was not called"
+        self.path.undo(undone)
+        if self.recorder is not None:
+            ends, first_pages = undone.rows[:, 3].tolist(), undone.table[:, 0].tolist()
+            for end, page in zip(ends, first_pages, strict=True):
+                self.recorder.forget(self.name, page, end)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer through the C++ library: one call per batch of tokens or per stride."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
+from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import CHUNK_UNITS, Part
-from vllm_cascade.step.inputs import Singles, Stride
+from vllm_cascade.step.inputs import Singles, Stride, Undone
 
 
 def refusal(
@@ -89,13 +92,29 @@ class NativePath:
         schedule: Schedule,
     ) -> None:
         self.library = library
-        self._kept = layer, pages  # keeps the tensors behind the addresses alive
+        self._kept: tuple[Any, ...] = layer, pages  # keeps the tensors behind the addresses alive
         self._layer = _layer(layer, pages, num_heads, schedule)
         self._dtype = _dtype(layer, pages)
 
     def judge(self, index: int) -> NativeJudge:
         """Create the layer's selector of evicted units."""
         return NativeJudge(self.library, self._layer, index)
+
+    def keep_drafts(self, journal: Journal) -> None:
+        """Save what draft tokens change from now on."""
+        versions = self._kept[1].versions
+        assert versions is not None and versions[0].is_contiguous()
+        self._kept = *self._kept[:2], journal
+        layer = self._layer
+        layer.versions, layer.drafts = versions.data_ptr(), journal.most
+        layer.draft_rows, layer.draft_words = journal.rows.data_ptr(), journal.words.data_ptr()
+        layer.draft_scales = _address(journal.scale)
+
+    def undo(self, undone: Undone) -> None:
+        rows, table = undone.rows, undone.table
+        assert rows.is_contiguous() and table.is_contiguous()
+        made = cpp.Undone(len(rows), table.shape[1], rows.data_ptr(), table.data_ptr())
+        self.library.undo_tokens(self._layer, made)
 
     def tokens(self, singles: Singles, new: NewTokens) -> None:
         assert new.query.dtype == self._dtype, (new.query.dtype, self._dtype)
@@ -193,6 +212,7 @@ def _tokens(singles: Singles) -> cpp.Tokens:
         scored=_address(singles.scored),
         rules=singles.rules.data_ptr(),
         shift=_address(singles.shift),
+        saves=_address(singles.saves),
         moved=singles.moved,
     )
     singles.kept["native"] = made

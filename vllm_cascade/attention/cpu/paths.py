@@ -15,13 +15,14 @@ from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import strides as stride_path
 from vllm_cascade.attention.torch import tokens as token_path
+from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp.build import BuildError, cache_folder
 from vllm_cascade.kernels.cpp.library import Library, load
 from vllm_cascade.log import logger
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.step.inputs import Singles, Stride
+from vllm_cascade.step.inputs import Singles, Stride, Undone
 
 SWITCH = "VLLM_CASCADE_CPU"
 CHOICES = ("native", "pytorch")
@@ -39,6 +40,12 @@ class Path(Protocol):
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
         """Run several tokens of one request; ``evicted`` receives the evicted units."""
 
+    def keep_drafts(self, journal: Journal) -> None:
+        """Save in ``journal`` what draft tokens change."""
+
+    def undo(self, undone: Undone) -> None:
+        """Undo rejected drafts."""
+
 
 class PyTorchPath:
     """The PyTorch reference, which needs no compiler."""
@@ -46,10 +53,20 @@ class PyTorchPath:
     def __init__(self, layer: LayerConfig, pages: Pages) -> None:
         self._layer = layer
         self._pages = pages
+        self._journal: Journal | None = None
+
+    def keep_drafts(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def undo(self, undone: Undone) -> None:
+        assert self._journal is not None
+        self._journal.undo(undone)
 
     def tokens(self, singles: Singles, new: NewTokens) -> None:
         places = singles.places
-        attended = token_path.attend_and_insert(self._layer, self._pages, singles, *new.at(places))
+        attended = token_path.attend_and_insert(
+            self._layer, self._pages, singles, *new.at(places), self._journal
+        )
         new.output[places] = attended.to(new.output.dtype)
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.torch.drafts import NO_SLOT, Journal
 from vllm_cascade.attention.torch.rules import apply_rules
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import (
@@ -79,6 +80,7 @@ def attend_and_insert(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    journal: Journal | None = None,
 ) -> torch.Tensor:
     """Attend from one token per request and update the pages.
 
@@ -86,6 +88,7 @@ def attend_and_insert(
         query: ``[B, H * G, D]``, rotated at ``singles.positions``.
         key: ``[B, H, D]``, rotated likewise.
         value: ``[B, H, value_size]``.
+        journal: saves what draft tokens change.
 
     Returns:
         The attention output, fp32 ``[B, H * G, value_size]``.
@@ -96,7 +99,7 @@ def attend_and_insert(
     rank = rank.masked_fill(first_slot >= singles.column(OLD_SLOTS), -1)
     probs, output = _attend(layer, pages, singles, words, rank, query, key, value)
     score = _new_scores(layer, pages, singles, words, rank, probs)
-    _insert(pages, singles, words, rank, score, layer.row(key, value))
+    _insert(pages, singles, words, rank, score, layer.row(key, value), journal)
     return output
 
 
@@ -184,6 +187,7 @@ def _insert(
     rank: torch.Tensor,
     score: torch.Tensor,
     new_kv: torch.Tensor,
+    journal: Journal | None,
 ) -> None:
     """Apply the rules, then write the new token to its unit or to the first free one."""
     stream = singles.column(STREAM)
@@ -196,6 +200,9 @@ def _insert(
     free = (rank < 0) & (index * words.unit < singles.column(NEW_SLOTS))
     target = torch.where(opens, free.int().argmax(-1, keepdim=True), joined)  # [B, S, 1]
     stored = ~opens | ((own >= 0) & free.any(-1, keepdim=True))
+    slot = target * words.unit + words.offset
+    if journal is not None and singles.saves is not None:
+        _save(journal, singles.saves, words, torch.where(stored, slot, NO_SLOT).squeeze(-1))
     place = (index == target) & stored & opens
     words.scatter(pages.rank, torch.where(place, own, rank).int())
     born = torch.where(place, singles.positions, words.gather(pages.born))
@@ -203,8 +210,16 @@ def _insert(
     words.scatter(pages.score, torch.where(place, score[..., -1:], score[..., :-1]))
     if pages.token is not None:
         words.scatter(pages.token, torch.where(place, stream, words.gather(pages.token)).int())
-    slot = target * words.unit + words.offset
     _write_kv(pages, words, slot.squeeze(-1), stored.squeeze(-1), new_kv)
+
+
+def _save(journal: Journal, saves: torch.Tensor, words: _Words, slots: torch.Tensor) -> None:
+    """Save what draft tokens are about to change; ``slots`` is int64 ``[B, S]``."""
+    for row, place in enumerate(saves.tolist()):
+        if place >= 0:
+            blocks = words.pages[row][words.used[row]]
+            journal.save_words(place, blocks)
+            journal.save_slots(place, blocks, slots[row])
 
 
 def _compared(pages: Pages, singles: Singles, words: _Words, score: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding: the same caches and answers as an engine without it gives.
+
+Drafters are scripted (``drafters.py``): always right, always wrong, or random. vLLM's n-gram
+drafter runs in a process of its own (``ngram.py``), since it loads numba.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import ROOT
+from tests.engine.drafters import Scripted
+from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_families import random_tokens
+from tests.engine.test_metrics import metrics
+from tests.engine.test_sessions import CASES as SESSION_CASES
+from tests.engine.test_sessions import chat, flush, uninterrupted
+from tests.engine.test_sessions import engine as session_engine
+from tests.oracle.families import FAMILIES, write_family
+
+EACH = {"head_policy": "per_kv_head"}
+SMALL = {"prefill_stride": 32, "trace": True}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    # Settings, and the number of drafts.
+    "window": ({"name": "window", "budget": 64}, 2),
+    "sink": ({"name": "sink", "budget": 64}, 1),
+    "cascade": ({"name": "cascade", "budget": 64, "num_subcaches": 2}, 4),
+    "cascade-heads": ({"name": "cascade", "budget": 64, "num_subcaches": 2, **EACH}, 7),
+    "beehive": ({"name": "beehive", "budget": 70, "window": 12, "threshold": 52}, 5),
+    "lazy": ({"name": "lazy", "budget": 64}, 6),
+    "h2o": ({"name": "h2o", "budget": 64, "normalise": True, "overflow": 5}, 3),
+    "random": ({"name": "random", "budget": 64}, 4),
+    "dgc": ({"name": "dgc", "budget": 64, "importance": "attention"}, 3),
+    "units": ({"name": "cascade", "budget": 128, "num_subcaches": 2, "unit": 8, **EACH}, 5),
+    "recall": ({"name": "sink", "budget": 96, "unit": 16, "recall": 3, "recall_store": 256}, 7),
+    "keep-prompt": ({"name": "cascade", "budget": 64, "num_subcaches": 2, "keep_prompt": 96}, 4),
+}
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "cascade": [
+        {},
+        {"kv_budget": 32},
+        {"kv_policy": "sink", "kv_budget": 40},
+        {"kv_policy": "h2o", "kv_budget": 50},
+    ],
+    "recall": [{}, {"kv_recall": 0}, {"kv_budget": 64}, {"kv_policy": "window"}],
+}
+LENGTHS = (300, 40, 7, 129)
+ANSWER = 150
+
+
+def engine(pool: EnginePool, policy: dict[str, Any], drafts: int, **kwargs: Any) -> Any:
+    """An engine, with scripted drafts unless ``drafts`` is 0."""
+    if drafts:
+        kwargs["speculative_config"] = {
+            "method": "custom_class",
+            "model": "tests.engine.drafters.Scripted",
+            "num_speculative_tokens": drafts,
+        }
+    return pool.get({**SMALL, **policy}, **{"max_model_len": 4096, **kwargs})
+
+
+def texts(tokens: list[int]) -> list[list[int]]:
+    return [tokens[2000 * i : 2000 * i + n] for i, n in enumerate(LENGTHS)]
+
+
+def answers(
+    llm: Any,
+    prompts: list[list[int]],
+    asked: list[dict[str, Any]] | None = None,
+    num: int = ANSWER,
+    **kwargs: Any,
+) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and their log-probabilities."""
+    params = [
+        SamplingParams(
+            max_tokens=num, temperature=0, logprobs=0, ignore_eos=True, extra_args=one, **kwargs
+        )
+        for one in asked or [{}] * len(prompts)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    assert pool_usage(llm) == 0.0
+    found = [output.outputs[0] for output in outputs]
+    return [
+        (
+            list(one.token_ids),
+            [entry[t].logprob for t, entry in zip(one.token_ids, one.logprobs, strict=True)],
+        )
+        for one in found
+    ]
+
+
+def script(prompts: list[list[int]], truth: list[tuple[list[int], Any]], right: float) -> None:
+    Scripted.answers = [p + t for p, (t, _) in zip(prompts, truth, strict=True)]
+    Scripted.right, Scripted.proposed = right, 0
+
+
+def compare(found: list[Any], truth: list[Any]) -> None:
+    for (tokens, logprobs), (expected, their) in zip(found, truth, strict=True):
+        assert tokens == expected
+        np.testing.assert_allclose(logprobs, their, atol=1e-4)
+
+
+def counters(llm: Any) -> dict[str, int]:
+    flush(llm)  # a step in which workers hear of the last drafts
+    (found,) = llm.collective_rpc("kv_policy_counters")
+    return found
+
+
+def grown(before: dict[str, Any], after: dict[str, Any], *names: str) -> list[float]:
+    return [after[name] - before[name] for name in names]
+
+
+def spec_metric(llm: Any, name: str) -> float:
+    (found,) = [m.value for m in llm.get_metrics() if m.name == f"vllm:spec_decode_{name}"]
+    return found
+
+
+def worker_drafts(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker._drafts
+
+
+def kept_at(llm: Any, prompt: list[int], num: int) -> tuple[dict[Any, Any], Any]:
+    """What each layer keeps after each token of one request, and its answer."""
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    answer = answers(llm, [prompt], num=num)
+    flush(llm)
+    ((found, *_),) = [llm.collective_rpc("kv_policy_kept")]
+    kept = {(one["layer"], one["end"]): one["tokens"] for one in found}
+    assert len(kept) == len(found), "a token was recorded twice"
+    return kept, answer
+
+
+def check_case(
+    pool: EnginePool, name: str, tokens: list[int], rights: list[float], **kwargs: Any
+) -> None:
+    policy, drafts = CASES[name]
+    prompts, asked = texts(tokens), ASKED.get(name)
+    plain = engine(pool, policy, 0, enable_prefix_caching=False, **kwargs)
+    before, metrics_before = counters(plain), metrics(plain)
+    truth = answers(plain, prompts, asked)
+    per_run = "tokens", "evicted_tokens", "strides", "moved_reads"
+    recalled = ("recalled_units",) if "recalled_units" in before else ()
+    expected = grown(before, counters(plain), *per_run, *recalled)
+    metered = "evicted_tokens", "strides"
+    metrics_expected = grown(metrics_before, metrics(plain), *metered)
+    kept, one = kept_at(plain, prompts[0], 60)
+    llm = engine(pool, policy, drafts, enable_prefix_caching=False, **kwargs)
+    for right in rights:
+        script(prompts, truth, right)
+        before, metrics_before = counters(llm), metrics(llm)
+        accepted = spec_metric(llm, "num_accepted_tokens")
+        compare(answers(llm, prompts, asked), truth)
+        accepted = spec_metric(llm, "num_accepted_tokens") - accepted
+        print(f"{name}: {right}: {Scripted.proposed} proposed, {accepted:g} accepted")
+        assert Scripted.proposed > 100 and (accepted == 0) == (right == 0)
+        assert grown(before, counters(llm), *per_run, *recalled) == expected
+        assert grown(metrics_before, metrics(llm), *metered) == metrics_expected
+        script(prompts[:1], one, right)
+        assert kept_at(llm, prompts[0], 60) == (kept, one)
+    assert len(worker_drafts(llm)._free) == 32, "a request's places are not given back"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_policy(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    check_case(engine_pool, name, book_tokens, [0.7] if name != "cascade" else [0.0, 0.5, 1.0])
+
+
+@pytest.mark.parametrize("name", ["h2o", "units"])
+def test_in_pytorch(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    check_case(engine_pool, name, book_tokens, [0.6], env={"VLLM_CASCADE_CPU": "pytorch"})
+
+
+def test_quantised_rows(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    check_case(
+        engine_pool, "cascade-heads", book_tokens, [0.6], kv_cache_dtype="int8_per_token_head"
+    )
+
+
+def test_2_000_tokens(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    policy = CASES["cascade-heads"][0]
+    prompts = [book_tokens[:50]]
+    truth = answers(engine(engine_pool, policy, 0), prompts, num=2000)
+    llm = engine(engine_pool, policy, 7)
+    for right in (0.5, 0.95):
+        script(prompts, truth, right)
+        compare(answers(llm, prompts, num=2000), truth)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss"])
+def test_layers_with_windows(architecture: str, engine_pool: EnginePool, tmp_path: Path) -> None:
+    family = FAMILIES[architecture]
+    model = write_family(tmp_path, family)
+    policy = {"name": "cascade", "budget": 32, "num_subcaches": 2, **SMALL}
+    prompts = [random_tokens(n, n) for n in (150, 20)]
+    settings = {"model": model, "max_model_len": 2048, "skip_tokenizer_init": True}
+    truth = answers(engine(engine_pool, policy, 0, **settings), prompts)
+    llm = engine(engine_pool, policy, 4, **settings)
+    script(prompts, truth, 0.6)
+    compare(answers(llm, prompts), truth)
+    assert Scripted.proposed > 50
+
+
+def test_snapshots(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """A second prompt starts from a snapshot that the first left, also while others decode."""
+    policy, prompts = CASES["cascade"][0], texts(book_tokens)
+    settings = {"max_num_batched_tokens": 64}
+    truth = answers(engine(engine_pool, policy, 0, **settings), prompts)
+    llm = engine(engine_pool, policy, 4, **settings)
+    script(prompts, truth, 0.6)
+    compare(answers(llm, prompts), truth)
+    hits = metrics(llm)["snapshot_hits"]
+    compare(answers(llm, prompts), truth)
+    assert metrics(llm)["snapshot_hits"] == hits + 3
+
+
+def test_sixteen_requests_with_aborts_and_preemptions(
+    engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    policy = CASES["cascade"][0]
+    rng = np.random.default_rng(0)
+    prompts = [book_tokens[900 * i :][: int(rng.integers(1, 300))] for i in range(16)]
+    asked = [ASKED["cascade"][i % 4] for i in range(16)]
+    truth = answers(engine(engine_pool, policy, 0), prompts, asked, num=100)
+    llm = engine(engine_pool, policy, 5)
+    script(prompts, truth, 0.7)
+    params = [
+        SamplingParams(max_tokens=100, temperature=0, logprobs=0, ignore_eos=True, extra_args=one)
+        for one in asked
+    ]
+    for i, prompt in enumerate(prompts):
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params[i])
+    core = llm.llm_engine.engine_core.engine_core
+    aborted, found, step = {"3", "7", "12"}, {}, 0
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            if output.finished:
+                found[output.request_id] = output.outputs[0]
+        step += 1
+        if step in (12, 20, 25):
+            llm.llm_engine.abort_request([sorted(aborted)[(12, 20, 25).index(step)]])
+        if step in (15, 22):
+            assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert set(found) == {str(i) for i in range(16)} - aborted
+    for i in map(int, found):
+        assert list(found[str(i)].token_ids) == truth[i][0]
+        logprobs = [next(iter(entry.values())).logprob for entry in found[str(i)].logprobs]
+        np.testing.assert_allclose(logprobs, truth[i][1], atol=1e-4)
+    flush(llm)
+    assert pool_usage(llm) == 0.0 and len(worker_drafts(llm)._free) == 32
+
+
+def test_a_pool_with_no_page_to_spare(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """Drafts never take a page that admission did not count."""
+    policy = {"name": "sink", "budget": 252, "num_sinks": 4}
+    prompts = [book_tokens[:60], book_tokens[500:570]]
+    settings = {"num_gpu_blocks_override": 1 + 2 * 3, "max_model_len": 1024}
+    truth = answers(engine(engine_pool, policy, 0, **settings), prompts, num=26)
+    llm = engine(engine_pool, policy, 7, **settings)
+    script(prompts, truth, 1.0)
+    Scripted.answers = [answer + [5] * 9 for answer in Scripted.answers]
+    compare(answers(llm, prompts, num=26), truth)
+    (preempted,) = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    assert preempted == 0 and spec_metric(llm, "num_accepted_tokens") > 10
+
+
+def spoken(tokens: list[int], turns: list[Any], new: Any) -> None:
+    """Script the drafts of a chat."""
+    history: list[int] = []
+    Scripted.answers = []
+    for turn, (answer, _) in enumerate(turns):
+        history += [*new(tokens, turn), *answer]
+        Scripted.answers.append(list(history))
+    Scripted.right = 0.7
+
+
+@pytest.mark.parametrize("name", ["cascade-heads", "recall", "units"])
+def test_sessions(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """A session is the state after the tokens of its answer, and no draft."""
+    from tests.engine.test_sessions import says
+
+    config = {
+        "method": "custom_class",
+        "model": "tests.engine.drafters.Scripted",
+        "num_speculative_tokens": 5,
+    }
+    llm = session_engine(engine_pool, SESSION_CASES[name], speculative_config=config)
+    Scripted.answers = []
+    truth = uninterrupted(llm, book_tokens, 4)
+    spoken(book_tokens, truth, says)
+    Scripted.proposed = 0
+    compare(uninterrupted(llm, book_tokens, 4), truth)
+    assert Scripted.proposed > 20
+    accepted = spec_metric(llm, "num_accepted_tokens")
+    compare(chat(llm, book_tokens, 4), truth)
+    assert spec_metric(llm, "num_accepted_tokens") > accepted + 20
+    flush(llm)
+    assert pool_usage(llm) == 0.0 and len(worker_drafts(llm)._free) == 32
+
+
+def test_a_stop_token_among_drafts(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """What was accepted behind it is no part of the session."""
+    config = {
+        "method": "custom_class",
+        "model": "tests.engine.drafters.Scripted",
+        "num_speculative_tokens": 6,
+    }
+    llm = session_engine(engine_pool, SESSION_CASES["cascade-heads"], speculative_config=config)
+    prompt = book_tokens[:200]
+    Scripted.answers = []
+    truth = answers(llm, [prompt], num=40)
+    script([prompt], truth, 1.0)
+    tokens = truth[0][0]
+    stop = next(i for i in range(9, 40) if tokens.index(tokens[i]) == i and i % 7 not in (0, 6))
+    (found,) = answers(llm, [prompt], num=40, stop_token_ids=[tokens[stop]])
+    assert found[0] == tokens[: stop + 1]
+    more = [*prompt, *found[0], *book_tokens[500:520]]
+    Scripted.answers = []
+    (output,) = llm.generate(
+        [{"prompt_token_ids": more}], SamplingParams(max_tokens=1), use_tqdm=False
+    )
+    assert output.num_cached_tokens == len(prompt) + stop
+
+
+@pytest.mark.parametrize("drafter", ["ngram"])
+def test_vllms_drafters(drafter: str) -> None:
+    """In a process of its own, on text that repeats."""
+    command = [sys.executable, "-m", "tests.engine.ngram", drafter]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert found["same"] and found["difference"] < 1e-4
+    assert found["accepted"] > 20 and not found["async"]

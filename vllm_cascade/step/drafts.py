@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a step are drafts (speculative decoding), and which drafts were rejected.
+
+A row of a known token and drafts runs as waves of single tokens, as without speculation. Before
+each draft, every layer saves what inserting it changes. In the next step the scheduler says how
+many tokens of the request are computed. The drafts behind them were rejected, and are undone before
+anything else reads or writes pages. A request's state is then that of a run without speculation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+
+HOST_DRAFTERS = ("ngram", "custom_class")
+"""Methods of vLLM whose drafts come from token ids, without a model that has a cache."""
+
+
+def most_drafts(config: VllmConfig) -> int:
+    """Most draft tokens of a request in a step; 0: no speculative decoding."""
+    return 0 if config.speculative_config is None else config.num_speculative_tokens
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The drafts of a request's last row.
+
+    Attributes:
+        begin: stream index of the first one.
+        num: their number.
+        place: number of the first one's place in the layers' saved rows.
+    """
+
+    begin: int
+    num: int
+    place: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """Drafts of a request that were rejected: the last ``num`` of its last row.
+
+    Attributes:
+        name: the request's id.
+        begin: stream index of the first one, the tokens that stay.
+        place: number of the first one's place.
+    """
+
+    name: str
+    begin: int
+    num: int
+    place: int
+
+
+class Drafts:
+    """A worker's requests with drafts that are neither accepted nor rejected yet.
+
+    Args:
+        most_requests: requests that run at once.
+        most: drafts of a request in a step.
+    """
+
+    def __init__(self, most_requests: int, most: int) -> None:
+        self.most = most
+        self._free = list(range(most_requests))[::-1]
+        self._drafted: dict[str, Drafted] = {}
+
+    def note(self, output: SchedulerOutput) -> list[Rejected]:
+        """Follow the scheduler; called before every step. Returns what is to be undone."""
+        for name in output.preempted_req_ids or ():
+            self._take(name)  # its pages are gone
+        computed = dict(getattr(output, "ended", {}))
+        rejected = [self._reject(name, num) for name, num in computed.items()]
+        for name in output.finished_req_ids:
+            assert name not in self._drafted, "a request ended, and its tokens are not known"
+        cached = output.scheduled_cached_reqs
+        begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        begins |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        rejected += [self._reject(name, num) for name, num in begins.items()]
+        for name, tokens in output.scheduled_spec_decode_tokens.items():
+            num = len(tokens)
+            begin = begins[name] + output.num_scheduled_tokens[name] - num
+            assert begin > begins[name], "a row begins with a token that is known"
+            self._drafted[name] = Drafted(begin, num, self._free.pop() * self.most)
+        return [found for found in rejected if found is not None]
+
+    def _take(self, name: str) -> Drafted | None:
+        drafted = self._drafted.pop(name, None)
+        if drafted is not None:
+            self._free.append(drafted.place // self.most)
+        return drafted
+
+    def _reject(self, name: str, computed: int) -> Rejected | None:
+        """The drafts behind the first ``computed`` tokens of a request, if it had drafts."""
+        drafted = self._take(name)
+        if drafted is None:
+            return None
+        accepted = computed - drafted.begin
+        assert 0 <= accepted <= drafted.num, (computed, drafted)
+        if accepted == drafted.num:
+            return None
+        return Rejected(name, computed, drafted.num - accepted, drafted.place + accepted)
+
+    def saves(
+        self, names: Sequence[str | None], rows: np.ndarray, stream: np.ndarray
+    ) -> np.ndarray:
+        """Places of a wave's tokens, int32; -1: not a draft.
+
+        Args:
+            names: request ids by row in the batch.
+            rows: int ``[R]``, each token's row in the batch.
+            stream: int ``[R]``, stream indices.
+        """
+        places = np.full(len(rows), -1, dtype=np.int32)
+        for i, (row, token) in enumerate(zip(rows.tolist(), stream.tolist(), strict=True)):
+            drafted = self._drafted.get(names[row]) if row < len(names) else None
+            if drafted is not None and token >= drafted.begin:
+                places[i] = drafted.place + token - drafted.begin
+        return places
