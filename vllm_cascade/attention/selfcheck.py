@@ -304,7 +304,9 @@ class Check:
         self.table = torch.arange(1, 1 + 2 * self.pages, dtype=torch.int32).view(2, -1)
         sizes = 1 + 2 * self.pages, 2 * policy.prefill_stride + 2
         sides = shape, self.spec, full
-        self.ours = Side(*sides, backend, backend.get_impl_cls(), *sizes, device)
+        impl = backend.get_impl_cls()
+        assert issubclass(impl, KVPolicyImpl)
+        self.ours = Side(*sides, backend, impl, *sizes, device)
         self.plain = Side(*sides, CPUKVPolicyBackend, Reference, *sizes, torch.device("cpu"))
         self._generator = torch.Generator().manual_seed(0)
 
@@ -418,6 +420,7 @@ class Check:
     def _close(self, plain: Any, rows: "Rows") -> bool:
         """Whether rounding might decide what the step's queries select."""
         layer, most = self.plain.impl._layer, self.policy.recall_queries
+        assert layer is not None, "prepare() was not called"
         return closest(layer, plain, rows.query, most) < CLOSE
 
     def _stored(self, num_requests: int) -> float:

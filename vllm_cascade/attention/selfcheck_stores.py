@@ -131,16 +131,18 @@ def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUni
     none: Any = SimpleNamespace(
         req_ids=[], resumed_req_ids=(), new_block_ids=[], num_computed_tokens=[]
     )
-    stores.note(
-        SimpleNamespace(
-            finished_req_ids=(),
-            preempted_req_ids=(),
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=none,
-            kv_cache_block_copies=(),
-        )
+    output: Any = SimpleNamespace(
+        finished_req_ids=(),
+        preempted_req_ids=(),
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=none,
+        kv_cache_block_copies=(),
     )
-    return RingUnits(stores) if isinstance(stores, Rings) else LogUnits(stores, first_pages)
+    stores.note(output)
+    if isinstance(stores, Rings):
+        return RingUnits(stores)
+    assert isinstance(stores, Stores)
+    return LogUnits(stores, first_pages)
 
 
 def closest(
