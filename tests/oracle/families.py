@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from .checkpoints import reference_of, rewrite
 from .model import OracleResult
 from .settings import oracle_settings
 from .streamed import stream_family
@@ -278,6 +279,7 @@ def write_family(path: str | Path, family: Family) -> Path:
         file = Path(path) / "config.json"
         found = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps({**found, "architectures": [family.architecture]}))
+        rewrite(Path(path), family.architecture)
     return Path(path)
 
 
@@ -311,7 +313,8 @@ def load_family(path: str | Path) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    folder = reference_of(Path(path))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if model.config.model_type == "gemma3n_text":
         model.model.get_per_layer_inputs = lambda input_ids: None
     for name, weight in model.named_parameters():

@@ -102,7 +102,9 @@ class CPUKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         """Attend to the owner's cache, and end its step if this is the last layer to do so."""
         waiting = owner.waiting
-        assert waiting is not None and self.attending is not None, f"{owner.name} did not run before {name}"
+        assert waiting is not None and self.attending is not None, (
+            f"{owner.name} did not run before {name}"
+        )
         shared = new._replace(key=waiting.key, value=waiting.value)
         for wave in metadata.waves:
             _attend(self.attending, wave, shared)
