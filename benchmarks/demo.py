@@ -4,7 +4,8 @@
 A novel goes past the model's positions (stock vLLM stops there, a plain window gets much worse,
 sink and cascade go on), and what a note at its beginning said is asked for at its end, which only
 recall can answer. Then a chat goes past them, with a server of stock vLLM beside one of ours.
-Prints two tables, the answers and a dialogue, and writes the numbers as JSON and a picture.
+Prints two tables, the answers and a dialogue, writes the numbers as JSON and a picture, and ends
+with five lines on what was shown.
 ``--help`` lists the options.
 """
 
@@ -37,7 +38,7 @@ from benchmarks.running.serving import Server
 
 BLOCK_SIZE = 32
 BATCHED_TOKENS = 1024
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 """Generated after the novel, to time a token; the first of them are an answer."""
 NAME = "Eleanor Whitcombe"
 NOTE = f"\n\nThe reader's name is {NAME}. Remember it. {NAME} is the reader's name.\n\n"
@@ -64,9 +65,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="auto")
     add("--budget", type=int, help="default: an eighth of the positions")
     add("--stride", type=int, default=256, help="prompt tokens between evictions")
-    add("--tokens", type=int, help="of the novel; default: 5/4 of the positions")
-    add("--chat-tokens", type=int, help="the chat's length; default: 17/16 of the positions")
-    add("--passage", type=int, help="tokens a turn; default: 3/4 of the budget")
+    add("--tokens", type=int, help="of the novel; default: 9/8 of the positions")
+    add("--chat-tokens", type=int, help="the chat's length; default: 65/64 of the positions")
+    add("--passage", type=int, help="tokens a turn; default: a fifth of the positions")
     cores = min(2, os.cpu_count() or 1)
     add("--engines", type=int, default=cores, help="engines and servers at a time, a core each")
     args = parser.parse_args(argv)
@@ -87,12 +88,12 @@ def settle(args: argparse.Namespace) -> tuple[Model, int]:
     path = args.model
     model = Model(Path(path), Path(path).name, real=True) if path else best_model()
     positions = native_positions(str(model.path))
-    defaults = {"tokens": positions * 5 // 4, "budget": positions // 8}
-    defaults["chat_tokens"] = positions * 17 // 16
+    defaults = {"tokens": positions * 9 // 8, "budget": positions // 8}
+    defaults["chat_tokens"] = positions * 65 // 64
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.passage = args.passage or args.budget * 3 // 4
+    args.passage = args.passage or positions // 5
     args.dtype = settle_dtype(args.dtype, str(model.path))
     for name in ("tokens", "chat_tokens"):
         if getattr(args, name) <= positions:
@@ -331,6 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     demo_pictures.draw(read, picture)
     results.save(args.out, tables, {"novel": read, "chat": chat}, vars(args), argv, printed=True)
     print(f"The picture of the novel's perplexity is {picture}.")
+    screen.print("\n".join(demo_report.shown(read, chat)), highlight=False, markup=False)
 
 
 if __name__ == "__main__":

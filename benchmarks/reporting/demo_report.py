@@ -249,3 +249,25 @@ def show_chat(chat: Mapping[str, Any]) -> None:
         f"\n{stopped(chat)}\nMost memory: {', '.join(share)}.\nLast answer: {last}\n\n{FORGETS}\n"
     )
     screen.print(text, highlight=False, markup=False)
+
+
+def shown(novel: Mapping[str, Any], chat: Mapping[str, Any]) -> list[str]:
+    """What the demo has shown, in five lines."""
+    arms, (stock, ours) = novel["arms"], (chat["arms"][label] for label in (STOCK, CASCADE))
+    share = 100 * arms[CASCADE]["peak_kv_bytes"] / arms[STOCK]["peak_kv_bytes"]
+    knowing = [label for label, arm in arms.items() if arm.get("right")] or ["no policy"]
+    refused = stock["refused"]
+    ended = f"answers HTTP {refused['status']}" if refused else "is not at its limit"
+    first, last = (arm["turns"][-1]["first_seconds"] for arm in (stock, ours))
+    return [
+        f"1. Past the positions: stock vLLM stops after {arms[STOCK]['tokens']:,} tokens of the "
+        f"novel, the policies read all {novel['tokens']:,}.",
+        f"2. Memory: cascade's KV cache takes {mib(arms[CASCADE]['peak_kv_bytes'])}, "
+        f"{share:.0f} % of stock's {mib(arms[STOCK]['peak_kv_bytes'])}, and no longer grows.",
+        f"3. Quality: cascade's perplexity is {_against(arms[CASCADE], arms[STOCK])} stock's, a "
+        f"plain window's {_against(arms['window'], arms[STOCK])}.",
+        f"4. Recall: a note {novel['note']['ago']:,} tokens back is known to "
+        f"{' and '.join(knowing)}.",
+        f"5. A chat: stock vLLM {ended} in turn {len(stock['turns']) + 1}; its last answer began "
+        f"after {first:.1f} s, cascade's in turn {len(ours['turns'])} after {last:.1f} s.",
+    ]

@@ -46,7 +46,7 @@ class Failure:
 
 
 def outcomes(
-    work: Callable[[Job], Result], jobs: Sequence[Job], at_a_time: int = 1
+    work: Callable[[Job], Result], jobs: Sequence[Job], at_a_time: int = 1, method: str = "spawn"
 ) -> Iterator[tuple[int, Result | Failure]]:
     """``work(job)`` for every job in a fresh process each: ``(job's place, outcome)`` as they end.
 
@@ -63,7 +63,7 @@ def outcomes(
         while left or running:
             while left and len(running) < at_a_time:
                 place, job = left.pop()
-                child = _Child(work, job)
+                child = _Child(work, job, method)
                 running[child.results] = place, child
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
@@ -77,16 +77,20 @@ def outcomes(
 
 
 def in_children(
-    work: Callable[[Job], Result], jobs: Sequence[Job], at_a_time: int = 1
+    work: Callable[[Job], Result], jobs: Sequence[Job], at_a_time: int = 1, method: str = "spawn"
 ) -> Iterator[Result]:
     """``work(job)`` for every job in a fresh process each; results in the jobs' order.
+
+    Args:
+        method: ``fork`` shares what this process has imported, and is for one that runs no engine
+            and no other thread.
 
     Raises:
         ChildError: the first failure; jobs that run are ended.
         ValueError: fewer than one process at a time.
     """
     done: dict[int, Result] = {}
-    with contextlib.closing(outcomes(work, jobs, at_a_time)) as ended:
+    with contextlib.closing(outcomes(work, jobs, at_a_time, method)) as ended:
         for place, outcome in ended:
             if isinstance(outcome, Failure):
                 raise ChildError(outcome.reason)
@@ -101,10 +105,10 @@ class _Child(Generic[Job, Result]):
         results: readable when there is an outcome, or when the process has ended without one.
     """
 
-    def __init__(self, work: Callable[[Job], Result], job: Job) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.results, theirs = spawn.Pipe(duplex=False)
-        self._process = spawn.Process(target=_run, args=(work, job, theirs))
+    def __init__(self, work: Callable[[Job], Result], job: Job, method: str) -> None:
+        context: Any = multiprocessing.get_context(method)
+        self.results, theirs = context.Pipe(duplex=False)
+        self._process = context.Process(target=_run, args=(work, job, theirs))
         self._process.start()
         theirs.close()  # the child's alone now, so that its death ends the pipe
 
@@ -156,8 +160,8 @@ def _run(work: Callable[[Any], Any], job: Any, results: Connection) -> None:
 def end_with_parent() -> None:
     """Lead a process group that is killed as soon as this process's parent has ended.
 
-    Only for a process that ``multiprocessing`` has spawned: it holds one end of a pipe, and no
-    other process than its parent holds the other.
+    Only for a process of ``multiprocessing``: it holds one end of a pipe, and its parent the other.
+    A forked child also holds those of the children before it, which end after it.
     """
     os.setpgid(0, 0)
     parent = multiprocessing.parent_process()

@@ -37,6 +37,8 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning",
     # "The prompt is longer than the model's positions" is the point of a bounded cache.
     "TRANSFORMERS_VERBOSITY": "error",
+    # Tokenizers warn of a fork after their first use in threads.
+    "TOKENIZERS_PARALLELISM": "false",
 }
 """Set before vLLM is imported, unless the user has set them."""
 

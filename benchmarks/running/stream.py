@@ -87,7 +87,13 @@ class StreamResult:
 
 
 def stream(
-    llm: LLM, token_ids: list[int], *, label: str, max_new_tokens: int = 2, bar_line: int = 0
+    llm: LLM,
+    token_ids: list[int],
+    *,
+    label: str,
+    max_new_tokens: int = 2,
+    bar_line: int = 0,
+    warm_tokens: int = 1000,
 ) -> StreamResult:
     """Send ``token_ids`` through ``llm`` as one prompt, then generate some tokens.
 
@@ -97,12 +103,13 @@ def stream(
         label: shown at the progress bar.
         max_new_tokens: at least 2: the step of a request's last token also frees its pages.
         bar_line: line of the terminal, for the progress bar of one of several streams at a time.
+        warm_tokens: of the unmeasured request.
     """
     assert max_new_tokens >= 2, "one token more is needed to see the pages"
     config = llm.llm_engine.vllm_config
     policy = policy_of(config.additional_config)
     params = SamplingParams(max_tokens=2, prompt_logprobs=0, flat_logprobs=True)
-    llm.generate({"prompt_token_ids": token_ids[:1000]}, params, use_tqdm=False)
+    llm.generate({"prompt_token_ids": token_ids[:warm_tokens]}, params, use_tqdm=False)
     found = read_together(
         llm, [token_ids], label=label, bar_line=bar_line, max_new_tokens=max_new_tokens
     )

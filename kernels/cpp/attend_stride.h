@@ -188,10 +188,12 @@ void pack(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t block) {
   }
 }
 
-// Masks the keys that are older than the window of a query at `position`.
+// Masks the keys that are older than the window or chunk of a query at `position`.
 template <class T>
 void mask_window(const Work<T>& work, const int32_t* rank, int64_t position, float* x) {
-  const int64_t first = position - work.layer.window + 1;  // the oldest that it sees
+  const int64_t window = work.layer.window;
+  const int64_t first =  // the oldest that it sees
+      work.layer.chunked ? position - position % window : position - window + 1;
   if (first <= 0) return;
   for (int64_t j = 0; j < work.cached; j++) x[j] = rank[j] < first ? -INFINITY : x[j];
   for (int64_t j = work.cached; j < first; j++) x[j] = -INFINITY;

@@ -47,6 +47,8 @@ struct Layer {
   int64_t uses_scores;  // whether pages hold scores
   int64_t reduction;
   int64_t window;  // tokens that a query sees, itself included; 0: all cached ones
+  int64_t chunked;  // whether it sees its chunk of `window` tokens; chunks begin at multiples
+  int64_t attends, inserts;  // whether calls write outputs and scores, and whether they insert
   int64_t drafts;  // most draft tokens of a request in a step
   float scale, softcap;
   float key_scale, value_scale;  // scales of all stored keys and values without row scales

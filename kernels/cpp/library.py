@@ -39,7 +39,7 @@ class Layer(ctypes.Structure):
         *_of(c_int64, "page_bytes page_words num_heads group head_size num_sets block_size"),
         *_of(c_int64, "value_size value_at row_size"),
         *_of(c_int64, "unit page_units half is_neox dtype stored stored_bytes uses_scores"),
-        *_of(c_int64, "reduction window drafts"),
+        *_of(c_int64, "reduction window chunked attends inserts drafts"),
         *_of(c_float, "scale softcap key_scale value_scale"),
     ]
 

@@ -35,14 +35,14 @@ void run(const Layer& layer, const Stride& stride, const Rows& rows) {
 #pragma omp for schedule(static) collapse(2)
     for (int64_t head = 0; head < layer.num_heads; head++)
       for (int64_t block = 0; block < packed.padded / COLUMNS; block++)
-        pack(work, packed, head, block);
+        if (layer.attends) pack(work, packed, head, block);
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t head = 0; head < layer.num_queries(); head++)
       for (int64_t tile = 0; tile < packed.tiles; tile++)
-        attend(work, packed, scored ? weights.data() : nullptr, head, tile);
+        if (layer.attends) attend(work, packed, scored ? weights.data() : nullptr, head, tile);
 #pragma omp for schedule(dynamic)
     for (int64_t set = 0; set < layer.num_sets; set++)
-      insert(work, packed, set);
+      if (layer.inserts) insert(work, packed, set);
   }
 }
 

@@ -40,8 +40,8 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
     for (int64_t b = 0; b < batch.count; b++) {
       Request<T> request{layer, batch, rows, shape, b};
       Mass mass = shape.mass(memory + omp_get_thread_num() * floats);
-      attend_heads<Plain>(request, mass, 0, layer.num_heads);
-      for (int64_t s = 0; s < layer.num_sets; s++) insert(request, mass, s);
+      if (layer.attends) attend_heads<Plain>(request, mass, 0, layer.num_heads);
+      for (int64_t s = 0; s < layer.num_sets && layer.inserts; s++) insert(request, mass, s);
     }
     return;
   }
@@ -51,12 +51,13 @@ void run(const Layer& layer, const Tokens& batch, const Rows& rows) {
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < batch.count; b++)
       for (int64_t head = 0; head < layer.num_heads; head++)
-        attend_heads<Plain>(Request<T>{layer, batch, rows, shape, b},
+        if (layer.attends) attend_heads<Plain>(Request<T>{layer, batch, rows, shape, b},
                             shape.mass(memory + b * floats), head, head + 1);
 #pragma omp for schedule(dynamic) collapse(2)
     for (int64_t b = 0; b < batch.count; b++)
       for (int64_t s = 0; s < layer.num_sets; s++)
-        insert(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), s);
+        if (layer.inserts)
+          insert(Request<T>{layer, batch, rows, shape, b}, shape.mass(memory + b * floats), s);
   }
 }
 

@@ -178,7 +178,8 @@ def test_a_gpu_worker_warms_each_kind_up(v2: bool, monkeypatch: pytest.MonkeyPat
         block_tables=SimpleNamespace(input_block_tables=[None, table]),
         input_batch=SimpleNamespace(block_table=first),
     )
-    builders = [SimpleNamespace(layer_names=names) for names in (["b", "a"], ["c"])]
+    builders = [CUDABuilder.__new__(CUDABuilder) for _ in range(2)]
+    builders[0].layer_names, builders[1].layer_names = ["b", "a"], ["c"]
     layers = {name: SimpleNamespace(impl=f"{name}.impl", kv_cache=f"{name}.pool") for name in "abc"}
     monkeypatch.setattr(worker, "_builders", lambda: builders)
     monkeypatch.setattr(worker, "_attention_layers", lambda: layers)

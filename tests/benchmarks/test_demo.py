@@ -31,7 +31,8 @@ from tests.conftest import MODEL
 
 POSITIONS = 1024
 SMALL = Model(MODEL, MODEL.name, real=False, why_not="it is a test")
-TINY = ["--model", str(MODEL), "--tokens", "1200", "--chat-tokens", "1100", "--budget", "128"]
+TINY = ["--model", str(MODEL), "--tokens", "1200", "--chat-tokens", "1100", "--passage", "96"]
+TINY += ["--budget", "128"]
 
 
 def settled(*options: str) -> Any:
@@ -45,7 +46,7 @@ def settled(*options: str) -> Any:
 
 def test_sizes_follow_from_the_models_positions() -> None:
     args = settled()
-    assert (args.budget, args.tokens, args.chat_tokens, args.passage) == (128, 1280, 1088, 96)
+    assert (args.budget, args.tokens, args.chat_tokens, args.passage) == (128, 1152, 1040, 204)
     assert args.dtype in ("float32", "bfloat16")
     assert settled("--budget", "256", "--passage", "70").passage == 70
 
@@ -313,6 +314,18 @@ def test_what_is_said_of_the_chat(chat: dict[str, Any], capsys: pytest.CaptureFi
     assert "answered wrongly" in printed
 
 
+def test_the_last_five_lines(read: dict[str, Any], chat: dict[str, Any]) -> None:
+    lines = demo_report.shown(read, chat)
+    assert [line[:2] for line in lines] == ["1.", "2.", "3.", "4.", "5."]
+    assert "stops after 976 tokens" in lines[0] and "all 2,048" in lines[0]
+    assert "5.0 MiB, 16 % of stock's 31.0 MiB" in lines[1]
+    assert "5.0 % above stock's" in lines[2] and "200.0 % above" in lines[2]
+    assert lines[3].endswith("1,900 tokens back is known to sink, recall.")
+    assert "HTTP 400 in turn 3" in lines[4] and "in turn 3 after 1.2 s." in lines[4]
+    chat["arms"][STOCK]["refused"] = None
+    assert "is not at its limit" in demo_report.shown(read, chat)[4]
+
+
 def test_points_of_the_picture() -> None:
     nll = np.log(np.repeat([2.0, 8.0, 4.0], demo_pictures.BLOCK))
     blocks = demo_pictures.block_means(np.append(nll, 9.0))
@@ -512,7 +525,7 @@ def test_nothing_is_left_behind(part: str, number: int, tmp_path: Path) -> None:
     file.write_text(f"if __name__ == '__main__':\n{_indented(lines)}\n")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, str(file)], cwd=ROOT, env=environment)
-    marker = "multiprocessing.spawn" if part == "novel" else "vllm.entrypoints"
+    marker = str(file) if part == "novel" else "vllm.entrypoints"  # engines are forked
     deadline = time.monotonic() + 300
     while not (found := _started(process.pid, marker)):
         assert time.monotonic() < deadline and process.poll() is None

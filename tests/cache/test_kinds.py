@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MLAAttentionSpec,
@@ -82,6 +83,27 @@ def test_a_window_fits_on_the_policys_pages(window: int, slots: int) -> None:
 def whole(num_bytes: int) -> int:
     """A page's size: a multiple of 64 bytes."""
     return -(-num_bytes // 64) * 64
+
+
+def test_chunks_hold_what_is_left_of_the_current_one() -> None:
+    """64 tokens on four pages of 16; up to 47 of a chunk on the same four, then none."""
+    run, same = policy(), {"num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    full = KVPolicySpec.from_full(FullAttentionSpec(block_size=16, **same), run)
+    chunk = ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=48, **same)
+    made = bounded({"layers.0": chunk, "layers.1": full}, run, 16)
+    chunk, full = made.values()
+    assert (chunk.window, chunk.chunked, full.window, full.chunked) == (48, True, None, False)
+    assert (chunk.page_slots, full.page_slots) == (12, 16)
+    counts = [chunk.schedule.count_at(t) for t in range(200)]
+    assert counts == [t % 48 for t in range(200)]
+    assert [chunk.schedule.peak_at(t) for t in (1, 47, 48, 49, 10**6)] == [1, 47, 47, 47, 47]
+    for tokens in (0, 1, 12, 47, 48, 49, 64, 65, 2000):
+        need = max(-(-min(tokens, 64) // 16), -(-min(tokens, 47) // 12))
+        assert chunk.num_pages(tokens) == full.num_pages(tokens) == need
+    token = 2 * 2 * 8 * 2
+    for tokens, blocks in ((47, 3), (48, 0), (50, 1), (100, 1), (143, 3)):
+        held = -(-tokens // 16) + blocks
+        assert stock_bytes(made, tokens) == held * 16 * token
 
 
 def test_bytes_of_a_page_are_the_layers_own() -> None:

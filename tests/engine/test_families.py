@@ -40,13 +40,25 @@ POLICIES: dict[str, dict[str, Any]] = {
     "units": {"name": "cascade", "num_subcaches": 2, "budget": 64, "prefill_stride": 32, "unit": 8},
 }
 BY_TRANSFORMERS = ("olmo3", "smollm3", *full_attention.BY_TRANSFORMERS)
-FAST = [("gemma3", "cascade", {}), ("gpt-oss", "cascade-heads", {}), ("cohere2", "sink", {})]
+FAST = [
+    ("gemma3", "cascade", {}),
+    ("gpt-oss", "cascade-heads", {}),
+    ("cohere2", "sink", {}),
+    ("gemma4-shared", "h2o", {}),
+    ("llama4", "cascade", {}),  # strides that cross chunks
+]
 SLOW = [
-    *((family, "cascade", {}) for family in FAMILIES if family != "gemma3"),
+    *((family, "cascade", {}) for family in FAMILIES if (family, "cascade", {}) not in FAST),
     *((family, "sink-heads", dict(PYTORCH)) for family in FAMILIES),
     *((family, "units", {}) for family in ("gemma3", "gpt-oss")),
     ("gemma3", "h2o", {}),
     ("gpt-oss", "h2o", dict(PYTORCH)),
+    ("gemma3n", "h2o", dict(PYTORCH)),
+    ("llama4", "h2o", dict(PYTORCH)),
+    ("llama4", "units", {}),
+    ("llama4", "cascade-heads", {}),
+    ("gemma3n", "units", {}),
+    ("gemma4-shared", "units", dict(PYTORCH)),
     ("gemma3", "units", dict(PYTORCH)),
 ]
 

@@ -16,10 +16,15 @@ from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import PYTORCH
 from tests.engine.test_families import POLICIES, cases, check, check_company, engine
 from tests.oracle.families import model_class, write_family
-from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS, OWN_MODULES
+from tests.oracle.full_attention import (
+    BY_TRANSFORMERS,
+    NORMALISED_AFTERWARDS,
+    OTHER_NAMES,
+    OWN_MODULES,
+)
 from vllm_cascade.policies.settings import KVPolicyError
 
-ALL = {**OWN_MODULES, **BY_TRANSFORMERS}
+ALL = {**OWN_MODULES, **OTHER_NAMES, **BY_TRANSFORMERS}
 FAST = [
     ("deepseek-v3", "cascade-heads", {}),
     ("glm", "cascade-heads", {}),
@@ -27,7 +32,12 @@ FAST = [
     ("granite-swa", "cascade-heads", {}),  # a layer without a rotary module beside one that has it
 ]
 HOW = [("cascade-heads", {}), ("sink", {}), ("cascade", dict(PYTORCH))]
-SLOW = [(name, *how) for name in ALL for how in HOW if (name, *how) not in FAST]
+SLOW = [
+    (name, *how)
+    for name in ALL
+    for how in (HOW[:1] if name in OTHER_NAMES else HOW)
+    if (name, *how) not in FAST
+]
 
 
 def written(name: str, made: pytest.TempPathFactory, known: dict[str, Path]) -> Path:

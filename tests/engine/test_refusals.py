@@ -82,22 +82,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "prefill threshold": ({"long_prefill_token_threshold": 8}, "--long-prefill-token-threshold"),
 }
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "chunked layers": ({**LLAMA, "attention_chunk_size": 128}, "attend within chunks"),
     "rope type": (rope(rope_type="dynamic", factor=2.0), "dynamic NTK"),
-    "shared caches": (
-        {
-            **LLAMA,
-            "architectures": ["Gemma3nForCausalLM"],
-            "model_type": "gemma3n_text",
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "intermediate_size": [64] * 4,
-            "activation_sparsity_pattern": [0.0] * 4,
-            "rope_parameters": None,
-        },
-        "layers that share caches",
-    ),
     "recurrent layers without a kernel": (
         {
             "architectures": ["JambaForCausalLM"],
@@ -243,6 +228,13 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "a model with recurrent layers",
     ),
+    "drafts of shared caches or chunked layers": (
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(method="ngram"),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2)),
+        ),
+        "is not tested with models whose layers share caches",
+    ),
     "random windows": (
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
         "random windows",
@@ -257,6 +249,17 @@ FAKED: dict[str, tuple[Any, str]] = {
             parallel_config=SimpleNamespace(pipeline_parallel_size=2),
         ),
         "not tested with --pipeline-parallel-size",
+    ),
+    "shared caches over stages": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2)),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=2),
+        ),
+        "--pipeline-parallel-size must be 1",
+    ),
+    "fast prefill": (
+        SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=True)),
+        "--kv-sharing-fast-prefill",
     ),
     "type of delta nets": (
         SimpleNamespace(
@@ -308,6 +311,20 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     "speculative decoding on CUDA": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
         "do not undo rejected drafts yet; remove it",
+    ),
+    "shared caches on CUDA": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2))
+        ),
+        "Gemma 3n.* run on the CPU only",
+    ),
+    "chunked layers on CUDA": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(layer_types=["chunked_attention"])
+            )
+        ),
+        "Llama 4.* run on the CPU only",
     ),
     "sessions on CUDA": (
         SimpleNamespace(additional_config={"kv_sessions": True}),

@@ -19,7 +19,7 @@ from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.engine.scheduler import AsyncKVPolicyScheduler, KVPolicyScheduler
 from vllm_cascade.patches import kv_cache_planning
 from vllm_cascade.policies.registry import policy_of
-from vllm_cascade.policies.strides import aligned_chunk, cut_strides
+from vllm_cascade.policies.strides import aligned_chunk, cut_strides, first_stride
 
 STRIDE = 16
 
@@ -61,6 +61,34 @@ def test_strides_do_not_depend_on_chunks(prompt: int, total: int, stride: int, s
         seen += cut_strides(t, t + chunk, stride, t < prompt)[1:]
         t += chunk
     assert seen == whole
+
+
+@given(
+    prompt=st.integers(1, 200),
+    total=st.integers(1, 260),
+    stride=st.integers(1, 40),
+    seed=st.integers(0, 10**6),
+)
+def test_one_stride_a_step_gives_the_same_strides(
+    prompt: int, total: int, stride: int, seed: int
+) -> None:
+    """Also of tokens that are replayed after the prompt, which could all be in one step."""
+    total = max(prompt, total)
+    whole = [0, *range(stride, prompt, stride), prompt, *range(prompt + 1, total + 1)]
+    rng = random.Random(seed)
+    seen, t = [0], 0
+    while t < total:
+        chunk = aligned_chunk(t, min(rng.randint(1, 3 * stride), total - t), prompt, stride)
+        t += first_stride(t, chunk, prompt, stride)
+        if t > seen[-1]:
+            seen.append(t)
+    assert seen == whole
+
+
+def test_the_first_stride_fills_a_unit_by_single_tokens() -> None:
+    assert first_stride(10, 22, 40, 16, unit=8) == 1
+    assert first_stride(16, 16, 40, 16, unit=8) == 16
+    assert first_stride(0, 0, 40, 16) == 0
 
 
 def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:

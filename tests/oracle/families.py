@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
+from .checkpoints import reference_of, rewrite
 from .model import OracleResult
 from .settings import oracle_settings
 from .streamed import stream_family
@@ -64,6 +65,8 @@ class Family:
         seed: of its weights; another one where rounding would decide what is kept.
         architecture: as checkpoints name it, where transformers has another one's module for it.
         latent: whether all heads share one cached row.
+        chunked: whether windows are sizes of chunks of the stream.
+        owners: by layer that attends to another one's cache, that layer.
     """
 
     model_type: str
@@ -74,6 +77,8 @@ class Family:
     seed: int = 0
     architecture: str | None = None
     latent: bool = False
+    owners: tuple[tuple[int, int], ...] = ()
+    chunked: bool = False
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -82,6 +87,8 @@ class Family:
             "rotated": list(self.rotated),
             "interleaved": self.interleaved,
             "latent": self.latent,
+            "owners": dict(self.owners),
+            "chunked": self.chunked,
         }
 
 
@@ -105,6 +112,16 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 20.0,
 }
+# The last four layers have no keys of their own; the last of each kind stands elsewhere.
+SHARED = {
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 4,
+    "layer_types": [*MIXED[:2], *MIXED[1::-1], *MIXED[:2]],
+    "vocab_size_per_layer_input": 512,
+    "hidden_size_per_layer_input": 16,
+}
+OWNERS = ((2, 1), (3, 0), (4, 0), (5, 1))
+SHARED_WINDOWS = (WINDOW, None, None, WINDOW, WINDOW, None)
 ONLY_WINDOWS_ROTATE = (True, False, True, False)
 FAMILIES: dict[str, Family] = {
     "gemma2": Family(
@@ -130,6 +147,34 @@ FAMILIES: dict[str, Family] = {
             "top_k_experts": 2,
             "moe_intermediate_size": 64,
         },
+    ),
+    # As in E2B and E4B: values are not keys, and layers without keys have wider MLPs.
+    "gemma4-shared": Family(
+        "gemma4_text",
+        {
+            **GEMMA4,
+            **SHARED,
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": None,
+            "use_double_wide_mlp": True,
+        },
+        windows=SHARED_WINDOWS,
+        rotated=(True,) * 6,
+        owners=OWNERS,
+    ),
+    "gemma3n": Family(
+        "gemma3n_text",
+        {
+            **SLIDING,
+            **SHARED,
+            "rope_parameters": {**BY_KIND, "full_attention": {**PLAIN, "rope_theta": 1_000_000.0}},
+            "intermediate_size": [96] * 6,
+            "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
+            "laurel_rank": 8,
+        },
+        windows=SHARED_WINDOWS,
+        rotated=(True,) * 6,
+        owners=OWNERS,
     ),
     "gpt-oss": Family(
         "gpt_oss",
@@ -164,6 +209,21 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(
         "mistral", {"sliding_window": WINDOW, "rope_parameters": PLAIN}, windows=(WINDOW,) * 4
+    ),
+    "llama4": Family(
+        "llama4_text",
+        {
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            "no_rope_layers": [1, 0, 1, 0],
+            "rope_parameters": PLAIN,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "interleave_moe_layer_step": 2,
+        },
+        rotated=ONLY_WINDOWS_ROTATE,
+        interleaved=True,
+        chunked=True,
     ),
     # It is asked for 2,048 tokens, for which vLLM would take the factors for long streams.
     "phi3": Family(
@@ -205,7 +265,8 @@ def write_family(path: str | Path, family: Family) -> Path:
             centred = family.model_type in ("gemma", "gemma2", "gemma3_text")
             draw = (0.0 if centred else 1.0) + 0.1 * draw
             # These models do not scale logits by the size of their heads.
-            draw *= 0.3 if "gemma4" in family.model_type and "q_norm" in weight_name else 1.0
+            unscaled = family.model_type in ("gemma3n_text", "gemma4_text")
+            draw *= 0.3 if unscaled and "q_norm" in weight_name else 1.0
         elif "embed" in weight_name:
             draw *= 0.3
         elif any(part in weight_name for part in ("q_proj", "k_proj", "query_key_value")):
@@ -218,6 +279,7 @@ def write_family(path: str | Path, family: Family) -> Path:
         file = Path(path) / "config.json"
         found = json.loads(file.read_text(encoding="utf-8"))
         file.write_text(json.dumps({**found, "architectures": [family.architecture]}))
+        rewrite(Path(path), family.architecture)
     return Path(path)
 
 
@@ -247,10 +309,14 @@ def load_family(path: str | Path) -> PreTrainedModel:
     """The model as transformers has it, in fp32.
 
     Parameters of activations (xIELU) stay in bf16: vLLM computes with them so, whatever the rest.
+    vLLM's Gemma 3n without pictures leaves out the embeddings that each layer has of a token.
     """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    folder = reference_of(Path(path))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if model.config.model_type == "gemma3n_text":
+        model.model.get_per_layer_inputs = lambda input_ids: None
     for name, weight in model.named_parameters():
         if "act_fn" in name:
             weight.data = weight.data.bfloat16()

@@ -27,6 +27,8 @@ MULTIPLIED = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+GRANITE = {"attention_multiplier": 32**-0.5, "logits_scaling": 2.0}
+"""Granite's multipliers where others divide logits, and scale attention as usual."""
 SIGMOIDS = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
 """What a checkpoint's configuration has and transformers' own has not."""
 HIDDEN = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -220,8 +222,57 @@ OWN_MODULES: dict[str, Family] = {
     "minicpm3": full("minicpm3", scale_emb=1.0, dim_model_base=64, **LATENT),
     "mimo": full("qwen2", architecture="MiMoForCausalLM"),
     "internlm3": full("llama", attention_bias=True, architecture="InternLM3ForCausalLM"),
+    "minicpm": full(
+        "granite",
+        architecture="MiniCPMForCausalLM",
+        scale_emb=2.0,
+        embedding_multiplier=2.0,
+        scale_depth=1.4,
+        residual_multiplier=1.4 / 2**0.5,
+        dim_model_base=64,
+        **GRANITE,
+    ),
+    "teleflm": full(
+        "granite",
+        architecture="TeleFLMForCausalLM",
+        use_mup=True,
+        mup_scale_factor=2.0,
+        output_mult=1.0,
+        **GRANITE,
+    ),
+    "orion": full("stablelm", architecture="OrionForCausalLM", rms_norm_eps=1e-5, **partly(1.0)),
+    "solar": full(
+        "llama",
+        architecture="SolarForCausalLM",
+        bskcn_1=[],
+        bskcn_2=[],
+        bskcn_3=[],
+        bskcn_4=[],
+        bskcn_tv=[0.9, 0.8],
+    ),
+    "pangu-embedded": full("llama", architecture="PanguEmbeddedForCausalLM", attention_bias=True),
+    "phimoe": full("phimoe", num_local_experts=4, num_experts_per_tok=2, attention_bias=True),
+    "exaone": full("llama", architecture="ExaoneForCausalLM", layer_norm_epsilon=1e-6),
+    "internlm2": full("llama", architecture="InternLM2ForCausalLM", bias=False),
+    "telechat2": full(
+        "llama",
+        architecture="TeleChat2ForCausalLM",
+        num_key_value_heads=4,
+        n_layer=2,
+        n_head=4,
+        ffn_hidden_size=96,
+        layer_norm_epsilon=1e-6,
+    ),
 }
 """Families that vLLM has modules of its own for."""
+
+OTHER_NAMES: dict[str, Family] = {
+    "llama-1": full("llama", architecture="LLaMAForCausalLM"),
+    "iquest-coder": full("llama", architecture="IQuestCoderForCausalLM"),
+    "telechat3": full("llama", architecture="TeleChat3ForCausalLM"),
+    "exaone-moe-e": replace(OWN_MODULES["exaone-moe"], architecture="ExaoneMoEForCausalLM"),
+}
+"""Architectures that run modules of other ones."""
 
 BY_TRANSFORMERS: dict[str, Family] = {
     "olmo2": full("olmo2"),
@@ -241,6 +292,7 @@ BY_TRANSFORMERS: dict[str, Family] = {
         final_logit_softcapping=20.0,
     ),
     "jais2": full("jais2"),
+    "nanbeige": full("llama", architecture="NanbeigeForCausalLM"),
     "mellum": mixed(
         "mellum",
         rope_parameters={"sliding_attention": PLAIN, "full_attention": LINEAR},

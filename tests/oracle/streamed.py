@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Layer:
     Attributes:
         inv_freq: None where the layer has no rotary positions.
         window: tokens that a query sees, its own included; None: what ``sims`` keep.
+        chunked: whether these are those of its chunk of ``window`` tokens.
         stores: of units that left, by head set; empty where none comes back.
         begin: a head's first channel that rotates.
     """
@@ -53,6 +55,13 @@ class Layer:
     scores: Tensor
     stores: list[RecallSim] = field(default_factory=list)
     begin: int = 0
+    chunked: bool = False
+
+    def first_seen(self, token: int) -> int:
+        """The first token that ``token`` sees."""
+        if self.chunked:
+            return token // self.window * self.window
+        return max(token - self.window + 1, 0)
 
     @property
     def lines(self) -> list[list[int]]:
@@ -98,7 +107,8 @@ class Streamed:
     set, recalled tokens included: its choices of these stand where rounding decides. With a
     ``quantiser`` a stride's rows are quantised when it is over, rotated to where they stand: from
     ``position`` on. ``stored`` is what another implementation wrote, by layer: its codes stand
-    where rounding decides.
+    where rounding decides. ``owners`` is, by layer that has no cache of its own, the layer whose
+    cache it attends to; nothing of that changes before ``end_stride``.
     """
 
     layers: list[Layer] | dict[int, Layer]
@@ -114,6 +124,14 @@ class Streamed:
     stored: list[Stored] | None = None
     chosen: dict[int, list[list[list[int]]]] | None = None
     latent: bool = False
+    owners: dict[int, int] = field(default_factory=dict)
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+    def end_stride(self) -> None:
+        """Evict from caches that several layers attend to."""
+        for keep in self.waiting:
+            keep()
+        self.waiting.clear()
 
     def __call__(
         self,
@@ -127,17 +145,19 @@ class Streamed:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """``query`` ``[1, heads, T, D]``, ``key`` and ``value`` ``[1, KV heads, T, D]``."""
-        layer = self.layers[module.layer_idx]
+        index = self.owners.get(module.layer_idx, module.layer_idx)
+        layer, shared = self.layers[index], index in self.owners.values()
         own = list(range(self.start, self.end))
         layer.keys[:, own], layer.values[:, own] = key[0].float(), value[0].float()
         num_kv = key.shape[1]
         if layer.window is None:
-            self._recall(module, query[0], scaling)
+            if index == module.layer_idx:
+                self._recall(module, query[0], scaling)
             lists = [line + own for line in layer.lines]
         else:
-            lists = [list(range(max(self.start - layer.window + 1, 0), self.end))]
+            lists = [list(range(layer.first_seen(self.start), self.end))]
         rows = torch.tensor(lists)  # [sets, n + T]
-        self.seen[module.layer_idx] = rows
+        self.seen[index] = rows
         rows = rows.expand(num_kv, -1)
         places = rows if layer.window is not None else torch.arange(rows.shape[1]).expand_as(rows)
         heads = torch.arange(num_kv)[:, None]
@@ -151,7 +171,8 @@ class Streamed:
         distance = torch.tensor(own)[:, None] - rows[:, None]  # [KV heads, T, n + T], in the stream
         hidden = distance < 0
         if layer.window is not None:
-            hidden |= distance >= layer.window
+            first = torch.tensor([layer.first_seen(token) for token in own])
+            hidden |= rows[:, None] < first[:, None]
         logits = logits.masked_fill(hidden[:, None], -math.inf)
         sinks = getattr(module, "sinks", None)
         if sinks is not None:
@@ -160,15 +181,22 @@ class Streamed:
         else:
             probs = logits.softmax(-1)
         output = probs @ layer.values[heads, rows][:, None].double()
-        self._keep(layer, own, torch.tensor(lists), probs.float())
+        if index == module.layer_idx:
+            done = partial(self._after, index, own, torch.tensor(lists), probs.float())
+            self.waiting.append(done) if shared else done()
+        return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype).contiguous(), None
+
+    def _after(self, index: int, own: list[int], seen: Tensor, probs: Tensor) -> None:
+        """Evict from a layer's cache, and quantise what a stride has written."""
+        layer = self.layers[index]
+        self._keep(layer, own, seen, probs)
         if self.quantiser is not None:
             at = self.position + torch.arange(len(own))
             if layer.window is None:
                 filling = self.end % layer.sims[0].unit
                 at = written_at(self.position, layer.num_tokens, len(own), filling)
-            theirs = None if self.stored is None else self.stored[module.layer_idx]
+            theirs = None if self.stored is None else self.stored[index]
             write_rows(layer, self.quantiser, layer.keys, layer.values, own, at, theirs)
-        return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
     def _recall(self, module: Any, query: Tensor, scaling: float | None) -> None:
         """Units that the stride's queries ``[heads, T, D]`` bring back."""
@@ -218,11 +246,13 @@ class Streamed:
     def kept(self, end: int) -> list[list[list[int]]]:
         """Tokens that are left after ``end``, by layer and head set."""
         result = []
-        for layer in self.layers:
+        for index, layer in enumerate(self.layers):
+            if index in self.owners:
+                continue
             if layer.window is None:
                 result.append(layer.lines)
             else:
-                result.append([list(range(max(end - layer.window + 1, 0), end))])
+                result.append([list(range(layer.first_seen(end), end))])
         return result
 
 
@@ -307,6 +337,8 @@ def stream_family(
     rotated: list[bool],
     interleaved: bool,
     latent: bool = False,
+    chunked: bool = False,
+    owners: dict[int, int] | None = None,
     prompt_len: int,
     stride: int,
     make_sim: Callable[[], Sim],
@@ -327,6 +359,8 @@ def stream_family(
         rotated: by layer, whether it has rotary positions.
         interleaved: whether pairs of channels are neighbours, or the halves of a head.
         latent: whether all heads share one cached row, and so the tokens that are kept.
+        chunked: whether windows are sizes of chunks of the stream.
+        owners: by layer without a cache of its own, the layer whose cache it attends to.
     """
     assert logit_scale is None
     config = model.config
@@ -348,11 +382,12 @@ def stream_family(
                 torch.zeros(num_sets, len(tokens)),
                 stores_of(recall if window is None else None, num_sets),
                 begin,
+                chunked,
             )
         )
     state = Streamed(layers, decay, weight, head_reduction, per_head)
     state.chosen, state.quantiser, state.stored = chosen, quantiser, stored
-    state.latent = latent
+    state.latent, state.owners = latent, owners or {}
     AttentionInterface.register(OURS, state)
     AttentionMaskInterface.register(OURS, lambda *args, **kwargs: None)
     model.set_attn_implementation(OURS)
@@ -366,6 +401,7 @@ def stream_family(
         state.position = of_policy[0] if of_policy else start
         zeros = torch.zeros(1, end - start, dtype=torch.int64)
         logits = model(input_ids=ids[None, start:end], position_ids=zeros, use_cache=False).logits
+        state.end_stride()
         logits = logits[0].float()
         following = ids[start + 1 : end + 1]
         logprob = logits[: len(following)].log_softmax(-1)

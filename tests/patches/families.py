@@ -35,7 +35,8 @@ TESTED = {
     "FlexOlmoForCausalLM": "experts; vLLM runs it by transformers",
     "Gemma2ForCausalLM": "windows, soft caps",
     "Gemma3ForCausalLM": "windows, two rotations",
-    "Gemma4ForCausalLM": "windows, fewer and larger heads elsewhere; not E2B, E4B: shared caches",
+    "Gemma3nForCausalLM": "windows, two rotations, shared caches",
+    "Gemma4ForCausalLM": "windows, fewer and larger heads elsewhere; E2B, E4B: shared caches",
     "GemmaForCausalLM": "full attention",
     "Glm4ForCausalLM": "partly rotated, neighbours paired",
     "Glm4MoeForCausalLM": "experts, partly rotated",
@@ -56,6 +57,7 @@ TESTED = {
     "LagunaForCausalLM": "windows, two rotations, gated; on CPUs vLLM cannot run its experts",
     "Lfm2ForCausalLM": "recurrent layers (short convolutions)",
     "Lfm2MoeForCausalLM": "recurrent layers (short convolutions), experts",
+    "Llama4ForCausalLM": "experts, chunks, unrotated layers",
     "LlamaForCausalLM": "full attention",
     "MellumForCausalLM": "experts, windows; vLLM runs it by transformers",
     "MiMoForCausalLM": "full attention",
@@ -111,8 +113,6 @@ REASONS = {
         r"(?s)\b(kv_lora_rank|compress_ratios)\b.*\bindex_topk\b"
     ),
     "attention with a cache of its own kind": r"\bclass \w+\([^)]*\bAttentionLayerBase\)",
-    "layers that attend within chunks": r"\bChunkedLocalAttention\b",
-    "caches shared between layers": r"\bkv_sharing_target_layer_name=(?!None)",
     "positions that are added to inputs": r"\b(wpe|embed_positions)\b",
     "keys that are normalised after they were rotated": (
         r"= apply_rotary_pos_emb\([^)]*\)\n +\w+ = self\.\w*norm\("

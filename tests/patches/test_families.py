@@ -5,7 +5,7 @@ from vllm.model_executor.models import registry
 
 from tests.conftest import ROOT
 from tests.oracle.families import FAMILIES, model_class
-from tests.oracle.full_attention import BY_TRANSFORMERS, OWN_MODULES
+from tests.oracle.full_attention import BY_TRANSFORMERS, OTHER_NAMES, OWN_MODULES
 from tests.oracle.recurrent import RECURRENT
 from tests.patches import families
 
@@ -30,7 +30,7 @@ def test_every_text_architecture_is_listed() -> None:
 def test_what_works_is_compared() -> None:
     compared = {
         getattr(family, "architecture", None) or model_class(family.model_type)
-        for group in (FAMILIES, OWN_MODULES, BY_TRANSFORMERS, RECURRENT)
+        for group in (FAMILIES, OWN_MODULES, OTHER_NAMES, BY_TRANSFORMERS, RECURRENT)
         for family in group.values()
     }
     assert set(families.TESTED) == compared | {"LlamaForCausalLM", "BloomForCausalLM"}

@@ -8,6 +8,7 @@ from vllm.config import SchedulerConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import AttentionBackend, AttentionType
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheLayout,
     MLAAttentionSpec,
@@ -76,8 +77,8 @@ class KVPolicyBackend(AttentionBackend):
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Replace a full-attention layer's spec with a bounded one.
 
-        A sliding-window spec is returned unchanged. Its layout depends on the model's other layers
-        (``cache/kinds.py``), and this method sees one layer at a time.
+        A spec of a layer with windows or chunks is returned unchanged. Its layout depends on the
+        model's other layers (``cache/kinds.py``), and this method sees one layer at a time.
 
         Raises:
             KVPolicyError: the layer's spec cannot be bounded.
@@ -92,7 +93,7 @@ class KVPolicyBackend(AttentionBackend):
                 f"kv_policy: a layer's values have {spec.head_size_v} channels and its keys "
                 f"{spec.head_size}, which no policy supports; use --kv-policy full"
             )
-        if type(spec) is SlidingWindowSpec and policy is not None:
+        if type(spec) in (SlidingWindowSpec, ChunkedLocalAttentionSpec) and policy is not None:
             return spec
         if not (latent or type(spec) is FullAttentionSpec) or policy is None:
             raise KVPolicyError(

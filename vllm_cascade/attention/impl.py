@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base class of one attention layer under a policy, as vLLM calls it."""
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
@@ -36,6 +36,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         knows_windows: whether the device supports sliding windows.
         knows_sinks: whether the device supports learned sinks.
         knows_codes: whether the device supports quantised rows.
+        knows_sharing: whether the device supports layers that attend to another layer's cache.
         name: the layer's name, once prepared.
         latent: channels of a latent row's value (``LayerConfig.latent``); None in other layers.
     """
@@ -43,6 +44,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
     knows_windows: ClassVar[bool] = False
     knows_sinks: ClassVar[bool] = False
     knows_codes: ClassVar[bool] = False
+    knows_sharing: ClassVar[bool] = False
     recall: LayerStore | None = None
     latent: int | None = None
 
@@ -63,7 +65,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
         refused = {
             "sliding windows": sliding_window is not None and not self.knows_windows,
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "KV caches shared between layers": kv_sharing_target_layer_name is not None,
+            "KV caches shared between layers": (
+                kv_sharing_target_layer_name is not None and not self.knows_sharing
+            ),
             "learned attention sinks": sinks is not None and not self.knows_sinks,
         }
         for feature, present in refused.items():
@@ -137,6 +141,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
             gather_heads=gather_kv_heads if num_ranks > 1 and shared and scores else None,
             over_ranks=over_ranks if num_ranks > 1 and shared and scores else None,
             window=spec.window,
+            chunked=spec.chunked,
             sinks=None if sinks is None else sinks.detach().float().view(self.num_kv_heads, -1),
             dtype=dtype,
             salts=self._salts_of(spec, place, device),
@@ -169,6 +174,10 @@ class KVPolicyImpl(AttentionImpl[Any]):
         """
         raise NotImplementedError
 
+    def attend_to(self, owner: Self) -> None:
+        """Attend to another layer's cache; called once, in the order of layers."""
+        raise NotImplementedError
+
     def recall_from(self, stores: Any, index: int, most_queries: int) -> None:
         """Enable recall of evicted units; called once, after ``prepare``.
 
@@ -191,15 +200,20 @@ class KVPolicyImpl(AttentionImpl[Any]):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layer's attention. In a profiling run ``attn_metadata`` is None: no cache yet."""
+        """Run the layer's attention.
+
+        Args:
+            key, value: None in a layer that attends to another layer's cache.
+            attn_metadata: None in a profiling run, where there is no cache yet.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("fused output quantization is not supported")
         if attn_metadata is None:

@@ -3,9 +3,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+
+Part = Literal["both", "attend", "insert"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class LayerConfig:
         over_ranks: reduces per-set values over ranks by ``mean`` or ``max``; None if each rank
             decides alone.
         window: tokens that a query attends to, itself included; None attends to all kept tokens.
+        chunked: whether a query attends to its chunk of ``window`` tokens instead. A chunk begins
+            at a rank that is a multiple of ``window``.
         sinks: fp32 ``[num_kv_heads, group]``, learned sink logits. They add one term to each head's
             softmax denominator. None if the model has no sinks.
         dtype: dtype of new tokens' rows; None uses the dtype of the pages.
@@ -35,6 +39,8 @@ class LayerConfig:
             sets get scores of their own; None: all use the host's score.
         latent: channels of the value if a row is a latent one (``latent.py``): the key is the whole
             row, and the value is its last ``latent`` channels. None: a row is a key, then a value.
+        part: what a call does. Layers that share a cache call ``attend`` and ``insert`` apart
+            (``cpu/impl.py``); ``insert`` attends again where attention gives scores.
     """
 
     num_kv_heads: int
@@ -50,10 +56,12 @@ class LayerConfig:
     gather_heads: Callable[[torch.Tensor], torch.Tensor] | None = None
     over_ranks: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     window: int | None = None
+    chunked: bool = False
     sinks: torch.Tensor | None = None
     dtype: torch.dtype | None = None
     salts: torch.Tensor | None = None
     latent: int | None = None
+    part: Part = "both"
 
     @property
     def row_size(self) -> int:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache specs for models that mix full-attention and sliding-window layers.
+"""Cache specs for models whose layers have windows or chunks beside full attention.
 
 The engine's policy bounds full-attention layers. In a layer with a window of ``W`` tokens a query
 attends to its own token and the ``W - 1`` tokens before it. Such a layer runs under our ``window``
-policy, which keeps only these tokens. All kinds of layers share a request's pages and block table.
-The number of slots per page differs by kind: a window's tokens fit on the pages that the engine's
-policy needs anyway.
+policy, which keeps only these tokens. In a layer with chunks of ``C`` tokens (Llama 4) a query
+attends to the tokens of its own chunk. Such a layer runs under our ``chunk`` policy.
+
+All kinds of layers share a request's pages and block table. The number of slots per page differs by
+kind: a window's tokens fit on the pages that the engine's policy needs anyway.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,19 +15,28 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec, replace_as
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    replace_as,
+)
 
 from vllm_cascade.cache.spec import Kind, KVPolicySpec
+from vllm_cascade.policies.chunk import Chunk
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.policies.window import Window
 
+LIMITED = SlidingWindowSpec | ChunkedLocalAttentionSpec
+"""vLLM's specs of layers that see a part of the stream."""
 
-def window_policy(policy: Policy, window: int) -> Policy:
-    """Return the policy of sliding-window layers in a model that runs under ``policy``.
+
+def window_policy(policy: Policy, window: int, chunked: bool = False) -> Policy:
+    """Return the policy of layers with windows, or chunks, in a model that runs under ``policy``.
 
     It evicts single tokens even if ``policy`` evicts units. All heads share one set of tokens,
-    because a window contains the same tokens for every head.
+    because a window or chunk contains the same tokens for every head.
 
     Raises:
         KVPolicyError: If a token attends only to itself (``window < 2``).
@@ -35,8 +46,9 @@ def window_policy(policy: Policy, window: int) -> Policy:
             f"kv_policy: the model has layers with a window of {window} token, which need no "
             "cache; use --kv-policy full"
         )
+    kind = Chunk if chunked else Window
     shared = {"prefill_stride": policy.prefill_stride, "trace": policy.trace}
-    return Window.model_validate({"budget": window - 1, **shared})
+    return kind.model_validate({"budget": window - 1, **shared})
 
 
 def window_slots(policy: Policy, window: int, block_size: int) -> int:
@@ -51,7 +63,7 @@ def bounded(
     max_position: int | None = None,
     drafts: int = 0,
 ) -> dict[str, KVCacheSpec]:
-    """Replace the specs of sliding-window layers by bounded ones.
+    """Replace the specs of layers with windows or chunks by bounded ones.
 
     Args:
         specs: Specs by layer name. Full-attention layers already have a ``KVPolicySpec``.
@@ -67,28 +79,30 @@ def bounded(
         KVPolicyError: If a layer has another kind of cache.
     """
     for name, spec in specs.items():
-        if not isinstance(spec, KVPolicySpec | SlidingWindowSpec):
+        if not isinstance(spec, KVPolicySpec | LIMITED):
             raise KVPolicyError(
                 f"kv_policy: {name} has a cache of its own kind ({type(spec).__name__}), which no "
                 "policy bounds; use --kv-policy full for this model"
             )
-    if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
+    if not any(isinstance(spec, LIMITED) for spec in specs.values()):
         return dict(specs)
     bounded_specs: dict[str, Any] = {}
     for name, spec in specs.items():
-        if isinstance(spec, SlidingWindowSpec):
+        if isinstance(spec, LIMITED):
             own: dict[str, Any] = {"policy": policy}
-            window = spec.sliding_window
+            chunked = isinstance(spec, ChunkedLocalAttentionSpec)
+            window = spec.attention_chunk_size if chunked else spec.sliding_window
             if max_position is None or window < max_position:
                 own = {
-                    "policy": window_policy(policy, window),
+                    "policy": window_policy(policy, window, chunked),
                     "slots": window_slots(policy, window, block_size),
                     "window": window,
+                    "chunked": chunked,
                 }
             spec = replace_as(
                 spec,
                 KVPolicySpec,
-                drop=("sliding_window", "extra_retained_tokens"),
+                drop=("sliding_window", "extra_retained_tokens", "attention_chunk_size"),
                 block_size=block_size,
                 page_size_padded=None,
                 drafts=drafts,
@@ -103,10 +117,11 @@ def bounded(
 
 def kinds_of(specs: Iterable[KVPolicySpec], policy: Policy, block_size: int) -> tuple[Kind, ...]:
     """Kinds of the given layers. The engine's policy comes first, even if no layer has it."""
-    kinds: dict[int | None, Kind] = {None: Kind(policy, block_size)}
+    kinds: dict[tuple[int | None, bool], Kind] = {(None, False): Kind(policy, block_size)}
     for spec in specs:
-        kind = kinds.setdefault(spec.window, Kind(spec.policy, spec.page_slots, spec.window))
-        kinds[spec.window] = replace(
+        key = spec.window, spec.chunked
+        kind = kinds.setdefault(key, Kind(spec.policy, spec.page_slots, *key))
+        kinds[key] = replace(
             kind,
             token_bytes=kind.token_bytes + spec.row_bytes // spec.page_slots,
             page_bytes=kind.page_bytes + spec.page_size_bytes,

@@ -50,6 +50,7 @@ class Kind:
         policy: Policy of these layers.
         slots: Tokens per page.
         window: Tokens that a query attends to, its own included; None: all that the policy keeps.
+        chunked: Whether these are the tokens of its chunk of ``window`` tokens.
         token_bytes: Bytes of one token's keys, values and scales, summed over the layers.
         page_bytes: Bytes of one page, its tail included, summed over the layers.
         num_layers: Layers of this kind in the whole model.
@@ -60,6 +61,7 @@ class Kind:
     policy: Policy
     slots: int
     window: int | None = None
+    chunked: bool = False
     token_bytes: int = 0
     page_bytes: int = 0
     num_layers: int = 0
@@ -74,7 +76,9 @@ class Kind:
     def stock_bytes(self, num_tokens: int, block_size: int) -> int:
         """Bytes that vLLM without a policy holds after ``num_tokens`` tokens, in whole blocks."""
         blocks = cdiv(num_tokens, block_size)
-        if self.window is not None:  # only blocks that a query can still attend to
+        if self.chunked:
+            blocks -= num_tokens // self.window * self.window // block_size
+        elif self.window is not None:  # only blocks that a query can still attend to
             blocks = min(blocks, cdiv(self.window - 1, block_size) + 1)
         return blocks * block_size * self.token_bytes
 
@@ -88,11 +92,13 @@ class KVPolicySpec(AttentionSpec):
     """
 
     policy: Policy
-    """This layer's policy: the engine's, or ``window`` for a sliding-window layer."""
+    """This layer's policy: the engine's, or ``window`` or ``chunk`` if the model bounds it."""
     slots: int | None = None
     """Tokens per page of this layer; None: ``block_size``, which all layers share."""
     window: int | None = None
     """Tokens that a query attends to, its own included; None: all that the policy keeps."""
+    chunked: bool = False
+    """Whether ``window`` is the size of chunks of the stream, and queries attend within one."""
     least_page_bytes: int = 0
     """Minimum page size in bytes, to match the pages of other layers."""
     kinds: tuple[Kind, ...] = ()

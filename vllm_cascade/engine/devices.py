@@ -11,9 +11,10 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_cascade.engine.refusals import REFUSALS, Refusal, keeps_sessions
+from vllm_cascade.engine.refusals import REFUSALS, Refusal, chunked, keeps_sessions
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
 from vllm_cascade.log import logger
+from vllm_cascade.models.architectures import shares_caches
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
@@ -203,6 +204,18 @@ class CUDA(Device):
             lambda config, _: config.model_config.use_mla,
             "models with multi-head latent attention (DeepSeek V2 and V3, Kimi K2 and others) run "
             "on the CPU only: kernels for CUDA are not built; use --kv-policy full",
+        ),
+        Refusal(
+            "shared caches on CUDA",
+            lambda config, _: shares_caches(config.model_config.hf_text_config),
+            "models whose layers share caches (Gemma 3n, Gemma 4 E2B and E4B) run on the CPU only: "
+            "kernels for CUDA attend and insert at once; use --kv-policy full",
+        ),
+        Refusal(
+            "chunked layers on CUDA",
+            lambda config, _: chunked(config.model_config),
+            "models whose layers attend within chunks of the stream (Llama 4) run on the CPU only: "
+            "kernels for CUDA do not mask chunks; use --kv-policy full",
         ),
         Refusal(
             "recalled rows in 8 bits on CUDA",

@@ -14,7 +14,11 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.transformers_utils.config import iter_rope_parameters
 
 from vllm_cascade.cache.quantised import CODES
-from vllm_cascade.models.architectures import may_be_unrotated, needs_no_positions
+from vllm_cascade.models.architectures import (
+    may_be_unrotated,
+    needs_no_positions,
+    shares_caches,
+)
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
 from vllm_cascade.policies.arguments import CHECK
 from vllm_cascade.policies.policy import Policy
@@ -49,9 +53,9 @@ def _rope_types(config: VllmConfig) -> set[str]:
     return {entry.get("rope_type", "default") for entry in parameters}
 
 
-def _chunked(model: ModelConfig) -> bool:
-    chunks = getattr(model.hf_text_config, "attention_chunk_size", None)
-    return "chunked_attention" in layer_types(model) or bool(chunks)
+def chunked(model: ModelConfig) -> bool:
+    """Whether layers attend within chunks of the stream."""
+    return "chunked_attention" in (getattr(model.hf_text_config, "layer_types", None) or ())
 
 
 def _unknown_cache_dtype(config: VllmConfig, policy: Policy) -> bool:
@@ -151,6 +155,13 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: _drafts(config) and config.model_config.is_hybrid,
         "--speculative-config cannot be combined with a model with recurrent layers: their states "
         "are updated in place, also by rejected drafts; remove it",
+    ),
+    Refusal(
+        "drafts of shared caches or chunked layers",
+        lambda config, _: _drafts(config)
+        and (shares_caches(config.model_config.hf_text_config) or chunked(config.model_config)),
+        "--speculative-config is not tested with models whose layers share caches or attend within "
+        "chunks (Gemma 3n, Gemma 4 E2B and E4B, Llama 4); remove it",
     ),
     Refusal(
         "drafts over ranks",
@@ -293,15 +304,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "the model adds positions to its inputs (learned or sinusoidal), so cached keys cannot be "
         "moved to new positions; use --kv-policy full",
     ),
-    _model(
-        "chunked layers",
-        "models whose layers attend within chunks of the sequence (Llama 4) are",
-        _chunked,
+    Refusal(
+        "shared caches over stages",
+        lambda config, _: (
+            shares_caches(config.model_config.hf_text_config)
+            and config.parallel_config.pipeline_parallel_size > 1
+        ),
+        "--pipeline-parallel-size must be 1 for models whose layers share caches (Gemma 3n, Gemma "
+        "4 E2B and E4B): these layers must be in one process; use --tensor-parallel-size",
     ),
-    _model(
-        "shared caches",
-        "models with layers that share caches (Gemma 3n, Gemma 4 E2B and E4B) are",
-        lambda m: bool(getattr(m.hf_text_config, "num_kv_shared_layers", 0)),
+    Refusal(
+        "fast prefill",
+        lambda config, _: config.cache_config.kv_sharing_fast_prefill,
+        "--kv-sharing-fast-prefill cannot be combined with --kv-policy: a layer that skips a "
+        "prompt's tokens would not attend before they are evicted; remove one of the two",
     ),
     _model(
         "random windows",

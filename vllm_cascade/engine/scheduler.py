@@ -34,10 +34,11 @@ from vllm_cascade.engine.metrics import KVPolicySchedulerStats, Meter
 from vllm_cascade.engine.recall_memory import log_memory, model_shape, open_memory
 from vllm_cascade.engine.sessions import SchedulerSessions
 from vllm_cascade.log import logger
+from vllm_cascade.models.architectures import shares_caches
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.policies.strides import aligned_chunk
+from vllm_cascade.policies.strides import aligned_chunk, first_stride
 from vllm_cascade.recall.memory import RecallMemory
 from vllm_cascade.sessions.index import Command
 from vllm_cascade.sessions.settings import SessionSettings
@@ -98,6 +99,7 @@ class _StrideAligned(_Base):
         self._managers[0].states = self._states
         spec: KVPolicySpec = self._managers[0].kv_cache_spec
         self._stride = spec.policy.prefill_stride
+        self._shares_caches = shares_caches(self.vllm_config.model_config.hf_text_config)
         self._memory = self._open_memory(spec)
         self._managers[0].memory = self._memory
         self._requests = PerRequest(spec.engine_schedule)
@@ -205,7 +207,12 @@ class _StrideAligned(_Base):
         if self.num_spec_tokens and start >= prompt_len:
             return self._with_drafts(request, start, start + num_new_tokens, limit) - start
         stops = self._stops(request) if start < prompt_len else ()
-        return aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
+        chunk = aligned_chunk(start, num_new_tokens, prompt_len, self._stride, stops)
+        if not self._shares_caches:
+            return chunk
+        # Layers attend to a shared cache as it was when its owner attended (attention/cpu/impl.py).
+        unit = self._managers[0].kv_cache_spec.engine_schedule.unit
+        return first_stride(start, chunk, prompt_len, self._stride, unit)
 
     def _with_drafts(self, request: Request, start: int, end: int, limit: int) -> int:
         """End of a row of generated tokens and drafts, at most ``end``.

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's workers with a policy: select the backend before model load, connect it afterwards."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.block_table import SlotMappingMode
 
 from vllm_cascade.attention.recorder import Recorder
@@ -58,6 +60,29 @@ def scales_of(layer: Any) -> tuple[float, float]:
     return scales[0].item(), scales[1].item()
 
 
+def owners_of(layers: Mapping[str, Any]) -> dict[str, str]:
+    """Layers that attend to another layer's cache, in the model's order, and that layer."""
+    owners = {}
+    for name in sorted(layers, key=extract_layer_index):
+        owner = getattr(layers[name], "kv_sharing_target_layer_name", None)
+        if owner is not None:
+            owners[name] = owner
+    return owners
+
+
+def beside_owners(config: KVCacheConfig, owners: Mapping[str, str]) -> KVCacheConfig:
+    """Cache groups in which a layer that attends to another's cache has that layer's spec.
+
+    vLLM adds such layers to groups. It finds no spec of theirs if layers have specs of their own.
+    """
+    config = deepcopy(config)
+    for group in config.kv_cache_groups:
+        if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+            specs = group.kv_cache_spec.kv_cache_specs
+            specs.update({name: specs[own] for name, own in owners.items() if own in specs})
+    return config
+
+
 class KVPolicyWorker(_Base):
     """Mixin for vLLM's workers: one process of an engine that runs a policy.
 
@@ -92,6 +117,10 @@ class KVPolicyWorker(_Base):
         certify_engine(self.vllm_config, policy, self.device_entry, self.device)
         with self._our_backend():
             super().load_model(**kwargs)
+        for layer in self._attention_layers().values():
+            if isinstance(layer, ChunkedLocalAttention):
+                # vLLM's backend for chunks splits a request into one for each chunk.
+                layer.attn_backend = resolve_name(self.device_entry.backend)
         choose_long_tables(self.model_runner.get_model(), policy.max_position)
         # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
         stock = self.model_runner.get_kv_cache_spec
@@ -122,9 +151,10 @@ class KVPolicyWorker(_Base):
         return own_part(made, specs)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        super().initialize_from_config(kv_cache_config)
-        model = self.model_runner.get_model()
         layers = self._attention_layers()
+        owners = owners_of(layers)
+        super().initialize_from_config(beside_owners(kv_cache_config, owners))
+        model = self.model_runner.get_model()
         rotaries = rotaries_of(model, layers, self.model_config.hf_text_config)
         first, *others = builders = self._builders()
         for builder in builders:
@@ -136,9 +166,11 @@ class KVPolicyWorker(_Base):
                     rotaries[name],
                     self.parallel_config.tensor_parallel_size,
                     self.model_config.dtype,
-                    scales_of(layers[name]),
+                    scales_of(layers[owners.get(name, name)]),
                     (name, self._first_kv_head()),
                 )
+        for name, owner in owners.items():
+            layers[name].impl.attend_to(layers[owner].impl)
         first.positions.install(model)
         for builder in others:
             builder.follow(first)
@@ -190,7 +222,8 @@ class KVPolicyWorker(_Base):
 
     def _open_stores(self, builder: StepBuilder, layers: dict[str, Any]) -> None:
         """Connect the builder and the layers with the stores of evicted units."""
-        names, spec = builder.layer_names, builder.kv_cache_spec
+        spec, owners = builder.kv_cache_spec, owners_of(layers)
+        names = [name for name in builder.layer_names if name not in owners]
         if not spec.policy.recall:
             return
         if self._stores is None:

@@ -61,6 +61,7 @@ UNROTATED: dict[str, Unrotated] = {
     "granitemoe_swa": _flagged("layer_rope_theta"),
     "granitemoehybrid": _unless_asked,
     "jamba": _always,
+    "llama4_text": _flagged("no_rope_layers"),
     "nemotron_h": _always,
     "smollm3": _flagged("no_rope_layers"),
 }
@@ -90,13 +91,13 @@ HARMLESS = {
     "exaone4": "known above",
     "exaone_moe": "known above",
     "falcon": "layers that do not rotate have ALiBi",
-    "gemma3n": "only layers that share another's cache, which are refused",
-    "gemma4": "only layers that share another's cache, which are refused",
+    "gemma3n": "a rotary module without keys is that of a layer that shares another's cache",
+    "gemma4": "a rotary module without keys is that of a layer that shares another's cache",
     "granite": "without a base there is no rotary module",
     "granitemoe": "without a base there is no rotary module",
     "granitemoehybrid": "known above",
     "hy_v3": "a fused kernel rotates instead",
-    "llama4": "layers without rotary positions have no rotary module, and chunks are refused",
+    "llama4": "known above",
     "olmo_hybrid": "without a base there is no rotary module",
     "zamba2": "where it is not called there is no rotary module",
 }
@@ -105,6 +106,11 @@ HARMLESS = {
 
 def _kind(config: Any) -> str:
     return getattr(config, "model_type", "")
+
+
+def shares_caches(config: Any) -> bool:
+    """Whether layers attend to the caches of earlier ones."""
+    return bool(getattr(config, "num_kv_shared_layers", 0))
 
 
 def skips_unknown(block: nn.Module) -> bool:

@@ -51,3 +51,12 @@ def aligned_chunk(
     if end >= prompt_len:
         return prompt_len - start
     return max(end // prefill_stride * prefill_stride - start, 0)
+
+
+def first_stride(
+    start: int, num_tokens: int, prompt_len: int, prefill_stride: int, unit: int = 1
+) -> int:
+    """Tokens of the first stride among ``num_tokens`` from ``start``."""
+    end = start + num_tokens
+    bounds = cut_strides(start, end, prefill_stride, start < prompt_len, unit)
+    return bounds[1] - start if num_tokens else 0

@@ -48,6 +48,8 @@ def attend_and_insert(
     seen = _arrangement(pages, stride, order)
     keys, values = _kv_at_positions(layer, pages, stride, order if seen is None else seen.slots)
     output, mass = _attend(layer, stride, query, key, value, keys, values)
+    if layer.part == "attend":
+        return output
     scores = _new_scores(layer, pages, stride, order, mass, seen)
     schedule = stride.schedule
     keep = _survivors(schedule, stride, _compared(pages, stride, order, scores))
@@ -253,7 +255,9 @@ def _attend(
         if layer.slopes is not None:
             logits += layer.slopes[:, :, None, None] * distance
         unseen = distance > 0
-        if layer.window is not None:
+        if layer.chunked:
+            unseen |= torch.arange(visible) < position - position % layer.window
+        elif layer.window is not None:
             unseen |= distance <= -layer.window
         logits.masked_fill_(unseen, -torch.inf)
         probs = layer.softmax(logits)

@@ -98,6 +98,8 @@ def attend_and_insert(
     first_slot = torch.arange(rank.shape[-1]) * words.unit
     rank = rank.masked_fill(first_slot >= singles.column(OLD_SLOTS), -1)
     probs, output = _attend(layer, pages, singles, words, rank, query, key, value)
+    if layer.part == "attend":
+        return output
     score = _new_scores(layer, pages, singles, words, rank, probs)
     _insert(pages, singles, words, rank, score, layer.row(key, value), journal)
     return output
