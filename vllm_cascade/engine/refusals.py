@@ -158,8 +158,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "drafts of shared caches or chunked layers",
-        lambda config, _: _drafts(config)
-        and (shares_caches(config.model_config.hf_text_config) or chunked(config.model_config)),
+        lambda config, _: (
+            _drafts(config)
+            and (shares_caches(config.model_config.hf_text_config) or chunked(config.model_config))
+        ),
         "--speculative-config is not tested with models whose layers share caches or attend within "
         "chunks (Gemma 3n, Gemma 4 E2B and E4B, Llama 4); remove it",
     ),
