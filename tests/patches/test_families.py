@@ -54,8 +54,6 @@ def test_sources_say_why() -> None:
     ):
         assert found[name] == ("refused", why)
     for name in (
-        "InternLM2ForCausalLM",
-        "NanbeigeForCausalLM",
         "Zamba2ForCausalLM",
         "DeepseekForCausalLM",
     ):
