@@ -316,7 +316,7 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(
             model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2))
         ),
-        "Gemma 3n.* run on the CPU only",
+        "layers share caches",
     ),
     "chunked layers on CUDA": (
         SimpleNamespace(
@@ -324,7 +324,7 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
                 hf_text_config=SimpleNamespace(layer_types=["chunked_attention"])
             )
         ),
-        "Llama 4.* run on the CPU only",
+        "attend within chunks",
     ),
     "sessions on CUDA": (
         SimpleNamespace(additional_config={"kv_sessions": True}),

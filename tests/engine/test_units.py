@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.model_executor.models.utils import extract_layer_index
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH, run_oracle
@@ -51,9 +52,7 @@ def decode(llm: Any, prompt: list[int], max_tokens: int) -> tuple[list[int], lis
 def kept_sets(llm: Any) -> dict[int, list[list[list[int]]]]:
     """What was recorded: by end of a stride, layer and head set, as the oracle has it."""
     (snapshots,) = llm.collective_rpc("kv_policy_kept")
-    snapshots.sort(
-        key=lambda s: (s["end"], int(s["layer"].partition("layers.")[2].partition(".")[0]))
-    )
+    snapshots.sort(key=lambda s: (s["end"], extract_layer_index(s["layer"])))
     kept: dict[int, list[list[list[int]]]] = {}
     for s in snapshots:
         kept.setdefault(s["end"], []).append(s["tokens"])

@@ -70,30 +70,9 @@ def internlm2(weights: Weights) -> Weights:
     return made
 
 
-def telechat2(weights: Weights) -> Weights:
-    """A head's key and value follow each other in one matrix."""
-    made = renamed(
-        weights,
-        {
-            r"model\.layers": "transformer.h",
-            r"model\.embed_tokens": "transformer.word_embeddings",
-            r"model\.norm": "transformer.ln_f",
-            r"self_attn\.o_proj": "self_attention.dense",
-            r"self_attn\.q_proj": "self_attention.query",
-            "self_attn": "self_attention",
-        },
-    )
-    for name in [name for name in made if name.endswith("k_proj.weight")]:
-        parts = made.pop(name), made.pop(name.replace("k_proj", "v_proj"))
-        heads = [part.unflatten(0, (4, -1)) for part in parts]  # four heads
-        made[name.replace("k_proj", "key_value")] = torch.cat(heads, dim=1).flatten(0, 1)
-    return made
-
-
 LAYOUTS: dict[str, Callable[[Weights], Weights]] = {
     "ExaoneForCausalLM": exaone,
     "InternLM2ForCausalLM": internlm2,
-    "TeleChat2ForCausalLM": telechat2,
 }
 """How a checkpoint of an architecture names what Llama has."""
 

@@ -251,18 +251,13 @@ OWN_MODULES: dict[str, Family] = {
         bskcn_tv=[0.9, 0.8],
     ),
     "pangu-embedded": full("llama", architecture="PanguEmbeddedForCausalLM", attention_bias=True),
-    "phimoe": full("phimoe", num_local_experts=4, num_experts_per_tok=2, attention_bias=True),
-    "exaone": full("llama", architecture="ExaoneForCausalLM", layer_norm_epsilon=1e-6),
-    "internlm2": full("llama", architecture="InternLM2ForCausalLM", bias=False),
-    "telechat2": full(
+    "exaone": full(
         "llama",
-        architecture="TeleChat2ForCausalLM",
-        num_key_value_heads=4,
-        n_layer=2,
-        n_head=4,
-        ffn_hidden_size=96,
+        architecture="ExaoneForCausalLM",
         layer_norm_epsilon=1e-6,
+        activation_function="silu",
     ),
+    "internlm2": full("llama", architecture="InternLM2ForCausalLM", bias=False),
 }
 """Families that vLLM has modules of its own for."""
 

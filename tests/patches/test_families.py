@@ -42,8 +42,6 @@ def test_sources_say_why() -> None:
         ("JambaForCausalLM", "recurrent layers that vLLM runs on GPUs only"),
         ("Mamba2ForCausalLM", "all layers are recurrent"),
         ("DeepseekV32ForCausalLM", "layers choose the tokens that they attend to"),
-        ("Llama4ForCausalLM", "layers that attend within chunks"),
-        ("Gemma3nForCausalLM", "caches shared between layers"),
         ("GPT2LMHeadModel", "positions that are added to inputs"),
         ("GPTBigCodeForCausalLM", "positions that are added to inputs"),
         ("HunYuanDenseV1ForCausalLM", "keys that are normalised after they were rotated"),
@@ -54,8 +52,6 @@ def test_sources_say_why() -> None:
     ):
         assert found[name] == ("refused", why)
     for name in (
-        "InternLM2ForCausalLM",
-        "NanbeigeForCausalLM",
         "Zamba2ForCausalLM",
         "DeepseekForCausalLM",
     ):
