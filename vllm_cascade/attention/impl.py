@@ -174,7 +174,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         """
         raise NotImplementedError
 
-    def attend_to(self, owner: Self) -> None:
+    def attend_to(self, owner: Any) -> None:
         """Attend to another layer's cache; called once, in the order of layers."""
         raise NotImplementedError
 
@@ -220,6 +220,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
             self.reserve(query)
             return output.zero_()
         if self._first_rotary:  # a stored key begins with its rotary channels
-            query, key = (rows.roll(-self._first_rotary, -1) for rows in (query, key))
-        self.run(layer.layer_name, attn_metadata, NewTokens(query, key, value, output), kv_cache)
+            query = query.roll(-self._first_rotary, -1)
+            key = None if key is None else key.roll(-self._first_rotary, -1)
+        # Only a layer with its own cache reads key and value.
+        rows: Any = (query, key, value, output)
+        self.run(layer.layer_name, attn_metadata, NewTokens(*rows), kv_cache)
         return output

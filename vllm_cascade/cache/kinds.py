@@ -91,7 +91,10 @@ def bounded(
         if isinstance(spec, LIMITED):
             own: dict[str, Any] = {"policy": policy}
             chunked = isinstance(spec, ChunkedLocalAttentionSpec)
-            window = spec.attention_chunk_size if chunked else spec.sliding_window
+            if isinstance(spec, ChunkedLocalAttentionSpec):
+                window = spec.attention_chunk_size
+            else:
+                window = spec.sliding_window
             if max_position is None or window < max_position:
                 own = {
                     "policy": window_policy(policy, window, chunked),

@@ -76,7 +76,7 @@ class Kind:
     def stock_bytes(self, num_tokens: int, block_size: int) -> int:
         """Bytes that vLLM without a policy holds after ``num_tokens`` tokens, in whole blocks."""
         blocks = cdiv(num_tokens, block_size)
-        if self.chunked:
+        if self.chunked and self.window is not None:
             blocks -= num_tokens // self.window * self.window // block_size
         elif self.window is not None:  # only blocks that a query can still attend to
             blocks = min(blocks, cdiv(self.window - 1, block_size) + 1)

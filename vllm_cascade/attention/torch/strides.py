@@ -255,7 +255,7 @@ def _attend(
         if layer.slopes is not None:
             logits += layer.slopes[:, :, None, None] * distance
         unseen = distance > 0
-        if layer.chunked:
+        if layer.chunked and layer.window is not None:
             unseen |= torch.arange(visible) < position - position % layer.window
         elif layer.window is not None:
             unseen |= distance <= -layer.window
