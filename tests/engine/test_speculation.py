@@ -167,12 +167,17 @@ def check_case(
     assert len(worker_drafts(llm)._free) == 32, "a request's places are not given back"
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("window", "sink", "beehive", "lazy", "random", "dgc")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in CASES]
+)
 def test_every_policy(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     check_case(engine_pool, name, book_tokens, [0.7] if name != "cascade" else [0.0, 0.5, 1.0])
 
 
-@pytest.mark.parametrize("name", ["h2o", "units"])
+@pytest.mark.parametrize("name", ["h2o", pytest.param("units", marks=pytest.mark.slow)])
 def test_in_pytorch(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     check_case(engine_pool, name, book_tokens, [0.6], env={"VLLM_CASCADE_CPU": "pytorch"})
 
@@ -183,6 +188,7 @@ def test_quantised_rows(engine_pool: EnginePool, book_tokens: list[int]) -> None
     )
 
 
+@pytest.mark.slow
 def test_2_000_tokens(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     policy = CASES["cascade-heads"][0]
     prompts = [book_tokens[:50]]
@@ -193,7 +199,9 @@ def test_2_000_tokens(engine_pool: EnginePool, book_tokens: list[int]) -> None:
         compare(answers(llm, prompts, num=2000), truth)
 
 
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss"])
+@pytest.mark.parametrize(
+    "architecture", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.slow)]
+)
 def test_layers_with_windows(architecture: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     family = FAMILIES[architecture]
     model = write_family(tmp_path, family)
@@ -280,7 +288,9 @@ def spoken(tokens: list[int], turns: list[Any], new: Any) -> None:
     Scripted.right = 0.7
 
 
-@pytest.mark.parametrize("name", ["cascade-heads", "recall", "units"])
+@pytest.mark.parametrize(
+    "name", ["cascade-heads", "recall", pytest.param("units", marks=pytest.mark.slow)]
+)
 def test_sessions(name: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     """A session is the state after the tokens of its answer, and no draft."""
     from tests.engine.test_sessions import says

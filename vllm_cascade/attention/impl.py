@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base class of one attention layer under a policy, as vLLM calls it."""
 
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol
 
 import torch
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
