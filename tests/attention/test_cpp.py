@@ -182,6 +182,8 @@ class Call:
             stored=native.DTYPES[shape.dtype],
             stored_bytes=shape.dtype.itemsize,
             uses_scores=shape.uses_scores,
+            attends=1,
+            inserts=1,
             reduction=native.REDUCTIONS[shape.reduction],
             scale=shape.scale,
             softcap=shape.softcap,
