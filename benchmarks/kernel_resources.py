@@ -23,7 +23,7 @@ from tests.kernels import machine_code as code  # noqa: E402
 ABOUT_DECODE = """\
 # What the kernels execute and need
 
-Compiled ahead of time, and counted (`python -m benchmarks.kernel_resources`). **No GPU ran them.**
+Compiled ahead of time, and counted (`python -m benchmarks.kernel_resources`). No GPU was used.
 
 ## Decode attention
 
