@@ -189,7 +189,7 @@ class Ours:
         shape = (len(new), new.shape[1], 1, rank.shape[-1] + 1)
         score = scoring.weight * self.impl._layer.reduce_heads(new.new_full(shape, 1e-3))
         score[..., :-1] += scoring.decay * words.gather(self.pages.score)
-        tokens._insert(self.pages, singles, words, rank, score, new.repeat(1, 1, 2))
+        tokens._insert(self.pages, singles, words, rank, score, new.repeat(1, 1, 2), None)
 
     def changed_bytes(self, batch: int, *new: torch.Tensor) -> int:
         """Bytes of a request's metadata that a step changes, in the mean over its steps."""

@@ -62,12 +62,12 @@ def scales_of(layer: Any) -> tuple[float, float]:
 
 def owners_of(layers: Mapping[str, Any]) -> dict[str, str]:
     """Layers that attend to another layer's cache, in the model's order, and that layer."""
-    owners = {}
-    for name in sorted(layers, key=extract_layer_index):
-        owner = getattr(layers[name], "kv_sharing_target_layer_name", None)
-        if owner is not None:
-            owners[name] = owner
-    return owners
+    owners = {
+        name: owner
+        for name, layer in layers.items()
+        if (owner := getattr(layer, "kv_sharing_target_layer_name", None)) is not None
+    }
+    return {name: owners[name] for name in sorted(owners, key=extract_layer_index)}
 
 
 def beside_owners(config: KVCacheConfig, owners: Mapping[str, str]) -> KVCacheConfig:
