@@ -246,19 +246,16 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
 def check(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
     """The check of the first start for layers of Llama 8B, without a model."""
     import torch
-    from vllm.platforms import current_platform
 
     from vllm_cascade.attention.selfcheck import LayerShape
     from vllm_cascade.engine.certify import certify
     from vllm_cascade.engine.devices import this_device
     from vllm_cascade.policies.registry import resolve
 
-    small = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": torch.float32}
-    large = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
-    shape = LayerShape(**(small if tiny else large))
-    begin = time.perf_counter()
-    device = torch.device(current_platform.device_type)
-    rows = certify(resolve({"budget": 2048, **policy}), shape, this_device(), device, "always")
+    shape = LayerShape(4, 2, 16, torch.float32) if tiny else LayerShape(32, 8, 128, torch.bfloat16)
+    resolved = resolve({"budget": 2048, **policy}, block_size=shape.block_size)
+    entry, begin = this_device(), time.perf_counter()
+    rows = certify(resolved, (shape,), entry, torch.device(entry.name), "always")
     return [
         {
             "comparisons": len(rows),

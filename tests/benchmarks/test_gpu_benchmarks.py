@@ -103,6 +103,14 @@ def test_an_engine_that_is_compared_starts_as_by_default() -> None:
     assert [job["label"] for job in wanted] == list(FAMILIES) == ["gemma3", "gpt-oss"]
 
 
+def test_the_check_of_the_first_start_is_timed() -> None:
+    """Here it compares C++ with PyTorch, for the small layer."""
+    from benchmarks.gpu_engine import POLICIES, check
+
+    (row,) = check(POLICIES["cascade in units"], "cascade in units", tiny=True)
+    assert row["comparisons"] > 10 and row["largest_error"] < 2e-4 and row["check_s"] > 0
+
+
 @pytest.mark.slow
 def test_gpu_engine_tiny(tmp_path: Path) -> None:
     done = run(
