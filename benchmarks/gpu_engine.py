@@ -89,8 +89,8 @@ def main(arguments: list[str] | None = None) -> int:
         job["engine"] = dict(options.engine)
         if job["kind"] == "speed" and not options.tiny:
             job |= {"requests": options.requests, "contexts": options.contexts or CONTEXTS}
-        elif job["kind"] == "first token" and options.contexts:
-            job["contexts"] = options.contexts
+        elif job["kind"] == "first token" and not options.tiny:
+            job["contexts"] = options.contexts or FIRST_TOKEN_CONTEXTS
         elif options.at_once > 1 and job["kind"] in ("identity", "windows"):
             job["engine"]["kv_cache_memory_bytes"] = 1 << 28
     logs = Path(tempfile.mkdtemp()) if options.out is None else options.out / "logs"
@@ -122,15 +122,11 @@ def jobs(
     if "windows" in kinds:
         policy = POLICIES["cascade"]
         found += [{"kind": "windows", "policy": policy, "label": name} for name in FAMILIES]
-    if "speed" in kinds:
+    for kind in [kind for kind in ("speed", "first token") if kind in kinds]:
         for model in ["tiny"] if tiny else models:
             for name in ["stock", *policies]:
-                job = {"kind": "speed", "policy": POLICIES.get(name), "label": name}
+                job = {"kind": kind, "policy": POLICIES.get(name), "label": name}
                 found.append(job | {"model": model})
-    if "first token" in kinds and not tiny:
-        for name in ["stock", *policies]:
-            job = {"kind": "first token", "policy": POLICIES.get(name), "label": name}
-            found += [job | {"model": model} for model in models]
     return [job | {"tiny": tiny} for job in found]
 
 
@@ -394,20 +390,22 @@ def first_token(
     label: str,
     model: str,
     tiny: bool,
-    contexts: Sequence[int] = FIRST_TOKEN_CONTEXTS,
+    contexts: Sequence[int] = (40,),
 ) -> list[dict[str, Any]]:
     """Seconds from a prompt of each length to its first token, median of three, one at a time."""
     import numpy as np
     from vllm import LLM, SamplingParams
 
-    size = LLAMAS[model]
+    size = TINY if tiny else LLAMAS[model]
+    memory = {"kv_cache_memory_bytes": 16 << 20, "enforce_eager": True} if tiny else {}
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
             folder,
-            dtype="bfloat16",
+            dtype="float32" if tiny else "bfloat16",
             **dummy_model(Path(folder), policy, size, tiny),
             max_model_len=max(contexts) + 2,
             max_num_seqs=8,
+            **memory,
             **OVERRIDES,
         )
         rng = np.random.default_rng(0)

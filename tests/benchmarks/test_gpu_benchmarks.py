@@ -118,7 +118,9 @@ def test_gpu_engine_tiny(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "gpu_engine_tiny.json").read_text())
-    kinds = ["identity", "windows", "windows", "speed", "speed"]
-    assert [row["what"] for row in result["rows"]] == kinds
-    assert all(row["equal"] and row["evicted"] > 0 for row in result["rows"][:3])
-    assert all(row["output_tokens_per_s"] > 0 for row in result["rows"][3:])
+    kinds = ["identity", "check", "windows", "windows", "speed", "speed"]
+    assert [row["what"] for row in result["rows"]] == [*kinds, "first token", "first token"]
+    assert all(row["equal"] and row["evicted"] > 0 for row in result["rows"] if "equal" in row)
+    assert all(row["output_tokens_per_s"] > 0 for row in result["rows"][4:6])
+    assert all(row["first_token_s"] > 0 for row in result["rows"][6:])
+    assert len(list((tmp_path / "logs").iterdir())) == len(result["rows"])
