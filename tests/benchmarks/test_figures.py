@@ -172,7 +172,8 @@ def devices() -> list[str]:
     tables = [table["rows"] for table in results.load("gpu-check-h100")["tables"]]
     passed, two, one = (int(row[1]) for row in tables[0])
     many, single = (
-        next(row for row in tables[1] if row[:2] == ["2,048", number]) for number in ("256", "1")
+        next(row for row in tables[1] if row[:3] == ["32/8", "2,048", number])
+        for number in ("256", "1")
     )
     prompts = [row for row in tables[3] if row[0] == "512"]
     before = prompts[0][4]
@@ -182,8 +183,8 @@ def devices() -> list[str]:
         f"{ceil(left / 2**10)} KiB, so {left * 8192 / 2**30:.2f} GiB for 8,192",
         f"{passed} of {passed + two + one}: decode",
         f"{two + one}, in the checks' own code: {two} compared",
-        f"{many[3]} of a copy's bandwidth; {many[4]} the time",
-        f"{single[4]} the time of dense attention",
+        f"{many[4]} of a copy's bandwidth; {many[5]} the time",
+        f"{single[5]} the time of dense attention",
         f"{prompts[0][2]} us a layer at any length; full attention takes {prompts[0][3]} us at "
         f"4,096 tokens and {prompts[-1][3]} us at 131,072",
         f"({before} ms of a stride)",

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A card's plain JSON becomes a kept result; configurations are timed with toy sizes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.reporting import gpu, results
+from tests.benchmarks.test_gpu_benchmarks import run
+
+ATTEND = {"heads": "8/8", "cached": 2048, "batch": 1, "ms": 0.5, "of_copy": 0.75, "over_sdpa": 1.5}
+SKIPPED = {"heads": "8/8", "cached": 4096, "batch": 1, "skipped": "out of time"}
+PREFILL = {
+    "stride": 512, "tokens": 4096, "us_per_token": 2.0, "full_us_per_token": 0.5,
+    "stride_attention_ms": 0.25, "ms": 8.0,
+}  # fmt: skip
+CHECK: dict[str, Any] = {
+    "checks": [
+        {"check": "a", "error": None, "seconds": 1.0},
+        {"check": "b", "error": "AssertionError: output", "seconds": 2.0},
+        {"check": "c", "error": "AssertionError: output", "seconds": 3.0},
+    ],
+    "environment": {"gpu": "A card", "torch": "2", "time": "2026-11-25T00:00:00"},
+    "copy_gbps": 3000.0,
+    "attend": [ATTEND, SKIPPED],
+    "caching": [],
+    "prefill": [PREFILL],
+    "goals": [],
+}
+TUNE = [
+    {"queries": 128, "tile": 32, "warps": 8, "stages": 3, "ms": 0.2},
+    {"queries": 64, "tile": 128, "warps": 4, "stages": 2, "error": "OutOfResources"},
+]
+
+
+def test_a_kept_result(tmp_path: Path) -> None:
+    (tmp_path / "gpu_check.json").write_text(json.dumps(CHECK))
+    found = gpu.result(tmp_path, "0123456789ab")
+    assert len(found["tables"]) == 4
+    (tmp_path / "tune.json").write_text(json.dumps(TUNE))
+    found = gpu.result(tmp_path, "0123456789ab")
+    passed, decode, _, prompts, tuned = (one["rows"] for one in found["tables"])
+    assert [list(row) for row in passed] == [
+        ["passed", "1", ""],
+        ["failed", "2", "AssertionError: output"],
+    ]
+    assert [list(row) for row in decode] == [["8/8", "2,048", "1", "0.500", "75 %", "1.50x"]]
+    assert list(prompts[0]) == ["512", "4,096", "2.00", "0.50", "0.250"]
+    assert [list(row) for row in tuned] == [["128", "32", "8", "3", "0.200"]]
+    assert found["tables"][4]["note"] == "The fastest of 2; 1 did not compile."
+    text = results.section(json.loads(results.as_text(found)))
+    assert "A card; torch 2, vLLM not installed, commit 0123456789, 2026-11-25; 6 s." in text
+
+
+def test_configurations_are_timed() -> None:
+    done = run("benchmarks.gpu.tune", "--interpret", "--workers", "1")
+    assert done.returncode == 0 and done.stdout.count("'ms'") == 2, done.stderr
+
+
+def test_a_configuration_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import tune
+
+    def fails(*_: object) -> None:
+        raise ValueError("too much shared memory")
+
+    monkeypatch.setattr(tune, "prompt", fails)
+    assert tune.compiled((64, 32, 8, 2), True) == "ValueError: too much shared memory"
