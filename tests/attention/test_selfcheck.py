@@ -19,7 +19,7 @@ import triton
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch
-from vllm_cascade.engine import certify
+from vllm_cascade.engine import certify, devices
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.kernels.triton import (
     attend,
@@ -267,6 +267,25 @@ def test_kinds_of_layers(text: dict[str, Any], windows: list[int | None]) -> Non
         model_config=model, parallel_config=None, cache_config=SimpleNamespace(block_size=16)
     )
     assert [shape.window for shape in certify.shapes_of(config)] == windows
+
+
+def test_a_cards_verdict_holds_for_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML gives the driver's version, also where PyTorch does not, and is closed again."""
+    calls: list[str] = []
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: calls.append("init"),
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlShutdown=lambda: calls.append("shutdown"),
+    )
+    properties = SimpleNamespace(name="A card", major=9, minor=0)
+    monkeypatch.setattr(devices, "import_pynvml", lambda: nvml)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    facts = DEVICES["cuda"].facts()
+    assert facts | {"cuda": None} == {
+        "card": "A card", "capability": [9, 0], "driver": "580.1", "cuda": None,
+    }  # fmt: skip
+    assert calls == ["init", "shutdown"]
 
 
 def test_a_failure_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,14 @@ def test_chunks(name: str) -> None:
     checks.check_chunks(ATTENTION[name], "cpu")
 
 
+def test_chunks_that_drop_a_long_cache() -> None:
+    """Tokens move by more positions than any of the other cases."""
+    case = Case(
+        head_size=16, num_heads=1, group=1, lengths=(3000,), strides=(2,), dtype=torch.float16
+    )
+    checks.check_chunks(case, "cpu")
+
+
 def test_chunks_longer_than_their_tiles() -> None:
     """Of 16 queries by 16 keys in fp32."""
     case = Case(**SMALL, lengths=(35, 0, 32), strides=(50, 17, 65))
