@@ -7,7 +7,7 @@ vLLM starts such engines in processes of their own only, hence a server.
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import openai
@@ -49,25 +49,32 @@ def of_engines(server: Server, name: str) -> list[float]:
     return [float(value) for _, value in sorted(found)]
 
 
-def test_each_engine_answers_as_one_process(
-    server: Server, alone: list[Turn], book_tokens: list[int]
+def each_answers_as_alone(
+    server: Server, turns: Iterable[tuple[int, Turn]], tokens: list[int]
 ) -> None:
-    before = of_engines(server, f"{PREFIX}evicted_tokens_total")
-    assert len(before) == 2
-    for rank in range(2):
-        for length, (_, tokens, logprobs) in zip(LENGTHS, alone, strict=True):
+    """Each of two engines answers prompts of these lengths as one process did."""
+    for length, (_, expected, logprobs) in turns:
+        for rank in range(2):
             answer = server.client.completions.create(
                 model=server.model,
-                prompt=book_tokens[:length],
-                max_tokens=20,
+                prompt=tokens[:length],
+                max_tokens=len(expected),
                 temperature=0,
                 logprobs=1,
                 extra_headers={"X-data-parallel-rank": str(rank)},
                 extra_body={"return_token_ids": True, "ignore_eos": True},
             ).choices[0]
-            assert answer.token_ids == tokens
+            assert answer.token_ids == expected
             found = answer.logprobs.token_logprobs
             np.testing.assert_allclose(found, logprobs, atol=1e-4, rtol=0)
+
+
+def test_each_engine_answers_as_one_process(
+    server: Server, alone: list[Turn], book_tokens: list[int]
+) -> None:
+    before = of_engines(server, f"{PREFIX}evicted_tokens_total")
+    assert len(before) == 2
+    each_answers_as_alone(server, zip(LENGTHS, alone, strict=True), book_tokens)
     evicted = sum(max(length + 19 - 132, 0) for length in LENGTHS)
     # Prompts begin alike, and so the next one starts from what the one before has left.
     after = of_engines(server, f"{PREFIX}evicted_tokens_total")

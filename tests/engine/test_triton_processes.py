@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.conftest import ROOT
 from tests.engine.pool import EnginePool
 from tests.engine.server import Server
+from tests.engine.test_data_parallel import each_answers_as_alone
 from tests.engine.test_pipeline_parallel import cores
 from tests.engine.test_prefix_caching import Turn, ask
 
@@ -88,17 +88,4 @@ def server(alone: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 def test_two_engines(server: Server, alone: list[Turn], book_tokens: list[int]) -> None:
     """Each answers as one process."""
-    for rank in range(2):
-        for length, (_, tokens, logprobs) in zip(LENGTHS, alone, strict=True):
-            answer = server.client.completions.create(
-                model=server.model,
-                prompt=book_tokens[:length],
-                max_tokens=8,
-                temperature=0,
-                logprobs=1,
-                extra_headers={"X-data-parallel-rank": str(rank)},
-                extra_body={"return_token_ids": True, "ignore_eos": True},
-            ).choices[0]
-            assert answer.token_ids == tokens
-            found = answer.logprobs.token_logprobs
-            np.testing.assert_allclose(found, logprobs, atol=1e-4, rtol=0)
+    each_answers_as_alone(server, zip(LENGTHS, alone, strict=True), book_tokens)
