@@ -26,6 +26,9 @@ class Event:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
 
 class Stream:
     device = torch.device("cpu")
@@ -34,6 +37,9 @@ class Stream:
         pass
 
     def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
         pass
 
 

@@ -326,10 +326,6 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         ),
         "attend within chunks",
     ),
-    "sessions on CUDA": (
-        SimpleNamespace(additional_config={"kv_sessions": True}),
-        "--kv-sessions is not tested on CUDA",
-    ),
     "cache type on CUDA": (
         SimpleNamespace(
             model_config=SimpleNamespace(dtype="torch.bfloat16"),

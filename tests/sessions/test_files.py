@@ -21,7 +21,9 @@ from safetensors.torch import load_file
 from tests.conftest import ROOT
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
+from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import FOREIGN, Folder, Unusable, file_name, read, write
 from vllm_cascade.sessions.index import Command, Report, Session
 from vllm_cascade.sessions.tiers import WorkerSessions
@@ -282,30 +284,33 @@ def wait(worker: WorkerSessions, wanted: int = 1) -> Report:
 def test_a_worker_saves_writes_reads_and_restores(num_units: int | None, tmp_path: Path) -> None:
     Folder(tmp_path).open()
     own = pools()
-    shape = None if num_units is None else SHAPE
-    worker = WorkerSessions(own, tmp_path, shape=shape)
-    logs = {} if num_units is None else {4: log(num_units)}
+    stores, others = (None if num_units is None else Stores(SHAPE) for _ in range(2))
+    worker = WorkerSessions(Copies(own), tmp_path, stores)
+    if stores is not None and num_units is not None:
+        stores.logs[4] = log(num_units)
     wanted = [pool[[4, 9, 2]].clone() for pool in own]
     one = session()
     save = Command("save", one.id, pages=(4, 9, 2))
-    worker.execute([save, Command("write", one.id, header=header_of(one))], logs)
+    worker.execute([save, Command("write", one.id, header=header_of(one))])
     for pool in own:
         pool.zero_()
     assert wait(worker).written == [one.id] and worker.num_bytes >= 3 * 320
-    assert worker.execute([Command("drop", one.id)], {}) == {} and worker.num_bytes == 0
+    worker.execute([Command("drop", one.id)])
+    assert worker.num_bytes == 0
 
-    other = WorkerSessions(own, tmp_path, shape=shape)  # as after a restart
-    other.execute([Command("read", one.id, header=ENGINE)], {})
+    other = WorkerSessions(Copies(own), tmp_path, others)  # as after a restart
+    other.execute([Command("read", one.id, header=ENGINE)])
     assert list(wait(other).read) == [one.id]
-    resumed = other.execute([Command("restore", one.id, pages=(1, 0, 7))], {})
+    other.execute([Command("restore", one.id, pages=(1, 0, 7))])
     for pool, pages in zip(own, wanted, strict=True):
         assert pool[[1, 0, 7]].equal(pages) and not pool[[2, 3, 4, 9]].any()
-    if num_units is not None:
-        assert same_logs(resumed[1], log(num_units))
-        resumed[1].grow(1)  # its own: the session's log stays
-        again = other.execute([Command("restore", one.id, pages=(5, 6, 7))], {})
-        assert same_logs(again[5], log(num_units))
-    other.execute([Command("remove", one.id)], {})
+    if others is not None and num_units is not None:
+        resumed = others._resumed[1]
+        assert same_logs(resumed, log(num_units))
+        resumed.grow(1)  # its own: the session's log stays
+        other.execute([Command("restore", one.id, pages=(5, 6, 7))])
+        assert same_logs(others._resumed[5], log(num_units))
+    other.execute([Command("remove", one.id)])
     other.close()
     worker.close()
     assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
@@ -327,9 +332,9 @@ def test_a_worker_reads_no_damaged_file(
     Folder(tmp_path).open()
     own = pools()
     one, two = session(1), session(2)
-    worker = WorkerSessions(own, tmp_path)
+    worker = WorkerSessions(Copies(own), tmp_path)
     save = Command("save", one.id, pages=(1,))
-    worker.execute([save, Command("write", one.id, header=header_of(one))], {})
+    worker.execute([save, Command("write", one.id, header=header_of(one))])
     wait(worker)
     path = tmp_path / file_name(one.id, 0, 1)
     content = bytearray(path.read_bytes())
@@ -346,11 +351,11 @@ def test_a_worker_reads_no_damaged_file(
     elif damage == "pages":
         own = [pool[:, :32].clone() for pool in own]
     changed = {**ENGINE, "policy": "another"} if damage == "policy" else ENGINE
-    other = WorkerSessions(own, tmp_path)
-    other.execute([Command("read", one.id, header=changed)], {})
+    other = WorkerSessions(Copies(own), tmp_path)
+    other.execute([Command("read", one.id, header=changed)])
     reason = {"gone": "missing", "pages": "foreign", "policy": "foreign"}.get(damage, "damaged")
     assert wait(other).unreadable == {one.id: reason}
-    other.execute([], {})
+    other.execute([])
     assert not other.states
     aside = list((tmp_path / files.DAMAGED).iterdir())
     assert len(aside) == (reason == "damaged")
@@ -360,7 +365,7 @@ def test_a_worker_reads_no_damaged_file(
 
 def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Folder(tmp_path).open()
-    worker = WorkerSessions(pools(), tmp_path)
+    worker = WorkerSessions(Copies(pools()), tmp_path)
 
     def no_space(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -368,9 +373,9 @@ def test_a_worker_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(files.os, "fsync", no_space)
     one = session()
     save = Command("save", one.id, pages=(1,))
-    worker.execute([save, Command("write", one.id, header=header_of(one))], {})
+    worker.execute([save, Command("write", one.id, header=header_of(one))])
     assert wait(worker).unwritten == [one.id]
-    assert worker.execute([Command("restore", one.id, pages=(2,))], {}) == {}
+    worker.execute([Command("restore", one.id, pages=(2,))])
     worker.close()
     assert not list(tmp_path.glob(f"*{files.SUFFIX}"))
 

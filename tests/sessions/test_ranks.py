@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 
 from tests.sessions.test_files import ENGINE, pools, wait
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import Folder, file_name, read_header, write
 from vllm_cascade.sessions.index import Command, Report, Session, SessionIndex
 from vllm_cascade.sessions.ranks import Outcome, Ranks
@@ -23,14 +24,16 @@ def workers(folder: Path) -> list[WorkerSessions]:
     """Two ranks with different pages; the second one reports, as a last stage does."""
     store = HashStore()
     return [
-        WorkerSessions(pools(seed), folder, ranks=Ranks(seed, WORLD, store, collects=seed == 1))
+        WorkerSessions(
+            Copies(pools(seed)), folder, ranks=Ranks(seed, WORLD, store, collects=seed == 1)
+        )
         for seed in range(WORLD)
     ]
 
 
 def execute(ranks: list[WorkerSessions], commands: list[Command]) -> None:
     for rank in ranks:
-        rank.execute(commands, {})
+        rank.execute(commands)
 
 
 def close(ranks: list[WorkerSessions]) -> None:
@@ -70,7 +73,7 @@ def test_outcomes_are_those_of_all_ranks() -> None:
 def test_each_rank_writes_and_reads_its_part(tmp_path: Path) -> None:
     Folder(tmp_path).open()
     ranks, index = workers(tmp_path), SessionIndex(10**6, 10**6, header=ENGINE)
-    wanted = [pool[[4, 9]].clone() for rank in ranks for pool in rank.pools]
+    wanted = [pool[[4, 9]].clone() for rank in ranks for pool in rank._copies.pools]
     session = kept(index)
     execute(ranks, index.take_commands())
     index.note(wait(ranks[1]))
@@ -92,7 +95,7 @@ def test_each_rank_writes_and_reads_its_part(tmp_path: Path) -> None:
     assert index.ready(found, "r")
     index.restore(found, "r", (1, 0), "disk", 0)
     execute(ranks, index.take_commands())
-    pages = [pool[[1, 0]] for rank in ranks for pool in rank.pools]
+    pages = [pool[[1, 0]] for rank in ranks for pool in rank._copies.pools]
     assert all(map(torch.equal, pages, wanted))
     close(ranks)
 

@@ -1,42 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU worker with a policy."""
 
-from copy import copy
 from typing import Any
 
-from torch.distributed import PrefixStore
-from torch.distributed.distributed_c10d import _get_default_store
-from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_cascade.attention.cpu.builder import CPUBuilder
-from vllm_cascade.cache.layout import page_pools
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.engine.stages import expect_hidden_states
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.models.rotary import rotate_latent_keys_natively
-from vllm_cascade.recall.stores import Stores
-from vllm_cascade.sessions.ranks import Ranks
-from vllm_cascade.sessions.settings import SessionSettings
-from vllm_cascade.sessions.tiers import WorkerSessions
 from vllm_cascade.step.drafts import Drafts, most_drafts
-
-
-def session_ranks(rank: int, parallel: ParallelConfig) -> Ranks:
-    """A worker's place among those that keep an engine's sessions.
-
-    The rank whose outputs vLLM sends to the scheduler collects: the last stage's first.
-    """
-    world = parallel.world_size
-    if world == 1:
-        return Ranks()
-    store = PrefixStore(f"kv_sessions/{parallel.data_parallel_index}", _get_default_store())
-    collects = rank == world - parallel.tensor_parallel_size
-    return Ranks(rank, world, store, collects)
 
 
 class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
@@ -44,7 +21,6 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
 
     device_entry = DEVICES["cpu"]
 
-    _sessions: WorkerSessions | None = None
     _drafts: Drafts | None = None
 
     def load_model(self, **kwargs: Any) -> None:
@@ -55,14 +31,6 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
         super().initialize_from_config(kv_cache_config)
         expect_hidden_states(self.model_runner)
         self._keep_drafts()
-        settings = SessionSettings.of(self.vllm_config.additional_config)
-        if settings is not None:
-            self._sessions = WorkerSessions(
-                page_pools(self.model_runner.kv_caches),
-                settings.folder(self.parallel_config.data_parallel_index),
-                self._stores.shape if isinstance(self._stores, Stores) else None,
-                session_ranks(self.rank, self.parallel_config),
-            )
 
     def _keep_drafts(self) -> None:
         """Prepare layers and builders for speculative decoding, if it is on."""
@@ -95,35 +63,10 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         if self._drafts is not None:
             self._undo_drafts(scheduler_output)
-        if self._sessions is not None:
-            stores = self._stores if isinstance(self._stores, Stores) else None
-            commands = getattr(scheduler_output, "sessions", ())
-            resumed = self._sessions.execute(commands, stores.logs if stores else {})
-            if stores:
-                stores.resume(resumed)
-        return self._with_report(super().execute_model(scheduler_output))
+        return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.use_v2_model_runner:
             return super().sample_tokens(grammar_output)
         with unfinished_prompts_draw_nothing(self.model_runner):
-            return self._with_report(super().sample_tokens(grammar_output))
-
-    def _with_report(self, output: Any) -> Any:
-        """A step's output with what the threads of sessions finished, if there is any."""
-        if self._sessions is None or not isinstance(output, ModelRunnerOutput):
-            return output
-        report = self._sessions.take_report()
-        if report:
-            output = copy(output)  # vLLM returns one object for all steps without tokens
-            output.kv_sessions = report
-        return output
-
-    def kv_session_bytes(self) -> int:
-        """Bytes of host memory that sessions take in this worker."""
-        return 0 if self._sessions is None else self._sessions.num_bytes
-
-    def shutdown(self) -> None:
-        if self._sessions is not None:
-            self._sessions.close()
-        super().shutdown()
+            return super().sample_tokens(grammar_output)

@@ -11,13 +11,14 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_cascade.engine.refusals import REFUSALS, Refusal, chunked, keeps_sessions
+from vllm_cascade.engine.refusals import REFUSALS, Refusal, chunked
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
 from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import shares_caches
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.sessions.copies import Copies, StreamCopies
 
 WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
 """Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
@@ -45,6 +46,7 @@ class Device:
         page_tokens: tokens of a page without ``--block-size``; None: vLLM's configuration has it.
         most_rules: maximum further rules of one request's own policy; None: no limit.
         own_refusals: what this device cannot run. The first that applies is raised.
+        session_copies: class of copies between pages and sessions in host memory.
         default_check: ``--kv-policy-check`` where it is not given.
         check_repeats: runs of a step that must give the same bytes in that check.
     """
@@ -59,6 +61,7 @@ class Device:
     page_tokens: ClassVar[int | None] = None
     most_rules: ClassVar[int | None] = None
     own_refusals: ClassVar[tuple[Refusal, ...]] = ()
+    session_copies: ClassVar[type[Copies]] = Copies
     default_check: ClassVar[str] = "off"
     check_repeats: ClassVar[int] = 2
 
@@ -161,6 +164,7 @@ class CUDA(Device):
     slot = AttentionBackendEnum.CUSTOM
     backend = "vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend"
     most_rules = MOST_RULES
+    session_copies = StreamCopies
     default_check = "once"
     check_repeats = 10
     own_refusals = (
@@ -233,11 +237,6 @@ class CUDA(Device):
             lambda config, _: config.speculative_config is not None,
             "--speculative-config cannot be combined with --kv-policy on CUDA: the kernels do not "
             "undo rejected drafts yet; remove it",
-        ),
-        Refusal(
-            "sessions on CUDA",
-            lambda config, _: keeps_sessions(config),
-            "--kv-sessions is not tested on CUDA yet; remove it",
         ),
     )
 

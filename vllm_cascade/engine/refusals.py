@@ -23,7 +23,6 @@ from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
 from vllm_cascade.policies.arguments import CHECK
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.sessions.settings import SessionSettings
 from vllm_cascade.step.drafts import HOST_DRAFTERS
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
@@ -80,10 +79,6 @@ def _no_movable_positions(config: VllmConfig) -> bool:
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
     )
-
-
-def keeps_sessions(config: VllmConfig) -> bool:
-    return SessionSettings.of(config.additional_config) is not None
 
 
 def _drafts(config: VllmConfig) -> bool:

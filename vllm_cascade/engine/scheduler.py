@@ -121,7 +121,7 @@ class _StrideAligned(_Base):
         if settings is None:
             return None
         memory = self._memory
-        chunk_bytes = 0 if memory is None else memory.chunk_bytes * memory.ranks
+        chunk_bytes = 0 if memory is None else memory.kept_chunk_bytes * memory.ranks
         config, caches = self.vllm_config, self.kv_cache_config
         return SchedulerSessions(config, caches, settings, self._schedule_of, spec, chunk_bytes)
 

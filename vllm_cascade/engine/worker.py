@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -28,21 +28,16 @@ from vllm_cascade.engine.certify import certify_engine
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.recall_memory import model_shape, open_memory, unit_shape
+from vllm_cascade.engine.session_worker import SessionWorker
 from vllm_cascade.engine.stages import of_all_stages, own_part
 from vllm_cascade.log import logger
 from vllm_cascade.models.probe import rotaries_of
 from vllm_cascade.models.rotary import choose_long_tables
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.recall.stores import UnitStores
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.drafts import most_drafts
 from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
-
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_worker import Worker as _Base
-else:
-    _Base = object
 
 
 def scales_of(layer: Any) -> tuple[float, float]:
@@ -83,7 +78,7 @@ def beside_owners(config: KVCacheConfig, owners: Mapping[str, str]) -> KVCacheCo
     return config
 
 
-class KVPolicyWorker(_Base):
+class KVPolicyWorker(SessionWorker):
     """Mixin for vLLM's workers: one process of an engine that runs a policy.
 
     Attributes:
@@ -93,7 +88,6 @@ class KVPolicyWorker(_Base):
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
     _block_size: int
-    _stores: UnitStores | None = None
 
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
@@ -182,6 +176,7 @@ class KVPolicyWorker(_Base):
         if not self.use_v2_model_runner:
             for table in self.model_runner.input_batch.block_table.block_tables:
                 table.slot_mapping_mode = SlotMappingMode.NONE
+        self._open_sessions()
 
     def _first_kv_head(self) -> int:
         """Index of this rank's first KV head among those of all tensor-parallel ranks."""
@@ -233,10 +228,11 @@ class KVPolicyWorker(_Base):
             layers[name].impl.recall_from(self._stores, index, spec.policy.recall_queries)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self._serve_sessions(scheduler_output)
         self._requests.note(scheduler_output)
         if self._stores is not None:
             self._stores.note(scheduler_output)
-        return super().execute_model(scheduler_output)
+        return self._with_report(super().execute_model(scheduler_output))
 
     def _attention_layers(self) -> dict[str, Any]:
         """The model's attention layers; the ``impl`` of each is a ``KVPolicyImpl``."""

@@ -8,7 +8,7 @@ All layers evict the same number of units in a step, so a unit has the same numb
 Its tokens may differ between layers and head sets.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -156,6 +156,11 @@ class Log(Chain[Chunk]):
         other.shown, other.selected_by_many = self.shown, self.selected_by_many
         other.tokens = self.tokens.clone()
         return other
+
+    @property
+    def memory(self) -> Iterator[tuple[Chunk, int]]:
+        """The log's chunks and their bytes."""
+        return ((chunk, self.shape.chunk_bytes) for chunk in self.chunks)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The log as named tensors, which ``of`` turns into an equal log."""

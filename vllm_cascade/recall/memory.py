@@ -88,6 +88,11 @@ class RecallMemory:
         return self.bytes_of(len(self._live)) * self.ranks
 
     @property
+    def kept_chunk_bytes(self) -> int:
+        """Bytes that a chunk takes in a session of a rank."""
+        return self.chunk_bytes
+
+    @property
     def reserved_bytes(self) -> int:
         return self.bytes_of(sum(self.reserved.values())) * self.ranks
 

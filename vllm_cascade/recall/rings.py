@@ -7,11 +7,14 @@ modulo the size of the ring, so no lookup is needed. What a step does with a rin
 counts; ``kernels/columns.py`` describes these numbers.
 
 A snapshot for prefix caching keeps a copy of its request's ring, in chunks of pinned host memory.
-A request that starts from it copies the chunks into its own ring. Snapshots share no chunks.
+A request that starts from it copies the chunks into its own ring. Snapshots share no chunks. A
+session keeps a copy of its own, too, in ordinary host memory.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -26,7 +29,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import CountedLog, RecallMemory, Slip, Snapshots
-from vllm_cascade.recall.stores import UnitStores, begun
+from vllm_cascade.recall.stores import Settle, UnitStores, begun
 
 
 class Kept(NamedTuple):
@@ -36,6 +39,33 @@ class Kept(NamedTuple):
     end: int
     shown: int
     selected_by_many: bool
+
+
+@dataclass(frozen=True)
+class RingCopy:
+    """A session's evicted units: a copy of its request's ring.
+
+    Attributes:
+        end, shown, selected_by_many: what ``Rings`` says of the ring.
+        num_bytes: of the copy.
+        copied: of each tensor of the rings, int32 ``[lines, places, words]``: places in use, in
+            whole chunks.
+    """
+
+    end: int
+    shown: int
+    selected_by_many: bool
+    num_bytes: int
+    copied: Future[tuple[torch.Tensor, ...]]
+
+    @property
+    def memory(self) -> Iterator[tuple["RingCopy", int]]:
+        yield self, self.num_bytes
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        numbers = [self.end, self.shown, self.selected_by_many]
+        found = {"numbers": torch.tensor(numbers, dtype=torch.int64)}
+        return found | {f"ring.{i}": tensor for i, tensor in enumerate(self.copied.result())}
 
 
 class Rings(UnitStores):
@@ -76,10 +106,17 @@ class Rings(UnitStores):
         self._free = list(range(num_requests))[::-1]
         self.kept: dict[int, Kept] = {}
         self._pages: dict[str, int] = {}  # first page by request id
+        self._resumed: dict[int, RingCopy] = {}
+        self._read: list[tuple[torch.cuda.Event, list[torch.Tensor]]] = []  # by kernels under way
         self._free_chunks = list(range(num_chunks))[::-1]
-        self._copies = list(self._kept_memory(num_chunks, pinned)) if num_chunks else []
+        stores = self.rows, self.codes, self.scales, self.born, self.token
+        self._words = [
+            store.view(math.prod(store.shape[:2]), store.shape[2], -1).view(torch.int32)
+            for store in stores
+        ]
+        self._kept_words = self._kept_memory(num_chunks) if num_chunks else []
         for restores in (False, True) if num_chunks else ():
-            self._copy([0], 0, 0, restores)  # compiles the kernels, copies nothing
+            self._copy(self._kept_words, [0], 0, 0, restores)  # compiles them, copies nothing
         on_device, on_host = ring_bytes(shape)
         num_pinned = on_host * num_requests, chunk_bytes(shape) * num_chunks
         logger.info(
@@ -90,24 +127,21 @@ class Rings(UnitStores):
             *((round_up(num) if pinned else num) / 2**30 for num in num_pinned),
         )
 
-    def _kept_memory(
-        self, num_chunks: int, pinned: bool
-    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield all rings and all chunks, each pair int32 ``[lines, places, words]``.
+    def _kept_memory(self, num_chunks: int) -> list[torch.Tensor]:
+        """Chunks of host memory for each of ``_words``, int32 ``[lines, places, words]``.
 
         The chunks are one allocation, because PyTorch rounds each up.
         """
+        pinned, begin, found = self.device.type == "cuda", 0, []
         memory = torch.empty(
             num_chunks * chunk_bytes(self.shape) // 4, dtype=torch.int32, pin_memory=pinned
         )
-        begin = 0
-        for ring in (self.rows, self.codes, self.scales, self.born, self.token):
-            lines, places = math.prod(ring.shape[:2]), ring.shape[2]
-            words = ring.view(lines, places, -1).view(torch.int32)
-            size = lines * num_chunks * CHUNK_UNITS * words.shape[2]
-            kept = memory[begin : begin + size].view(lines, -1, words.shape[2])
+        for words in self._words:
+            lines, _, width = words.shape
+            size = lines * num_chunks * CHUNK_UNITS * width
+            found.append(memory[begin : begin + size].view(lines, -1, width))
             begin += size
-            yield words, kept
+        return found
 
     @property
     def num_bytes(self) -> int:
@@ -143,9 +177,13 @@ class Rings(UnitStores):
         for name, page, num_computed in begun_now:
             assert name not in self.rings, "a request begins twice"
             self.rings[name], self._pages[name] = self._free.pop(), page
+            if page in self._resumed:
+                self._resume(self.rings[name], self._resumed[page])
+                continue
             # Without a copy it takes over the snapshot's own pages.
             kept = self.kept[copies.get(page, page)] if num_computed else Kept([], 0, 0, False)
             self._restore(self.rings[name], kept)
+        self._resumed = {}
         for page in getattr(output, "dropped_snapshots", ()):
             if page in self.kept:
                 self._free_chunks += self.kept.pop(page).chunks
@@ -160,25 +198,83 @@ class Rings(UnitStores):
         end = self.end[number]
         chunks = [self._free_chunks.pop() for _ in range(-(-self._stored(end) // CHUNK_UNITS))]
         if chunks:
-            self._copy(chunks, self._stored(end), number, restores=False)
+            self._copy(self._kept_words, chunks, self._stored(end), number, restores=False)
         return Kept(chunks, int(end), int(self.shown[number]), bool(self.selected_by_many[number]))
 
     def _restore(self, number: int, kept: Kept) -> None:
         """Let a ring begin as a copy of a snapshot's units."""
-        self.end[number], self.shown[number] = kept.end, kept.shown
-        self.selected_by_many[number] = kept.selected_by_many
+        self._set(number, kept.end, kept.shown, kept.selected_by_many)
         if kept.chunks:
-            self._copy(kept.chunks, self._stored(kept.end), number, restores=True)
+            units = self._stored(kept.end)
+            self._copy(self._kept_words, kept.chunks, units, number, restores=True)
 
-    def _copy(self, chunks: list[int], units: int, number: int, restores: bool) -> None:
+    def _set(self, number: int, end: int, shown: int, selected_by_many: bool) -> None:
+        self.end[number], self.shown[number] = end, shown
+        self.selected_by_many[number] = selected_by_many
+
+    def _copy(
+        self,
+        kept: Sequence[torch.Tensor],
+        chunks: list[int],
+        units: int,
+        number: int,
+        restores: bool,
+    ) -> None:
+        """Copy a ring's first units into chunks of ``kept``, or with ``restores`` from them."""
         from vllm_cascade.kernels.triton.recall_copy import copy_ring  # CPUs may lack Triton
 
         pinned = self.device.type == "cuda"
         numbers = torch.tensor(chunks, dtype=torch.int32, pin_memory=pinned)
         numbers = numbers.to(self.device, non_blocking=True)
         first = number * self.shape.most_units
-        for ring, kept in self._copies:
-            copy_ring(ring, kept, numbers, CHUNK_UNITS, units, first, restores)
+        for ring, own in zip(self._words, kept, strict=True):
+            copy_ring(ring, own, numbers, CHUNK_UNITS, units, first, restores)
+
+    # --- sessions ---------------------------------------------------------------------------------
+
+    def save(self, page: int, settle: Settle) -> RingCopy | None:
+        name = next((name for name, first in self._pages.items() if first == page), None)
+        if name is None:
+            return None
+        number = self.rings[name]
+        end = int(self.end[number])
+        chunks = -(-self._stored(end) // CHUNK_UNITS)
+        memory = self._kept_memory(chunks)
+        if chunks:
+            self._copy(memory, list(range(chunks)), self._stored(end), number, restores=False)
+        shown, many = int(self.shown[number]), bool(self.selected_by_many[number])
+        num_bytes = sum(tensor.nbytes for tensor in memory)
+        return RingCopy(end, shown, many, num_bytes, settle(tuple(memory)))
+
+    def resume(self, units: Mapping[int, RingCopy]) -> None:
+        self._resumed = dict(units)
+
+    def _resume(self, number: int, kept: RingCopy) -> None:
+        """Let a ring begin as a session's units."""
+        self._set(number, kept.end, kept.shown, kept.selected_by_many)
+        copied, pinned = kept.copied.result(), self.device.type == "cuda"
+        chunks = copied[0].shape[1] // CHUNK_UNITS
+        if not chunks:
+            return
+        memory = [tensor.pin_memory() if pinned else tensor for tensor in copied]
+        self._copy(memory, list(range(chunks)), self._stored(kept.end), number, restores=True)
+        if pinned:  # PyTorch does not know that a kernel reads it
+            event = torch.cuda.Event()
+            event.record()
+            self._read = [one for one in self._read if not one[0].query()]
+            self._read.append((event, memory))
+
+    def units_of(self, tensors: Mapping[str, torch.Tensor]) -> RingCopy:
+        end, shown, many = tensors["numbers"].tolist()
+        copied = tuple(tensors[f"ring.{i}"] for i in range(len(self._words)))
+        places = -(-self._stored(end) // CHUNK_UNITS) * CHUNK_UNITS
+        wanted = [(words.shape[0], places, words.shape[2]) for words in self._words]
+        if [tuple(tensor.shape) for tensor in copied] != wanted:
+            raise ValueError("units of another shape")
+        future: Future[tuple[torch.Tensor, ...]] = Future()
+        future.set_result(copied)
+        num_bytes = sum(tensor.nbytes for tensor in copied)
+        return RingCopy(end, shown, bool(many), num_bytes, future)
 
     def numbers(self, names: Sequence[str | None]) -> list[int]:
         """Ring numbers of requests by name; -1 for None or a request without a ring."""
@@ -217,6 +313,10 @@ class RingMemory(RecallMemory):
     @property
     def used_bytes(self) -> int:
         return self.limit_bytes
+
+    @property
+    def kept_chunk_bytes(self) -> int:
+        return self._kept_bytes
 
     @property
     def limit_bytes(self) -> int:

@@ -7,12 +7,32 @@ deletes logs accordingly.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
 from weakref import WeakSet
 
+import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
+
+
+Settle = Callable[[tuple[torch.Tensor, ...]], Future[tuple[torch.Tensor, ...]]]
+"""Returns tensors in host memory, which the device may still be filling, once they are complete."""
+
+
+class Units(Protocol):
+    """Evicted units of a session."""
+
+    @property
+    def memory(self) -> Iterable[tuple[Hashable, int]]:
+        """Blocks of host memory and their bytes; units of several sessions can share them."""
+        ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The units as named tensors, which ``UnitStores.units_of`` turns into equal units."""
+        ...
 
 
 class UnitStores(ABC):
@@ -31,6 +51,25 @@ class UnitStores(ABC):
     @abstractmethod
     def note(self, output: SchedulerOutput) -> None:
         """Follow the scheduler: start, fork and drop requests' units. Called before every step."""
+
+    @abstractmethod
+    def save(self, page: int, settle: Settle) -> Units | None:
+        """The units of the request whose first page this is; None if it has no store.
+
+        Called between two steps, before ``note`` hears that the request has ended.
+        """
+
+    @abstractmethod
+    def resume(self, units: Mapping[int, Any]) -> None:
+        """Take saved units, by first page, for requests that start in the next step."""
+
+    @abstractmethod
+    def units_of(self, tensors: Mapping[str, torch.Tensor]) -> Units:
+        """The units that ``Units.tensors`` described.
+
+        Raises:
+            KeyError, ValueError, RuntimeError: they are not units of this worker's shape.
+        """
 
 
 class Stores(UnitStores):
@@ -58,12 +97,18 @@ class Stores(UnitStores):
         """Units of all requests and snapshots. Shared units count once per log."""
         return sum(map(len, self.logs.values()))
 
-    def resume(self, logs: dict[int, Log]) -> None:
-        """Take the logs, by first page, of requests that the next step starts from sessions."""
-        for log in logs.values():
+    def save(self, page: int, settle: Settle) -> Log | None:
+        log = self.logs.get(page)
+        return None if log is None else log.fork()
+
+    def resume(self, units: Mapping[int, Log]) -> None:
+        self._resumed = {page: log.fork() for page, log in units.items()}
+        for log in self._resumed.values():
             log.live = self._live
             self._live.update(log.chunks)
-        self._resumed = logs
+
+    def units_of(self, tensors: Mapping[str, torch.Tensor]) -> Log:
+        return Log.of(self.shape, tensors)
 
     def note(self, output: SchedulerOutput) -> None:
         """Update the logs from the scheduler output. Call before every step."""

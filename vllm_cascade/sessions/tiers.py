@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's part of sessions: copies between pages, host memory and files.
 
-Copies between pages and memory happen at the beginning of a step, before anything else reads or
-writes pages. Files are written and read by threads, while steps go on.
+Copies between pages and memory begin before a step, when nothing has read or written its pages yet
+(``copies.py``). Files are written and read by threads, while steps go on.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from vllm_cascade.log import logger
-from vllm_cascade.recall.log import Log, UnitShape
+from vllm_cascade.recall.stores import Units, UnitStores
 from vllm_cascade.sessions import files
+from vllm_cascade.sessions.copies import Copies, Tensors
 from vllm_cascade.sessions.index import Command, Report
 from vllm_cascade.sessions.ranks import Outcome, Ranks
 
@@ -31,49 +32,57 @@ class State:
     """A session's state in host memory.
 
     Attributes:
-        pages: for each pool of pages, int8 or uint8 ``[num_pages, page bytes]``.
-        log: evicted units that can be recalled; None without recall.
+        copied: for each pool of pages, int8 or uint8 ``[num_pages, page bytes]``.
+        units: evicted units that can be recalled; None without recall.
     """
 
-    pages: tuple[torch.Tensor, ...]
-    log: Log | None = None
+    copied: Future[Tensors]
+    units: Units | None = None
+
+    @property
+    def pages(self) -> Tensors:
+        """What ``copied`` holds; waits until it is complete."""
+        return self.copied.result()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state as named tensors, for a file."""
         found = {f"pages.{i:04}": pages for i, pages in enumerate(self.pages)}
-        log = {} if self.log is None else self.log.tensors()
+        log = {} if self.units is None else self.units.tensors()
         return found | {f"log.{name}": tensor for name, tensor in log.items()}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], shape: UnitShape | None) -> "State":
+    def of(cls, tensors: Mapping[str, torch.Tensor], stores: UnitStores | None) -> "State":
         """The state of a file's tensors."""
-        pages = [tensors[name] for name in sorted(tensors) if name.startswith("pages.")]
+        copied: Future[Tensors] = Future()
+        copied.set_result(
+            tuple(tensors[name] for name in sorted(tensors) if name.startswith("pages."))
+        )
         log = {
             name.removeprefix("log."): tensor
             for name, tensor in tensors.items()
             if name.startswith("log.")
         }
-        return cls(tuple(pages), Log.of(shape, log) if log and shape is not None else None)
+        return cls(copied, stores.units_of(log) if log and stores is not None else None)
 
 
 class WorkerSessions:
     """Executes the commands of the scheduler's index in one worker.
 
     Args:
-        pools: unique tensors ``[num_blocks, bytes]`` that hold all of a page.
+        copies: between pages and host memory.
         folder: where files are; None: no files.
-        shape: of recalled units; None without recall.
+        stores: evicted units of running requests; None without recall.
         ranks: this worker's place among those of its engine; None: it is the only one.
     """
 
     def __init__(
         self,
-        pools: Sequence[torch.Tensor],
+        copies: Copies,
         folder: Path | None,
-        shape: UnitShape | None = None,
+        stores: UnitStores | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.pools, self.shape = tuple(pools), shape
+        self._copies, self._stores = copies, stores
         self.states: dict[str, State] = {}
         self._folder = None if folder is None else files.Folder(folder)
         self._ranks = ranks or Ranks()
@@ -89,39 +98,27 @@ class WorkerSessions:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory in use. Shared chunks of logs count once."""
+        """Bytes of host memory in use. What sessions share counts once."""
         pages = sum(t.nbytes for state in self.states.values() for t in state.pages)
-        logs = [state.log for state in self.states.values() if state.log is not None]
-        chunks = {chunk for log in logs for chunk in log.chunks}
-        return pages + len(chunks) * (self.shape.chunk_bytes if self.shape else 0)
+        units = [state.units for state in self.states.values() if state.units is not None]
+        return pages + sum({piece: size for one in units for piece, size in one.memory}.values())
 
-    def execute(self, commands: Iterable[Command], logs: Mapping[int, Log]) -> dict[int, Log]:
-        """Execute commands before a step.
-
-        Args:
-            logs: evicted units of requests by their first page; empty without recall.
-
-        Returns:
-            Logs of the requests that start from a session, by their first page.
-        """
+    def execute(self, commands: Iterable[Command]) -> None:
+        """Execute commands before a step."""
         with self._lock:
             for id_ in self._arrived:
                 del self._reading[id_]
             self.states |= self._arrived
             self._arrived = {}
-        resumed: dict[int, Log] = {}
+        resumed: dict[int, Units] = {}
         for command in commands:
             if command.op == "save":
-                log = logs.get(command.pages[0])
-                blocks = list(command.pages)
-                pages = tuple(pool[blocks] for pool in self.pools)
-                self.states[command.id] = State(pages, None if log is None else log.fork())
+                self.states[command.id] = self._save(command.pages)
             elif command.op == "restore":
                 state = self.states[command.id]
-                for pool, pages in zip(self.pools, state.pages, strict=True):
-                    pool[list(command.pages)] = pages
-                if state.log is not None:
-                    resumed[command.pages[0]] = state.log.fork()
+                self._copies.restore(command.pages, state.pages)
+                if state.units is not None:
+                    resumed[command.pages[0]] = state.units
             elif command.op == "write":
                 state = self.states[command.id]
                 self._begin(self._writer, command, partial(self._write, state=state))
@@ -136,7 +133,13 @@ class WorkerSessions:
                 with self._lock:
                     self._arrived.pop(command.id, None)
                     self._reading.pop(command.id, None)
-        return resumed
+        if self._stores is not None:
+            self._stores.resume(resumed)
+
+    def _save(self, pages: Sequence[int]) -> State:
+        stores, copies = self._stores, self._copies
+        units = None if stores is None else stores.save(pages[0], copies.settle)
+        return State(copies.save(pages), units)
 
     def take_report(self) -> Report:
         """What the threads of all ranks finished since the last call; one rank reports it."""
@@ -156,6 +159,7 @@ class WorkerSessions:
     def close(self) -> None:
         """Finish all files and stop the threads."""
         self._closed = True
+        self._copies.close()
         self._writer.shutdown()
         self._readers.shutdown(cancel_futures=True)
 
@@ -235,12 +239,12 @@ class WorkerSessions:
         if files.session_of(header) != id_:
             raise files.Unusable("damaged", f"{id_}: the file is another session's")
         try:
-            state = State.of(tensors, self.shape)
+            state = State.of(tensors, self._stores)
         except (KeyError, ValueError, RuntimeError) as error:
             raise files.Unusable("foreign", f"{id_}: evicted units of another shape") from error
         shapes = [(pages.dtype, pages.shape[1:]) for pages in state.pages]
-        if shapes != [(pool.dtype, pool.shape[1:]) for pool in self.pools]:
+        if shapes != [(pool.dtype, pool.shape[1:]) for pool in self._copies.pools]:
             raise files.Unusable("foreign", f"{id_}: pages of another size")
-        if (state.log is None) != (self.shape is None):
+        if (state.units is None) != (self._stores is None):
             raise files.Unusable("foreign", f"{id_}: recall is on or off")
         return state

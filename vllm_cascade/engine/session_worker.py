@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's sessions: opened with its pages, served before every step, reported after it."""
+
+from copy import copy
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch.distributed import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
+from vllm.config import ParallelConfig
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+
+from vllm_cascade.cache.layout import page_pools
+from vllm_cascade.engine.devices import Device
+from vllm_cascade.recall.stores import UnitStores
+from vllm_cascade.sessions.ranks import Ranks
+from vllm_cascade.sessions.settings import SessionSettings
+from vllm_cascade.sessions.tiers import WorkerSessions
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Base
+else:
+    _Base = object
+
+
+def session_ranks(rank: int, parallel: ParallelConfig) -> Ranks:
+    """A worker's place among those that keep an engine's sessions.
+
+    The rank whose outputs vLLM sends to the scheduler collects: the last stage's first.
+    """
+    world = parallel.world_size
+    if world == 1:
+        return Ranks()
+    store = PrefixStore(f"kv_sessions/{parallel.data_parallel_index}", _get_default_store())
+    collects = rank == world - parallel.tensor_parallel_size
+    return Ranks(rank, world, store, collects)
+
+
+class SessionWorker(_Base):
+    """Mixin for vLLM's workers: what sessions need of them.
+
+    Attributes:
+        device_entry: the device; each device's worker sets it.
+    """
+
+    device_entry: ClassVar[Device]
+    _sessions: WorkerSessions | None = None
+    _stores: UnitStores | None = None
+
+    def _open_sessions(self) -> None:
+        """Keep sessions, if the engine does. Called once, when pages and stores exist."""
+        settings = SessionSettings.of(self.vllm_config.additional_config)
+        if settings is not None:
+            self._sessions = WorkerSessions(
+                self.device_entry.session_copies(page_pools(self.model_runner.kv_caches)),
+                settings.folder(self.parallel_config.data_parallel_index),
+                self._stores,
+                session_ranks(self.rank, self.parallel_config),
+            )
+
+    def _serve_sessions(self, output: SchedulerOutput) -> None:
+        """Execute the scheduler's commands. Nothing has followed ``output`` yet."""
+        if self._sessions is not None:
+            self._sessions.execute(getattr(output, "sessions", ()))
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        return self._with_report(super().sample_tokens(grammar_output))
+
+    def _with_report(self, output: Any) -> Any:
+        """A step's output with what the threads of sessions finished, if there is any."""
+        if self._sessions is None or not isinstance(output, ModelRunnerOutput):
+            return output
+        report = self._sessions.take_report()
+        if report:
+            output = copy(output)  # vLLM returns one object for all steps without tokens
+            output.kv_sessions = report
+        return output
+
+    def kv_session_bytes(self) -> int:
+        """Bytes of host memory that sessions take in this worker."""
+        return 0 if self._sessions is None else self._sessions.num_bytes
+
+    def shutdown(self) -> None:
+        if self._sessions is not None:
+            self._sessions.close()
+        super().shutdown()

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies between a device's pages and host memory; each device names one class of these."""
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+MOST_STAGED = 256 << 20
+"""Bytes on the device that may wait to be copied to the host before a step waits for them."""
+
+
+class Copies:
+    """Copies where pages lie in host memory: nothing is left to be done when a call returns.
+
+    Args:
+        pools: unique tensors ``[num_blocks, bytes]`` that hold all of a page.
+    """
+
+    def __init__(self, pools: Sequence[torch.Tensor]) -> None:
+        self.pools = tuple(pools)
+
+    def save(self, blocks: Sequence[int]) -> Future[Tensors]:
+        """Copy pages as they are when the next step begins; of each pool ``[blocks, bytes]``."""
+        return _done(tuple(pool[list(blocks)] for pool in self.pools))
+
+    def restore(self, blocks: Sequence[int], pages: Tensors) -> None:
+        """Copy pages back, before the next step reads them."""
+        for pool, kept in zip(self.pools, pages, strict=True):
+            pool[list(blocks)] = kept
+
+    def settle(self, filled: Tensors) -> Future[Tensors]:
+        """Tensors in host memory that the device is filling, once they are complete."""
+        return _done(filled)
+
+    def close(self) -> None:
+        """Wait for copies that have begun."""
+
+
+def _done(tensors: Tensors) -> Future[Tensors]:
+    future: Future[Tensors] = Future()
+    future.set_result(tensors)
+    return future
+
+
+class SideStream:
+    """A CUDA stream beside the one that steps run in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+        """Copy once everything is done that steps were given so far; returns an event."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+    def mark(self) -> Any:
+        """An event after everything that steps were given so far."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream())
+        return event
+
+    def hold_steps(self, event: Any) -> None:
+        """Let what steps are given from here on wait for an event. The host does not wait."""
+        torch.cuda.current_stream().wait_event(event)
+
+
+class StreamCopies(Copies):
+    """Copies on CUDA, through pinned memory, in a stream of their own.
+
+    A save gathers pages on the device before the step changes them. They travel to pinned memory
+    beside the steps, and a thread moves them on to ordinary memory, so pinned memory is used for
+    copies under way only. A restore takes the same way back; only the step that reads the pages
+    waits for it, on the device.
+    """
+
+    def __init__(self, pools: Sequence[torch.Tensor], side: SideStream | None = None) -> None:
+        super().__init__(pools)
+        self._device = self.pools[0].device
+        self._pinned = self._device.type == "cuda"
+        self._side = SideStream(self._device) if side is None else side
+        self._staged: deque[tuple[Any, torch.Tensor]] = deque()  # until their copies are done
+        self._thread = ThreadPoolExecutor(1, "kv-sessions-copies")
+
+    def save(self, blocks: Sequence[int]) -> Future[Tensors]:
+        index = self._sent(blocks)
+        filled, event = [], None
+        for pool in self.pools:
+            self._free_staged(len(blocks) * pool.shape[1])
+            staged = pool[index]
+            host = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=self._pinned)
+            event = self._side.copy(host, staged)
+            self._staged.append((event, staged))
+            filled.append(host)
+        return self._moved(event, tuple(filled))
+
+    def restore(self, blocks: Sequence[int], pages: Tensors) -> None:
+        index = self._sent(blocks)
+        for pool, kept in zip(self.pools, pages, strict=True):
+            pinned = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=self._pinned).copy_(kept)
+            staged = torch.empty_like(kept, device=self._device)
+            self._side.hold_steps(self._side.copy(staged, pinned))
+            pool[index] = staged
+
+    def settle(self, filled: Tensors) -> Future[Tensors]:
+        return self._moved(self._side.mark(), filled)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _sent(self, blocks: Sequence[int]) -> torch.Tensor:
+        index = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._pinned)
+        return index.to(self._device, non_blocking=True)
+
+    def _moved(self, event: Any, filled: Tensors) -> Future[Tensors]:
+        """Copies in ordinary memory of tensors that are complete after an event."""
+
+        def move() -> Tensors:
+            event.synchronize()
+            return tuple(tensor.clone() for tensor in filled)
+
+        return self._thread.submit(move)
+
+    def _free_staged(self, room: int) -> None:
+        """Free what has reached the host; keep at most ``MOST_STAGED`` bytes with ``room``."""
+        staged = self._staged
+        while staged and staged[0][0].query():
+            staged.popleft()
+        while staged and room + sum(tensor.nbytes for _, tensor in staged) > MOST_STAGED:
+            self._side.hold_steps(staged.popleft()[0])  # what reuses its memory comes later
