@@ -178,7 +178,7 @@ def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[str, list
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "sessions"
         own = [*POLICIES[policy], "--kv-budget", str(args.budget), "--kv-sessions"]
-        own += ["--kv-sessions-dir", str(folder)]
+        own += ["--kv-sessions-dir", str(folder), "--kv-sessions-disk", "16"]
         own += ["--max-model-len", str(2 * args.tokens + 10 * (args.turn + args.new))]
         with Server(args.model, flags(args, *own)) as server:
             history = chat(server, text, args, args.tokens)

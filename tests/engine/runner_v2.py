@@ -3,12 +3,14 @@
 
     python -m tests.engine.runner_v2 '{"name": "cascade"}'
     python -m tests.engine.runner_v2 '{"name": "cascade"}' gemma3
+    python -m tests.engine.runner_v2 '{"name": "cascade"}' sessions
 
 The second runner, the default on GPUs, needs Triton, and vLLM looks for a Triton that has a backend
 for CPUs. Where kernels are interpreted none is needed, so a stand-in is put there before vLLM is
 imported. Scheduling is asynchronous, as on a GPU. ``benchmarks.gpu_engine`` compares with the
 oracle, as it does there; then a request that is preempted is compared with one that is not. With a
-family's name, two layers of it are compared instead. Every engine measures CUDA graphs' memory as
+family's name, two layers of it are compared instead; with ``sessions``, a second engine continues a
+chat. Every engine measures CUDA graphs' memory as
 on a GPU, less the capture (``graph_profile.py``).
 """
 
@@ -23,6 +25,8 @@ os.environ |= {
 import json
 import sys
 import tempfile
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,9 +108,53 @@ def distinct(llm: LLM) -> int:
     return len(set(output.outputs[0].token_ids[-40:]))
 
 
+def sessions(policy: dict[str, Any]) -> dict[str, Any]:
+    """A chat in turns, the last one on a new engine."""
+    from tests.engine import test_sessions as plain
+    from tests.engine.pool import EnginePool
+    from tests.engine.test_sessions_cuda import TOKENS, TURNS
+    from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+    from vllm_cascade.engine.devices import CUDA
+
+    for name in ("make_stores", "count_stores"):
+        setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+    CPU.session_copies = CUDA.session_copies
+    pool = EnginePool()
+    with tempfile.TemporaryDirectory() as model, tempfile.TemporaryDirectory() as folder:
+        write_llama(model, head_dim=16, num_layers=2, tokenizer_from=MODEL)
+        settings = {"model": Path(model), "max_model_len": 1024, "max_num_batched_tokens": 64}
+        settings |= {"max_num_seqs": 4, "block_size": 16, "enable_prefix_caching": True}
+        llm = plain.engine(pool, policy, folder, **settings)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        answers = plain.chat(llm, TOKENS, TURNS - 1, between=lambda: time.sleep(0.2))
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        history = plain.says(TOKENS, 0)
+        for _ in range(2):  # the second one starts from a snapshot of the first one's prompt
+            plain.ask(llm, [*history[:70], 9], max_tokens=2)
+        plain.flush(llm)
+        plain.wait_for_files(Path(folder), TURNS)
+        found = {
+            "runner": "V2" if worker.use_v2_model_runner else "V1",
+            "hits": dict(plain.index_of(llm).counters.hits),
+            "reused": scheduler.snapshot_counters.hits,
+        }
+        pool.close()
+        llm = plain.engine(pool, policy, folder, **settings)
+        turns = range(TURNS - 1)
+        history = [token for n in turns for token in plain.says(TOKENS, n) + answers[n][0]]
+        _, last = plain.ask(llm, history + plain.says(TOKENS, TURNS - 1))
+        found["hits"] |= plain.index_of(llm).counters.hits
+        found["answers"] = [*answers, last]
+        pool.close()
+    return found
+
+
 if __name__ == "__main__":
     like_a_gpu()
     settings = json.loads(sys.argv[1])
+    if sys.argv[2:] == ["sessions"]:
+        print("RESULT " + json.dumps(sessions(settings)))
+        sys.exit()
     if len(sys.argv) > 2:
         (found,) = windows(settings, label=sys.argv[2], tiny=True)
         print("RESULT " + json.dumps(found | {"builders": [sorted(x) for x in profiled[0]]}))

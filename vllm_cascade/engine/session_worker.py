@@ -8,7 +8,6 @@ from torch.distributed import PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 from vllm.config import ParallelConfig
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_cascade.cache.layout import page_pools

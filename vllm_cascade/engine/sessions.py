@@ -229,6 +229,7 @@ class SchedulerSessions:
                 usable.append(session)
         for session in reversed(usable):
             self.index.adopt(session)
+        folder.remove_unused()
         for what, number in foreign.items():
             self.index.counters.misses["foreign"] += number
             logger.warning(

@@ -8,7 +8,7 @@ All layers evict the same number of units in a step, so a unit has the same numb
 Its tokens may differ between layers and head sets.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -162,32 +162,33 @@ class Log(Chain[Chunk]):
         """The log's chunks and their bytes."""
         return ((chunk, self.shape.chunk_bytes) for chunk in self.chunks)
 
+    @property
+    def pieces(self) -> tuple[Chunk, ...]:
+        """The chunks; those of a log that does not grow never change."""
+        return self.chunks
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The log as named tensors, which ``of`` turns into an equal log."""
+        """All but the chunks as named tensors; ``of`` makes an equal log of both."""
         numbers = [self.begin, self.end, self.shown, self.selected_by_many, self.first]
-        found = {"numbers": torch.tensor(numbers, dtype=torch.int64), "tokens": self.tokens}
-        for i, chunk in enumerate(self.chunks):
-            found |= {f"{i:06}.{j}": tensor for j, tensor in enumerate(chunk.tensors)}
-        return found
+        return {"numbers": torch.tensor(numbers, dtype=torch.int64), "tokens": self.tokens}
 
     @classmethod
-    def of(cls, shape: UnitShape, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """The log that ``tensors`` described.
+    def of(
+        cls, shape: UnitShape, tensors: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]
+    ) -> Self:
+        """The log of these chunks that ``tensors`` described.
 
         Raises:
-            KeyError, RuntimeError: the tensors are not those of a log of this shape.
+            KeyError, RuntimeError, ValueError: it is not a log of this shape.
         """
         log = cls(shape)
         numbers = tensors["numbers"].tolist()
         log.begin, log.end, log.shown, many, log.first = numbers
         log.selected_by_many = bool(many)
         log.tokens.copy_(tensors["tokens"])
-        log.chunks = tuple(
-            log._new_chunk() for _ in range(-(-(log.end - log.first) // CHUNK_UNITS))
-        )
-        for i, chunk in enumerate(log.chunks):
-            for j, own in enumerate(chunk.tensors):
-                own.copy_(tensors[f"{i:06}.{j}"])
+        log.chunks = tuple(chunks)
+        if len(log.chunks) != -(-(log.end - log.first) // CHUNK_UNITS):
+            raise ValueError("another number of chunks")
         return log
 
 

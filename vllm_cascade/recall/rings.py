@@ -29,7 +29,7 @@ from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import CountedLog, RecallMemory, Slip, Snapshots
-from vllm_cascade.recall.stores import Settle, UnitStores, begun
+from vllm_cascade.recall.stores import Piece, Settle, UnitStores, begun
 
 
 class Kept(NamedTuple):
@@ -50,6 +50,7 @@ class RingCopy:
         num_bytes: of the copy.
         copied: of each tensor of the rings, int32 ``[lines, places, words]``: places in use, in
             whole chunks.
+        pieces: none; copies share nothing.
     """
 
     end: int
@@ -57,6 +58,7 @@ class RingCopy:
     selected_by_many: bool
     num_bytes: int
     copied: Future[tuple[torch.Tensor, ...]]
+    pieces: tuple[Piece, ...] = ()
 
     @property
     def memory(self) -> Iterator[tuple["RingCopy", int]]:
@@ -264,7 +266,10 @@ class Rings(UnitStores):
             self._read = [one for one in self._read if not one[0].query()]
             self._read.append((event, memory))
 
-    def units_of(self, tensors: Mapping[str, torch.Tensor]) -> RingCopy:
+    def new_piece(self) -> Piece:
+        raise ValueError("units on CUDA have no pieces")
+
+    def units_of(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> RingCopy:
         end, shown, many = tensors["numbers"].tolist()
         copied = tuple(tensors[f"ring.{i}"] for i in range(len(self._words)))
         places = -(-self._stored(end) // CHUNK_UNITS) * CHUNK_UNITS

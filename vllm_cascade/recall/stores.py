@@ -7,7 +7,7 @@ deletes logs accordingly.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -17,13 +17,26 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.recall.log import Chunk, Log, UnitShape
 
-
 Settle = Callable[[tuple[torch.Tensor, ...]], Future[tuple[torch.Tensor, ...]]]
 """Returns tensors in host memory, which the device may still be filling, once they are complete."""
 
 
+class Piece(Protocol):
+    """A part of a session's units that never changes and that others can share."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Its memory; contiguous."""
+        ...
+
+
 class Units(Protocol):
     """Evicted units of a session."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """Parts that other units can share."""
+        ...
 
     @property
     def memory(self) -> Iterable[tuple[Hashable, int]]:
@@ -31,7 +44,7 @@ class Units(Protocol):
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The units as named tensors, which ``UnitStores.units_of`` turns into equal units."""
+        """All but the pieces as named tensors; ``UnitStores.units_of`` takes both."""
         ...
 
 
@@ -64,8 +77,16 @@ class UnitStores(ABC):
         """Take saved units, by first page, for requests that start in the next step."""
 
     @abstractmethod
-    def units_of(self, tensors: Mapping[str, torch.Tensor]) -> Units:
-        """The units that ``Units.tensors`` described.
+    def new_piece(self) -> Piece:
+        """An empty piece of this worker's shape.
+
+        Raises:
+            ValueError: units of this worker have no pieces.
+        """
+
+    @abstractmethod
+    def units_of(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Any]) -> Units:
+        """The units that ``Units.tensors`` and ``Units.pieces`` described.
 
         Raises:
             KeyError, ValueError, RuntimeError: they are not units of this worker's shape.
@@ -107,8 +128,11 @@ class Stores(UnitStores):
             log.live = self._live
             self._live.update(log.chunks)
 
-    def units_of(self, tensors: Mapping[str, torch.Tensor]) -> Log:
-        return Log.of(self.shape, tensors)
+    def new_piece(self) -> Chunk:
+        return Chunk(self.shape)
+
+    def units_of(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Chunk]) -> Log:
+        return Log.of(self.shape, tensors, pieces)
 
     def note(self, output: SchedulerOutput) -> None:
         """Update the logs from the scheduler output. Call before every step."""

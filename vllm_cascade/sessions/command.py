@@ -5,8 +5,10 @@ It needs no vLLM and no server. A running server counts a removed session as a m
 """
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.files import Entry, Folder, Unusable, parts_of, read
 
 
@@ -31,23 +33,33 @@ def run(path: Path, action: str, names: list[str]) -> None:
         for entry in [_chosen(entries, name) for name in names]:
             folder.remove(entry.files)
             print(f"removed {entry.id}")
+        with suppress(KVPolicyError):  # a running server removes evicted units itself
+            folder.open()
+            folder.remove_unused()
+            folder.close()
     elif action == "verify":
         _verify(folder, entries, bad)
     else:
-        _list(entries, bad)
+        _list(folder, entries, bad)
 
 
-def _list(entries: list[Entry], bad: list[tuple[str, str]]) -> None:
+def _list(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) -> None:
     print(f"{'id':32}  {'tokens':>9}  {'MiB':>9}  {'unused for':>10}  model, name")
     for entry in entries:
         header, age = entry.header, _age(time.time() - entry.used)
         tokens, mib = int(header["num_tokens"]), entry.num_bytes / 2**20
         label = ", ".join(filter(None, [header.get("model_name"), header["name"]]))
         print(f"{entry.id}  {tokens:9,}  {mib:9,.1f}  {age:>10}  {label}")
-    total = sum(entry.num_bytes for entry in entries) / 2**20
+    names = {name for entry in entries for name in _names(entry)}
+    total = sum(map(folder.size, names)) / 2**20
     print(f"{len(entries)} sessions, {total:,.1f} MiB; {len(bad)} unusable files")
     for name, problem in bad:
         print(f"unusable: {name}: {problem}")
+
+
+def _names(entry: Entry) -> list[str]:
+    """A session's files, with those that it shares."""
+    return [*entry.files, *(name for name, _ in entry.pieces)]
 
 
 def _age(seconds: float) -> str:
@@ -59,13 +71,13 @@ def _age(seconds: float) -> str:
 
 def _verify(folder: Folder, entries: list[Entry], bad: list[tuple[str, str]]) -> None:
     problems = list(bad)
-    for entry in entries:
-        for name in entry.files:
-            try:
-                _, rank, world = parts_of(name)
-                read(folder.path / name, {"rank": f"{rank}of{world}"})
-            except Unusable as error:
-                problems.append((name, str(error)))
+    checksums = {name: {"checksum": own} for entry in entries for name, own in entry.pieces}
+    for name in sorted({name for entry in entries for name in _names(entry)}):
+        try:
+            _, rank, world = parts_of(name)
+            read(folder.path / name, {"rank": f"{rank}of{world}", **checksums.get(name, {})})
+        except Unusable as error:
+            problems.append((name, str(error)))
     for name, problem in problems:
         print(f"damaged: {name}: {problem}")
     if problems:

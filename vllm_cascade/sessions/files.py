@@ -4,7 +4,9 @@
 A file is written under a temporary name, synced and renamed, so that a crash leaves either the
 whole file or none. Its header holds a checksum of everything else in the file, and what the state
 depends on: model, policy, layout, versions. A file is used only if all of that is as here.
-Nothing is unpickled. The folder and its files are readable by their owner only.
+Evicted units are in files of their own, which sessions share (``pieces.py``). A session's header
+names these and their checksums. Nothing is unpickled. The folder and its files are readable by
+their owner only.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +27,8 @@ import torch
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.index import Session
 
-FORMAT = "1"
-SUFFIX = ".session"
+FORMAT = "2"
+SUFFIX, PIECE_SUFFIX = ".session", ".units"
 DAMAGED = "damaged"
 """Folder inside the sessions' folder to which damaged files are moved."""
 LOCK = "lock"
@@ -65,9 +68,10 @@ class Entry:
     Attributes:
         id: the session's.
         header: of the first rank's file.
-        num_bytes: of all files.
+        num_bytes: of all files, with those that it shares.
         used: seconds since the epoch at which it was last written or read.
         files: names of its files, one a rank.
+        pieces: names and checksums of the files that it may share with others.
     """
 
     id: str
@@ -75,6 +79,7 @@ class Entry:
     num_bytes: int
     used: float
     files: tuple[str, ...]
+    pieces: tuple[tuple[str, str], ...] = ()
 
 
 def file_name(session: str, rank: int, world: int) -> str:
@@ -82,14 +87,15 @@ def file_name(session: str, rank: int, world: int) -> str:
 
 
 def parts_of(name: str) -> tuple[str, int, int]:
-    """Session, rank and number of ranks of a file's name.
+    """Session or piece, rank and number of ranks of a file's name.
 
     Raises:
         ValueError: not the name of a session's file.
     """
-    session, ranks = name.removesuffix(SUFFIX).split(".")
+    suffix = PIECE_SUFFIX if name.endswith(PIECE_SUFFIX) else SUFFIX
+    session, ranks = name.removesuffix(suffix).split(".")
     rank, world = (int(part) for part in ranks.split("of"))
-    if name != file_name(session, rank, world) or not 0 <= rank < world:
+    if name != f"{session}.{rank}of{world}{suffix}" or not 0 <= rank < world:
         raise ValueError(name)
     return session, rank, world
 
@@ -102,6 +108,20 @@ def session_of(header: Mapping[str, str]) -> str | None:
         return None
 
 
+def pieces_of(header: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Names and checksums of the files of evicted units that a session's header lists.
+
+    Raises:
+        Unusable: the list cannot be read.
+    """
+    try:
+        return [(str(name), str(checksum)) for name, checksum in json.loads(header["pieces"])]
+    except KeyError:
+        return []
+    except (ValueError, TypeError) as error:
+        raise Unusable("damaged", f"the list of evicted units: {error}") from error
+
+
 # --- one file -----------------------------------------------------------------------------------
 
 
@@ -110,18 +130,24 @@ def _raw(tensor: torch.Tensor) -> memoryview:
 
 
 def _checksum(header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
-    """Digest of a header without its checksum, and of all tensors with their types and shapes."""
+    """Digest of a header without its checksum, and of all tensors with their types and shapes.
+
+    Tensors enter by their CRC, which is several times as fast as a digest of their bytes.
+    """
     digest = hashlib.blake2b(digest_size=16)
     plain = {key: value for key, value in header.items() if key != "checksum"}
     digest.update(json.dumps(plain, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
-        digest.update(json.dumps([name, DTYPES[tensor.dtype], list(tensor.shape)]).encode())
-        digest.update(_raw(tensor))
+        entry = [name, DTYPES[tensor.dtype], list(tensor.shape), zlib.crc32(_raw(tensor))]
+        digest.update(json.dumps(entry).encode())
     return digest.hexdigest()
 
 
-def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> None:
+def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
     """Write a file so that it is complete or absent after a crash at any time.
+
+    Returns:
+        Its checksum.
 
     Raises:
         OSError: the file cannot be written; nothing is left of it.
@@ -151,8 +177,10 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
         temporary.rename(path)
         _sync_folder(path.parent)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+    return metadata["checksum"]
 
 
 def _sync_folder(folder: Path) -> None:
@@ -182,8 +210,13 @@ def _description(file: BufferedReader) -> dict[str, Any]:
     return found
 
 
-def _tensor(file: BufferedReader, entry: Mapping[str, Any]) -> torch.Tensor:
-    tensor = torch.empty(entry["shape"], dtype=TYPES[entry["dtype"]])
+def _tensor(
+    file: BufferedReader, entry: Mapping[str, Any], into: torch.Tensor | None = None
+) -> torch.Tensor:
+    shape, dtype = entry["shape"], TYPES[entry["dtype"]]
+    tensor = torch.empty(shape, dtype=dtype) if into is None else into
+    if list(tensor.shape) != shape or tensor.dtype != dtype:
+        raise ValueError("a tensor of another shape")
     begin, end = entry["data_offsets"]
     if end - begin != tensor.nbytes or file.readinto(_raw(tensor)) != tensor.nbytes:
         raise ValueError("a tensor is cut short")
@@ -201,12 +234,15 @@ def read_header(path: Path) -> dict[str, str]:
 
 
 def read(
-    path: Path, expected: Mapping[str, str] | None = None
+    path: Path,
+    expected: Mapping[str, str] | None = None,
+    into: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Read a file and check it.
 
     Args:
         expected: header entries that the file must have.
+        into: contiguous tensors that are filled with those of the file; None: new ones.
 
     Returns:
         Its header and its tensors.
@@ -218,7 +254,10 @@ def read(
         description = _description(file)
         header = dict(description.pop("__metadata__"))
         order = sorted(description.items(), key=lambda item: item[1]["data_offsets"])
-        tensors = {name: _tensor(file, entry) for name, entry in order}
+        targets = {} if into is None else into
+        if into is not None and into.keys() != description.keys():
+            raise ValueError("other tensors")
+        tensors = {name: _tensor(file, entry, targets.get(name)) for name, entry in order}
         if _checksum(header, tensors) != header.get("checksum"):
             raise ValueError("the checksum is wrong")
     wrong = [key for key, value in (expected or {}).items() if header.get(key) != value]
@@ -285,8 +324,9 @@ class Folder:
                 "a folder of its own"
             ) from error
         self._lock = descriptor
-        for leftover in self.path.glob(f".*{SUFFIX}"):  # of a process that ended while writing
-            leftover.unlink(missing_ok=True)
+        for suffix in (SUFFIX, PIECE_SUFFIX):  # of a process that ended while writing
+            for leftover in self.path.glob(f".*{suffix}"):
+                leftover.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._lock is not None:
@@ -296,8 +336,12 @@ class Folder:
     def entries(self) -> tuple[list[Entry], list[tuple[str, str]]]:
         """All sessions, least recently used first, and ``(file name, problem)`` of bad files.
 
-        Reads headers only. A session with a missing rank is bad.
+        Reads headers only. A session with a missing rank or without its evicted units is bad.
         """
+        sizes: dict[str, int] = {}
+        for file in self.path.glob(f"[!.]*{PIECE_SUFFIX}"):
+            with contextlib.suppress(OSError):  # a server may be removing it
+                sizes[file.name] = file.stat().st_size
         found: dict[tuple[str, int], dict[int, str]] = {}
         bad: list[tuple[str, str]] = []
         for file in sorted(self.path.glob(f"[!.]*{SUFFIX}")):
@@ -315,18 +359,23 @@ class Folder:
                 if missing:
                     raise Unusable("damaged", f"the file of rank {missing[0]} is missing")
                 headers = [read_header(self.path / name) for name in names]
+                pieces = tuple(piece for header in headers for piece in pieces_of(header))
+                lost = [name for name, _ in pieces if name not in sizes]
+                if lost:
+                    raise Unusable("damaged", f"its evicted units {lost[0]} are missing")
                 stats = [(self.path / name).stat() for name in names]
             except (Unusable, OSError) as error:
                 bad += [(name, str(error)) for name in names]
                 continue
             size, used = sum(s.st_size for s in stats), min(s.st_mtime for s in stats)
+            size += sum(sizes[name] for name, _ in pieces)
             if any(session_of(header) != session for header in headers):
                 bad += [(name, "the header is another session's") for name in names]
                 continue
             if len({header.get("stamp") for header in headers}) > 1:
                 bad += [(name, "the ranks' files are not of one write") for name in names]
                 continue
-            entries.append(Entry(session, headers[0], size, used, names))
+            entries.append(Entry(session, headers[0], size, used, names, pieces))
         return sorted(entries, key=lambda entry: entry.used), bad
 
     def move_aside(self, name: str) -> None:
@@ -334,9 +383,25 @@ class Folder:
         with contextlib.suppress(OSError):
             (self.path / name).replace(self.path / DAMAGED / name)
 
+    def size(self, name: str) -> int:
+        """Bytes of a file; 0 if it is gone."""
+        try:
+            return (self.path / name).stat().st_size
+        except OSError:
+            return 0
+
     def remove(self, names: Sequence[str]) -> None:
         for name in names:
             (self.path / name).unlink(missing_ok=True)
+
+    def remove_unused(self) -> None:
+        """Remove evicted units that no session's file lists. No server may be writing."""
+        used = set()
+        for file in self.path.glob(f"[!.]*{SUFFIX}"):
+            with contextlib.suppress(Unusable):
+                used |= {name for name, _ in pieces_of(read_header(file))}
+        files = self.path.glob(f"[!.]*{PIECE_SUFFIX}")
+        self.remove([file.name for file in files if file.name not in used])
 
 
 def first_difference(header: Mapping[str, str], here: Mapping[str, str]) -> str | None:

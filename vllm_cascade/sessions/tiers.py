@@ -5,6 +5,7 @@ Copies between pages and memory begin before a step, when nothing has read or wr
 (``copies.py``). Files are written and read by threads, while steps go on.
 """
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +18,11 @@ from pathlib import Path
 import torch
 
 from vllm_cascade.log import logger
-from vllm_cascade.recall.stores import Units, UnitStores
+from vllm_cascade.recall.stores import Piece, Units, UnitStores
 from vllm_cascade.sessions import files
 from vllm_cascade.sessions.copies import Copies, Tensors
 from vllm_cascade.sessions.index import Command, Report
+from vllm_cascade.sessions.pieces import Listed, Pieces
 from vllm_cascade.sessions.ranks import Outcome, Ranks
 
 NUM_READERS = 16
@@ -45,14 +47,19 @@ class State:
         return self.copied.result()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state as named tensors, for a file."""
+        """All but the pieces of the units as named tensors, for a file."""
         found = {f"pages.{i:04}": pages for i, pages in enumerate(self.pages)}
         log = {} if self.units is None else self.units.tensors()
         return found | {f"log.{name}": tensor for name, tensor in log.items()}
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], stores: UnitStores | None) -> "State":
-        """The state of a file's tensors."""
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        pieces: Sequence[Piece],
+        stores: UnitStores | None,
+    ) -> "State":
+        """The state of a file's tensors and of the pieces that it lists."""
         copied: Future[Tensors] = Future()
         copied.set_result(
             tuple(tensors[name] for name in sorted(tensors) if name.startswith("pages."))
@@ -62,7 +69,7 @@ class State:
             for name, tensor in tensors.items()
             if name.startswith("log.")
         }
-        return cls(copied, stores.units_of(log) if log and stores is not None else None)
+        return cls(copied, stores.units_of(log, pieces) if log and stores is not None else None)
 
 
 class WorkerSessions:
@@ -86,6 +93,7 @@ class WorkerSessions:
         self.states: dict[str, State] = {}
         self._folder = None if folder is None else files.Folder(folder)
         self._ranks = ranks or Ranks()
+        self._pieces = None if folder is None else Pieces(folder, self._ranks.name)
         self._num_files = 0  # writes and reads begun
         self._num_reported = 0  # of these
         self._lock = threading.Lock()
@@ -162,6 +170,8 @@ class WorkerSessions:
         self._copies.close()
         self._writer.shutdown()
         self._readers.shutdown(cancel_futures=True)
+        if self._pieces is not None:
+            self._pieces.close()
 
     # --- threads --------------------------------------------------------------------------------
 
@@ -195,10 +205,15 @@ class WorkerSessions:
             logger.warning("KV sessions: %s (further ones are only counted)", message)
 
     def _write(self, command: Command, number: int, state: State) -> str:
-        path = self._path(command.id)
+        assert self._pieces is not None
+        path, header = self._path(command.id), {**command.header, "rank": self._ranks.name}
         try:
-            files.write(path, {**command.header, "rank": self._ranks.name}, state.tensors())
+            pieces = () if state.units is None else state.units.pieces
+            if listed := self._pieces.write(command.id, pieces):
+                header["pieces"] = json.dumps(listed)
+            files.write(path, header, state.tensors())
         except OSError as error:
+            self._pieces.release(command.id)
             self._warn(
                 "write",
                 f"a session could not be written to {path.parent} ({error}); free disk space, "
@@ -208,17 +223,19 @@ class WorkerSessions:
         return ""
 
     def _remove(self, id_: str) -> None:
+        assert self._pieces is not None
         try:
             self._path(id_).unlink(missing_ok=True)
         except OSError as error:
             self._warn("remove", f"a session could not be removed ({error})")
+        self._pieces.release(id_)
 
     def _read(self, command: Command, number: int) -> str:
         assert self._folder is not None
         path = self._path(command.id)
         try:
             header, tensors = files.read(path, {**command.header, "rank": self._ranks.name})
-            state = self._checked(command.id, header, tensors)
+            state = self._checked(command.id, header, tensors, files.pieces_of(header))
         except files.Unusable as error:
             fix = "`vllm-cascade sessions DIR verify` lists all damaged files"
             self._warn(error.reason, f"a session could not be read: {error}; {fix}")
@@ -233,13 +250,20 @@ class WorkerSessions:
         return ""
 
     def _checked(
-        self, id_: str, header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
+        self,
+        id_: str,
+        header: Mapping[str, str],
+        tensors: Mapping[str, torch.Tensor],
+        listed: Sequence[Listed],
     ) -> State:
         """The state in a file, whose pages must fit the pools."""
         if files.session_of(header) != id_:
             raise files.Unusable("damaged", f"{id_}: the file is another session's")
         try:
-            state = State.of(tensors, self._stores)
+            pieces: Sequence[Piece] = ()
+            if listed and self._stores is not None and self._pieces is not None:
+                pieces = self._pieces.read(listed, self._stores.new_piece)
+            state = State.of(tensors, pieces, self._stores)
         except (KeyError, ValueError, RuntimeError) as error:
             raise files.Unusable("foreign", f"{id_}: evicted units of another shape") from error
         shapes = [(pages.dtype, pages.shape[1:]) for pages in state.pages]

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions on the CUDA backend's code, interpreted: byte-equal to an uninterrupted stream.
+
+Copies go the way that they go on a GPU (``sessions/copies.py``), through streams that do nothing.
+``tests/sessions/test_copies.py`` has streams that are late. Evicted units lie in rings.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import MODEL
+from tests.engine import async_cpu
+from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_runner_v2 import run
+from tests.engine.test_sessions import (
+    ask,
+    chat,
+    engine,
+    flush,
+    index_of,
+    says,
+    uninterrupted,
+    wait_for_files,
+)
+from tests.engine.test_triton_recall import CASCADE, EACH
+from tests.oracle.random_models import write_llama
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.engine.devices import CPU, CUDA
+from vllm_cascade.sessions.copies import StreamCopies
+
+pytestmark = pytest.mark.slow
+
+TOKENS = np.random.default_rng(8).integers(1, 500, 3000).tolist()
+TURNS = 3
+CASES: dict[str, dict[str, Any]] = {
+    "cascade": {**CASCADE, "unit": 1, "prefill_stride": 16},
+    "recall": {**CASCADE, "prefill_stride": 16, "recall": 2, "recall_store": 64, "recall_every": 3},
+    "recall-heads": {
+        "name": "sink",
+        "budget": 32,
+        "unit": 16,
+        "prefill_stride": 32,
+        "recall": 2,
+        "recall_store": 512,
+        **EACH,
+    },
+    "h2o": {"name": "h2o", "budget": 24, "prefill_stride": 16, **EACH},
+}
+"""``recall``'s store overflows within a turn."""
+
+
+@pytest.fixture(autouse=True)
+def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    async_cpu.turn_on(monkeypatch.setattr)
+    for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
+        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+    monkeypatch.setattr(CPU, "session_copies", CUDA.session_copies)
+    yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
+
+
+def start(pool: EnginePool, name: str, folder: Path, model: Path) -> Any:
+    pool.close()
+    return engine(
+        pool,
+        CASES[name],
+        str(folder),
+        model=model,
+        max_model_len=1024,
+        max_num_batched_tokens=64,
+        max_num_seqs=4,
+        block_size=16,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_and_a_new_engine(
+    name: str, engine_pool: EnginePool, tmp_path: Path, model: Path
+) -> None:
+    """A turn from memory, and one from the folder of an engine that is gone."""
+    llm = start(engine_pool, name, tmp_path, model)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    assert type(worker._sessions._copies) is StreamCopies
+    truth = uninterrupted(llm, TOKENS, TURNS)
+    answers = chat(llm, TOKENS, TURNS - 1, between=lambda: time.sleep(0.2))
+    flush(llm)
+    index = index_of(llm)
+    assert index.counters.hits == {"memory": TURNS - 2}
+    (held,) = llm.collective_rpc("kv_session_bytes")
+    assert 0 < held <= index.used["memory"]
+    wait_for_files(tmp_path, TURNS - 1)
+    engine_pool.close()
+
+    llm = start(engine_pool, name, tmp_path, model)
+    index = index_of(llm)
+    history = [t for n in range(TURNS - 1) for t in says(TOKENS, n) + answers[n][0]]
+    cached, last = ask(llm, history + says(TOKENS, TURNS - 1))
+    assert cached == len(history) - 1 and index.counters.hits == {"disk": 1}
+    assert [*answers, last] == truth and pool_usage(llm) == 0.0
+    engine_pool.close()
+
+
+@pytest.mark.parametrize("name", ["cascade", "recall"])
+def test_second_runner(name: str, engine_pool: EnginePool, tmp_path: Path, model: Path) -> None:
+    """The order of copies of Model Runner V2, beside snapshots of prompts.
+
+    The uninterrupted stream is the first runner's.
+    """
+    found = run(CASES[name], "sessions")
+    assert found["runner"] == "V2"
+    assert found["hits"] == {"memory": TURNS - 2, "disk": 1} and found["reused"] > 0, found
+    truth = uninterrupted(start(engine_pool, name, tmp_path, model), TOKENS, TURNS)
+    for (ids, logprobs), (wanted, own) in zip(found["answers"], truth, strict=True):
+        assert ids == wanted
+        np.testing.assert_allclose(logprobs, own, atol=1e-5)
+    engine_pool.close()

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of evicted units: written once, shared by sessions, gone with the last of them."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.sessions.test_files import ENGINE, SHAPE, header_of, pools, same_logs, session, wait
+from vllm_cascade.cli import main
+from vllm_cascade.recall.log import Log
+from vllm_cascade.recall.stores import Stores
+from vllm_cascade.sessions import files
+from vllm_cascade.sessions.copies import Copies
+from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX, Folder
+from vllm_cascade.sessions.index import Command, Session
+from vllm_cascade.sessions.tiers import WorkerSessions
+
+FIRST = 4
+"""First page of the request whose states are kept."""
+
+
+class Chat:
+    """A request's growing log in a worker, whose state is kept after each turn."""
+
+    def __init__(self, folder: Path) -> None:
+        Folder(folder).open()
+        self.folder, self.stores, self.log = folder, Stores(SHAPE), Log(SHAPE)
+        self.worker = WorkerSessions(Copies(pools()), folder, self.stores)
+        self.turns: list[tuple[Session, Log]] = []
+
+    def turn(self, num_units: int) -> Session:
+        """Evict units, keep the state and write it; returns its session."""
+        part = self.log.grow(num_units)
+        for chunk, units, place in part.pieces():
+            for tensor in chunk.tensors:
+                tensor[:, :, units] = place.start + len(self.turns) + 1
+        self.stores.logs[FIRST] = self.log
+        one = session(len(self.turns) + 1)
+        save = Command("save", one.id, pages=(FIRST, 9))
+        self.worker.execute([save, Command("write", one.id, header=header_of(one))])
+        assert wait(self.worker).written == [one.id]
+        self.turns.append((one, copied(self.log)))
+        return one
+
+    def remove(self, one: Session) -> None:
+        self.worker.execute([Command("drop", one.id), Command("remove", one.id)])
+        self.worker._writer.submit(lambda: None).result(30)
+
+
+def copied(log: Log) -> Log:
+    chunks = [log._copy_chunk(chunk) for chunk in log.chunks]
+    return Log.of(SHAPE, {key: t.clone() for key, t in log.tensors().items()}, chunks)
+
+
+def names(folder: Path, suffix: str = PIECE_SUFFIX) -> set[str]:
+    return {path.name for path in folder.glob(f"*{suffix}")}
+
+
+def read(worker: WorkerSessions, one: Session) -> str:
+    """Read a session; returns the reason why it cannot be read."""
+    worker.execute([Command("read", one.id, header=ENGINE)])
+    report = wait(worker)
+    worker.execute([])
+    assert (one.id in worker.states) == (one.id in report.read)
+    return report.unreadable.get(one.id, "")
+
+
+def test_a_chats_units_are_written_once(tmp_path: Path) -> None:
+    """Of 16 units a chunk: a turn writes the chunks that are new, and a copy of the last one."""
+    chat, before = Chat(tmp_path), set[str]()
+    new = []
+    for num_units in (20, 5, 30, 1):
+        chat.turn(num_units)
+        new.append(len(names(tmp_path) - before))
+        before = names(tmp_path)
+    assert new == [2, 1, 3, 1], "20 in 2 chunks, 25 in 2, 55 (40 kept) in 4, 56 in 4"
+    assert all(os.stat(path).st_mode & 0o077 == 0 for path in tmp_path.glob(f"*{PIECE_SUFFIX}"))
+    entries, bad = Folder(tmp_path).entries()
+    assert not bad and len(entries) == 4
+    chat.worker.close()
+
+    other = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    for one, log in chat.turns:
+        assert not read(other, one)
+        assert same_logs(other.states[one.id].units, log)
+    chunks = {id(chunk) for state in other.states.values() for chunk in state.units.chunks}
+    assert len(chunks) == len(names(tmp_path)), "what files share, memory shares"
+    pages = sum(tensor.nbytes for state in other.states.values() for tensor in state.pages)
+    assert other.num_bytes == pages + len(chunks) * SHAPE.chunk_bytes
+    other.close()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_file_goes_with_its_last_session(restarted: bool, tmp_path: Path) -> None:
+    chat = Chat(tmp_path)
+    first, second = chat.turn(32), chat.turn(16)
+    assert len(names(tmp_path)) == 3
+    if restarted:
+        chat.worker.close()
+        chat.worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    chat.remove(first)
+    assert len(names(tmp_path)) == 3 and not read(chat.worker, second)
+    chat.remove(second)
+    assert not names(tmp_path) and not names(tmp_path, SUFFIX)
+    chat.worker.close()
+
+
+@pytest.mark.parametrize("damage", ["cut", "altered", "swapped", "gone"])
+def test_damaged_units_give_no_session(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither of those that share them; one that does not is read."""
+    chat = Chat(tmp_path)
+    sharing = [chat.turn(20), chat.turn(20)]
+    shared, *others = sorted(names(tmp_path))
+    own = {n for n, _ in files.pieces_of(files.read_header(chat.worker._path(sharing[0].id)))}
+    shared = next(iter(own & {n for n, _ in pieces_in(chat, sharing[1])}))
+    others = sorted(names(tmp_path) - {shared})
+    chat.log = Log(SHAPE)
+    apart = chat.turn(9)
+    chat.worker.close()
+    path, content = tmp_path / shared, bytearray((tmp_path / shared).read_bytes())
+    if damage == "cut":
+        path.write_bytes(content[:-3])
+    elif damage == "altered":
+        content[-3] ^= 16
+        path.write_bytes(content)
+    elif damage == "swapped":
+        path.write_bytes((tmp_path / others[0]).read_bytes())
+    else:
+        path.unlink()
+    other = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+    reasons = [read(other, one) for one in sharing]
+    assert reasons == {"gone": ["missing"] * 2}.get(damage, ["damaged", "missing"])
+    assert not read(other, apart) and same_logs(other.states[apart.id].units, chat.turns[-1][1])
+    aside = names(tmp_path / files.DAMAGED)
+    assert aside == (set() if damage == "gone" else {shared})
+    for one in sharing:
+        other.execute([Command("remove", one.id)])
+    other._writer.submit(lambda: None).result(30)
+    left = {name for name, _ in pieces_in(chat, apart)}
+    assert names(tmp_path) == left
+    other.close()
+
+
+def pieces_in(chat: Chat, one: Session) -> list[tuple[str, str]]:
+    return files.pieces_of(files.read_header(chat.worker._path(one.id)))
+
+
+def test_a_full_disk_leaves_no_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third file of a write does not fit: nothing of this write stays; the next one works."""
+    chat = Chat(tmp_path)
+    chat.turn(16)
+    before, write, count = names(tmp_path), files.write, iter(range(100))
+
+    def full(*args: object) -> str:
+        if next(count) == 2:
+            raise OSError(28, "No space left on device")
+        return write(*args)  # type: ignore[arg-type]
+
+    chat.stores.logs[FIRST] = chat.log
+    chat.log.grow(33)
+    one = session(99)
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "write", full)
+        save = Command("save", one.id, pages=(FIRST,))
+        chat.worker.execute([save, Command("write", one.id, header=header_of(one))])
+        assert wait(chat.worker).unwritten == [one.id]
+    assert names(tmp_path) == before and len(names(tmp_path, SUFFIX)) == 1
+    chat.worker.execute([Command("write", one.id, header=header_of(one))])
+    assert wait(chat.worker).written == [one.id] and before < names(tmp_path)
+    chat.worker.close()
+
+
+def test_units_of_no_session_are_removed(tmp_path: Path) -> None:
+    """A server that was killed between units and session, and a session removed by hand."""
+    chat = Chat(tmp_path)
+    first, second = chat.turn(32), chat.turn(17)
+    chat.worker.close()
+    chat.worker._path(second.id).unlink()
+    kept = {name for name, _ in pieces_in(chat, first)}
+    assert kept < names(tmp_path)
+    Folder(tmp_path).remove_unused()
+    assert names(tmp_path) == kept
+    lost = next(iter(kept))
+    (tmp_path / lost).unlink()
+    entries, bad = Folder(tmp_path).entries()
+    assert not entries and f"its evicted units {lost} are missing" in bad[0][1]
+
+
+def test_the_command_knows_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(tmp_path)
+    first, second = chat.turn(32), chat.turn(16)
+    chat.worker.close()
+    main(["sessions", str(tmp_path)])
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.*of*")) / 2**20
+    assert f"2 sessions, {size:.1f} MiB; 0 unusable" in capsys.readouterr().out
+    main(["sessions", str(tmp_path), "verify"])
+    main(["sessions", str(tmp_path), "remove", second.id])
+    assert names(tmp_path) == {name for name, _ in pieces_in(chat, first)}
+    path = tmp_path / sorted(names(tmp_path))[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SystemExit):
+        main(["sessions", str(tmp_path), "verify"])
+    assert f"damaged: {path.name}" in capsys.readouterr().out
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from tests.sessions.test_pieces import Chat
+chat = Chat(Path(sys.argv[1]))
+print("ready", flush=True)
+while True:
+    if len(chat.turns) % 9 == 8:
+        chat.log = type(chat.log)(chat.log.shape)
+    one = chat.turn(1 + len(chat.turns) * 5 % 23)
+    if len(chat.turns) > 4:
+        chat.remove(chat.turns[-4][0])
+"""
+
+
+@pytest.mark.slow
+def test_killed_while_writing_units(tmp_path: Path) -> None:
+    """A hundred kills of a worker that keeps and removes sessions: all that is there is whole."""
+    rng, whole, unused = random.Random(3), 0, 0
+    fork = f"""
+import os, signal, sys, time
+import torch
+from tests.sessions import test_pieces
+sys.argv = ["x", {str(tmp_path)!r}]
+code = {KILLED!r}.replace('print("ready", flush=True)', '')
+for moment in {[rng.random() * 0.15 for _ in range(100)]}:
+    child = os.fork()
+    if child == 0:
+        exec(code)
+    time.sleep(moment)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    print("killed", flush=True)
+    sys.stdin.readline()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", fork],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        text=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for _ in range(100):
+            assert process.stdout.readline() == "killed\n"
+            folder = Folder(tmp_path)
+            folder.open()
+            entries, bad = folder.entries()
+            assert not bad
+            before = names(tmp_path)
+            folder.remove_unused()
+            unused += len(before - names(tmp_path))
+            worker = WorkerSessions(Copies(pools()), tmp_path, Stores(SHAPE))
+            for entry in entries:
+                one = Session.of(entry.header, 0)
+                assert not read(worker, one)
+                chunks = worker.states[one.id].units.chunks
+                assert all(torch.isfinite(chunk.scale).all() for chunk in chunks)
+                whole += 1
+            worker.close()
+            folder.close()
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert process.returncode == 0
+    print(f"{whole} sessions read, {unused} files of units without a session removed")
+    assert whole > 100 and unused > 0

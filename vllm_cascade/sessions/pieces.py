@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of evicted units, one for each chunk of a log, which sessions of one worker share.
+
+A chat's evicted units only grow, and forks share what they have in common (``recall/chain.py``).
+A chunk that a session holds never changes. So it is written once, is in memory once, and its file
+goes with the last session that lists it.
+"""
+
+import os
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+
+from vllm_cascade.recall.stores import Piece
+from vllm_cascade.sessions import files
+
+Listed = tuple[str, str]
+"""Name and checksum of a file."""
+
+
+def _named(piece: Piece) -> dict[str, torch.Tensor]:
+    return {f"{i:02}": tensor for i, tensor in enumerate(piece.tensors)}
+
+
+class Pieces:
+    """A worker's chunks that are in files.
+
+    Args:
+        folder: of the sessions.
+        rank: ends the files' names, as ``0of1``.
+    """
+
+    def __init__(self, folder: Path, rank: str) -> None:
+        self._folder, self._rank = folder, rank
+        self._lock = threading.Lock()
+        self._files: WeakKeyDictionary[Piece, Listed] = WeakKeyDictionary()
+        self._pieces: WeakValueDictionary[str, Piece] = WeakValueDictionary()  # by file name
+        self._users: dict[str, set[str]] | None = None  # sessions by file name
+        self._pool = ThreadPoolExecutor(os.cpu_count(), "kv-sessions-units")
+
+    def write(self, session: str, pieces: Sequence[Piece]) -> list[Listed]:
+        """Write the pieces that are in no file yet. Only the thread that writes calls this.
+
+        Raises:
+            OSError: one cannot be written.
+        """
+        listed = []
+        for piece in pieces:
+            with self._lock:
+                known = self._files.get(piece)
+            if known is None or known[0] not in self._used():
+                name = f"{secrets.token_hex(16)}.{self._rank}{files.PIECE_SUFFIX}"
+                header = {"format": files.FORMAT, "rank": self._rank}
+                known = name, files.write(self._folder / name, header, _named(piece))
+                self._note(piece, known)
+            self._used().setdefault(known[0], set()).add(session)
+            listed.append(known)
+        return listed
+
+    def read(self, listed: Sequence[Listed], new: Callable[[], Piece]) -> list[Piece]:
+        """The pieces of these files; those that are in memory are not read.
+
+        Args:
+            new: makes an empty piece.
+
+        Raises:
+            Unusable: a file is not as it was written.
+        """
+        return list(self._pool.map(lambda one: self._one(one, new), listed))
+
+    def _one(self, listed: Listed, new: Callable[[], Piece]) -> Piece:
+        name, checksum = listed
+        with self._lock:
+            piece = self._pieces.get(name)
+            if piece is not None and self._files[piece] == listed:
+                return piece
+        piece = new()
+        expected = {"checksum": checksum, "rank": self._rank}
+        try:
+            files.read(self._folder / name, expected, _named(piece))
+        except files.Unusable as error:
+            if error.reason == "damaged":
+                files.Folder(self._folder).move_aside(name)
+            raise
+        self._note(piece, listed)
+        return piece
+
+    def _note(self, piece: Piece, listed: Listed) -> None:
+        with self._lock:
+            self._files[piece], self._pieces[listed[0]] = listed, piece
+
+    def release(self, session: str) -> None:
+        """Remove what no other session lists. Only the thread that writes calls this."""
+        for name, users in list(self._used().items()):
+            users.discard(session)
+            if not users:
+                del self._used()[name]
+                with suppress(OSError):
+                    (self._folder / name).unlink(missing_ok=True)
+
+    def _used(self) -> dict[str, set[str]]:
+        """The sessions that list each file, at first as an earlier server has left them."""
+        if self._users is None:
+            self._users = {}
+            for path in self._folder.glob(f"[!.]*.{self._rank}{files.SUFFIX}"):
+                with suppress(files.Unusable, ValueError):
+                    session, _, _ = files.parts_of(path.name)
+                    for name, _ in files.pieces_of(files.read_header(path)):
+                        self._users.setdefault(name, set()).add(session)
+        return self._users
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
