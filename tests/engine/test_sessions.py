@@ -81,7 +81,32 @@ CASES: dict[str, dict[str, Any]] = {
         "recall_rows": "int8",
     },
     "units": {"name": "cascade", "budget": 128, "prefill_stride": 64, "unit": 8},
+    "random": {"name": "random", "budget": 96, "prefill_stride": 64},
+    **{
+        f"{name}-heads": {
+            "name": name,
+            "budget": 96,
+            "prefill_stride": 64,
+            "head_policy": "per_kv_head",
+        }
+        for name in ("random", "beehive", "lazy", "h2o", "dgc")
+    },
+    "dgc-cluster": {"name": "dgc", "budget": 96, "prefill_stride": 64, "importance": "cluster"},
+    "recall-8-bits-heads": {
+        "name": "h2o",
+        "budget": 96,
+        "prefill_stride": 64,
+        "unit": 8,
+        "recall": 3,
+        "recall_rows": "int8",
+        "head_policy": "per_kv_head",
+    },
 }
+OFTEN = (
+    *("cascade", "cascade-heads", "sink", "recall", "recall-heads", "window", "beehive", "lazy"),
+    *("h2o", "dgc", "recall-8-bits", "units"),
+)
+"""Cases that are not slow tests."""
 
 
 def engine(
@@ -202,7 +227,9 @@ def check_chat(llm: Any, tokens: list[int], turns: int = 6) -> None:
     assert min(held) > 0 and sum(held) <= index.used["memory"] and pool_usage(llm) == 0.0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OFTEN)) for name in CASES]
+)
 def test_a_resumed_chat_is_the_uninterrupted_one(
     name: str, engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
@@ -215,20 +242,26 @@ def test_quantised_rows(cache_dtype: str, engine_pool: EnginePool, book_tokens: 
     check_chat(llm, book_tokens, turns=4)
 
 
+def of_family(family: str, folder: Path) -> dict[str, Any]:
+    """Settings of an engine of a small random model."""
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 2048}
+    if family == "deepseek-v2":
+        path = write_family(folder, V2)
+    elif family in FAMILIES:
+        path = write_family(folder, FAMILIES[family])
+    else:
+        path, recurrent = write_recurrent(folder, family), RECURRENT[family]
+        settings |= {"dtype": recurrent.dtype, **recurrent.engine}
+    return {"model": path, **settings}
+
+
 @pytest.mark.parametrize("family", ["gemma3", "granite4", "deepseek-v2"])
 def test_window_layers_recurrent_states_and_latent_rows(
     family: str, engine_pool: EnginePool, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 2048}
-    if family == "deepseek-v2":
-        path = write_family(tmp_path, V2)
-    elif family in FAMILIES:
-        path = write_family(tmp_path, FAMILIES[family])
-    else:
-        path, recurrent = write_recurrent(tmp_path, family), RECURRENT[family]
-        settings |= {"dtype": recurrent.dtype, **recurrent.engine}
     policy = {"name": "cascade", "budget": 64, "prefill_stride": 32}
-    check_chat(engine(engine_pool, policy, model=path, **settings), random_tokens(5, 4000), 4)
+    settings = of_family(family, tmp_path)
+    check_chat(engine(engine_pool, policy, **settings), random_tokens(5, 4000), 4)
     engine_pool.close()
 
 
@@ -412,24 +445,74 @@ def test_a_name_and_a_prompt_that_does_not_begin_with_it(
     assert index.named("mine") is None
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cascade",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("recall", "recall-heads", "recall-8-bits", "h2o-heads", "dgc")
+        ),
+    ],
+)
 def test_a_new_engine_on_the_same_folder(
-    engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
+    name: str, engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
+) -> None:
+    check_restart(engine_pool, CASES[name], book_tokens, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head"])
+def test_quantised_rows_on_a_new_engine(
+    cache_dtype: str, engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
+) -> None:
+    settings = {"kv_cache_dtype": cache_dtype}
+    check_restart(engine_pool, CASES["recall"], book_tokens, tmp_path, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "granite4", "deepseek-v2"])
+def test_families_on_a_new_engine(family: str, engine_pool: EnginePool, tmp_path: Path) -> None:
+    policy = {"name": "cascade", "budget": 64, "prefill_stride": 32}
+    settings = of_family(family, tmp_path)
+    check_restart(engine_pool, policy, random_tokens(5, 4000), tmp_path / "kept", **settings)
+
+
+def check_restart(
+    pool: EnginePool, policy: dict[str, Any], tokens: list[int], folder: Path, **settings: Any
 ) -> None:
     """After a restart the file is read before the next turn's first step."""
-    policy, settings = CASES["cascade"], str(tmp_path)
-    llm = engine(engine_pool, policy, settings)
-    truth = uninterrupted(llm, book_tokens, 5)
-    answers = chat(llm, book_tokens, 4, between=lambda: time.sleep(0.2))
+    llm = engine(pool, policy, str(folder), **settings)
+    truth = uninterrupted(llm, tokens, 5)
+    answers = chat(llm, tokens, 4, between=lambda: time.sleep(0.2))
     flush(llm)
-    wait_for_files(tmp_path, 4)
-    engine_pool.close()
-    llm = engine(engine_pool, policy, settings)
+    wait_for_files(folder, 4)
+    pool.close()
+    llm = engine(pool, policy, str(folder), **settings)
     index = index_of(llm)
     assert index.held == {"memory": 0, "disk": 4}
-    history = [token for n in range(4) for token in says(book_tokens, n) + answers[n][0]]
-    cached, last = ask(llm, history + says(book_tokens, 4))
+    history = [token for n in range(4) for token in says(tokens, n) + answers[n][0]]
+    cached, last = ask(llm, history + says(tokens, 4))
     assert cached == len(history) - 1 and index.counters.hits == {"disk": 1}
     assert [*answers, last] == truth and pool_usage(llm) == 0.0
+    pool.close()
+
+
+def test_the_flag_changes_no_first_turn(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """Without it nothing of sessions is there; with it, what finds no session is byte-equal."""
+    prompts = [book_tokens[900 * n : 900 * n + 150] for n in range(4)]
+    found = []
+    for keeps in (False, True):
+        policy, settings = CASES["recall"], {"max_model_len": 4096, "max_num_batched_tokens": 256}
+        llm = engine(engine_pool, policy) if keeps else engine_pool.get(policy, **settings)
+        core = llm.llm_engine.engine_core.engine_core
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        found.append([parts(one) for one in llm.generate(inputs, params(), use_tqdm=False)])
+        assert (core.scheduler.sessions is not None) == keeps
+        worker = core.model_executor.driver_worker.worker
+        assert (worker._sessions is not None) == keeps
+        engine_pool.close()
+    assert found[0] == found[1]
 
 
 def test_damaged_files_and_another_policy(

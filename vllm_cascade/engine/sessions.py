@@ -24,7 +24,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.chain import CHUNK_UNITS
-from vllm_cascade.sessions.files import FORMAT, Folder, first_difference
+from vllm_cascade.sessions.files import DAMAGED, FORMAT, Folder, first_difference
 from vllm_cascade.sessions.index import (
     Command,
     Report,
@@ -211,7 +211,11 @@ class SchedulerSessions:
         """Take the sessions that another run left in the folder."""
         entries, bad = folder.entries()
         for name, problem in bad:
-            logger.warning("KV sessions: %s is damaged and moved aside (%s)", name, problem)
+            logger.warning(
+                "KV sessions: %s is damaged (%s) and is moved to %s; its chat is read again. Check "
+                "the disk, then delete it",
+                *(name, problem, folder.path / DAMAGED),
+            )
             folder.move_aside(name)
             self.index.counters.misses["damaged"] += 1
         foreign: dict[str, int] = {}

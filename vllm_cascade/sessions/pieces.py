@@ -42,6 +42,7 @@ class Pieces:
         self._files: WeakKeyDictionary[Piece, Listed] = WeakKeyDictionary()
         self._pieces: WeakValueDictionary[str, Piece] = WeakValueDictionary()  # by file name
         self._users: dict[str, set[str]] | None = None  # sessions by file name
+        self._loading = threading.Lock()
         self._pool = ThreadPoolExecutor(os.cpu_count(), "kv-sessions-units")
 
     def write(self, session: str, pieces: Sequence[Piece]) -> list[Listed]:
@@ -62,6 +63,10 @@ class Pieces:
             self._used().setdefault(known[0], set()).add(session)
             listed.append(known)
         return listed
+
+    def load(self) -> None:
+        """Learn what sessions list, before one of them is moved aside."""
+        self._used()
 
     def read(self, listed: Sequence[Listed], new: Callable[[], Piece]) -> list[Piece]:
         """The pieces of these files; those that are in memory are not read.
@@ -105,14 +110,18 @@ class Pieces:
                     (self._folder / name).unlink(missing_ok=True)
 
     def _used(self) -> dict[str, set[str]]:
-        """The sessions that list each file, at first as an earlier server has left them."""
-        if self._users is None:
-            self._users = {}
-            for path in self._folder.glob(f"[!.]*.{self._rank}{files.SUFFIX}"):
-                with suppress(files.Unusable, ValueError):
-                    session, _, _ = files.parts_of(path.name)
-                    for name, _ in files.pieces_of(files.read_header(path)):
-                        self._users.setdefault(name, set()).add(session)
+        """The sessions that list each file, at first as an earlier server has left them.
+
+        Only the thread that writes changes them.
+        """
+        with self._loading:
+            if self._users is None:
+                self._users = {}
+                for path in self._folder.glob(f"[!.]*.{self._rank}{files.SUFFIX}"):
+                    with suppress(files.Unusable, ValueError):
+                        session, _, _ = files.parts_of(path.name)
+                        for name, _ in files.pieces_of(files.read_header(path)):
+                            self._users.setdefault(name, set()).add(session)
         return self._users
 
     def close(self) -> None:

@@ -231,8 +231,9 @@ class WorkerSessions:
         self._pieces.release(id_)
 
     def _read(self, command: Command, number: int) -> str:
-        assert self._folder is not None
+        assert self._folder is not None and self._pieces is not None
         path = self._path(command.id)
+        self._pieces.load()
         try:
             header, tensors = files.read(path, {**command.header, "rank": self._ranks.name})
             state = self._checked(command.id, header, tensors, files.pieces_of(header))

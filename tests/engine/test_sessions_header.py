@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a new server takes of a folder: only states of an engine like itself; it says what else."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.conftest import MODEL
+from tests.sessions.test_files import ENGINE, header_of, session, tensors
+from vllm_cascade.engine import sessions
+from vllm_cascade.engine.sessions import SchedulerSessions, policy_settings, weights_of
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.sessions.files import DAMAGED, FOREIGN, Folder, file_name, write
+from vllm_cascade.sessions.index import SessionIndex
+
+
+def scanned(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[SessionIndex, list[str]]:
+    """The index of a server that starts on a folder, and what it warns of."""
+    said: list[str] = []
+    monkeypatch.setattr(sessions.logger, "warning", lambda text, *args: said.append(text % args))
+    made: Any = SchedulerSessions.__new__(SchedulerSessions)
+    made._header, made.index = ENGINE, SessionIndex(10**6, 10**6, header=ENGINE)
+    own = Folder(folder)
+    own.open()
+    made._scan(own)
+    own.close()
+    return made.index, said
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_another_engines_sessions(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay where they are, are counted, and one line names the difference and the fix."""
+    for n in range(3):
+        one = session(n)
+        header = header_of(one, rank="0of1", **({key: "another"} if n else {}))
+        write(tmp_path / file_name(one.id, 0, 1), header, tensors())
+    index, said = scanned(tmp_path, monkeypatch)
+    assert index.held == {"memory": 0, "disk": 1} and index.counters.misses == {"foreign": 2}
+    (line,) = said
+    assert f"2 sessions in {tmp_path} belong to an engine with another {key}" in line
+    assert "give each engine a --kv-sessions-dir of its own" in line
+    assert len(list(tmp_path.glob("*.session"))) == 3
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing rank"])
+def test_damaged_files_at_start(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, world = session(1), 1 + (damage == "missing rank")
+    path = tmp_path / file_name(one.id, 0, world)
+    write(path, header_of(one, rank=f"0of{world}"), tensors())
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    index, said = scanned(tmp_path, monkeypatch)
+    assert len(index) == 0 and index.counters.misses == {"damaged": 1}
+    (line,) = said
+    assert line.startswith(f"KV sessions: {path.name} is damaged (")
+    assert line.endswith("its chat is read again. Check the disk, then delete it")
+    assert (tmp_path / DAMAGED / path.name).exists() and not path.exists()
+
+
+def test_weights_are_recognised(tmp_path: Path) -> None:
+    """One altered byte of a shard that is sampled, a longer file and another name."""
+    copy = tmp_path / "model"
+    shutil.copytree(MODEL, copy)
+    of = lambda: weights_of(SimpleNamespace(model=str(copy), revision=None))  # type: ignore[arg-type]  # noqa: E731
+    (file,) = copy.glob("*.safetensors")
+    first, content = of(), bytearray(file.read_bytes())
+    assert len(first) == 1 and first[0][1] == len(content)
+    content[len(content) // 2 + 7] ^= 1
+    file.write_bytes(content)
+    second = of()
+    file.write_bytes(content + b"x")
+    assert len({json.dumps(one) for one in (first, second, of())}) == 3
+
+
+def test_policies_differ_by_every_setting_that_states_depend_on() -> None:
+    base = {"name": "sink", "budget": 128, "prefill_stride": 64, "unit": 16, "recall": 4}
+
+    def settings(**more: Any) -> dict[str, Any]:
+        policy = resolve(
+            {**base, **more}, max_position=None, max_num_batched_tokens=256, block_size=32
+        )
+        return policy_settings(policy)
+
+    same = settings()
+    assert settings(recall_memory=3.0) == same, "how much memory there is changes no state"
+    for more in ({"budget": 96}, {"recall": 3}, {"recall_store": 512}, {"num_sinks": 16},
+                 {"prefill_stride": 32}, {"recall_rows": "int8"}, {"name": "window"}):  # fmt: skip
+        assert settings(**more) != same, more
