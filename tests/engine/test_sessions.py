@@ -607,6 +607,21 @@ def test_another_salt_finds_nothing(engine_pool: EnginePool, book_tokens: list[i
     assert cached(longer, cache_salt="ours") == len(longer) - NEW - 1
 
 
+def test_an_answer_that_the_template_changes(
+    engine_pool: EnginePool, book_tokens: list[int]
+) -> None:
+    """The prompt's snapshot serves, and it is counted."""
+    llm = engine(engine_pool, CASES["sink"])
+    index, prompt = index_of(llm), book_tokens[60000:60150]
+    before = index.counters.misses["diverged"]
+    _, (answer, _) = ask(llm, prompt)
+    cached, _ = ask(llm, [*prompt, *answer[5:], *NEXT])
+    assert cached == 128 and index.counters.misses["diverged"] == before + 1
+    cached, _ = ask(llm, [*prompt, *answer, *NEXT])
+    assert cached == len(prompt) + ANSWER - 1
+    assert index.counters.misses["diverged"] == before + 1
+
+
 def test_invalid_names_are_refused(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     llm = engine(engine_pool, CASES["sink"])
     for arguments in ({"kv_session": ""}, {"kv_session": 7}, {"kv_session_release": True}):

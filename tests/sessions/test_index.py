@@ -53,6 +53,24 @@ def test_the_longest_prefix_is_found(
     assert index.find("other", prompt, longest, 0) is None
 
 
+def test_a_prompt_that_goes_on_differently() -> None:
+    """It is known as long as a session has its prompt, also after a restart."""
+    index = SessionIndex(10**9, 10**9)
+    index.keep("c", [1, 2, 3, 7, 8], 1, pages=(0,), now=0, num_prompt=3)
+    index.keep("c", [1, 2, 3, 9], 1, pages=(0,), now=0, num_prompt=3)
+    assert index.diverges("c", [1, 2, 3, 7, 5]) and index.diverges("c", [1, 2, 3, 4])
+    for other in ([1, 2, 3], [1, 2], [1, 2, 4, 7, 8]):
+        assert not index.diverges("c", other), "the same prompt again, and another one"
+    assert not index.diverges("d", [1, 2, 3, 4])
+    first, second = index._sessions.values()
+    index.forget(first)
+    assert index.diverges("c", [1, 2, 3, 4])
+    again = SessionIndex(10**9, 10**9)
+    assert again.adopt(Session.of(second.header, used=0)) and again.diverges("c", [1, 2, 3, 4])
+    index.forget(second)
+    assert not index.diverges("c", [1, 2, 3, 4]) and not index._prompts and not index._lengths
+
+
 def test_digests_of_prefixes_are_those_of_whole_sequences() -> None:
     import numpy as np
 

@@ -13,6 +13,7 @@ PREFIX = "vllm:kv_session_"
 TIERS = ("memory", "disk")
 MISSES = {
     "no_session": "a request found no session that its prompt begins with",
+    "diverged": "a prompt goes on after a session's prompt, but not with its answer",
     "not_text": "a request with images, sound or embeddings, which is not kept",
     "memory_full": "a session was not kept: other sessions in memory are being written or read",
     "disk_full": "a session was not written: the folder's other sessions are pinned or in use",

@@ -330,9 +330,15 @@ class SchedulerSessions:
         else:
             self.started.pop(name, None)
             if request.num_preemptions == 0:
-                self.index.counters.misses["no_session"] += 1
+                self.index.counters.misses[self._reason(request)] += 1
         self._leave(name)
         return started
+
+    def _reason(self, request: Request) -> str:
+        """Why no session serves a request."""
+        context, tokens = self.context(request), request.prompt_token_ids or ()
+        other = context is not None and self.index.diverges(context, tokens)
+        return "diverged" if other else "no_session"
 
     # --- requests that end ------------------------------------------------------------------------
 
@@ -360,7 +366,8 @@ class SchedulerSessions:
         if before is not None and not self.index.begins(before, context, tokens):
             self.index.counters.misses["name_diverged"] += 1
         num_bytes = self._state_bytes(self._schedule_of(request), num, len(blocks))
-        self.index.keep(context, tokens, num_bytes, blocks, time.time(), pinned, continued)
+        prompt = request.num_prompt_tokens
+        self.index.keep(context, tokens, num_bytes, blocks, time.time(), pinned, continued, prompt)
 
     # --- workers ----------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Session:
             policy, its cache salt and its LoRA adapter.
         tokens: digest of the tokens.
         num_bytes: bytes that its state takes, in memory and on disk.
+        prompt: length and digest of the prompt that its last tokens answer; empty: not known.
         name: what a request pinned it under; None: not pinned.
         used: seconds since the epoch at which it was last kept or used.
         stamp: random text that the files of all ranks share. Equal tokens can be kept twice in
@@ -68,6 +69,7 @@ class Session:
     tokens: str
     num_tokens: int
     num_bytes: int
+    prompt: str = ""
     name: str | None = None
     used: float = 0.0
     stamp: str = ""
@@ -90,6 +92,7 @@ class Session:
             "tokens": self.tokens,
             "num_tokens": str(self.num_tokens),
             "num_bytes": str(self.num_bytes),
+            "prompt": self.prompt,
             "name": self.name or "",
             "stamp": self.stamp,
         }
@@ -104,7 +107,8 @@ class Session:
         numbers = int(header["num_tokens"]), int(header["num_bytes"])
         name = header["name"] or None
         known = header["context"], header["tokens"], *numbers
-        return cls(*known, name=name, used=used, stamp=header["stamp"])
+        more = {"prompt": header.get("prompt", ""), "stamp": header["stamp"]}
+        return cls(*known, name=name, used=used, **more)
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,15 @@ class SessionCounters:
     load_seconds: list[float] = field(default_factory=list)
 
 
+def _uncount(counters: dict[str, Counter[Any]], context: str, key: Any) -> None:
+    """Count one less; what is zero is not there."""
+    counters[context][key] -= 1
+    if not counters[context][key]:
+        del counters[context][key]
+    if not counters[context]:
+        del counters[context]
+
+
 class SessionIndex:
     """Finds, keeps and drops sessions within the tiers' bounds.
 
@@ -192,6 +205,7 @@ class SessionIndex:
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._by_name: dict[str, Session] = {}
         self._lengths: dict[str, Counter[int]] = {}  # by context
+        self._prompts: dict[str, Counter[str]] = {}  # by context
         self._commands: list[Command] = []
 
     def __len__(self) -> int:
@@ -214,6 +228,16 @@ class SessionIndex:
         digests = token_digests(np.asarray(tokens[: lengths[-1]], dtype=np.int32), lengths)
         ids = (session_id(context, digests[length], length) for length in reversed(lengths))
         return next((self._sessions[id_] for id_ in ids if id_ in self._sessions), None)
+
+    def diverges(self, context: str, tokens: Sequence[int]) -> bool:
+        """Whether a prompt that no session serves goes on after the prompt of one, but otherwise."""
+        prompts = self._prompts.get(context, {})
+        lengths = {int(prompt.split()[0]) for prompt in prompts}
+        fits = sorted(length for length in lengths if length < len(tokens))
+        if not fits:
+            return False
+        digests = token_digests(np.asarray(tokens[: fits[-1]], dtype=np.int32), fits)
+        return any(f"{length} {digest}" in prompts for length, digest in digests.items())
 
     def begins(self, session: Session, context: str, tokens: Sequence[int]) -> bool:
         """Whether a prompt begins with a session's tokens, under the same context."""
@@ -263,11 +287,13 @@ class SessionIndex:
         now: float,
         name: str | None = None,
         before: str | None = None,
+        num_prompt: int = 0,
     ) -> bool:
         """Keep the state after ``tokens``, which is in ``pages``.
 
         Args:
             before: id of the session that it continues.
+            num_prompt: how many of the tokens are the request's prompt; 0: not known.
 
         Returns:
             False if a session for these tokens exists already, or if there is no room; the latter
@@ -275,9 +301,10 @@ class SessionIndex:
         """
         self.expire(now)
         num = len(tokens)
-        digest = token_digests(np.asarray(tokens, dtype=np.int32), [num])[num]
-        stamp = secrets.token_hex(DIGEST_BYTES)
-        session = Session(context, digest, num, num_bytes, used=now, stamp=stamp)
+        digests = token_digests(np.asarray(tokens, dtype=np.int32), sorted({num_prompt, num}))
+        prompt = f"{num_prompt} {digests[num_prompt]}" if num_prompt else ""
+        more = {"prompt": prompt, "stamp": secrets.token_hex(DIGEST_BYTES)}
+        session = Session(context, digests[num], num, num_bytes, used=now, **more)
         known = self._sessions.get(session.id)
         if known is not None:
             known.used = now
@@ -381,16 +408,15 @@ class SessionIndex:
     def _add(self, session: Session) -> None:
         self._sessions[session.id] = session
         self._lengths.setdefault(session.context, Counter())[session.num_tokens] += 1
+        if session.prompt:
+            self._prompts.setdefault(session.context, Counter())[session.prompt] += 1
         self.version += 1
 
     def _delete(self, session: Session) -> None:
         del self._sessions[session.id]
-        lengths = self._lengths[session.context]
-        lengths[session.num_tokens] -= 1
-        if not lengths[session.num_tokens]:
-            del lengths[session.num_tokens]
-        if not lengths:
-            del self._lengths[session.context]
+        _uncount(self._lengths, session.context, session.num_tokens)
+        if session.prompt:
+            _uncount(self._prompts, session.context, session.prompt)
         if session.name is not None and self._by_name.get(session.name) is session:
             del self._by_name[session.name]
         self.version += 1
