@@ -107,8 +107,9 @@ class Session:
         numbers = int(header["num_tokens"]), int(header["num_bytes"])
         name = header["name"] or None
         known = header["context"], header["tokens"], *numbers
-        more = {"prompt": header.get("prompt", ""), "stamp": header["stamp"]}
-        return cls(*known, name=name, used=used, **more)
+        session = cls(*known, name=name, used=used, stamp=header["stamp"])
+        session.prompt = header.get("prompt", "")
+        return session
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class SessionIndex:
         return next((self._sessions[id_] for id_ in ids if id_ in self._sessions), None)
 
     def diverges(self, context: str, tokens: Sequence[int]) -> bool:
-        """Whether a prompt that no session serves goes on after the prompt of one, but otherwise."""
+        """Whether a prompt that no session serves goes on after the prompt of one, differently."""
         prompts = self._prompts.get(context, {})
         lengths = {int(prompt.split()[0]) for prompt in prompts}
         fits = sorted(length for length in lengths if length < len(tokens))
@@ -303,8 +304,8 @@ class SessionIndex:
         num = len(tokens)
         digests = token_digests(np.asarray(tokens, dtype=np.int32), sorted({num_prompt, num}))
         prompt = f"{num_prompt} {digests[num_prompt]}" if num_prompt else ""
-        more = {"prompt": prompt, "stamp": secrets.token_hex(DIGEST_BYTES)}
-        session = Session(context, digests[num], num, num_bytes, used=now, **more)
+        session = Session(context, digests[num], num, num_bytes, prompt, used=now)
+        session.stamp = secrets.token_hex(DIGEST_BYTES)
         known = self._sessions.get(session.id)
         if known is not None:
             known.used = now
