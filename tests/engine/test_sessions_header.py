@@ -91,6 +91,6 @@ def test_policies_differ_by_every_setting_that_states_depend_on() -> None:
 
     same = settings()
     assert settings(recall_memory=3.0) == same, "how much memory there is changes no state"
-    for more in ({"budget": 96}, {"recall": 3}, {"recall_store": 512}, {"num_sinks": 16},
+    for more in ({"budget": 96}, {"recall": 3}, {"recall_store": 512}, {"num_sinks": 32},
                  {"prefill_stride": 32}, {"recall_rows": "int8"}, {"name": "window"}):  # fmt: skip
         assert settings(**more) != same, more

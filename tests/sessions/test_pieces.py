@@ -29,8 +29,9 @@ class Chat:
     """A request's growing log in a worker, whose state is kept after each turn."""
 
     def __init__(self, folder: Path) -> None:
-        Folder(folder).open()
-        self.folder, self.stores, self.log = folder, Stores(SHAPE), Log(SHAPE)
+        folder.chmod(0o700)
+        self.stores, self.log = Stores(SHAPE), Log(SHAPE)
+        (folder / files.DAMAGED).mkdir(exist_ok=True)
         self.worker = WorkerSessions(Copies(pools()), folder, self.stores)
         self.turns: list[tuple[Session, Log]] = []
 
