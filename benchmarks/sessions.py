@@ -4,8 +4,10 @@
 For each policy a server with ``--kv-sessions-dir`` leads one long chat. Then it answers the next
 turn from host memory, is killed (SIGKILL) and started again on the same folder, and answers the
 next turn from disk. The table has the time to the first token of that turn, beside a fresh
-session's turn with as many new tokens, and beside reading the whole chat again. Stock vLLM answers
-within its positions, from its prefix cache and without.
+session's turn with as many new tokens, and beside reading the whole chat again. In a fresh session
+they are read into an empty cache. So there is also a turn that reads them into a full one without
+any session: its prompt begins with one of twice the budget, of which a snapshot is in the pool.
+Stock vLLM answers within its positions, from its prefix cache and without.
 
 Turns of a table take turns: a fresh one before every other one. New tokens are never those of
 another trial. ``read`` is counted by the server: prompt tokens less those it had cached.
@@ -40,7 +42,8 @@ POLICIES = {
     "cascade": ["--kv-policy", "cascade"],
 }
 STOCK = "stock vLLM"
-FRESH, MEMORY, DISK, AGAIN = "fresh session", "from memory", "from disk", "everything again"
+FRESH, FULL, MEMORY = "fresh session", "full cache, no session", "from memory"
+DISK, AGAIN = "from disk", "everything again"
 MEMORY_GOAL, DISK_GOAL = 1.2, 1.5
 """Most times a fresh turn's time to the first token."""
 SHOWN = (
@@ -103,11 +106,20 @@ class Text:
         return taken
 
 
-def ask(server: Server, prompt: list[int], max_tokens: int, salt: str | None = None) -> Answer:
-    """Stream a greedy answer. With a salt of its own nothing cached is found."""
+def ask(
+    server: Server,
+    prompt: list[int],
+    max_tokens: int,
+    salt: str | None = None,
+    returns_tokens: bool = False,
+) -> Answer:
+    """Stream a greedy answer. With a salt of its own nothing cached is found.
+
+    A stream that returns tokens first sends those of the prompt, which takes time.
+    """
     import openai  # takes a second, which parsing arguments need not spend
 
-    body: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True}
+    body: dict[str, Any] = {"return_token_ids": returns_tokens, "ignore_eos": True}
     if salt is not None:
         body["cache_salt"] = salt
     answer, start = Answer(len(prompt), len(prompt), 0.0), time.perf_counter()
@@ -128,7 +140,8 @@ def ask(server: Server, prompt: list[int], max_tokens: int, salt: str | None = N
         for chunk in stream:
             for choice in chunk.choices:
                 answer.first = answer.first or time.perf_counter() - start
-                answer.tokens += choice.token_ids or []
+                if returns_tokens:
+                    answer.tokens += choice.token_ids or []
             if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
                 answer.read -= chunk.usage.prompt_tokens_details.cached_tokens or 0
     return answer
@@ -139,7 +152,7 @@ def chat(server: Server, text: Text, args: argparse.Namespace, most: int) -> lis
     history: list[int] = []
     while len(history) < most:
         history += text.take(args.turn)
-        history += ask(server, history, args.answer).tokens
+        history += ask(server, history, args.answer, returns_tokens=True).tokens
     return history
 
 
@@ -168,7 +181,13 @@ def flags(args: argparse.Namespace, *own: str) -> list[str]:
 
 def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[str, list[Answer]]:
     """All turns under one policy, by what they start from."""
-    found: dict[str, list[Answer]] = {FRESH: [], MEMORY: [], DISK: [], AGAIN: []}
+    found: dict[str, list[Answer]] = {FRESH: [], FULL: [], MEMORY: [], DISK: [], AGAIN: []}
+
+    def full(server: Server) -> None:
+        """New tokens behind a prompt that a snapshot knows."""
+        known = text.take(2 * args.budget)
+        ask(server, known, 1)
+        turn(server, FULL, known)
 
     def turn(server: Server, label: str, history: Sequence[int] = ()) -> None:
         prompt = [*history, *text.take(args.new)]
@@ -178,12 +197,13 @@ def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[str, list
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "sessions"
         own = [*POLICIES[policy], "--kv-budget", str(args.budget), "--kv-sessions"]
-        own += ["--kv-sessions-dir", str(folder), "--kv-sessions-disk", "16"]
+        own += ["--kv-sessions-dir", str(folder)]
         own += ["--max-model-len", str(2 * args.tokens + 10 * (args.turn + args.new))]
         with Server(args.model, flags(args, *own)) as server:
             history = chat(server, text, args, args.tokens)
             for _ in range(args.trials):
                 turn(server, FRESH)
+                full(server)
                 turn(server, MEMORY, history)
             turn(server, AGAIN, history)
             wait_for_file(folder, len(history) - 1)
@@ -192,8 +212,10 @@ def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[str, list
             with Server(args.model, flags(args, *own)) as server:
                 ask(server, text.take(args.new), args.answer)  # the first one is slower
                 turn(server, FRESH)
+                full(server)
                 turn(server, DISK, history)
                 turn(server, FRESH)
+                full(server)
                 hits = server.samples("vllm:kv_session_hits_total", "tier")
                 assert hits["disk"] == 1, hits
                 server.kill()
@@ -219,6 +241,7 @@ def table(args: argparse.Namespace, measured: dict[str, dict[str, list[Answer]]]
     rows = []
     for name, kinds in measured.items():
         fresh = median(answer.first for answer in kinds[FRESH])
+        full = median(answer.first for answer in kinds.get(FULL, ())) if FULL in kinds else None
         for label, answers in kinds.items():
             first = [answer.first for answer in answers]
             goal = {MEMORY: MEMORY_GOAL, DISK: DISK_GOAL}.get(label) if name != STOCK else None
@@ -229,10 +252,19 @@ def table(args: argparse.Namespace, measured: dict[str, dict[str, list[Answer]]]
                     f"{max(answer.read for answer in answers):,}",
                     spread(first, 3),
                     number(median(first) / fresh),
+                    number(None if full is None else median(first) / full),
                     number(goal, 1),
                 )
             )
-    columns = ("turn", "prompt tokens", "read", "first token (s)", "to a fresh one", "at most")
+    columns = (
+        "turn",
+        "prompt tokens",
+        "read",
+        "first token (s)",
+        "to a fresh one",
+        "to a full one",
+        "at most",
+    )
     title = f"A chat of {args.tokens:,} tokens with {results.name_of(args.model)}"
     return Table(title, columns, tuple(rows), SHOWN.format(new=args.new))
 

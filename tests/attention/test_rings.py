@@ -34,9 +34,11 @@ from vllm_cascade.kernels.triton.recall import judge_units
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import Log, UnitShape
 from vllm_cascade.recall.rings import Rings, check_memory, chunk_bytes, ring_bytes, round_up
 from vllm_cascade.recall.stores import Stores
+from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.step.recall import plan_logs, plan_rings
 from vllm_cascade.step.requests import RunnerV1Requests, RunnerV2Requests
 from vllm_cascade.step.rows import StrideRows
@@ -226,6 +228,57 @@ def test_rings_follow_snapshots() -> None:
     rings.note(output(dropped_snapshots=(12,), finished_req_ids={"f"}))
     assert not rings.kept and sorted(rings._free_chunks) == list(range(5))
     assert rings.num_bytes == rings.num_units == 0
+
+
+def test_a_prompt_that_grows_keeps_its_ring() -> None:
+    """Streaming input: the next part begins where the request is, on the same pages."""
+    rings = Rings(shape_of(4, 40), 2, CPU)
+    rings.note(output(scheduled_new_reqs=[new("a", 1)]))
+    number = rings.rings["a"]
+    rings.end[number], rings.shown[number] = 17, 2
+    part = SimpleNamespace(req_id="a", block_ids=([1],), num_computed_tokens=80)
+    rings.note(output(scheduled_new_reqs=[part]))
+    assert rings.rings == {"a": number} and (rings.end[number], rings.shown[number]) == (17, 2)
+    with pytest.raises(AssertionError, match="begins twice"):
+        rings.note(output(scheduled_new_reqs=[new("a", 1)]))
+
+
+@pytest.mark.parametrize("end", [0, 5, 17, 90])
+def test_sessions_keep_a_copy_of_a_ring(end: int) -> None:
+    """Also of one that has wrapped; another worker's ring begins with it, as named tensors."""
+    shape, generator = shape_of(4, 40), torch.Generator().manual_seed(0)
+    rings, other = Rings(shape, 2, CPU), Rings(shape, 3, CPU)
+    rings.note(output(scheduled_new_reqs=[new("x", 7), new("a", 1)]))
+    number, stored = rings.rings["a"], min(end, 40)
+    tensors = (rings.rows, rings.codes, rings.scales, rings.born, rings.token)
+    for tensor in tensors:
+        tensor.copy_(torch.randint(-99, 99, tensor.shape, generator=generator))
+    rings.end[number], rings.shown[number], rings.selected_by_many[number] = end, min(end, 2), True
+
+    def held(store: Rings, ring: int) -> list[torch.Tensor]:
+        first = ring * shape.most_units
+        own = (store.rows, store.codes, store.scales, store.born, store.token)
+        return [tensor[:, :, first : first + stored].clone() for tensor in own]
+
+    wanted = held(rings, number)
+    saved = rings.save(1, Copies([torch.zeros(1, 1)]).settle)
+    assert saved is not None and rings.save(5, Copies([torch.zeros(1, 1)]).settle) is None
+    assert saved.num_bytes == -(-stored // CHUNK_UNITS) * chunk_bytes(shape)
+    rings.note(output(finished_req_ids={"a"}))
+    for tensor in tensors:
+        tensor.zero_()  # the next request's
+    named = {name: tensor.clone() for name, tensor in saved.tensors().items()}
+    other.resume({3: other.units_of(named, ())})
+    start = SimpleNamespace(req_id="b", block_ids=([3],), num_computed_tokens=200)
+    other.note(output(scheduled_new_reqs=[new("y", 1), start]))
+    place = other.rings["b"]
+    assert all(map(torch.equal, held(other, place), wanted))
+    assert (other.end[place], other.shown[place]) == (end, min(end, 2))
+    assert other.selected_by_many[place]
+    with pytest.raises((KeyError, ValueError)):
+        other.units_of({**named, "ring.0": named["ring.0"][:, :, :1]}, ())
+    with pytest.raises(ValueError, match="no pieces"):
+        other.new_piece()
 
 
 def test_memory() -> None:

@@ -177,6 +177,8 @@ class Rings(UnitStores):
         }
         begun_now = list(begun(output))
         for name, page, num_computed in begun_now:
+            if num_computed and self._pages.get(name) == page:
+                continue  # the next part of a prompt that grows; it keeps its pages and its ring
             assert name not in self.rings, "a request begins twice"
             self.rings[name], self._pages[name] = self._free.pop(), page
             if page in self._resumed:
