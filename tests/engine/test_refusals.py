@@ -165,13 +165,6 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--tensor-parallel-size must divide",
     ),
-    "quantised latents": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=True),
-            cache_config=SimpleNamespace(cache_dtype="fp8"),
-        ),
-        "--kv-cache-dtype must be auto",
-    ),
     "recalled latents in 8 bits": (
         SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
         "set recall_rows to exact",

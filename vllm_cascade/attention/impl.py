@@ -126,7 +126,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if rotary is not None:
             rotation = self.rotation_table(rotary, spec, device)
             self._first_rotary = rotary.begin
-        self._pages = page_views(kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales))
+        self._pages = page_views(
+            kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales, self.latent)
+        )
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,

@@ -253,12 +253,6 @@ REFUSALS: tuple[Refusal, ...] = (
         f"--{CHECK.replace('_', '-')} must be off for models with multi-head latent attention: it "
         "does not compare their kernels",
     ),
-    Refusal(
-        "quantised latents",
-        lambda config, _: config.model_config.use_mla and config.cache_config.cache_dtype in CODES,
-        "--kv-cache-dtype must be auto for models with multi-head latent attention: 8-bit latents "
-        "are not built",
-    ),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
     Refusal(
         "pooling",

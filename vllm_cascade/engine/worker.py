@@ -48,10 +48,12 @@ else:
 def scales_of(layer: Any) -> tuple[float, float]:
     """Scales of a layer's quantised keys and values: the checkpoint's, or 1.
 
+    vLLM has one scale for the rows of multi-head latent attention, that of keys.
+
     Raises:
         KVPolicyError: the checkpoint has several scales for one layer.
     """
-    scales = layer._k_scale, layer._v_scale
+    scales = layer._k_scale, layer._k_scale if isinstance(layer, MLAAttention) else layer._v_scale
     if any(scale.numel() > 1 for scale in scales):
         raise KVPolicyError(
             "kv_policy: the checkpoint has key and value scales per head, which no policy "
