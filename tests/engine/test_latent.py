@@ -17,9 +17,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.stored_rows import StoredRows
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_batching import ForceTokens
-from tests.engine.stored_rows import StoredRows
 from tests.engine.test_families import (
     POLICIES,
     check,
@@ -111,7 +111,6 @@ def test_rows_in_8_bits(
     """Against an oracle that quantises latents and rotated channels for itself."""
     settings, quantiser = HOW[policy], Quantiser.of(cache_dtype)
     llm = engine(engine_pool, v2, settings, env, kv_cache_dtype=cache_dtype)
-    plain: list[Any] = []
     with StoredRows(llm, 1061) as rows:
 
         def truth_of(tokens: list[int]) -> Any:

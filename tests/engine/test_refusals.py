@@ -228,6 +228,12 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "is not tested with models whose layers share caches",
     ),
+    "prompts in both directions": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="hrm_text"))
+        ),
+        "use --kv-policy full",
+    ),
     "random windows": (
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),
         "random windows",

@@ -313,7 +313,6 @@ LAYOUTS: dict[str, Layout] = {
     "GPTJForCausalLM": Layout(gptj, as_gptj, r"(_proj|dense)\.bias"),
     "InternLM2ForCausalLM": Layout(internlm2),
     "MistralLarge3ForCausalLM": Layout(mistral_large),
-    "Param2MoEForCausalLM": Layout(bailing),
     "Plamo3ForCausalLM": Layout(plamo3),
     "SarvamMoEForCausalLM": Layout(bailing),
     "TeleChat2ForCausalLM": Layout(telechat2, absent=r"(q|k|v|gate|up)_proj\.bias"),

@@ -312,21 +312,12 @@ OWN_MODULES: dict[str, Family] = {
         **BAILING,
         **partly(0.5),
     ),
-    "param2-moe": full(
-        "glm4_moe",
-        architecture="Param2MoEForCausalLM",
-        rope_theta=10000.0,
-        rope_scaling=None,
-        **SIGMOID_EXPERTS,
-        **BAILING,
-        **partly(1.0),
-    ),
     "sarvam-moe": full(
         "glm4_moe",
         architecture="SarvamMoEForCausalLM",
         **SIGMOID_EXPERTS,
         **BAILING,
-        **partly(1.0),
+        **partly(0.5),
     ),
     "sarvam-mla": latent(
         "deepseek_v3",
@@ -383,17 +374,10 @@ OWN_MODULES: dict[str, Family] = {
     "phimoe": full(
         "phimoe",
         architecture="PhiMoEForCausalLM",
+        attention_bias=True,
+        lm_head_bias=True,
         num_local_experts=4,
         num_experts_per_tok=2,
-    ),
-    "dbrx": full(
-        "dbrx",
-        d_model=128,
-        n_heads=4,
-        n_layers=2,
-        max_seq_len=512,
-        attn_config={"kv_n_heads": 2, "clip_qkv": 4.0, "rope_theta": 10000.0},
-        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     ),
 }
 """Families that vLLM has modules of its own for."""
@@ -434,6 +418,19 @@ BY_TRANSFORMERS: dict[str, Family] = {
     ),
 }
 """Families that vLLM runs through transformers' modules."""
+
+NOT_LOADED = {
+    "dbrx": full(
+        "dbrx",
+        d_model=128,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=512,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 4.0, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+}
+"""Families whose experts vLLM 0.32 itself cannot load."""
 
 NORMALISED_AFTERWARDS = {"hunyuan": full("hunyuan_v1_dense")}
 """Families whose keys cannot be moved: a norm with weights by channel follows the rotation."""

@@ -15,6 +15,7 @@ from vllm.transformers_utils.config import iter_rope_parameters
 
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.models.architectures import (
+    BOTH_WAYS,
     may_be_unrotated,
     needs_no_positions,
     shares_caches,
@@ -79,6 +80,7 @@ def _no_movable_positions(config: VllmConfig) -> bool:
         and not needs_no_positions(hf)
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
+        and not hasattr(hf, "original_rope")  # ChatGLM's, true or false
     )
 
 
@@ -264,6 +266,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: config.model_config.is_mm_prefix_lm,
         "models whose image tokens attend in both directions are not supported: strides are "
         "causal; add --language-model-only to serve text only, or use --kv-policy full",
+    ),
+    Refusal(
+        "prompts in both directions",
+        lambda config, _: config.model_config.hf_text_config.model_type in BOTH_WAYS,
+        "a token of the model's prompts attends to later ones, too (HRM-Text): strides are causal; "
+        "use --kv-policy full",
     ),
     Refusal(
         "state-space layers",
