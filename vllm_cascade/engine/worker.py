@@ -53,7 +53,8 @@ def scales_of(layer: Any) -> tuple[float, float]:
     Raises:
         KVPolicyError: the checkpoint has several scales for one layer.
     """
-    scales = layer._k_scale, layer._k_scale if isinstance(layer, MLAAttention) else layer._v_scale
+    values = "_k_scale" if isinstance(layer, MLAAttention) else "_v_scale"
+    scales: list[Any] = [getattr(layer, name) for name in ("_k_scale", values)]
     if any(scale.numel() > 1 for scale in scales):
         raise KVPolicyError(
             "kv_policy: the checkpoint has key and value scales per head, which no policy "
