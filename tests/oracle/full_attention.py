@@ -374,8 +374,7 @@ OWN_MODULES: dict[str, Family] = {
     "phimoe": full(
         "phimoe",
         architecture="PhiMoEForCausalLM",
-        attention_bias=True,
-        lm_head_bias=True,
+        attention_bias=True,  # and none of logits, which vLLM would leave out
         num_local_experts=4,
         num_experts_per_tok=2,
     ),
