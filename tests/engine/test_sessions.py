@@ -202,14 +202,22 @@ def check_chat(llm: Any, tokens: list[int], turns: int = 6) -> None:
     assert min(held) > 0 and sum(held) <= index.used["memory"] and pool_usage(llm) == 0.0
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("cascade", "sink", "recall", "window", "beehive", "lazy")
+"""Cases that tests of folders, ranks and drafts have, too, or whose state is that of others."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in CASES]
+)
 def test_a_resumed_chat_is_the_uninterrupted_one(
     name: str, engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
     check_chat(engine(engine_pool, CASES[name]), book_tokens)
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head"])
+@pytest.mark.parametrize(
+    "cache_dtype", [pytest.param("fp8", marks=pytest.mark.slow), "int8_per_token_head"]
+)
 def test_quantised_rows(cache_dtype: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     llm = engine(engine_pool, CASES["recall"], kv_cache_dtype=cache_dtype)
     check_chat(llm, book_tokens, turns=4)
