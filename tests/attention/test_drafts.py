@@ -34,6 +34,8 @@ from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.step.drafts import Drafted, Drafts
+from vllm_cascade.step.plan import describe
+from vllm_cascade.step.rows import RequestTokens, Step
 
 __all__ = ["path"]  # a fixture
 MOST_REQUESTS = 3
@@ -361,6 +363,21 @@ def first_draft_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drafts, "saves", later)
 
 
+def positions_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions continue from a row's first token, so they depend on what was accepted before."""
+
+    def plan(tokens: RequestTokens, *args: Any) -> Step:
+        step = describe(tokens, *args)
+        rows = zip(tokens.place, tokens.length, tokens.prefilling, strict=True)
+        for place, length, prompt in rows:
+            if not prompt:
+                row = slice(place, place + length)
+                step.positions[row] = step.positions[place] + np.arange(length)
+        return step
+
+    monkeypatch.setattr("vllm_cascade.step.builder.describe", plan)
+
+
 @pytest.mark.parametrize(
     "breakage",
     [
@@ -370,6 +387,7 @@ def first_draft_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         one_too_few,
         oldest_first,
         first_draft_not_saved,
+        positions_of_rows,
     ],
 )
 def test_a_broken_part_is_caught(
