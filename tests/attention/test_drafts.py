@@ -287,6 +287,16 @@ def test_any_number_of_drafts_at_any_acceptance(
     assert right < 1.0 or streams.rejected == 0 or streams.rejected < 3 * most  # past the end
 
 
+def test_a_row_of_drafts_is_one_call() -> None:
+    streams, calls = Streams("cascade", 5, [120], seed=6), load().calls
+    streams.step(0.8)  # the prompt
+    while streams.done[0] < streams.totals[0]:
+        before, done = calls["tokens"], streams.done[0]
+        streams.step(0.8)
+        assert calls["tokens"] - before == 1 + streams.done[0] - done  # and as many without drafts
+    assert streams.accepted > 30
+
+
 def test_bfloat16(path: str) -> None:
     CASES["bfloat16"] = (replace(Shape(), dtype=torch.bfloat16), CASES["cascade"][1])
     run("bfloat16", 3, 0.5, seed=3)
