@@ -92,11 +92,6 @@ def _drafts(config: VllmConfig) -> bool:
     return config.speculative_config is not None
 
 
-def _several_processes(config: VllmConfig) -> bool:
-    parallel = config.parallel_config
-    return parallel.world_size * parallel.data_parallel_size > 1
-
-
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
     """Refuse a kind of model that no policy supports."""
     message = f"{what} not supported; use --kv-policy full"
@@ -133,9 +128,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: (
             (drafts := config.speculative_config) is not None and drafts.method not in HOST_DRAFTERS
         ),
-        "--speculative-config has a method that is not supported: draft models, EAGLE, MTP and "
-        "others would need a bounded cache of their own, and suffix is not tested; set its method "
-        "to ngram",
+        "--speculative-config has a method whose drafts come from a model (a draft model, EAGLE, "
+        "MTP, Medusa) or a device: such a model would need a bounded cache of its own; set its "
+        "method to ngram or suffix",
     ),
     Refusal(
         "drafts of scores by text",
@@ -159,19 +154,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "are updated in place, also by rejected drafts; remove it",
     ),
     Refusal(
-        "drafts of shared caches or chunked layers",
-        lambda config, _: (
-            _drafts(config)
-            and (shares_caches(config.model_config.hf_text_config) or chunked(config.model_config))
-        ),
-        "--speculative-config is not tested with models whose layers share caches or attend within "
-        "chunks (Gemma 3n, Gemma 4 E2B and E4B, Llama 4); remove it",
+        "drafts of shared caches",
+        lambda config, _: _drafts(config) and shares_caches(config.model_config.hf_text_config),
+        "--speculative-config cannot be combined with models whose layers share caches (Gemma 3n, "
+        "Gemma 4 E2B and E4B): the last of them inserts a step's tokens, so a step holds one "
+        "stride of a request, and every draft is a stride; remove it",
     ),
     Refusal(
-        "drafts over ranks",
-        lambda config, _: _drafts(config) and _several_processes(config),
-        "--speculative-config is not tested with --tensor-parallel-size, --pipeline-parallel-size "
-        "or --data-parallel-size above 1 yet; set them to 1, or remove it",
+        "drafts over stages",
+        lambda config, _: _drafts(config) and config.parallel_config.pipeline_parallel_size > 1,
+        "--speculative-config cannot be combined with --pipeline-parallel-size above 1: vLLM asks "
+        "every stage for the drafter, which only the last one has; use --tensor-parallel-size",
+    ),
+    Refusal(
+        "drafts over data-parallel ranks",
+        lambda config, _: _drafts(config) and config.parallel_config.data_parallel_size > 1,
+        "--speculative-config is not tested with --data-parallel-size above 1 yet; set it to 1, or "
+        "remove --speculative-config",
     ),
     Refusal(
         "KV connector",
