@@ -8,6 +8,9 @@ victim and the insertion. With units of several tokens a row is the mean over th
 of which the last one evicts. Stock's is its attention op alone; its op that writes the new token's
 key and value is timed beside it and not part of the ratio. A prefill row is one stride of 256.
 
+A latent row is decode with multi-head latent attention as DeepSeek V3 has it: rows of 576 channels
+that all query heads share, 16 (a rank of eight) or 128. Both get absorbed queries.
+
 A trial times both in turn; the table has medians over the trials, and the median of the ratios.
 """
 
@@ -30,6 +33,7 @@ from benchmarks.reporting.tables import Table
 NUM_HEADS, NUM_KV_HEADS = 12, 4
 BLOCK_SIZE = 128  # vLLM's default on the CPU
 STRIDE = 256
+LATENT, LATENT_ROW = 512, 576
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -43,12 +47,15 @@ class Row:
     """One shape, one thread count; milliseconds are medians over the trials.
 
     Attributes:
-        kind: ``decode`` (a token for each of ``batch`` requests) or ``prefill`` (a stride of one).
+        kind: ``decode`` (a token for each of ``batch`` requests), ``latent`` (the same with
+            multi-head latent attention) or ``prefill`` (a stride of one).
+        heads: query heads.
         metadata_bytes: bytes of a request's ranks, positions and scores that a step changes, mean.
         ratio: median over the trials of ours / stock's attention op.
     """
 
     kind: str
+    heads: int
     unit: int
     dtype: str
     head_size: int
@@ -68,6 +75,7 @@ class Ours:
     Args:
         settings: a policy's. ``new``: tokens of a request in a step.
         heads: query heads and KV heads.
+        latent: channels of a latent row's value; None: rows are keys, then values.
         steps: successive steps, taken in turn. In decode a whole unit of them leaves the number of
             cached tokens unchanged.
     """
@@ -82,8 +90,9 @@ class Ours:
         heads: tuple[int, int] = (NUM_HEADS, NUM_KV_HEADS),
         block_size: int = BLOCK_SIZE,
         steps: int = 1,
+        latent: int | None = None,
     ) -> None:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
         from vllm_cascade.attention.cpu.builder import CPUBuilder
         from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
@@ -94,22 +103,25 @@ class Ours:
 
         num_heads, kv_heads = heads
         policy = resolve(settings)
-        full = FullAttentionSpec(
+        full = (FullAttentionSpec if latent is None else MLAAttentionSpec)(
             block_size=block_size, num_kv_heads=kv_heads, head_size=head_size, dtype=dtype
         )
         spec = KVPolicySpec.from_full(full, policy)
         num_pages = spec.num_pages(1 << 20)
         pool = torch.zeros(1 + batch * num_pages, spec.page_size_bytes, dtype=torch.uint8)
-        head = block_size * 2 * head_size
+        row, self.value_size = spec.row_size, latent or head_size
+        head = block_size * row
         view = torch.as_strided(
             pool.view(dtype),
-            (len(pool), kv_heads, block_size, 2 * head_size),
-            (spec.page_size_bytes // dtype.itemsize, head, 2 * head_size, 1),
+            (len(pool), kv_heads, block_size, row),
+            (spec.page_size_bytes // dtype.itemsize, head, row, 1),
         )
         self.impl = CPUKVPolicyImpl(
             num_heads, head_size, head_size**-0.5, kv_heads, None, None, "auto"
         )
-        inverse = 1e4 ** -(torch.arange(0, head_size, 2) / head_size)
+        self.impl.latent = latent
+        turning = head_size - (latent or 0)
+        inverse = 1e4 ** -(torch.arange(0, turning, 2) / turning)
         self.impl.prepare(spec, view, Rotary(inverse, True))
         self.view = view
         self.pages = page_views(view, spec)
@@ -168,7 +180,7 @@ class Ours:
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         layer: Any = SimpleNamespace(layer_name="layer")
-        output = torch.empty_like(query)
+        output = query.new_empty(*query.shape[:2], self.value_size)
         self.impl.forward(layer, query, key, value, self.view, self.next(), output)
 
     def insert(self, new: torch.Tensor) -> None:
@@ -264,6 +276,32 @@ class Stock:
         )
 
 
+class LatentStock:
+    """vLLM's op for multi-head latent attention, on its pages of 16 tokens."""
+
+    block_size = 16
+
+    def __init__(self, dtype: torch.dtype, cached: int, batch: int) -> None:
+        from vllm import _custom_ops as ops
+
+        self.ops, self.lengths = ops, torch.full((batch,), cached + 1, dtype=torch.int32)
+        per_request = -(-(cached + 1) // self.block_size)
+        blocks = batch * per_request
+        self.cache = torch.randn(blocks, self.block_size, LATENT_ROW, dtype=dtype)
+        self.table = torch.arange(blocks, dtype=torch.int32).view(batch, per_request)
+        self.slots = self.table[:, -1].long() * self.block_size + cached % self.block_size
+
+    def write(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """As vLLM's implementation for CPUs does it, in PyTorch."""
+        self.cache.view(-1, LATENT_ROW)[self.slots] = key[:, 0]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        output = query.new_zeros(*query.shape[:2], LATENT)
+        self.ops.mla_decode_kvcache_cpu(
+            output, query, self.cache, LATENT_ROW**-0.5, self.table, self.lengths
+        )
+
+
 def milliseconds(call: Callable[[], None], repeats: int) -> float:
     started = time.perf_counter()
     for _ in range(repeats):
@@ -280,6 +318,7 @@ def measure(
     cached: int,
     trials: int,
     seconds: float,
+    num_heads: int = NUM_HEADS,
 ) -> Row:
     """Paired trials of one shape, about ``seconds`` long in all."""
     new = STRIDE if kind == "prefill" else 1
@@ -287,10 +326,17 @@ def measure(
     sinks, steps = sinks_of(unit), unit if new == 1 else 1
     policy = {"name": "cascade", "unit": unit, "num_sinks": sinks, "prefill_stride": STRIDE}
     policy["budget"] = cached - sinks
-    ours = Ours(policy, DTYPES[dtype], head_size, batch, new, steps=steps)
-    stock = Stock(DTYPES[dtype], head_size, cached, batch, new)
-    query = torch.randn(batch * new, NUM_HEADS, head_size, dtype=DTYPES[dtype])
-    key, value = torch.randn(2, batch * new, NUM_KV_HEADS, head_size, dtype=DTYPES[dtype])
+    latent = LATENT if kind == "latent" else None
+    kv_heads = NUM_KV_HEADS if latent is None else 1
+    heads = num_heads, kv_heads
+    ours = Ours(policy, DTYPES[dtype], head_size, batch, new, heads, steps=steps, latent=latent)
+    query = torch.randn(batch * new, num_heads, head_size, dtype=DTYPES[dtype])
+    key, value = torch.randn(2, batch * new, kv_heads, head_size, dtype=DTYPES[dtype])
+    stock: Stock | LatentStock
+    if latent is None:
+        stock = Stock(DTYPES[dtype], head_size, cached, batch, new)
+    else:
+        stock, value = LatentStock(DTYPES[dtype], cached, batch), key[..., -latent:]
     calls = [
         lambda: ours(query, key, value),
         lambda: stock(query, key, value),
@@ -314,6 +360,7 @@ def measure(
     path = type(ours.impl.path).__name__.removesuffix("Path").lower()
     return Row(
         kind,
+        num_heads,
         unit,
         dtype,
         head_size,
@@ -331,6 +378,7 @@ def measure(
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = results.parser_of("cpu_attention", __doc__)
     parser.add_argument("--kind", nargs="+", default=["decode", "prefill"])
+    parser.add_argument("--heads", nargs="+", type=int, default=[16, 128], help="latent only")
     parser.add_argument("--unit", nargs="+", type=int, default=[1, 16, 32])
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=list(DTYPES))
     parser.add_argument("--head-size", nargs="+", type=int, default=[64, 128])
@@ -345,9 +393,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def table(rows: list[Row], threads: int) -> Table:
     """The rows as people read them."""
     return Table(
-        f"One layer, {NUM_HEADS} query / {NUM_KV_HEADS} KV heads, threads: {threads}",
+        f"One layer, {NUM_KV_HEADS} KV heads or one latent row, threads: {threads}",
         (
-            *("", "unit", "dtype", "head size", "batch", "cached", "path"),
+            *("", "query heads", "unit", "dtype", "head size", "batch", "cached", "path"),
             *("ours ms", "stock ms", "stock's write ms", "metadata bytes", "ours / stock"),
         ),
         tuple(
@@ -369,12 +417,16 @@ def main(argv: list[str] | None = None) -> None:
         for shape in itertools.product(
             args.unit,
             args.dtype,
-            args.head_size,
-            args.batch if kind == "decode" else [1],
+            [LATENT_ROW] if kind == "latent" else args.head_size,
+            [1] if kind == "prefill" else args.batch,
             args.cached,
+            args.heads if kind == "latent" else [NUM_HEADS],
         )
     ]
-    rows = [measure(*shape, args.trials, args.seconds) for shape in tqdm(shapes, leave=False)]
+    rows = []
+    for kind, unit, dtype, size, batch, cached, heads in tqdm(shapes, leave=False):
+        shape = kind, unit, dtype, size, batch, cached
+        rows.append(measure(*shape, args.trials, args.seconds, heads))
     results.save(args.out, [table(rows, args.threads)], {}, vars(args), argv)
 
 

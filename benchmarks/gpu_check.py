@@ -301,8 +301,7 @@ def graph_equals_eager(device: Any) -> float:
 
     from benchmarks.gpu.timings import Layer
     from vllm_cascade.kernels.triton.attend import attend
-    from vllm_cascade.kernels.triton.combine import merge, update
-    from vllm_cascade.kernels.triton.insert import insert
+    from vllm_cascade.kernels.triton.combine import merge
     from vllm_cascade.kernels.triton.schedule import schedule
 
     torch.manual_seed(0)
@@ -351,30 +350,8 @@ def graph_equals_eager(device: Any) -> float:
             keep_logits=True,
         )
         lse = merge(parts, parts_lse, layer.steps, outputs[i])
-        new = update(
-            logits=logits,
-            own=own,
-            lse=lse,
-            rank=layer.rank,
-            score=layer.score,
-            table=layer.table,
-            steps=layer.steps,
-            reduction="mean",
-        )
-        insert(
-            key=key,
-            value=key,
-            new_score=new,
-            kv=layer.kv,
-            rank=layer.rank,
-            born=layer.born,
-            score=layer.score,
-            token=None,
-            table=layer.table,
-            steps=layer.steps,
-            rules=rules,
-            has_cells=True,
-        )
+        new = layer.update(logits, own, lse)
+        layer.insert(key, key, new, rules=rules, has_cells=True)
 
     step(0)  # compiles; the twin makes the same first step eagerly
     step(1)

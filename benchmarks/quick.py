@@ -24,6 +24,7 @@ SMALL_TABLES = ["--engines", AT_A_TIME, "--tokens", "4000", "--limit", "20", "--
 PLAN: dict[str, list[str]] = {
     "throughput": ["throughput", "--preset", "quick", "--server-args=--enforce-eager"],
     "cpu-attention": ["cpu_attention", "--seconds", "0.7"],
+    "speculation": ["speculation", "--requests", "1", "--before", "1100", "--output-len", "48"],
     "perplexity": [
         *("perplexity", "--tokens", "16000", "--capacity", "516", "--stride", "128"),
         *("--engines", AT_A_TIME),

@@ -9,8 +9,6 @@ import torch
 
 from benchmarks.gpu.timings import AVERAGE, Bench, Layer, Row, Sizes
 from tests.kernels.random_pool import float_bits
-from vllm_cascade.kernels.triton.combine import update
-from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.schedule import ScheduleTables, schedule
 
 
@@ -87,32 +85,8 @@ def _our_caching(bench: Bench, sizes: Sizes, dtype: torch.dtype, levels: int) ->
     def step() -> None:
         seq_lens.add_(1)
         schedule(seq_lens, layer.table, tables, schedule_of, layer.steps, positions)
-        new = fixed
-        if levels > 1:
-            new = update(
-                logits=logits,
-                own=own,
-                lse=lse,
-                rank=layer.rank,
-                score=layer.score,
-                table=layer.table,
-                steps=layer.steps,
-                reduction="mean",
-            )
-        insert(
-            key=key,
-            value=value,
-            new_score=new,
-            kv=layer.kv,
-            rank=layer.rank,
-            born=layer.born,
-            score=layer.score,
-            token=None,
-            table=layer.table,
-            steps=layer.steps,
-            rules=no_rules,
-            has_cells=False,
-        )
+        new = layer.update(logits, own, lse) if levels > 1 else fixed
+        layer.insert(key, value, new, rules=no_rules, has_cells=False)
 
     if not bench.on_gpu:
         return step

@@ -20,6 +20,7 @@ from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
@@ -198,17 +199,39 @@ class Layer:
         output = torch.empty_like(query)
         lse = merge(parts, parts_lse, self.steps, output)
         if featured:
-            update(
-                logits=logits,
-                own=own,
-                lse=lse,
-                rank=self.rank,
-                score=self.score,
-                table=self.table,
-                steps=self.steps,
-                reduction="mean",
-            )
+            self.update(logits, own, lse)
         return output
+
+    def update(self, logits: torch.Tensor, own: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """Update scores with a decode step's attention; returns the new tokens' scores."""
+        return update(
+            logits=logits,
+            own=own,
+            lse=lse,
+            rank=self.rank,
+            score=self.score,
+            table=self.table,
+            steps=self.steps,
+            reduction="mean",
+        )
+
+    def insert(
+        self, key: torch.Tensor, value: torch.Tensor, score: torch.Tensor, **rules: Any
+    ) -> None:
+        """Insert a decode step's tokens."""
+        insert(
+            key=key,
+            value=value,
+            new_score=score,
+            kv=self.kv,
+            rank=self.rank,
+            born=self.born,
+            score=self.score,
+            token=None,
+            table=self.table,
+            steps=self.steps,
+            **rules,
+        )
 
 
 def attend_rows(bench: Bench, sizes: Sizes, copy_gbps: float) -> Iterator[Row]:

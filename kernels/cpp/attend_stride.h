@@ -117,7 +117,7 @@ void unpack_cached(Work<T>& work, const Packed<T>& packed, int64_t head, int64_t
     widen_row(value, (const T*)row + layer.value_at, layer.value_size);
   } else {
     std::fill(key + size / W * W, key + packed.width, 0.0f);
-    std::fill(value + size / W * W, value + packed.width, 0.0f);
+    std::fill(value + layer.value_size / W * W, value + packed.value_width, 0.0f);
     decode(layer, row, work.slot_scale(slot, head), key, value);
   }
   if (!stride.moved || !layer.rotation) return;

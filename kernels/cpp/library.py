@@ -84,6 +84,14 @@ class Tokens(ctypes.Structure):
     ]
 
 
+class Batches:
+    """Batches of single tokens that run one after the other."""
+
+    def __init__(self, *batches: Tokens) -> None:
+        self.count, self._kept = len(batches), batches
+        self.pointers = (POINTER(Tokens) * len(batches))(*map(ctypes.pointer, batches))
+
+
 class Stride(ctypes.Structure):
     """A stride of one request, with the rules of its schedule."""
 
@@ -148,17 +156,17 @@ class Library:
         self._recall = native.recall_units
         self._undo = native.undo_tokens
         layer, rows = POINTER(Layer), POINTER(Rows)
-        self._tokens.argtypes = [layer, POINTER(Tokens), rows]
+        self._tokens.argtypes = [layer, POINTER(POINTER(Tokens)), c_int64, rows]
         self._stride.argtypes = [layer, POINTER(Stride), rows]
         self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, c_void_p, c_void_p]
         self._undo.argtypes = [layer, POINTER(Undone)]
         for function in (self._tokens, self._stride, self._recall, self._undo):
             function.restype = None
 
-    def attend_and_insert_tokens(self, layer: Layer, batch: Tokens, rows: Rows) -> None:
+    def attend_and_insert_tokens(self, layer: Layer, batches: Batches, rows: Rows) -> None:
         """Attend, update scores, apply each row's rules, and insert, for single tokens."""
         self.calls["tokens"] += 1
-        self._tokens(layer, batch, rows)
+        self._tokens(layer, batches.pointers, batches.count, rows)
 
     def attend_and_insert_stride(self, layer: Layer, stride: Stride, rows: Rows) -> None:
         """Attend, update scores, apply the rules of all tokens, and insert, for a stride."""

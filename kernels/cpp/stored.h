@@ -130,25 +130,27 @@ static inline void decode_row(const Code* from, int64_t n, float scale, float* t
   for (; i < n; i++) to[i] = widen(from[i]) * scale;
 }
 
-// One stored row as fp32.
+// One stored row as fp32. A latent row's value is also the end of its key.
 static inline void decode(const Layer& layer, const char* row, const float* scale, float* key,
                           float* value) {
-  const int64_t size = layer.head_size;
+  const int64_t at = layer.value_at, size = layer.value_size;
   as_stored(layer.stored, [&](auto* kind) {
     const auto* from = (decltype(kind))row;
-    decode_row(from, size, scale ? scale[0] : layer.key_scale, key);
-    decode_row(from + size, size, scale ? scale[layer.block_size] : layer.value_scale, value);
+    decode_row(from, at, scale ? scale[0] : layer.key_scale, key);
+    decode_row(from + at, size, scale ? scale[layer.block_size] : layer.value_scale, value);
   });
+  if (layer.latent() && value != key + at) std::memcpy(key + at, value, size * sizeof(float));
 }
 
-// A key and a value as a stored row; `scales` apart are those of keys and of values.
+// A key and a value as a stored row; `scales` apart are those of the channels before the value and
+// of the value.
 static inline void encode(const Layer& layer, const float* key, const float* value, char* row,
                           float* scale, int64_t scales) {
-  const int64_t size = layer.head_size;
+  const int64_t at = layer.value_at, size = layer.value_size;
   as_stored(layer.stored, [&](auto* kind) {
     auto* to = (decltype(kind))row;
-    encode_row(key, size, layer.key_scale, scale, to);
-    encode_row(value, size, layer.value_scale, scale ? scale + scales : nullptr, to + size);
+    encode_row(key, at, layer.key_scale, scale, to);
+    encode_row(value, size, layer.value_scale, scale ? scale + scales : nullptr, to + at);
   });
 }
 
@@ -161,7 +163,7 @@ static inline void write_row(const Layer& layer, const T* key, const T* value, c
   if (!layer.plain()) {
     float* wide = scratch.take(2 * width);
     if (!turned) widen_row(wide, key, size);
-    widen_row(wide + width, value, size);
+    widen_row(wide + width, value, layer.value_size);
     return encode(layer, turned ? turned : wide, wide + width, row, scale, scales);
   }
   if (turned)

@@ -20,7 +20,7 @@ static inline void tile_rows(const Layer& layer, const int32_t* pages, int64_t h
   }
 }
 
-// The same, decoded to fp32 [n, 2 D], if pages store another type than that of new rows.
+// The same, decoded to fp32 (rows are 2 D apart), if pages store another type than that of new rows.
 static inline void decoded_rows(const Layer& layer, const int32_t* pages, int64_t head,
                                 int64_t from, int64_t n, float* to, const float** row) {
   const int64_t size = layer.head_size;
@@ -28,7 +28,7 @@ static inline void decoded_rows(const Layer& layer, const int32_t* pages, int64_
     const int64_t page = pages[(from + i) / layer.block_size];
     const int64_t offset = (from + i) % layer.block_size;
     const float* scale = layer.row_scale ? layer.scale_of(page, head, offset) : nullptr;
-    decode(layer, layer.row(page, head, offset), scale, to, to + size);
+    decode(layer, layer.row(page, head, offset), scale, to, to + layer.value_at);
     row[i] = to;
   }
 }

@@ -80,13 +80,16 @@ extern "C" int64_t has_fp16() {
 #endif
 }
 
-extern "C" void attend_and_insert_tokens(const Layer* layer, const Tokens* batch,
-                                         const Rows* rows) {
-  if (layer->dtype == FP32) run<float>(*layer, *batch, *rows);
-  if (layer->dtype == BF16) run<bf16>(*layer, *batch, *rows);
+// `count` batches one after the other: a request may have a token in each of them.
+extern "C" void attend_and_insert_tokens(const Layer* layer, const Tokens* const* batches,
+                                         int64_t count, const Rows* rows) {
+  for (int64_t i = 0; i < count; i++) {
+    if (layer->dtype == FP32) run<float>(*layer, *batches[i], *rows);
+    if (layer->dtype == BF16) run<bf16>(*layer, *batches[i], *rows);
 #ifdef HAS_FP16
-  if (layer->dtype == FP16) run<fp16>(*layer, *batch, *rows);
+    if (layer->dtype == FP16) run<fp16>(*layer, *batches[i], *rows);
 #endif
+  }
 }
 
 extern "C" void undo_tokens(const Layer* layer, const Undone* undone) {

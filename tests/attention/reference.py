@@ -44,11 +44,12 @@ class LiteralCache:
         token_scores: Callable[[int], list[float]] | None = None,
         sinks: torch.Tensor | None = None,
         quantiser: Quantiser | None = None,
+        latent: bool = False,
     ) -> None:
         self.sims = [make_sim() for _ in range(num_sets)]
         self.decay, self.weight, self.reduction, self.scale = decay, weight, reduction, scale
         self.logit_scale, self.token_scores = logit_scale, token_scores
-        self.quantiser = quantiser
+        self.quantiser, self.latent = quantiser, latent
         self.members: list[dict[int, int]] = [{} for _ in range(num_sets)]
         self.probs: list[dict[int, float]] = []  # of each query, reduced over the first set's heads
         self.inv_freq, self.is_neox = inv_freq, is_neox
@@ -113,9 +114,12 @@ class LiteralCache:
     def _quantise(self, first: int, positions: torch.Tensor) -> None:
         """The newest tokens' rows as they are read from now on: in fp32 when they are written."""
         for token, at in enumerate(positions.tolist(), start=first):
-            written = self.quantiser.read(self.rotate(self.keys[token], at).float(), 0)
-            self.keys[token] = self.rotate(written, -at)
-            self.values[token] = self.quantiser.read(self.values[token].float(), 1)
+            key, value = self.rotate(self.keys[token], at).float(), self.values[token].float()
+            if self.latent:  # a row is the key, whose end is the value
+                key = key[..., : -value.shape[-1]]
+            key, value = self.quantiser.read(key, 0), self.quantiser.read(value, 1)
+            self.values[token] = value
+            self.keys[token] = self.rotate(torch.cat([key, value], -1) if self.latent else key, -at)
         self._rotated = {place: row for place, row in self._rotated.items() if place[0] < first}
 
     def _probabilities(

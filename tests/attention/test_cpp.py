@@ -216,7 +216,7 @@ class Call:
             rules=rules.ctypes.data,
             moved=1,
         )
-        load().attend_and_insert_tokens(self.layer(), batch, self.token_rows())
+        load().attend_and_insert_tokens(self.layer(), native.Batches(batch), self.token_rows())
 
     def run_stride(self, transient: int, period: int) -> None:
         """The only request; rows of the schedule that its tokens do not have are junk."""

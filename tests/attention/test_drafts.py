@@ -34,6 +34,8 @@ from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.step.drafts import Drafted, Drafts
+from vllm_cascade.step.plan import describe
+from vllm_cascade.step.rows import RequestTokens, Step
 
 __all__ = ["path"]  # a fixture
 MOST_REQUESTS = 3
@@ -285,6 +287,16 @@ def test_any_number_of_drafts_at_any_acceptance(
     assert right < 1.0 or streams.rejected == 0 or streams.rejected < 3 * most  # past the end
 
 
+def test_a_row_of_drafts_is_one_call() -> None:
+    streams, calls = Streams("cascade", 5, [120], seed=6), load().calls
+    streams.step(0.8)  # the prompt
+    while streams.done[0] < streams.totals[0]:
+        before, done = calls["tokens"], streams.done[0]
+        streams.step(0.8)
+        assert calls["tokens"] - before == 1 + streams.done[0] - done  # and as many without drafts
+    assert streams.accepted > 30
+
+
 def test_bfloat16(path: str) -> None:
     CASES["bfloat16"] = (replace(Shape(), dtype=torch.bfloat16), CASES["cascade"][1])
     run("bfloat16", 3, 0.5, seed=3)
@@ -361,6 +373,21 @@ def first_draft_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drafts, "saves", later)
 
 
+def positions_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions continue from a row's first token, so they depend on what was accepted before."""
+
+    def plan(tokens: RequestTokens, *args: Any) -> Step:
+        step = describe(tokens, *args)
+        rows = zip(tokens.place, tokens.length, tokens.prefilling, strict=True)
+        for place, length, prompt in rows:
+            if not prompt:
+                row = slice(place, place + length)
+                step.positions[row] = step.positions[place] + np.arange(length)
+        return step
+
+    monkeypatch.setattr("vllm_cascade.step.builder.describe", plan)
+
+
 @pytest.mark.parametrize(
     "breakage",
     [
@@ -370,6 +397,7 @@ def first_draft_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
         one_too_few,
         oldest_first,
         first_draft_not_saved,
+        positions_of_rows,
     ],
 )
 def test_a_broken_part_is_caught(

@@ -134,7 +134,8 @@ class PagedLayer:
         rotary = None if shape.alibi else Rotary(self.inv_freq, shape.is_neox)
         place = "layer", 0
         self.impl.prepare(self.spec, view, rotary, 1, shape.dtype, shape.scales, place)
-        self.pages = page_views(view, self.spec, Quantised.of(shape.cache_dtype, shape.scales))
+        quantised = Quantised.of(shape.cache_dtype, shape.scales, self.impl.latent)
+        self.pages = page_views(view, self.spec, quantised)
         scheduler = SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=8)
         config = SimpleNamespace(scheduler_config=scheduler)
         self.builder = CPUBuilder(self.spec, ["layer"], config, torch.device("cpu"))
@@ -187,6 +188,7 @@ def oracle_for(
         token_scores=shown,
         sinks=shape.sink_logits,
         quantiser=Quantiser.of(shape.cache_dtype, shape.scales),
+        latent=shape.latent,
     )
 
 

@@ -65,6 +65,19 @@ SMALL: dict[str, tuple[Shape, dict[str, Any]]] = {
         {**CASCADE, "prefill_stride": 8},
     ),
     "sinks": (shaped("fp8", sinks=True), {**CASCADE, "prefill_stride": 8}),
+    # Two scales of a row: of its rotated channels, and of its latent.
+    "latent": (
+        shaped(
+            "int8_per_token_head", num_kv_heads=1, group=5, head_size=28, rotary_dim=8, latent=True
+        ),
+        {**CASCADE, "prefill_stride": 8},
+    ),
+    "latent-fp8-1": (
+        shaped(
+            "fp8", num_kv_heads=1, group=3, head_size=40, rotary_dim=8, latent=True, is_neox=False
+        ),
+        {**H2O, "prefill_stride": 1},
+    ),
     # The cache in another type than the model.
     "bfloat16": (shaped("bfloat16"), {**HEADS, "prefill_stride": 8}),
 }
@@ -84,6 +97,12 @@ UNITS: dict[str, tuple[Shape, dict[str, Any]]] = {
     "cascade-16": (
         shaped("int8_per_token_head", head_size=64, rotary_dim=64, block_size=32),
         {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 32, "head_policy": "per_kv_head"},
+    ),
+    "latent-4": (
+        shaped(
+            "fp8_per_token_head", num_kv_heads=1, group=6, head_size=80, rotary_dim=16, latent=True
+        ),
+        {**IN_UNITS, "prefill_stride": 8},
     ),
     "cascade-16-fp8": (shaped("fp8"), {**LARGE, "budget": 64, "unit": 16, "prefill_stride": 16}),
 }

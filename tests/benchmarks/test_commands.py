@@ -50,6 +50,6 @@ def test_make_bench_commands_parse(name: str) -> None:
 def test_documents_name_every_benchmark() -> None:
     named = {line.split()[2] for line in documented()}
     needed = "throughput token_time perplexity recall papers harness peers demo cpu_attention "
-    needed += "sessions"
+    needed += "sessions speculation"
     assert {f"benchmarks.{module}" for module in needed.split()} <= named
     assert {f"benchmarks.{options[0]}" for options in quick.PLAN.values()} <= named

@@ -144,7 +144,8 @@ def memory() -> list[str]:
     # DeepSeek V3: 61 layers, rows of 576 numbers, pages of 128 tokens with 12 bytes each.
     rows = 128 * 576 * 2
     said += [f"| 1,000 | {rows:,} | {61 * 1000 * rows / 1e9:.1f} GB |"]
-    said += [f"{rows + 128 * 12:,} | {61 * 33 * (rows + 128 * 12) / 1e6:.0f} MB |"]
+    for held in (rows, rows // 2, rows // 2 + 128 * 8):  # 8 bits, and two scales of a row
+        said += [f"{held + 128 * 12:,} | {61 * 33 * (held + 128 * 12) / 1e6:.0f} MB |"]
     for layers, windows, width, heads, size in ((10, 52, 1024, 16, 128), (12, 12, 128, 8, 64)):
         row = heads * 2 * size * 2
         slots = ceil((width - 1) / pages)

@@ -2,17 +2,28 @@
 """vLLM's own drafters under a policy, beside the same engine without them; prints what it found.
 
 Run by ``test_speculation.py`` in an interpreter of its own: these drafters load numba, after which
-no other engine of the process can start.
+no other engine of the process can start. numba also sets how many threads OpenMP has.
 """
 
 import json
+import os
 import sys
 from typing import Any
+
+os.environ["NUMBA_NUM_THREADS"] = "1"
 
 import tests.conftest  # noqa: F401 - sets the environment
 from tests.engine.pool import EnginePool
 
-POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
+POLICIES: dict[str, dict[str, Any]] = {
+    "cascade": {"name": "cascade", "budget": 128, "prefill_stride": 64},
+    "heads": {"name": "cascade", "budget": 128, "prefill_stride": 64, "head_policy": "per_kv_head"},
+    "h2o": {"name": "h2o", "budget": 128, "prefill_stride": 64},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram": {"num_speculative_tokens": 4, "prompt_lookup_max": 3},
+    "suffix": {"num_speculative_tokens": 6},
+}
 
 
 def answers(llm: Any) -> list[tuple[list[int], list[float]]]:
@@ -31,11 +42,29 @@ def answers(llm: Any) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-def main(method: str) -> None:
-    pool = EnginePool()
-    truth = answers(pool.get(POLICY, max_model_len=2048))
-    drafter = {"method": method, "num_speculative_tokens": 4, "prompt_lookup_max": 3}
-    llm = pool.get(POLICY, max_model_len=2048, speculative_config=drafter)
+def processes(ranks: int, stages: int) -> dict[str, Any]:
+    """Settings of an engine of so many processes."""
+    if ranks * stages == 1:
+        return {}
+    first, *others = sorted(os.sched_getaffinity(0))
+    cores = [str(first), str(others[0] if others else first)] * (ranks * stages)
+    return {
+        "env": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(cores[: ranks * stages])},
+        "tensor_parallel_size": ranks,
+        "pipeline_parallel_size": stages,
+        "distributed_executor_backend": "mp",
+    }
+
+
+def main(method: str, policy: str = "cascade", ranks: str = "1", stages: str = "1") -> None:
+    pool, settings = EnginePool(), {"max_model_len": 2048}
+    truth = answers(pool.get(POLICIES[policy], **settings))
+    llm = pool.get(
+        POLICIES[policy],
+        speculative_config={"method": method, **METHODS[method]},
+        **settings,
+        **processes(int(ranks), int(stages)),
+    )
     found = answers(llm)
     pairs = [
         (x, y)
@@ -47,6 +76,7 @@ def main(method: str) -> None:
         "same": [tokens for tokens, _ in truth] == [tokens for tokens, _ in found],
         "difference": max(abs(x - y) for x, y in pairs),
         "accepted": metrics["vllm:spec_decode_num_accepted_tokens"],
+        "drafted": metrics["vllm:spec_decode_num_draft_tokens"],
         "async": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
     }
     pool.close()

@@ -8,6 +8,7 @@ its own takes to start; ``test_processes.py`` covers those.
 import gc
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ class EnginePool:
     def __init__(self) -> None:
         self._key: str | None = None
         self._llm: Any = None
+        shorten_starts()
 
     def get(
         self,
@@ -51,28 +53,50 @@ class EnginePool:
             self.close()
             # An engine that somebody else left in this process has frozen vLLM's view of it.
             disable_envs_cache()
-            with patch.dict(os.environ, env or {}):
-                try:
+            try:
+                with patch.dict(os.environ, env or {}), patch.object(gc, "collect"):
                     self._llm = LLM(**settings)
-                except Exception:
-                    clean_up()  # what it has begun is not what the next one needs
-                    raise
+            except Exception:
+                clean_up()  # what it has begun is not what the next one needs
+                raise
             self._key = key
         return self._llm
 
     def close(self) -> None:
         if self._llm is None:
             return
-        self._llm.llm_engine.engine_core.shutdown()
+        with patch.object(gc, "collect"):
+            self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._key = None
         clean_up()
+
+
+@cache
+def shorten_starts() -> None:
+    """Leave out of an engine's start and end what only repeats, for the rest of this process.
+
+    vLLM runs nine full garbage collections for an engine, each over all that was ever imported,
+    looks through all modules for kernels that it has replaced already, and starts a process to
+    look at a model's class. Here an engine's end has one collection, over what is newer than the
+    first engine, the modules are looked through once, and this process looks at classes.
+    """
+    from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
+
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None
+    look_for_kernels = cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(look_for_kernels)
+    registry._run_in_subprocess = lambda function: function()
 
 
 def clean_up() -> None:
     """Forget the process groups and the memory of an engine in this process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    cleanup_dist_env_and_memory()
+    with patch.object(gc, "collect"):
+        cleanup_dist_env_and_memory()
     gc.collect()
 
 

@@ -28,9 +28,14 @@ class StoredRows:
     def __init__(self, llm: Any, tokens: int, dtype: torch.dtype = torch.uint8) -> None:
         config = llm.llm_engine.vllm_config
         model, parallel = config.model_config, config.parallel_config
-        shape = model.get_num_kv_heads(parallel), tokens, model.get_head_size()
-        num_layers = model.get_num_layers(parallel)
-        self.layers = [Stored.none(*shape, dtype) for _ in range(num_layers)]
+        sizes = model.get_head_size(), None
+        if model.use_mla:
+            sizes = model.hf_text_config.qk_rope_head_dim, model.hf_text_config.kv_lora_rank
+        heads = 1 if model.use_mla else model.get_num_kv_heads(parallel)
+        self.layers = [
+            Stored.none(heads, tokens, sizes[0], dtype, sizes[1])
+            for _ in range(model.get_num_layers(parallel))
+        ]
 
     def __enter__(self) -> "StoredRows":
         add = Recorder.add

@@ -10,6 +10,7 @@ import math
 import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,13 @@ def apart(by_transformers: bool) -> Callable[..., Any]:
     if not by_transformers:
         return lambda function, *args: function(*args)
 
-    def call(function: Callable[..., Any], *args: Any) -> Any:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            return pool.submit(function, *args).result()
+    return lambda function, *args: other_process().submit(function, *args).result()
 
-    return call
+
+@cache
+def other_process() -> ProcessPoolExecutor:
+    """A process without vLLM, which lives as long as this one."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
 def compare(

@@ -19,6 +19,7 @@ from tests.oracle.families import model_class, write_family
 from tests.oracle.full_attention import (
     BY_TRANSFORMERS,
     NORMALISED_AFTERWARDS,
+    NOT_LOADED,
     OTHER_NAMES,
     OWN_MODULES,
 )
@@ -94,3 +95,11 @@ def test_keys_that_are_normalised_after_they_were_rotated_are_refused(
     path = write_family(tmp_path, NORMALISED_AFTERWARDS[name])
     with pytest.raises(KVPolicyError, match="normalised after they were rotated"):
         engine(engine_pool, path, POLICIES["sink"], {})
+
+
+@pytest.mark.slow
+def test_vllm_does_not_load_dbrx(engine_pool: EnginePool, tmp_path: Path) -> None:
+    """Without a policy, either: a release that does is to be tested here."""
+    path = write_family(tmp_path, NOT_LOADED["dbrx"])
+    with pytest.raises(KeyError, match=r"experts\.w13_weight"):
+        engine_pool.get(None, path, max_model_len=512, skip_tokenizer_init=True)

@@ -189,7 +189,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("dgc", "random", "beehive")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LONG)) for n in CASES]
+)
 def test_kept_tokens_are_the_oracles(
     name: str, engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:

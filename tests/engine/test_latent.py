@@ -17,9 +17,17 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 from tests.engine.pool import EnginePool, pool_usage, prompt_logprobs
+from tests.engine.stored_rows import StoredRows
 from tests.engine.test_against_oracle import MAX_ERROR, MEAN_ERROR, PYTORCH
 from tests.engine.test_batching import ForceTokens
-from tests.engine.test_families import POLICIES, check, check_company, engine, random_tokens
+from tests.engine.test_families import (
+    POLICIES,
+    check,
+    check_company,
+    compare,
+    engine,
+    random_tokens,
+)
 from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_metrics import metrics
 from tests.engine.test_recall_families import POLICIES as RECALLING
@@ -27,6 +35,7 @@ from tests.engine.test_recall_families import PROMPT, check_preempted
 from tests.engine.test_recall_families import compare as compare_recall
 from tests.oracle.families import run_family, write_family
 from tests.oracle.full_attention import LATENT, OWN_MODULES
+from tests.oracle.quantised import Quantiser
 
 __all__ = ["experts_in_one_group"]  # a fixture
 V2, V3 = OWN_MODULES["deepseek-v2"], OWN_MODULES["deepseek-v3"]
@@ -79,6 +88,47 @@ def test_recall(policy: str, env: dict[str, str], engine_pool: EnginePool, v3: P
     compare_recall(llm, "deepseek-v3", truth_of, settings, native=not env)
     check_company(llm, settings["prefill_stride"])
     check_preempted(llm)
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "policy", "env"),
+    [
+        ("int8_per_token_head", "cascade", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fp8_per_token_head", "cascade-median", dict(PYTORCH)),
+                ("fp8", "h2o", {}),
+                ("fp8_per_token_head", "units", {}),
+                ("int8_per_token_head", "units", dict(PYTORCH)),
+            )
+        ),
+    ],
+)
+def test_rows_in_8_bits(
+    cache_dtype: str, policy: str, env: dict[str, str], engine_pool: EnginePool, v2: Path
+) -> None:
+    """Against an oracle that quantises latents and rotated channels for itself."""
+    settings, quantiser = HOW[policy], Quantiser.of(cache_dtype)
+    llm = engine(engine_pool, v2, settings, env, kv_cache_dtype=cache_dtype)
+    with StoredRows(llm, 1061) as rows:
+
+        def truth_of(tokens: list[int]) -> Any:
+            written = {"quantiser": quantiser, "stored": rows.layers}
+            return run_family(v2, V2, tokens, 1000, settings, **written)
+
+        error, grown = compare(llm, cache_dtype, truth_of, 1000, settings["budget"] + 16)
+    assert error.max() < MAX_ERROR and error.mean() < MEAN_ERROR
+    assert (grown["native_calls"] > 0) == (not env)
+    compared, others = (sum(getattr(r, n) for r in rows.layers) for n in ("compared", "others"))
+    print(f"{others} of {compared} codes by rounding")
+    width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
+    assert compared > 2 * 800 * width and others < 1e-3 * compared
+    row = width + 8 * cache_dtype.endswith("head")  # one byte a channel, two scales
+    units = 32 // settings.get("unit", 1)
+    page = -(-(32 * row + units * 16) // 64) * 64
+    blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    assert blocks == (64 << 20) // (2 * page)
 
 
 @pytest.mark.slow

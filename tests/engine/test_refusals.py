@@ -56,9 +56,13 @@ def rope(**parameters: Any) -> dict[str, Any]:
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "drafts over ranks": (
+    "drafts over stages": (
         {"speculative_config": NGRAM, "pipeline_parallel_size": 2},
-        "--speculative-config is not tested with .*set them to 1",
+        "--speculative-config cannot be combined with --pipeline-parallel-size .*only the last one",
+    ),
+    "drafts over data-parallel ranks": (
+        {"speculative_config": NGRAM, "data_parallel_size": 2},
+        "--speculative-config is not tested with --data-parallel-size .*set it to 1",
     ),
     "KV connector": (
         {
@@ -165,13 +169,6 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "--tensor-parallel-size must divide",
     ),
-    "quantised latents": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=True),
-            cache_config=SimpleNamespace(cache_dtype="fp8"),
-        ),
-        "--kv-cache-dtype must be auto",
-    ),
     "recalled latents in 8 bits": (
         SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
         "set recall_rows to exact",
@@ -211,7 +208,7 @@ FAKED: dict[str, tuple[Any, str]] = {
     ),
     "other drafters": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
-        "set its method to ngram",
+        "set its method to ngram or suffix",
     ),
     "drafts of scores by text": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
@@ -228,12 +225,18 @@ FAKED: dict[str, tuple[Any, str]] = {
         ),
         "a model with recurrent layers",
     ),
-    "drafts of shared caches or chunked layers": (
+    "drafts of shared caches": (
         SimpleNamespace(
             speculative_config=SimpleNamespace(method="ngram"),
             model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2)),
         ),
-        "is not tested with models whose layers share caches",
+        "cannot be combined with models whose layers share caches",
+    ),
+    "prompts in both directions": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="hrm_text"))
+        ),
+        "use --kv-policy full",
     ),
     "random windows": (
         SimpleNamespace(model_config=SimpleNamespace(rswa_window=128)),

@@ -236,7 +236,9 @@ def test_a_resumed_chat_is_the_uninterrupted_one(
     check_chat(engine(engine_pool, CASES[name]), book_tokens)
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8", "int8_per_token_head"])
+@pytest.mark.parametrize(
+    "cache_dtype", [pytest.param("fp8", marks=pytest.mark.slow), "int8_per_token_head"]
+)
 def test_quantised_rows(cache_dtype: str, engine_pool: EnginePool, book_tokens: list[int]) -> None:
     llm = engine(engine_pool, CASES["recall"], kv_cache_dtype=cache_dtype)
     check_chat(llm, book_tokens, turns=4)

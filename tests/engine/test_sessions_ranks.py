@@ -26,20 +26,15 @@ from tests.engine.test_sessions import (
     wait_for_files,
 )
 
-SIZES = [
-    pytest.param((2, 1), id="2 ranks"),
-    pytest.param((1, 2), id="2 stages"),
-    pytest.param((2, 2), id="2 stages of 2 ranks", marks=pytest.mark.slow),
-]
-POLICIES = [
-    "cascade",
-    "recall",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in CASES
-        if name not in ("cascade", "recall")
-    ),
-]
+SIZES = {"2 ranks": (2, 1), "2 stages": (1, 2), "2 stages of 2 ranks": (2, 2)}
+
+
+def sizes_of(quick: str) -> list[Any]:
+    """All numbers of ranks and stages; an engine of several processes is slow, but for one."""
+    return [
+        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name != quick))
+        for name, sizes in SIZES.items()
+    ]
 
 
 def spread(
@@ -58,15 +53,17 @@ def spread(
     )
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("sizes", sizes_of(quick="2 stages"))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "cascade")) for n in CASES]
+)
 def test_a_resumed_chat_is_the_uninterrupted_one(
     name: str, sizes: tuple[int, int], engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
     check_chat(spread(engine_pool, name, sizes), book_tokens, turns=4)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", sizes_of(quick="2 ranks"))
 def test_a_new_engine_on_the_folder_and_a_missing_part(
     sizes: tuple[int, int], engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
 ) -> None:

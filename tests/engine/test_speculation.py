@@ -8,6 +8,7 @@ drafter runs in a process of its own (``ngram.py``), since it loads numba.
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from tests.engine.test_sessions import CASES as SESSION_CASES
 from tests.engine.test_sessions import chat, flush, uninterrupted
 from tests.engine.test_sessions import engine as session_engine
 from tests.oracle.families import FAMILIES, write_family
+from tests.oracle.full_attention import OWN_MODULES
 
+SUFFIX = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="its package is missing")
 EACH = {"head_policy": "per_kv_head"}
 SMALL = {"prefill_stride": 32, "trace": True}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
@@ -200,10 +203,16 @@ def test_2_000_tokens(engine_pool: EnginePool, book_tokens: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["gemma2", pytest.param("gpt-oss", marks=pytest.mark.slow)]
+    "architecture",
+    [
+        "gemma2",
+        pytest.param("gpt-oss", marks=pytest.mark.slow),
+        pytest.param("llama4", marks=pytest.mark.slow),  # attends within chunks
+        pytest.param("deepseek-v2", marks=pytest.mark.slow),  # has latent rows
+    ],
 )
-def test_layers_with_windows(architecture: str, engine_pool: EnginePool, tmp_path: Path) -> None:
-    family = FAMILIES[architecture]
+def test_layers_of_other_kinds(architecture: str, engine_pool: EnginePool, tmp_path: Path) -> None:
+    family = (FAMILIES | OWN_MODULES)[architecture]
     model = write_family(tmp_path, family)
     policy = {"name": "cascade", "budget": 32, "num_subcaches": 2, **SMALL}
     prompts = [random_tokens(n, n) for n in (150, 20)]
@@ -338,10 +347,18 @@ def test_a_stop_token_among_drafts(engine_pool: EnginePool, book_tokens: list[in
     assert output.num_cached_tokens == len(prompt) + stop
 
 
-@pytest.mark.parametrize("drafter", ["ngram"])
-def test_vllms_drafters(drafter: str) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["ngram"], id="ngram"),
+        pytest.param(["suffix"], id="suffix", marks=[pytest.mark.slow, SUFFIX]),
+        pytest.param(["ngram", "h2o", "2"], id="two ranks exchange scores"),
+        pytest.param(["ngram", "heads", "2"], id="two ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_vllms_drafters(words: list[str]) -> None:
     """In a process of its own, on text that repeats."""
-    command = [sys.executable, "-m", "tests.engine.ngram", drafter]
+    command = [sys.executable, "-m", "tests.engine.ngram", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))

@@ -12,7 +12,9 @@ from tests.engine.test_against_oracle import CASCADE, compare
 @pytest.mark.parametrize(
     "policy",
     [
-        {**CASCADE, "prefill_stride": 64, "head_reduction": "median"},
+        pytest.param(
+            {**CASCADE, "prefill_stride": 64, "head_reduction": "median"}, marks=pytest.mark.slow
+        ),
         pytest.param(
             {**CASCADE, "prefill_stride": 64, "head_policy": "per_kv_head"}, marks=pytest.mark.slow
         ),

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of transformers' Llama under the names of models that differ from it in names only.
+"""Checkpoints of models that transformers has no module for, or none that takes our attention.
 
-vLLM has modules of its own for these models, and transformers has none. The oracle runs Llama.
+vLLM has modules of its own for these models. The oracle runs a model of transformers' that computes
+the same: its weights are written under the names, and in the layouts, of the other one.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 Weights = dict[str, torch.Tensor]
+Config = dict[str, Any]
 REFERENCE = "llama"
 """The folder, inside a checkpoint's own, of transformers' model."""
 
@@ -49,8 +53,8 @@ def exaone(weights: Weights) -> Weights:
 
 def internlm2(weights: Weights) -> Weights:
     """Queries, keys and values of a KV head follow each other in one matrix."""
-    made = renamed(
-        weights,
+    return renamed(
+        joined(weights, QKV, "wqkv", groups=2),  # KV heads
         {
             "embed_tokens": "tok_embeddings",
             "lm_head": "output",
@@ -63,33 +67,275 @@ def internlm2(weights: Weights) -> Weights:
             "post_attention_layernorm": "ffn_norm",
         },
     )
-    for name in [name for name in made if name.endswith("q_proj.weight")]:
-        parts = [made.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
-        heads = [part.unflatten(0, (2, -1)) for part in parts]  # two KV heads
-        made[name.replace("q_proj", "wqkv")] = torch.cat(heads, dim=1).flatten(0, 1)
+
+
+def joined(weights: Weights, parts: tuple[str, ...], into: str, groups: int = 1) -> Weights:
+    """Weights with each layer's ``parts`` in one tensor, after each other in each of ``groups``."""
+    made, first = dict(weights), parts[0]
+    for name in [name for name in made if f".{first}." in name]:
+        found = [made.pop(name.replace(f".{first}.", f".{part}.")) for part in parts]
+        split = [part.unflatten(0, (groups, -1)) for part in found]
+        made[name.replace(f".{first}.", f".{into}.")] = torch.cat(split, dim=1).flatten(0, 1)
     return made
 
 
-LAYOUTS: dict[str, Callable[[Weights], Weights]] = {
-    "ExaoneForCausalLM": exaone,
-    "InternLM2ForCausalLM": internlm2,
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def separate_experts(weights: Weights) -> Weights:
+    """Granite's experts, which are one tensor, under the names of DeepSeek's."""
+    made = renamed(
+        weights,
+        {
+            r"block_sparse_moe\.router\.layer": "mlp.gate",
+            "shared_mlp": "mlp.shared_experts",
+            r"block_sparse_moe\.(input|output)_linear": r"mlp.experts.\1_linear",
+        },
+    )
+    for name in [name for name in made if "put_linear" in name]:
+        weight = made.pop(name)
+        for expert, rows in enumerate(weight if weight.dim() == 3 else weight[None]):
+            at = f"experts.{expert}" if weight.dim() == 3 else "experts"
+            gate, up = rows.chunk(2)
+            parts = {"down": rows} if "output" in name else {"gate": gate, "up": up}
+            for part, own in parts.items():
+                new = re.sub(r"experts\.(in|out)put_linear", f"{at}.{part}_proj", name)
+                made[new] = own.clone()
+    return made
+
+
+def bailing(weights: Weights) -> Weights:
+    return renamed(
+        joined(separate_experts(weights), QKV, "query_key_value"),
+        {
+            "embed_tokens": "word_embeddings",
+            r"self_attn\.o_proj": "attention.dense",
+            r"self_attn\.q_norm": "attention.query_layernorm",
+            r"self_attn\.k_norm": "attention.key_layernorm",
+            "self_attn": "attention",
+            r"gate\.e_score_correction_bias": "gate.expert_bias",
+        },
+    )
+
+
+def chatglm(weights: Weights) -> Weights:
+    return renamed(
+        joined(weights, QKV, "query_key_value"),
+        {
+            r"model\.embed_tokens": "transformer.embedding.word_embeddings",
+            r"model\.norm": "transformer.encoder.final_layernorm",
+            r"model\.layers": "transformer.encoder.layers",
+            "lm_head": "transformer.output_layer",
+            r"self_attn\.o_proj": "self_attention.dense",
+            "self_attn": "self_attention",
+            "gate_up_proj": "dense_h_to_4h",
+            r"mlp\.down_proj": "mlp.dense_4h_to_h",
+        },
+    )
+
+
+def falcon(weights: Weights) -> Weights:
+    return renamed(
+        joined(weights, QKV, "query_key_value", groups=2),  # KV heads
+        {
+            r"model\.embed_tokens": "transformer.word_embeddings",
+            r"model\.final_layernorm": "transformer.ln_f",
+            r"model\.layers": "transformer.h",
+            "self_attn": "self_attention",
+            "fc1": "dense_h_to_4h",
+            "fc2": "dense_4h_to_h",
+        },
+    )
+
+
+def gptj(weights: Weights) -> Weights:
+    """Neighbours are paired; Phi's pairs are the halves of a head's first 16 channels."""
+    made = renamed(
+        weights,
+        {
+            r"model\.embed_tokens": "transformer.wte",
+            r"model\.final_layernorm": "transformer.ln_f",
+            r"model\.layers": "transformer.h",
+            r"self_attn\.dense": "attn.out_proj",
+            "self_attn": "attn",
+            "input_layernorm": "ln_1",
+            "fc1": "fc_in",
+            "fc2": "fc_out",
+        },
+    )
+    for name in made:
+        if "q_proj" in name or "k_proj" in name:
+            heads = made[name].unflatten(0, (4, -1)).clone()
+            heads[:, :16] = heads[:, :16].unflatten(1, (2, 8)).transpose(1, 2).flatten(1, 2)
+            made[name] = heads.flatten(0, 1)
+    return made
+
+
+def mistral_large(weights: Weights) -> Weights:
+    made = renamed(
+        weights,
+        {
+            r"model\.embed_tokens": "tok_embeddings",
+            r"^model\.": "",
+            "lm_head": "output",
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+            r"self_attn\.(q|kv)_a_layernorm": r"attention.\1_a_norm",
+            r"self_attn\.o_proj": "attention.wo",
+            r"self_attn\.(\w+)_proj": r"attention.w\1",
+            r"mlp\.(experts|shared_experts|gate\.)": r"\1",
+            "mlp": "feed_forward",
+            "gate_proj": "w1",
+            "down_proj": "w2",
+            "up_proj": "w3",
+        },
+    )
+    return {name: weight for name, weight in made.items() if "correction_bias" not in name}
+
+
+def plamo3(weights: Weights) -> Weights:
+    """Gemma adds 1 to all its norms' weights, and scales embeddings."""
+    made = joined(weights, QKV, "qkv_proj")
+    made = renamed(
+        joined(made, ("gate_proj", "up_proj"), "gate_up_proj"),
+        {
+            "post_attention_layernorm": "post_mixer_norm",
+            "pre_feedforward_layernorm": "pre_mlp_norm",
+            "post_feedforward_layernorm": "post_mlp_norm",
+            "input_layernorm": "pre_mixer_norm",
+            r"model\.layers": "model.layers.layers",
+            "self_attn": "mixer",
+        },
+    )
+    for name in made:
+        if "post_mixer_norm" in name:
+            made[name] = made[name] + 1 - 1 / 5
+        elif "post_mlp_norm" in name:
+            made[name] = made[name] + 1 - 1 / 5**1.5
+        elif "embed_tokens" in name:
+            made[name] = made[name] * made[name].shape[1] ** 0.5
+    return made
+
+
+def telechat2(weights: Weights) -> Weights:
+    return renamed(
+        joined(weights, ("k_proj", "v_proj"), "key_value", groups=4),  # heads
+        {
+            r"model\.embed_tokens": "transformer.word_embeddings",
+            r"model\.norm": "transformer.ln_f",
+            r"model\.layers": "transformer.h",
+            r"self_attn\.q_proj": "self_attention.query",
+            r"self_attn\.o_proj": "self_attention.dense",
+            "self_attn": "self_attention",
+        },
+    )
+
+
+def as_chatglm(config: Config) -> Config:
+    return {
+        "model_type": "chatglm",
+        "num_layers": config["num_hidden_layers"],
+        "padded_vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "kv_channels": config["head_dim"],
+        "num_attention_heads": config["num_attention_heads"],
+        "multi_query_attention": True,
+        "multi_query_group_num": config["num_key_value_heads"],
+        "seq_length": config["max_position_embeddings"],
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "add_qkv_bias": True,
+        "original_rope": True,
+        "tie_word_embeddings": False,
+    }
+
+
+def as_falcon(config: Config) -> Config:
+    """As Falcon 2 has it: one norm before attention and MLP, and several KV heads."""
+    return {
+        "model_type": "falcon",
+        "vocab_size": config["vocab_size"],
+        "hidden_size": config["hidden_size"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "layer_norm_epsilon": config["layer_norm_eps"],
+        "new_decoder_architecture": True,
+        "num_ln_in_parallel_attn": 1,
+        "parallel_attn": True,
+        "bias": False,
+        "alibi": False,
+        "rope_parameters": config["rope_parameters"],
+        "tie_word_embeddings": False,
+    }
+
+
+def as_gptj(config: Config) -> Config:
+    return {
+        "model_type": "gptj",
+        "vocab_size": config["vocab_size"],
+        "n_embd": config["hidden_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_head": config["num_attention_heads"],
+        "n_inner": config["intermediate_size"],
+        "n_positions": config["max_position_embeddings"],
+        "rotary_dim": 16,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config["layer_norm_eps"],
+        "tie_word_embeddings": False,
+    }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a checkpoint of an architecture stores what a model of transformers' has.
+
+    Attributes:
+        weights: their names and shapes.
+        config: its configuration, from transformers'.
+        absent: weights that it has not, as a regular expression: they are 0 in the reference.
+    """
+
+    weights: Callable[[Weights], Weights]
+    config: Callable[[Config], Config] = dict
+    absent: str = "^$"
+
+
+LAYOUTS: dict[str, Layout] = {
+    "BailingMoeForCausalLM": Layout(bailing),
+    "BailingMoeV2ForCausalLM": Layout(bailing),
+    "ChatGLMModel": Layout(chatglm, as_chatglm),
+    "DeepseekForCausalLM": Layout(separate_experts),
+    "ExaoneForCausalLM": Layout(exaone),
+    "FalconForCausalLM": Layout(falcon, as_falcon, r"(_proj|dense|fc\d|lm_head)\.bias"),
+    "GPTJForCausalLM": Layout(gptj, as_gptj, r"(_proj|dense)\.bias"),
+    "InternLM2ForCausalLM": Layout(internlm2),
+    "MistralLarge3ForCausalLM": Layout(mistral_large),
+    "Plamo3ForCausalLM": Layout(plamo3),
+    "SarvamMoEForCausalLM": Layout(bailing),
+    "TeleChat2ForCausalLM": Layout(telechat2, absent=r"(q|k|v|gate|up)_proj\.bias"),
 }
-"""How a checkpoint of an architecture names what Llama has."""
 
 
 def rewrite(path: Path, architecture: str) -> None:
-    """Turn a checkpoint of transformers' Llama into one of another architecture, beside a copy."""
+    """Turn a checkpoint of transformers' into one of another architecture, beside a copy."""
     if architecture not in LAYOUTS:
         return
-    reference = path / REFERENCE
+    layout, reference = LAYOUTS[architecture], path / REFERENCE
     reference.mkdir()
     weights = load_file(path / "model.safetensors")
+    absent = [name for name in weights if re.search(layout.absent, name)]
+    for name in absent:
+        weights[name].zero_()
     save_file(weights, reference / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    (reference / "config.json").write_text(
-        json.dumps({**config, "architectures": ["LlamaForCausalLM"]})
-    )
-    made = {name: w.contiguous() for name, w in LAYOUTS[architecture](weights).items()}
+    (reference / "config.json").write_text(json.dumps({**config, "architectures": []}))
+    found = {**layout.config(config), "architectures": [architecture], "dtype": "float32"}
+    (path / "config.json").write_text(json.dumps(found))
+    there = {name: weight for name, weight in weights.items() if name not in absent}
+    made = {name: w.contiguous() for name, w in layout.weights(there).items()}
     save_file(made, path / "model.safetensors", {"format": "pt"})
 
 

@@ -75,6 +75,33 @@ LATENT_EXPERTS = {
 }
 
 
+SOFTMAX_EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 64,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": True,
+    "attention_multiplier": 32**-0.5,
+}
+"""Experts as transformers' Granite has them, without its multipliers."""
+SIGMOID_EXPERTS = {
+    **LATENT_EXPERTS,
+    "num_experts": 4,
+    "num_shared_experts": 1,
+    "use_qk_norm": True,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
+BAILING = {
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_rmsnorm": True,
+    "embedding_dropout": 0.0,
+}
+
+
 def latent(model_type: str, interleaved: bool = False, **own: Any) -> Family:
     """A family of multi-head latent attention: a row of 48 channels and 16 that rotate."""
     made = full(model_type, interleaved, **{**LATENT, **LATENT_EXPERTS, **own})
@@ -258,6 +285,99 @@ OWN_MODULES: dict[str, Family] = {
         activation_function="silu",
     ),
     "internlm2": full("llama", architecture="InternLM2ForCausalLM", bias=False),
+    "bailing-moe": full(
+        "granitemoeshared",
+        architecture="BailingMoeForCausalLM",
+        moe_intermediate_size=96,
+        moe_shared_expert_intermediate_size=64,
+        **SOFTMAX_EXPERTS,
+        **BAILING,
+    ),
+    "deepseek": full(
+        "granitemoeshared",
+        architecture="DeepseekForCausalLM",
+        qk_nope_head_dim=0,
+        qk_rope_head_dim=0,
+        **{
+            **LATENT_EXPERTS,
+            **SOFTMAX_EXPERTS,
+            "moe_intermediate_size": 96,
+            "shared_intermediate_size": 96,
+        },
+    ),
+    "bailing-moe-2": full(
+        "glm4_moe",
+        architecture="BailingMoeV2ForCausalLM",
+        **SIGMOID_EXPERTS,
+        **BAILING,
+        **partly(0.5),
+    ),
+    "sarvam-moe": full(
+        "glm4_moe",
+        architecture="SarvamMoEForCausalLM",
+        **SIGMOID_EXPERTS,
+        **BAILING,
+        **partly(0.5),
+    ),
+    "sarvam-mla": latent(
+        "deepseek_v3",
+        architecture="SarvamMLAForCausalLM",
+        q_lora_rank=None,
+        num_experts=4,
+        num_shared_experts=1,
+    ),
+    "mistral-large3": latent(
+        "deepseek_v3",
+        architecture="MistralLarge3ForCausalLM",
+        scoring_func="sigmoid",
+        rope_parameters={**YARN, "truncate": True, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "chatglm": full("glm", True, architecture="ChatGLMModel", attention_bias=True, **partly(0.5)),
+    "gptj": full("phi", architecture="GPTJForCausalLM", num_key_value_heads=4, **partly(0.5)),
+    "falcon": full(
+        "phi",
+        architecture="FalconForCausalLM",
+        hidden_act="gelu",
+        intermediate_size=512,
+        **partly(1.0),
+    ),
+    "telechat2": full(
+        "llama",
+        architecture="TeleChat2ForCausalLM",
+        num_key_value_heads=4,
+        attention_bias=True,
+        mlp_bias=True,
+        n_layer=2,
+        n_head=4,
+        ffn_hidden_size=96,
+        layer_norm_epsilon=1e-6,
+    ),
+    "rnj1": full(
+        "gemma3_text",
+        architecture="Rnj1ForCausalLM",
+        layer_types=["full_attention"] * 2,
+        rope_parameters={"full_attention": YARN},
+        query_pre_attn_scalar=20,
+        final_logit_softcapping=20.0,
+    ),
+    "plamo3": replace(
+        mixed(
+            "gemma3_text",
+            rope_parameters={"sliding_attention": PLAIN, "full_attention": LINEAR},
+            query_pre_attn_scalar=32,
+            hidden_activation="silu",
+            tie_word_embeddings=False,
+            interleaved_sliding_window=[WINDOW, None],
+        ),
+        architecture="Plamo3ForCausalLM",
+    ),
+    "phimoe": full(
+        "phimoe",
+        architecture="PhiMoEForCausalLM",
+        attention_bias=True,  # and none of logits, which vLLM would leave out
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
 }
 """Families that vLLM has modules of its own for."""
 
@@ -297,6 +417,19 @@ BY_TRANSFORMERS: dict[str, Family] = {
     ),
 }
 """Families that vLLM runs through transformers' modules."""
+
+NOT_LOADED = {
+    "dbrx": full(
+        "dbrx",
+        d_model=128,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=512,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 4.0, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    )
+}
+"""Families whose experts vLLM 0.32 itself cannot load."""
 
 NORMALISED_AFTERWARDS = {"hunyuan": full("hunyuan_v1_dense")}
 """Families whose keys cannot be moved: a norm with weights by channel follows the rotation."""

@@ -131,29 +131,39 @@ class Stored:
     """
 
     codes: Tensor
-    """[H, tokens, 2 * D], keys, then values: bits of one byte, or 16-bit numbers."""
+    """[H, tokens, row], keys, then values: bits of one byte, or 16-bit numbers."""
     scales: Tensor
     """[H, tokens, 2], where every row has its own."""
     there: Tensor
     """bool [H, tokens]: which rows are known."""
+    first: int
+    """Channels of a row before its value."""
     compared: int = 0
     """Codes, so far."""
     others: int = 0
     """Of these, those that are not what the oracle would have chosen."""
 
     @classmethod
-    def none(cls, heads: int, tokens: int, head_dim: int, dtype: torch.dtype) -> Stored:
-        """Of `dtype` codes, of which none is known yet."""
+    def none(
+        cls,
+        heads: int,
+        tokens: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        value_dim: int | None = None,
+    ) -> Stored:
+        """Of `dtype` codes, of which none is known yet; values have `head_dim` channels, too."""
         return cls(
-            torch.zeros(heads, tokens, 2 * head_dim, dtype=dtype),
+            torch.zeros(heads, tokens, head_dim + (value_dim or head_dim), dtype=dtype),
             torch.zeros(heads, tokens, 2),
             torch.zeros(heads, tokens, dtype=torch.bool),
+            head_dim,
         )
 
     def settle(self, quantiser: Quantiser, rows: Tensor, own: list[int], part: int) -> Tensor:
         """What rows [H, own, D] are read as: by the codes that are known, by ours where none is."""
         read, there = quantiser.read(rows, part), self.there[:, own]
-        codes = self.codes[:, own].chunk(2, dim=-1)[part][there].contiguous()
+        codes = self.codes[:, own].tensor_split([self.first], dim=-1)[part][there].contiguous()
         scale = self.scales[:, own, part][there]
         chosen = quantiser.settled(rows[there], part, codes, scale)
         ours = quantiser.nearest(rows / quantiser.scale(rows, part))[there]
@@ -177,8 +187,14 @@ def write_rows(
     `at` are the positions at which their keys are written, `stored` what somebody else chose.
     """
     written = model.rotate(keys[:, own], at).float(), values[:, own]
-    if stored is None:
-        key, value = (quantiser.read(rows, part) for part, rows in enumerate(written))
-    else:
-        key, value = (stored.settle(quantiser, rows, own, p) for p, rows in enumerate(written))
+    key, value = read_parts(quantiser, written, own, stored)
     keys[:, own], values[:, own] = model.rotate_back(key, at).float(), value
+
+
+def read_parts(
+    quantiser: Quantiser, written: tuple[Tensor, Tensor], own: list[int], stored: Stored | None
+) -> list[Tensor]:
+    """What a stride's rows [H, own, D], keys and values, are read as."""
+    if stored is None:
+        return [quantiser.read(rows, part) for part, rows in enumerate(written)]
+    return [stored.settle(quantiser, rows, own, part) for part, rows in enumerate(written)]

@@ -28,7 +28,7 @@ from .model import (
     strides,
 )
 from .policies import Sim
-from .quantised import Quantiser, Stored, write_rows, written_at
+from .quantised import Quantiser, Stored, read_parts, write_rows, written_at
 from .recall import RecallSettings, RecallSim
 
 OURS = "explicit_tokens"
@@ -182,12 +182,13 @@ class Streamed:
             probs = logits.softmax(-1)
         output = probs @ layer.values[heads, rows][:, None].double()
         if index == module.layer_idx:
-            done = partial(self._after, index, own, torch.tensor(lists), probs.float())
+            done = partial(self._after, module, own, torch.tensor(lists), probs.float())
             self.waiting.append(done) if shared else done()
         return output.flatten(0, 1).transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
-    def _after(self, index: int, own: list[int], seen: Tensor, probs: Tensor) -> None:
+    def _after(self, module: Any, own: list[int], seen: Tensor, probs: Tensor) -> None:
         """Evict from a layer's cache, and quantise what a stride has written."""
+        index = module.layer_idx
         layer = self.layers[index]
         self._keep(layer, own, seen, probs)
         if self.quantiser is not None:
@@ -196,7 +197,10 @@ class Streamed:
                 filling = self.end % layer.sims[0].unit
                 at = written_at(self.position, layer.num_tokens, len(own), filling)
             theirs = None if self.stored is None else self.stored[index]
-            write_rows(layer, self.quantiser, layer.keys, layer.values, own, at, theirs)
+            if self.latent:
+                write_latents(module, layer, self.quantiser, own, at, theirs)
+            else:
+                write_rows(layer, self.quantiser, layer.keys, layer.values, own, at, theirs)
 
     def _recall(self, module: Any, query: Tensor, scaling: float | None) -> None:
         """Units that the stride's queries ``[heads, T, D]`` bring back."""
@@ -256,11 +260,42 @@ class Streamed:
         return result
 
 
+def latents_of(module: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The latents fp64 ``[n, latent]`` of which keys and values ``[heads, n, D]`` are made.
+
+    They are products with weights that have more rows than columns, which are returned, too:
+    ``[heads, D + D, latent]``.
+    """
+    heads, plain = len(keys), module.qk_nope_head_dim
+    weights = module.kv_b_proj.weight.double().unflatten(0, (heads, -1))
+    both = torch.cat((keys[..., :plain], values), dim=-1).double()
+    return both.transpose(0, 1).flatten(1) @ torch.linalg.pinv(weights.flatten(0, 1)).T, weights
+
+
+def write_latents(
+    module: Any,
+    layer: Layer,
+    quantiser: Quantiser,
+    own: list[int],
+    at: Tensor,
+    stored: Stored | None,
+) -> None:
+    """``write_rows`` where a row is the rotated part of all heads' keys, then their latent."""
+    plain = module.qk_nope_head_dim
+    keys, values = layer.keys[:, own], layer.values[:, own]
+    latents, weights = latents_of(module, keys, values)
+    keys = layer.rotate(keys, at)
+    turned, latents = read_parts(
+        quantiser, (keys[:1, :, plain:].float(), latents[None].float()), own, stored
+    )
+    both = torch.einsum("hdl,nl->hnd", weights, latents[0].double())
+    keys = torch.cat((both[..., :plain], turned.double().expand(len(keys), -1, -1)), dim=-1)
+    layer.keys[:, own] = layer.rotate_back(keys, at).float()
+    layer.values[:, own] = both[..., plain:].float()
+
+
 def as_latent(module: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys as they are judged where all heads share one cached row.
-
-    What a head's key and value have in common is solved for: they are products of its latent with
-    weights that have more rows than columns.
 
     Args:
         queries: ``[asking, heads, D]``.
@@ -269,10 +304,8 @@ def as_latent(module: Any, queries: Tensor, keys: Tensor, values: Tensor) -> tup
     Returns:
         Queries ``[asking, heads, row]`` and keys ``[1, n, row]`` with the same products.
     """
-    heads, plain = len(keys), module.qk_nope_head_dim
-    weights = module.kv_b_proj.weight.double().unflatten(0, (heads, -1))  # [heads, D + D, latent]
-    both = torch.cat((keys[..., :plain], values), dim=-1).double()
-    latents = both.transpose(0, 1).flatten(1) @ torch.linalg.pinv(weights.flatten(0, 1)).T
+    plain = module.qk_nope_head_dim
+    latents, weights = latents_of(module, keys, values)
     rows = torch.cat((latents, keys[0, :, plain:].double()), dim=-1)
     absorbed = torch.einsum("ahd,hdl->ahl", queries[..., :plain].double(), weights[:, :plain])
     asked = torch.cat((absorbed, queries[..., plain:].double()), dim=-1)
@@ -298,7 +331,7 @@ def heads_of(config: Any, index: int) -> tuple[int, int]:
 def sizes_of(config: Any, index: int) -> tuple[int, int, int]:
     """Channels of a layer's keys and values, and of its keys the first that rotates."""
     unrotated = getattr(config, "qk_nope_head_dim", None)
-    if unrotated is None:
+    if not unrotated:
         size = heads_of(config, index)[1]
         return size, size, 0
     return unrotated + config.qk_rope_head_dim, config.v_head_dim, unrotated

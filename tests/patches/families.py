@@ -20,11 +20,15 @@ TESTED = {
     "ApertusForCausalLM": "full attention",
     "ArceeForCausalLM": "full attention; vLLM runs it by transformers",
     "AXK1ForCausalLM": "multi-head latent attention, experts",
+    "BailingMoeForCausalLM": "experts",
+    "BailingMoeV2ForCausalLM": "experts, partly rotated",
     "BloomForCausalLM": "ALiBi",
+    "ChatGLMModel": "partly rotated, neighbours paired",
     "Cohere2ForCausalLM": "windows, unrotated layers",
     "Cohere2MoeForCausalLM": "experts, windows, unrotated layers",
     "CohereForCausalLM": "full attention, neighbours paired",
     "CwmForCausalLM": "windows; vLLM runs it by transformers",
+    "DeepseekForCausalLM": "experts",
     "DeepseekV2ForCausalLM": "multi-head latent attention, experts",
     "DeepseekV3ForCausalLM": "multi-head latent attention, experts; also Kimi K2",
     "Ernie4_5_MoeForCausalLM": "experts, neighbours paired; on CPUs vLLM chooses without biases",
@@ -33,6 +37,7 @@ TESTED = {
     "ExaoneForCausalLM": "full attention",
     "ExaoneMoeForCausalLM": "experts, windows, unrotated layers",
     "ExaoneMoEForCausalLM": "experts, windows, unrotated layers",
+    "FalconForCausalLM": "full attention",
     "FalconH1ForCausalLM": "recurrent heads (Mamba-2) in every layer",
     "FlexOlmoForCausalLM": "experts; vLLM runs it by transformers",
     "Gemma2ForCausalLM": "windows, soft caps",
@@ -44,6 +49,7 @@ TESTED = {
     "Glm4MoeForCausalLM": "experts, partly rotated",
     "Glm4MoeLiteForCausalLM": "multi-head latent attention, experts",
     "GlmForCausalLM": "partly rotated, neighbours paired; vLLM runs it by transformers",
+    "GPTJForCausalLM": "partly rotated, neighbours paired",
     "GPTNeoXForCausalLM": "partly rotated; vLLM runs it by transformers",
     "GptOssForCausalLM": "windows, learned sinks",
     "GraniteForCausalLM": "full attention",
@@ -71,6 +77,7 @@ TESTED = {
     "MiniMaxM2ForCausalLM": "partly rotated; on CPUs vLLM cannot run its experts",
     "Ministral3ForCausalLM": "full attention",
     "MistralForCausalLM": "with a window in every layer the policy decides nothing",
+    "MistralLarge3ForCausalLM": "multi-head latent attention, experts",
     "MixtralForCausalLM": "experts",
     "NanbeigeForCausalLM": "full attention; vLLM runs it by transformers",
     "NemotronForCausalLM": "partly rotated",
@@ -83,6 +90,8 @@ TESTED = {
     "PanguEmbeddedForCausalLM": "full attention",
     "Phi3ForCausalLM": "LongRoPE",
     "PhiForCausalLM": "partly rotated; vLLM runs it by transformers",
+    "PhiMoEForCausalLM": "experts",
+    "Plamo3ForCausalLM": "windows, two rotations",
     "Qwen2ForCausalLM": "full attention",
     "Qwen2MoeForCausalLM": "experts",
     "Qwen3_5ForCausalLM": "recurrent layers (gated delta nets), in bfloat16",
@@ -90,11 +99,15 @@ TESTED = {
     "Qwen3ForCausalLM": "full attention",
     "Qwen3MoeForCausalLM": "experts",
     "Qwen3NextForCausalLM": "recurrent layers (gated delta nets), experts, in bfloat16",
+    "Rnj1ForCausalLM": "full attention",
+    "SarvamMLAForCausalLM": "multi-head latent attention, experts",
+    "SarvamMoEForCausalLM": "experts, partly rotated",
     "SeedOssForCausalLM": "full attention; vLLM runs it by transformers",
     "SmolLM3ForCausalLM": "unrotated layers; vLLM runs it by transformers",
     "SolarForCausalLM": "full attention",
     "StableLmForCausalLM": "partly rotated",
     "Starcoder2ForCausalLM": "full attention; vLLM runs it by transformers",
+    "TeleChat2ForCausalLM": "full attention",
     "TeleChat3ForCausalLM": "full attention",
     "TeleFLMForCausalLM": "full attention",
     "VaultGemmaForCausalLM": "windows, soft caps; vLLM runs it by transformers",
@@ -120,7 +133,13 @@ DOWNLOADED = {
 
 REASONS = {
     "all layers are recurrent": r"\bIsAttentionFree\b",
-    "recurrent layers that vLLM runs on GPUs only": r"\b(MambaMixer|(Kimi|OlmoHybrid)Gated\w*)\b",
+    "recurrent layers that vLLM runs on GPUs only": (
+        r"\b(MambaMixer|(Kimi|OlmoHybrid)Gated\w*|BailingMoELinearAttention|\w+KimiDeltaAttention)\b"
+    ),
+    "prompts attend in both directions": r"\bPrefillPrefixLMAttention\b",
+    "ALiBi of square roots, which vLLM runs on GPUs only": r"\buse_alibi_sqrt=True\b",
+    "values and keys of two sizes, which vLLM runs on GPUs only": r"(?i)diff_?kv",
+    "vLLM 0.32 itself cannot load its experts": r"\bclass DbrxExperts\b",
     "layers choose the tokens that they attend to": (
         r"(?s)\b(kv_lora_rank|compress_ratios)\b.*\bindex_topk\b"
     ),
@@ -132,7 +151,7 @@ REASONS = {
 }
 """Why a model is refused, and what its source has then."""
 
-OTHER_CLASSES = {"DeepseekForCausalLM"}
+OTHER_CLASSES = {"DeepseekForCausalLM", "PanguUltraMoEForCausalLM"}
 """Architectures without what other models of their file are refused for."""
 
 

@@ -61,6 +61,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
+        chunk_lookback: int = -1,
     ) -> None:
         refused = {
             "sliding windows": sliding_window is not None and not self.knows_windows,
@@ -69,6 +70,7 @@ class KVPolicyImpl(AttentionImpl[Any]):
                 kv_sharing_target_layer_name is not None and not self.knows_sharing
             ),
             "learned attention sinks": sinks is not None and not self.knows_sinks,
+            "chunks that see earlier ones": chunk_lookback >= 0,
         }
         for feature, present in refused.items():
             if present:
@@ -126,7 +128,9 @@ class KVPolicyImpl(AttentionImpl[Any]):
         if rotary is not None:
             rotation = self.rotation_table(rotary, spec, device)
             self._first_rotary = rotary.begin
-        self._pages = page_views(kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales))
+        self._pages = page_views(
+            kv_cache, spec, Quantised.of(self.kv_cache_dtype, scales, self.latent)
+        )
         self._layer = LayerConfig(
             num_kv_heads=self.num_kv_heads,
             head_size=self.head_size,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit quantisation of keys and values.
 
-A row is one token's key and value in one KV head. It is quantised once, when it is written into a
-page. Later moves copy its codes and scales unchanged. vLLM's ``--kv-cache-dtype`` selects the code
-dtype and the scales:
+A row is one token's key and value in one KV head. A latent row (``attention/latent.py``) has its
+rotated channels in place of the key and its latent in place of the value. A row is quantised once,
+when it is written into a page. Later moves copy its codes and scales unchanged. vLLM's
+``--kv-cache-dtype`` selects the code dtype and the scales:
 
 - ``fp8`` uses one scale for the layer's keys and one for its values, from the checkpoint or 1;
 - ``fp8_per_token_head`` and ``int8_per_token_head`` compute two scales per row, one for its key and
@@ -40,13 +41,17 @@ class Quantised:
     Attributes:
         code: Dtype of one channel's code.
         scales: The layer's key scale and value scale; None: each row has its own.
+        value_size: Channels of a row that are its value; None: half of them.
     """
 
     code: torch.dtype
     scales: tuple[float, float] | None = None
+    value_size: int | None = None
 
     @classmethod
-    def of(cls, cache_dtype: str, scales: tuple[float, float]) -> Self | None:
+    def of(
+        cls, cache_dtype: str, scales: tuple[float, float], value_size: int | None = None
+    ) -> Self | None:
         """Return the encoding for ``--kv-cache-dtype``, or None if it does not quantise.
 
         Args:
@@ -54,39 +59,52 @@ class Quantised:
         """
         if cache_dtype not in CODES:
             return None
-        return cls(CODES[cache_dtype], None if cache_dtype in OF_ROWS else scales)
+        own = None if cache_dtype in OF_ROWS else scales
+        return cls(CODES[cache_dtype], own, value_size)
+
+    def _sizes(self, row_size: int) -> list[int]:
+        """Channels of a row before its value, and of its value."""
+        value = row_size // 2 if self.value_size is None else self.value_size
+        return [row_size - value, value]
 
     def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Quantise rows.
 
         Args:
-            rows: ``[..., 2 * D]``, key then value, in any floating-point dtype.
+            rows: ``[..., row_size]``, key then value, in any floating-point dtype.
 
         Returns:
             Codes, int8 or uint8 of the same shape, and scales, fp32 ``[..., 2]``. The scales are
             None if the layer has fixed ones.
         """
         largest = LARGEST[self.code]
-        halves = rows.float().unflatten(-1, (2, -1))
+        rows, sizes = rows.float(), self._sizes(rows.shape[-1])
         if self.scales is None:
-            scale = (halves.abs().amax(-1) / largest).clamp_min(LEAST_SCALE)
+            most = torch.stack([part.abs().amax(-1) for part in rows.split(sizes, -1)], dim=-1)
+            scale = (most / largest).clamp_min(LEAST_SCALE)
         else:
-            scale = halves.new_tensor(self.scales)
-        steps = (halves * (1 / scale).unsqueeze(-1)).clamp(-largest, largest)
+            scale = rows.new_tensor(self.scales)
+        steps = (rows * _by_channel(1 / scale, sizes)).clamp(-largest, largest)
         if self.code == torch.int8:
             codes = steps.round().to(torch.int8)
         else:
             codes = steps.to(self.code).view(torch.uint8)
-        return codes.flatten(-2), scale if self.scales is None else None
+        return codes, scale if self.scales is None else None
 
     def decode(self, codes: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Dequantise codes to fp32 rows ``[..., 2 * D]``.
+        """Dequantise codes to fp32 rows ``[..., row_size]``.
 
         Args:
             scale: fp32 ``[..., 2]``; None: the layer's scales.
         """
-        halves = codes.view(self.code).float().unflatten(-1, (2, -1))
+        rows = codes.view(self.code).float()
         if scale is None:
             assert self.scales is not None, "every row has a scale"
-            scale = halves.new_tensor(self.scales)
-        return (halves * scale.unsqueeze(-1)).flatten(-2)
+            scale = rows.new_tensor(self.scales)
+        return rows * _by_channel(scale, self._sizes(rows.shape[-1]))
+
+
+def _by_channel(scale: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """The scales ``[..., 2]`` of a row's two parts, for each channel ``[..., row_size]``."""
+    parts = [scale[..., i : i + 1].expand(*scale.shape[:-1], n) for i, n in enumerate(sizes)]
+    return torch.cat(parts, dim=-1)

@@ -15,6 +15,7 @@ from vllm.transformers_utils.config import iter_rope_parameters
 
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.models.architectures import (
+    BOTH_WAYS,
     may_be_unrotated,
     needs_no_positions,
     shares_caches,
@@ -78,16 +79,12 @@ def _no_movable_positions(config: VllmConfig) -> bool:
         and not needs_no_positions(hf)
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
+        and not hasattr(hf, "original_rope")  # ChatGLM's, true or false
     )
 
 
 def _drafts(config: VllmConfig) -> bool:
     return config.speculative_config is not None
-
-
-def _several_processes(config: VllmConfig) -> bool:
-    parallel = config.parallel_config
-    return parallel.world_size * parallel.data_parallel_size > 1
 
 
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
@@ -126,9 +123,9 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: (
             (drafts := config.speculative_config) is not None and drafts.method not in HOST_DRAFTERS
         ),
-        "--speculative-config has a method that is not supported: draft models, EAGLE, MTP and "
-        "others would need a bounded cache of their own, and suffix is not tested; set its method "
-        "to ngram",
+        "--speculative-config has a method whose drafts come from a model (a draft model, EAGLE, "
+        "MTP, Medusa) or a device: such a model would need a bounded cache of its own; set its "
+        "method to ngram or suffix",
     ),
     Refusal(
         "drafts of scores by text",
@@ -152,19 +149,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "are updated in place, also by rejected drafts; remove it",
     ),
     Refusal(
-        "drafts of shared caches or chunked layers",
-        lambda config, _: (
-            _drafts(config)
-            and (shares_caches(config.model_config.hf_text_config) or chunked(config.model_config))
-        ),
-        "--speculative-config is not tested with models whose layers share caches or attend within "
-        "chunks (Gemma 3n, Gemma 4 E2B and E4B, Llama 4); remove it",
+        "drafts of shared caches",
+        lambda config, _: _drafts(config) and shares_caches(config.model_config.hf_text_config),
+        "--speculative-config cannot be combined with models whose layers share caches (Gemma 3n, "
+        "Gemma 4 E2B and E4B): the last of them inserts a step's tokens, so a step holds one "
+        "stride of a request, and every draft is a stride; remove it",
     ),
     Refusal(
-        "drafts over ranks",
-        lambda config, _: _drafts(config) and _several_processes(config),
-        "--speculative-config is not tested with --tensor-parallel-size, --pipeline-parallel-size "
-        "or --data-parallel-size above 1 yet; set them to 1, or remove it",
+        "drafts over stages",
+        lambda config, _: _drafts(config) and config.parallel_config.pipeline_parallel_size > 1,
+        "--speculative-config cannot be combined with --pipeline-parallel-size above 1: vLLM asks "
+        "every stage for the drafter, which only the last one has; use --tensor-parallel-size",
+    ),
+    Refusal(
+        "drafts over data-parallel ranks",
+        lambda config, _: _drafts(config) and config.parallel_config.data_parallel_size > 1,
+        "--speculative-config is not tested with --data-parallel-size above 1 yet; set it to 1, or "
+        "remove --speculative-config",
     ),
     Refusal(
         "KV connector",
@@ -248,12 +249,6 @@ REFUSALS: tuple[Refusal, ...] = (
         f"--{CHECK.replace('_', '-')} must be off for models with multi-head latent attention: it "
         "does not compare their kernels",
     ),
-    Refusal(
-        "quantised latents",
-        lambda config, _: config.model_config.use_mla and config.cache_config.cache_dtype in CODES,
-        "--kv-cache-dtype must be auto for models with multi-head latent attention: 8-bit latents "
-        "are not built",
-    ),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
     Refusal(
         "pooling",
@@ -265,6 +260,12 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda config, _: config.model_config.is_mm_prefix_lm,
         "models whose image tokens attend in both directions are not supported: strides are "
         "causal; add --language-model-only to serve text only, or use --kv-policy full",
+    ),
+    Refusal(
+        "prompts in both directions",
+        lambda config, _: config.model_config.hf_text_config.model_type in BOTH_WAYS,
+        "a token of the model's prompts attends to later ones, too (HRM-Text): strides are causal; "
+        "use --kv-policy full",
     ),
     Refusal(
         "state-space layers",

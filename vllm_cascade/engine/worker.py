@@ -43,10 +43,13 @@ from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Reque
 def scales_of(layer: Any) -> tuple[float, float]:
     """Scales of a layer's quantised keys and values: the checkpoint's, or 1.
 
+    vLLM has one scale for the rows of multi-head latent attention, that of keys.
+
     Raises:
         KVPolicyError: the checkpoint has several scales for one layer.
     """
-    scales = layer._k_scale, layer._v_scale
+    values = "_k_scale" if isinstance(layer, MLAAttention) else "_v_scale"
+    scales: list[Any] = [getattr(layer, name) for name in ("_k_scale", values)]
     if any(scale.numel() > 1 for scale in scales):
         raise KVPolicyError(
             "kv_policy: the checkpoint has key and value scales per head, which no policy "

@@ -81,6 +81,9 @@ SKIPPING = (
 )
 """vLLM model files whose layers skip their rotary module by rules that we have not tested."""
 
+BOTH_WAYS = ("hrm_text",)
+"""Models whose prompts attend in both directions."""
+
 ELSEWHERE = ("k2_horizon",)
 """vLLM model files that rotate other channels than the first ones of a head."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 
-HOST_DRAFTERS = ("ngram", "custom_class")
+HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
 """Methods of vLLM whose drafts come from token ids, without a model that has a cache."""
 
 

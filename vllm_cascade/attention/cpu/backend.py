@@ -58,8 +58,6 @@ class CPUKVPolicyBackend(KVPolicyBackend):
 class CPULatentBackend(CPUKVPolicyBackend):
     """The same for layers of multi-head latent attention."""
 
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
-
     @staticmethod
     def get_name() -> str:
         return "CPU_MLA"

@@ -39,9 +39,13 @@ class CPUMetadata(AttentionMetadata):
     """Metadata that all layers of a step share; ``table`` is the batch's block table.
 
     The last four are for vLLM's layers of multi-head latent attention.
+
+    Attributes:
+        singles: the waves' single tokens, if they have nothing else; empty otherwise.
     """
 
     waves: list[CPUWave]
+    singles: list[Singles]
     table: torch.Tensor
     num_actual_tokens: int
     num_prefills: int
@@ -109,5 +113,7 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
                 singles = singles_of(single, step, table, rules, size, recalling, saves)
             strides = strides_of(longer, step, table, size, recalling)
             waves.append(CPUWave(rows, singles, strides))
+        singles = [wave.singles for wave in waves if wave.singles is not None and not wave.strides]
+        singles = singles if len(singles) == len(waves) else []
         common = common_attn_metadata
-        return CPUMetadata(waves, table, common.num_actual_tokens, common.num_reqs)
+        return CPUMetadata(waves, singles, table, common.num_actual_tokens, common.num_reqs)

@@ -93,6 +93,9 @@ class CPUKVPolicyImpl(KVPolicyImpl):
             self._attend_as_sharer(self.owner, name, metadata, new)
         elif self.last:
             self._attend_as_owner(metadata, new)
+        elif metadata.singles and self.recall is None and self.recorder is None:
+            assert self.path is not None, "prepare() was not called"
+            self.path.tokens(metadata.singles, new)
         else:
             for wave in metadata.waves:
                 self._select(wave, new)
@@ -151,10 +154,10 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
     def _tokens(self, path: Path, singles: Singles, new: NewTokens) -> None:
         if not singles.recall or self.recall is None:
-            path.tokens(singles, new)
+            path.tokens([singles], new)
             return
         before = self.recall.ranks_before(singles)
-        path.tokens(singles, new)
+        path.tokens([singles], new)
         self.recall.store_of_tokens(singles, before)
 
     def _stride(self, path: Path, stride: Stride, new: NewTokens) -> None:
@@ -170,7 +173,7 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
 def _attend(path: Path, wave: CPUWave, new: NewTokens) -> None:
     if wave.singles is not None:
-        path.tokens(wave.singles, new)
+        path.tokens([wave.singles], new)
     for stride in wave.strides:
         path.stride(stride, new)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one layer through the C++ library: one call per batch of tokens or per stride."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,10 @@ class NativePath:
         made = cpp.Undone(len(rows), table.shape[1], rows.data_ptr(), table.data_ptr())
         self.library.undo_tokens(self._layer, made)
 
-    def tokens(self, singles: Singles, new: NewTokens) -> None:
+    def tokens(self, waves: Sequence[Singles], new: NewTokens) -> None:
         assert new.query.dtype == self._dtype, (new.query.dtype, self._dtype)
-        self.library.attend_and_insert_tokens(self._layer, _tokens(singles), cpp.row_addresses(new))
+        batches, rows = _batches(waves), cpp.row_addresses(new)
+        self.library.attend_and_insert_tokens(self._layer, batches, rows)
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
         assert new.query.dtype == self._dtype, (new.query.dtype, self._dtype)
@@ -198,14 +200,18 @@ def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _batches(waves: Sequence[Singles]) -> cpp.Batches:
+    """The library's structs of waves of single tokens, built once per step for all layers."""
+    kept, key = waves[0].kept, f"native {len(waves)}"
+    if key not in kept:
+        kept[key] = cpp.Batches(*map(_tokens, waves))
+    return kept[key]
+
+
 def _tokens(singles: Singles) -> cpp.Tokens:
-    """The library's struct of single tokens, built once per step for all layers."""
-    made = singles.kept.get("native")
-    if made is not None:
-        return made
     assert singles.steps.is_contiguous() and singles.table.is_contiguous()
     assert singles.steps.dtype == singles.table.dtype == singles.rules.dtype == torch.int32
-    made = cpp.Tokens(
+    return cpp.Tokens(
         count=len(singles.steps),
         num_pages=singles.table.shape[1],
         steps=singles.steps.data_ptr(),
@@ -218,8 +224,6 @@ def _tokens(singles: Singles) -> cpp.Tokens:
         saves=_address(singles.saves),
         moved=singles.moved,
     )
-    singles.kept["native"] = made
-    return made
 
 
 def _stride(stride: Stride) -> cpp.Stride:

@@ -7,6 +7,7 @@ the library, ``native`` raises an error if the library cannot run a layer.
 """
 
 import os
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Protocol
 
@@ -34,8 +35,8 @@ class Path(Protocol):
     Methods read the rows of their tokens from ``new`` and write ``new.output``.
     """
 
-    def tokens(self, singles: Singles, new: NewTokens) -> None:
-        """Run one token of many requests."""
+    def tokens(self, waves: Sequence[Singles], new: NewTokens) -> None:
+        """Run one token of many requests, and wave after wave the tokens that follow it."""
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
         """Run several tokens of one request; ``evicted`` receives the evicted units."""
@@ -62,12 +63,13 @@ class PyTorchPath:
         assert self._journal is not None
         self._journal.undo(undone)
 
-    def tokens(self, singles: Singles, new: NewTokens) -> None:
-        places = singles.places
-        attended = token_path.attend_and_insert(
-            self._layer, self._pages, singles, *new.at(places), self._journal
-        )
-        new.output[places] = attended.to(new.output.dtype)
+    def tokens(self, waves: Sequence[Singles], new: NewTokens) -> None:
+        for singles in waves:
+            places = singles.places
+            attended = token_path.attend_and_insert(
+                self._layer, self._pages, singles, *new.at(places), self._journal
+            )
+            new.output[places] = attended.to(new.output.dtype)
 
     def stride(self, stride: Stride, new: NewTokens, evicted: Evicted | None = None) -> None:
         attended = stride_path.attend_and_insert(
