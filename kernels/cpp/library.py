@@ -116,10 +116,10 @@ class Store(ctypes.Structure):
     """A request's stored units, and the queries that select from them."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "codes scales"),
+        *_of(c_void_p, "codes scales centres centre_scales"),
         *_of(c_int64, "num_chunks chunk_units begin end"),
         *_of(c_void_p, "places positions"),
-        *_of(c_int64, "num_asking num"),
+        *_of(c_int64, "num_asking num_candidates num_filtering num"),
     ]
 
 
@@ -158,7 +158,7 @@ class Library:
         layer, rows = POINTER(Layer), POINTER(Rows)
         self._tokens.argtypes = [layer, POINTER(POINTER(Tokens)), c_int64, rows]
         self._stride.argtypes = [layer, POINTER(Stride), rows]
-        self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, c_void_p, c_void_p]
+        self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, *[c_void_p] * 3]
         self._undo.argtypes = [layer, POINTER(Undone)]
         for function in (self._tokens, self._stride, self._recall, self._undo):
             function.restype = None
@@ -179,11 +179,18 @@ class Library:
         self._undo(layer, undone)
 
     def recall_units(
-        self, layer: Layer, rows: Rows, store: Store, index: int, asked: int, chosen: int
+        self,
+        layer: Layer,
+        rows: Rows,
+        store: Store,
+        index: int,
+        asked: int,
+        listed: int,
+        chosen: int,
     ) -> None:
         """Select the units that queries attend to most; writes to the addresses given."""
         self.calls["recalls"] += 1
-        self._recall(layer, rows, store, index, asked, chosen)
+        self._recall(layer, rows, store, index, asked, listed, chosen)
 
 
 @lru_cache(maxsize=1)

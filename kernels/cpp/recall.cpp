@@ -3,6 +3,9 @@
 // scale, and so do queries: products are integers, so every machine chooses alike. A unit is worth its
 // keys' largest exponential and their mean.
 //
+// Of many units, a few queries first select candidates by the mean of each unit's keys, its centre.
+// Only candidates are judged by all of their keys.
+//
 // W units lie side by side, one per lane. Largest logits and sums over a unit's keys then need no
 // exchange between lanes.
 #include <functional>
@@ -11,12 +14,15 @@
 
 // A request's stored units, in chunks that hold all layers, and the tokens that ask.
 struct Store {
-  const int64_t *codes, *scales;  // [num_chunks] addresses of [layers, H, chunk_units, D/4, unit, 4]
-                                  // int8 and [layers, H, chunk_units, unit] fp32
+  // [num_chunks] addresses of [layers, H, chunk_units, D/4, unit, 4] int8, [layers, H, chunk_units,
+  // unit] fp32, [layers, H, D/4, chunk_units, 4] int8 and [layers, H, chunk_units] fp32
+  const int64_t *codes, *scales, *centres, *centre_scales;
   int64_t num_chunks, chunk_units, begin, end;  // units begin .. end - 1 of all chunks' are there
   const int64_t *places, *positions;  // [num_asking], of tokens in the step, and of their queries
   int64_t num_asking;
-  int64_t num;  // units to choose
+  int64_t num_candidates;  // units that are judged by all of their keys, at most
+  int64_t num_filtering;   // queries that select them, evenly spread, at most
+  int64_t num;             // units to choose
 };
 
 namespace {
@@ -27,6 +33,7 @@ constexpr int64_t LEVELS = 127;           // a query's channels are -LEVELS .. L
 constexpr int32_t SIGNS = (int32_t)0x80808080;
 constexpr float LOG2E = 1.44269504f;
 
+
 struct Judge {
   const Layer& layer;
   const Store& store;
@@ -35,9 +42,19 @@ struct Judge {
   int64_t words() const { return layer.head_size / 4; }
   // Queries of one KV head: those of a query head follow each other.
   int64_t rows() const { return layer.group * store.num_asking; }
-  // Panels: W units each, from the first unit of all chunks on.
-  int64_t panels() const { return store.num_chunks * store.chunk_units / W; }
+  // Units that are judged by all of their keys, in panels of W.
+  int64_t judged() const { return std::min(num_units(), store.num_candidates); }
+  int64_t panels() const { return (judged() + W - 1) / W; }
   int64_t columns() const { return panels() * W; }
+  // Panels of all units' centres, from the first unit of all chunks on.
+  int64_t centre_panels() const { return store.num_chunks * store.chunk_units / W; }
+  int64_t centre_columns() const { return centre_panels() * W; }
+  // Queries of a query head that select candidates.
+  int64_t filtering() const { return std::min(store.num_asking, store.num_filtering); }
+  int64_t filtering_row(int64_t i) const {
+    return (i + 1) * store.num_asking / filtering() - 1;
+  }
+  int64_t heads_of_set() const { return layer.num_heads / layer.num_sets; }
 };
 
 // Queries as integers; what makes up for keys that count from 128.
@@ -90,13 +107,82 @@ void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries)
     }
 }
 
-// W rows of n 4-byte numbers, `stride` apart, to n rows of W.
-inline void across(const int32_t* from, int64_t stride, int64_t n, int32_t flip, int32_t* to) {
+// --- candidates ----------------------------------------------------------------------------------
+
+// Logits of W centres for `Rows` queries of a query head: those from `first` on of those that filter,
+// whose rows begin at `row`.
+template <int Rows>
+inline void multiply_centres(const Judge& judge, const Queries& queries, int64_t row, int64_t first,
+                             const int32_t* centre, vf scale, vi valid, float* logits) {
+  const int64_t words = judge.words(), units = judge.store.chunk_units;
+  int64_t at[Rows];
+  vi sums[Rows];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++) {
+    at[r] = row + judge.filtering_row(first + r);
+    sums[r] = splat_int(queries.less[at[r]]);
+  }
+  for (int64_t word = 0; word < words; word++) {
+    const vi here = load_as<vi>(centre + word * units) ^ SIGNS;
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++)
+      sums[r] = add_products(sums[r], here, queries.words[at[r] * words + word]);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++) {
+    const vf logit = __builtin_convertvector(sums[r], vf) * scale * queries.step[at[r]];
+    store(logits + r * judge.centre_columns(), valid ? logit : splat(-INFINITY));
+  }
+}
+
+// One panel's centres under the filtering queries of one KV head; `logits`: [H * G, filtering, centre
+// columns].
+void judge_centres(const Judge& judge, const Queries& queries, int64_t head, int64_t panel,
+                   float* logits) {
+  const Layer& layer = judge.layer;
+  const int64_t units = judge.store.chunk_units, chunk = panel * W / units, lane = panel * W % units;
+  const vi number = lanes() + (int32_t)(panel * W);
+  const vi valid = (number >= (int32_t)judge.store.begin) & (number < (int32_t)judge.store.end);
+  const int64_t at = judge.index * layer.num_heads + head;
+  const auto* centre = (const int32_t*)judge.store.centres[chunk] + at * judge.words() * units + lane;
+  const vf scale = load((const float*)judge.store.centre_scales[chunk] + at * units + lane);
+  const int64_t num = judge.filtering(), columns = judge.centre_columns();
+  for (int64_t q = head * layer.group; q < (head + 1) * layer.group; q++) {
+    const int64_t row = q * judge.store.num_asking;
+    float* to = logits + q * num * columns + panel * W;
+    int64_t i = 0;
+    for (; i + 8 <= num; i += 8)
+      multiply_centres<8>(judge, queries, row, i, centre, scale, valid, to + i * columns);
+    for (; i < num; i++)
+      multiply_centres<1>(judge, queries, row, i, centre, scale, valid, to + i * columns);
+  }
+}
+
+// Logits of one query as probabilities; `asked` becomes the larger.
+void share_centres(const Judge& judge, float* logits, float* asked) {
+  const int64_t columns = judge.centre_columns();
+  vf most = splat(-INFINITY), sums = vf{};
+  for (int64_t at = 0; at < columns; at += W) most = vmax(most, load(logits + at));
+  const float top = largest(most) * LOG2E;
+  for (int64_t at = 0; at < columns; at += W) {
+    const vf here = vexp2(load(logits + at) * LOG2E - top);
+    store(logits + at, here);
+    sums += here;
+  }
+  const float factor = 1.0f / sum(sums);
+  for (int64_t at = 0; at < columns; at += W)
+    store(asked + at, vmax(load(logits + at) * factor, load(asked + at)));
+}
+
+// --- all keys of the judged units ----------------------------------------------------------------
+
+// W rows of n 4-byte numbers to n rows of W.
+inline void across(const int32_t* const* from, int64_t n, int32_t flip, int32_t* to) {
   int64_t i = 0;
   for (; i + W <= n; i += W) {
     vf square[W];
 #pragma GCC unroll 16
-    for (int u = 0; u < W; u++) square[u] = load_as<vf>(from + u * stride + i);
+    for (int u = 0; u < W; u++) square[u] = load_as<vf>(from[u] + i);
     transpose(square);
 #pragma GCC unroll 16
     for (int u = 0; u < W; u++) {
@@ -105,7 +191,7 @@ inline void across(const int32_t* from, int64_t stride, int64_t n, int32_t flip,
     }
   }
   for (; i < n; i++)
-    for (int u = 0; u < W; u++) to[i * W + u] = from[u * stride + i] ^ flip;
+    for (int u = 0; u < W; u++) to[i * W + u] = from[u][i] ^ flip;
 }
 
 // Logits, without the queries' steps, of `Rows` queries for `Keys` keys of each unit, `[Rows, unit, W]`;
@@ -169,29 +255,27 @@ void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const i
   }
 }
 
-// One panel under all queries of one KV head.
+// One panel of judged units, `units`, under all queries of one KV head.
 void judge_panel(const Judge& judge, const Found& found, const Queries& queries, int64_t head,
-                 int64_t panel) {
+                 int64_t panel, const int64_t* units) {
   static thread_local Scratch scratch;
-  const int64_t unit = judge.layer.unit, words = judge.words();
-  const int64_t units = judge.store.chunk_units, chunk = panel * W / units;
-  const vi number = lanes() + (int32_t)(panel * W);
-  const vi valid = (number >= (int32_t)judge.store.begin) & (number < (int32_t)judge.store.end);
-  int64_t row = head * judge.rows();
-  const int64_t end = row + judge.rows();
-  if (!any(valid)) {
-    for (; row < end; row++) {
-      found.most[row * judge.panels() + panel] = -INFINITY;
-      store(found.worth + row * judge.columns() + panel * W, vf{});
-    }
-    return;
+  const int64_t unit = judge.layer.unit, words = judge.words(), per_chunk = judge.store.chunk_units;
+  const vi valid = lanes() + (int32_t)(panel * W) < (int32_t)judge.judged();
+  const int32_t *codes[W], *scales[W];
+  for (int u = 0; u < W; u++) {
+    const int64_t number = judge.store.begin + units[std::min(panel * W + u, judge.judged() - 1)];
+    const int64_t chunk = number / per_chunk;
+    const int64_t at =
+        (judge.index * judge.layer.num_heads + head) * per_chunk + number % per_chunk;
+    codes[u] = (const int32_t*)judge.store.codes[chunk] + at * words * unit;
+    scales[u] = (const int32_t*)judge.store.scales[chunk] + at * unit;
   }
-  const int64_t at = (judge.index * judge.layer.num_heads + head) * units + panel * W % units;
   float* scale = scratch.take((words + 1) * unit * W);
   int32_t* keys = (int32_t*)(scale + unit * W);
-  const int32_t* codes = (const int32_t*)judge.store.codes[chunk] + at * words * unit;
-  across((const int32_t*)judge.store.scales[chunk] + at * unit, unit, unit, 0, (int32_t*)scale);
-  across(codes, words * unit, words * unit, SIGNS, keys);
+  across(scales, unit, 0, (int32_t*)scale);
+  across(codes, words * unit, SIGNS, keys);
+  int64_t row = head * judge.rows();
+  const int64_t end = row + judge.rows();
   for (; row + QUERIES <= end; row += QUERIES)
     judge_rows<QUERIES>(judge, queries, row, keys, scale, valid, panel, found);
   for (; row + 3 <= end; row += 3)
@@ -213,52 +297,91 @@ void share_row(const Judge& judge, float* worth, const float* most, float* asked
     store(asked + at, vmax(load(worth + at) / total, load(asked + at)));
 }
 
-// The units that one head set's query heads ask for most on average; of equal ones the first.
-void choose(const Judge& judge, const float* asked, int64_t set, int64_t* chosen) {
-  const int64_t heads = judge.layer.num_queries() / judge.layer.num_sets, n = judge.num_units();
-  std::vector<float> mean(n, 0.0f);
+// --- both ------------------------------------------------------------------------------------------
+
+// The `num` of `n` units that any of one head set's query heads asks for most, ascending; of equal
+// ones the first. `asked`: [H * G] rows of `stride` numbers.
+void choose(const Judge& judge, const float* asked, int64_t stride, int64_t n, int64_t set,
+            int64_t num, int64_t* chosen) {
+  static thread_local std::vector<float> most, sorted;
+  const int64_t heads = judge.layer.num_queries() / judge.layer.num_sets;
+  most.assign(n, 0.0f);
   for (int64_t q = set * heads; q < (set + 1) * heads; q++)
-    for (int64_t u = 0; u < n; u++) mean[u] += asked[q * n + u];
-  std::vector<float> sorted = mean;
-  const int64_t num = judge.store.num;
+    for (int64_t u = 0; u < n; u++) most[u] = std::max(most[u], asked[q * stride + u]);
+  sorted = most;
   std::nth_element(sorted.begin(), sorted.begin() + num - 1, sorted.end(), std::greater<float>());
   const float least = sorted[num - 1];
   int64_t equal = num;
-  for (int64_t u = 0; u < n; u++) equal -= mean[u] > least;
+  for (int64_t u = 0; u < n; u++) equal -= most[u] > least;
   for (int64_t u = 0, at = 0; u < n && at < num; u++)
-    if (mean[u] > least || (mean[u] == least && equal-- > 0)) chosen[set * num + at++] = u;
+    if (most[u] > least || (most[u] == least && equal-- > 0)) chosen[at++] = u;
+}
+
+// Lists the units that are judged by all of their keys; `logits`: [H * G, filtering + 1, centre
+// columns] of scratch memory. Called by all threads of a team.
+void list_candidates(const Judge& judge, const Queries& queries, float* logits, int64_t* listed) {
+  const Layer& layer = judge.layer;
+  const int64_t columns = judge.centre_columns(), num = judge.filtering();
+  float* asked = logits + layer.num_queries() * num * columns;
+#pragma omp for schedule(static) collapse(2)
+  for (int64_t head = 0; head < layer.num_heads; head++)
+    for (int64_t panel = 0; panel < judge.centre_panels(); panel++)
+      judge_centres(judge, queries, head, panel, logits);
+#pragma omp for schedule(static)
+  for (int64_t q = 0; q < layer.num_queries(); q++) {
+    std::fill(asked + q * columns, asked + (q + 1) * columns, 0.0f);
+    for (int64_t i = 0; i < num; i++)
+      share_centres(judge, logits + (q * num + i) * columns, asked + q * columns);
+  }
+#pragma omp for schedule(static)
+  for (int64_t set = 0; set < layer.num_sets; set++)
+    choose(judge, asked + judge.store.begin, columns, judge.num_units(), set, judge.judged(),
+           listed + set * judge.judged());
 }
 
 template <class T>
-void run(const Judge& judge, const Rows& rows, float* asked, int64_t* chosen) {
+void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, int64_t* chosen) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
-  const int64_t heads = layer.num_heads, n = judge.num_units(), asking = judge.store.num_asking;
+  const int64_t heads = layer.num_heads, n = judge.judged(), asking = judge.store.num_asking;
   const int64_t columns = judge.columns(), queries = heads * judge.rows();
+  const bool filters = n < judge.num_units();
+  const int64_t centres =
+      filters * layer.num_queries() * (judge.filtering() + 1) * judge.centre_columns();
   float* worth = scratch.take(queries * (columns + judge.panels() + judge.words() + 2) +
-                              layer.num_queries() * columns);
+                              layer.num_queries() * columns + centres);
   float* shares = worth + queries * columns;  // [H * G, columns]
   const Found found{worth, shares + layer.num_queries() * columns};
   float* step = found.most + queries * judge.panels();
   int32_t* less = (int32_t*)(step + queries);
-  const Queries asked_by{less + queries, less, step};
+  int32_t* words = less + queries;
+  float* logits = (float*)(words + queries * judge.words());
+  const Queries asked_by{words, less, step};
   plain_queries<T>(judge, rows, asked_by);
+  if (!filters)
+    for (int64_t i = 0; i < layer.num_sets * n; i++) listed[i] = i % n;
 #pragma omp parallel if (omp_get_max_threads() > 1)
   {
+    if (filters) list_candidates(judge, asked_by, logits, listed);
 #pragma omp for schedule(static) collapse(2)
     for (int64_t head = 0; head < heads; head++)
       for (int64_t panel = 0; panel < judge.panels(); panel++)
-        judge_panel(judge, found, asked_by, head, panel);
+        judge_panel(judge, found, asked_by, head, panel,
+                    listed + head / judge.heads_of_set() * n);
 #pragma omp for schedule(static)
     for (int64_t q = 0; q < layer.num_queries(); q++) {
       float* share = shares + q * columns;
       std::fill(share, share + columns, 0.0f);
       for (int64_t r = q * asking; r < (q + 1) * asking; r++)
         share_row(judge, worth + r * columns, found.most + r * judge.panels(), share);
-      std::memcpy(asked + q * n, share + judge.store.begin, n * sizeof(float));
+      std::memcpy(asked + q * n, share, n * sizeof(float));
     }
 #pragma omp for schedule(static)
-    for (int64_t set = 0; set < layer.num_sets; set++) choose(judge, asked, set, chosen);
+    for (int64_t set = 0; set < layer.num_sets; set++) {
+      int64_t* mine = chosen + set * judge.store.num;
+      choose(judge, asked, n, n, set, judge.store.num, mine);
+      for (int64_t i = 0; i < judge.store.num; i++) mine[i] = listed[set * n + mine[i]];
+    }
   }
 }
 
@@ -266,14 +389,14 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* chosen) {
 
 extern "C" int64_t store_size() { return sizeof(Store); }
 
-// `asked`: [H * G, end - begin], the most that any token asks, and `chosen`: [S, num], units counted
-// from `begin`, ascending.
+// `asked`: [H * G, judged], the most that any token asks of `listed`: [S, judged], where all units or
+// `num_candidates` are judged; and `chosen`: [S, num]. Units count from `begin` and ascend.
 extern "C" void recall_units(const Layer* layer, const Rows* rows, const Store* store,
-                             int64_t index, float* asked, int64_t* chosen) {
+                             int64_t index, float* asked, int64_t* listed, int64_t* chosen) {
   const Judge judge{*layer, *store, index};
-  if (layer->dtype == FP32) run<float>(judge, *rows, asked, chosen);
-  if (layer->dtype == BF16) run<bf16>(judge, *rows, asked, chosen);
+  if (layer->dtype == FP32) run<float>(judge, *rows, asked, listed, chosen);
+  if (layer->dtype == BF16) run<bf16>(judge, *rows, asked, listed, chosen);
 #ifdef HAS_FP16
-  if (layer->dtype == FP16) run<fp16>(judge, *rows, asked, chosen);
+  if (layer->dtype == FP16) run<fp16>(judge, *rows, asked, listed, chosen);
 #endif
 }

@@ -156,7 +156,7 @@ def _weigh(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the mean over a set's query heads of the largest share that any query gives a unit."""
+    """Write the largest share that any query of a set's heads gives a unit."""
     row = tl.program_id(0).to(tl.int64)
     columns = recall + row * RECALL
     if tl.load(columns + HOW) != JUDGED:
@@ -170,7 +170,6 @@ def _weigh(
     mine = row * tl.num_programs(1) + tl.program_id(1)
     found = tl.zeros([TILE], tl.float32)
     for head in range(HEADS):
-        best = tl.zeros([TILE], tl.float32)
         for first in range(0, asking, ROWS):
             index = first + tl.arange(0, ROWS)
             asks = index < asking
@@ -181,9 +180,8 @@ def _weigh(
                 worth + rows[:, None] * CAPACITY + unit[None, :], mask=there, other=LOWEST
             )
             share = tl.where(there, tl.exp(value - total[:, None]), 0.0)
-            best = tl.maximum(best, tl.max(share, axis=0))
-        found += best
-    tl.store(evidence + mine * CAPACITY + unit, found / HEADS, mask=inside)
+            found = tl.maximum(found, tl.max(share, axis=0))
+    tl.store(evidence + mine * CAPACITY + unit, found, mask=inside)
 
 
 def judge_units(
@@ -323,4 +321,4 @@ def evidence_reference(queries: torch.Tensor, keys: torch.Tensor, num_sets: int)
             of_units = (rows @ query).softmax(0).view(num_units, unit)
             worth = of_units.amax(1) + of_units.mean(1)
             asked[head] = torch.maximum(asked[head], worth / worth.sum())
-    return asked.view(num_sets, -1, num_units).mean(1)
+    return asked.view(num_sets, -1, num_units).amax(1)

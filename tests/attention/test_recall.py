@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracle.recall import in_8_bits, may_round_either_way
+from vllm_cascade.attention.cpu import native
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
@@ -48,8 +50,18 @@ def write(part: Part, layer: int, keys: torch.Tensor) -> None:
     """Keys ``[H, n, unit, D]`` into a log's memory."""
     codes, scale = evidence.encode(keys)
     for chunk, to, place in part.pieces():
-        chunk.codes[layer, :, to] = evidence.by_words(codes[:, place])
-        chunk.scale[layer, :, to] = scale[:, place]
+        evidence.write_keys(chunk, layer, to, codes[:, place], scale[:, place])
+
+
+def path_of(
+    layer: LayerConfig, unit: int, num_heads: int, dtype: torch.dtype = torch.float32
+) -> NativePath:
+    """The library's calls for a layer with ``num_heads`` query heads, on pages of two units."""
+    words = torch.zeros(3, layer.num_sets, 2, dtype=torch.int32)
+    kv = torch.zeros(3, layer.num_kv_heads, 2 * unit, 2 * layer.head_size, dtype=dtype)
+    pages = Pages(kv, words, words.clone(), words.float(), words.clone())
+    schedule = compiled(resolve({"name": "sink", "budget": 4 * unit, "unit": unit}))
+    return NativePath(load(), layer, pages, num_heads, schedule)
 
 
 def literal(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -145,20 +157,16 @@ def test_the_judge_in_cpp(
     keys = torch.randn(num_heads, num_units, unit, size) * 2
     write(log.grow(num_units), 1, keys)
     part, num = log.part(log.begin, log.end), data.draw(st.integers(1, num_units - 1))
-    block = 2 * unit
-    words = torch.zeros(3, num_sets, 2, dtype=torch.int32)
-    kv = torch.zeros(3, num_heads, block, 2 * size, dtype=dtype)
-    pages = Pages(kv, words, words.clone(), words.float(), words.clone())
     new = NewTokens(
         *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads * group, num_heads)),
         *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads, num_heads * group)),
     )
-    schedule = compiled(resolve({"name": "sink", "budget": 4 * unit, "unit": unit}))
-    path = NativePath(load(), layer, pages, num_heads * group, schedule)
+    path = path_of(layer, unit, num_heads * group, dtype)
     before = load().calls["recalls"]
-    chosen, asked = path.judge(1).choose(
+    chosen, listed, asked = path.judge(1).choose(
         part, num, row_addresses(new), place.numpy(), position.numpy()
     )
+    assert (listed == np.arange(num_units)).all()
     assert load().calls["recalls"] == before + 1
     at = position[:, None].expand(-1, num_heads * group)
     plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
@@ -175,12 +183,93 @@ def test_the_judge_in_cpp(
         assert all(abs(row[u] - least) <= 1e-6 * least for u in mine ^ theirs)
 
 
-def test_the_heads_of_a_set_are_averaged() -> None:
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([8, 20, 64]),
+    st.sampled_from([2, 16]),
+    st.integers(20, 120),
+    st.integers(0, 20),
+    st.integers(1, 40),
+    st.booleans(),
+    st.integers(0, 1 << 30),
+)
+def test_candidates(
+    num_heads: int,
+    group: int,
+    size: int,
+    unit: int,
+    num_units: int,
+    dropped: int,
+    num_asking: int,
+    per_head: bool,
+    seed: int,
+) -> None:
+    """Of many units, those whose mean keys a few queries ask for; PyTorch, C++ and plain loops."""
+    torch.manual_seed(seed)
+    most, few, num = 17, 3, 4
+    num_sets = num_heads if per_head else 1
+    layer = layer_of(num_heads, size, num_sets)
+    log = Log(shape_of(unit, num_units, num_kv_heads=num_heads, num_sets=num_sets, head_size=size))
+    log.grow(dropped)
+    for chunk in log.chunks:
+        chunk.centre_scale.fill_(torch.nan)
+    # Units of likely keys, so that their means tell them apart.
+    keys = torch.randn(num_heads, num_units, 1, size) * 2
+    keys = keys + torch.randn(num_heads, num_units, unit, size)
+    write(log.grow(num_units), 1, keys)
+    part = log.part(log.begin, log.end)
+    new = NewTokens(*(torch.randn(num_asking, num_heads * group, size),) * 4)
+    plain = new.query * layer.scale
+    with (
+        patch.object(evidence, "CANDIDATES", most),
+        patch.object(evidence, "FILTERING", few),
+        patch.object(native, "CANDIDATES", most),
+        patch.object(native, "FILTERING", few),
+    ):
+        listed = evidence.candidates(layer, 1, part, plain)
+        chosen = evidence.choose(layer, 1, part, plain, num)
+        places = np.arange(num_asking)
+        found = (
+            path_of(layer, unit, num_heads * group)
+            .judge(1)
+            .choose(part, num, row_addresses(new), places, np.zeros_like(places))
+        )
+    assert listed is not None and listed.shape == (num_sets, most)
+    centres = in_8_bits(in_8_bits(keys).mean(2)).double()
+    asking = [(i + 1) * num_asking // few - 1 for i in range(few)] if num_asking > few else places
+    for head_set in range(num_sets):
+        heads = [head_set] if per_head else range(num_heads)
+        worth = torch.zeros(num_units, dtype=torch.float64)
+        for head in heads:
+            for query in in_8_bits(plain[:, head * group : (head + 1) * group])[asking].double():
+                worth = worth.maximum((centres[head] @ query.T).softmax(0).amax(1))
+        least = worth.sort(descending=True).values[most - 1]
+        for units in (listed[head_set].tolist(), found[1][head_set].tolist()):
+            assert units == sorted(set(units)) and len(units) == most
+            assert all(worth[u] >= least * (1 - 1e-4) for u in units)
+            others = set(range(num_units)) - set(units)
+            assert all(worth[u] <= least * (1 + 1e-4) for u in others)
+        # The candidates' own shares decide which of them come back.
+        assert len(set(chosen[head_set])) == len(set(found[0][head_set])) == num
+        assert set(found[0][head_set]) <= set(found[1][head_set])
+        shares = literal(keys[:, listed[head_set]], plain)[list(heads)].flatten(0, 1).amax(0)
+        value = dict(zip(listed[head_set].tolist(), shares.tolist(), strict=True))
+        last = sorted(value.values(), reverse=True)[num - 1]
+        assert all(value[u] >= last * (1 - 1e-4) for u in chosen[head_set].tolist())
+        if set(found[1][head_set].tolist()) == set(value):
+            assert all(value[u] >= last * (1 - 1e-4) for u in found[0][head_set].tolist())
+
+
+def test_any_head_of_a_set_may_select() -> None:
     found = torch.rand(2, 3, 5)
-    shared = evidence.over_heads(layer_of(2, 8), found)
-    torch.testing.assert_close(shared, found.flatten(0, 1).mean(0)[None])
+    (shared,) = evidence.over_heads(layer_of(2, 8), found)
+    rows = [found[head, i] for head in range(2) for i in range(3)]
+    assert (shared == torch.stack(rows).max(0).values).all()
     each = evidence.over_heads(layer_of(2, 8, num_sets=2), found)
-    torch.testing.assert_close(each, found.mean(1))
+    for head in range(2):
+        assert (each[head] == found[head].max(0).values).all()
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.data())
@@ -262,11 +351,12 @@ def test_bytes_of_a_chunk(changed: dict[str, int]) -> None:
     assert starts[-1] + sizes[-1] <= starts[0] + shape.chunk_bytes
     layers, heads, size = 2, shape.num_kv_heads, shape.head_size
     keys = layers * heads * CHUNK_UNITS * 16
+    centres = layers * heads * CHUNK_UNITS * (size + 4)
     words = layers * shape.num_sets * CHUNK_UNITS * 2
     row = 2 * size * 4 + size + 4 + 4 * shape.row_scales
     if shape.in_8_bits:
         row = 2 * size + 8
-    assert sum(sizes) == keys * row + words * 4
+    assert sum(sizes) == keys * row + centres + words * 4
 
 
 def output(**changed: object) -> SimpleNamespace:

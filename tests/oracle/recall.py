@@ -16,6 +16,12 @@ from torch import Tensor
 NEAR = 5e-3
 """Relative difference of two units' worth that rounding to 8 bits can make or undo."""
 
+CANDIDATES = 512
+"""Units that are judged by all of their keys. Of more, these are selected by their mean keys."""
+
+FILTERING = 8
+"""Queries that select them, of those that select units."""
+
 
 @dataclass
 class RecallSettings:
@@ -77,10 +83,7 @@ class RecallSim:
 
     def asking(self, num_tokens: int) -> list[int]:
         """The stride's tokens whose queries are asked: all, or evenly spread to the last one."""
-        most = self.settings.queries
-        if num_tokens <= most:
-            return list(range(num_tokens))
-        return [(i + 1) * num_tokens // most - 1 for i in range(most)]
+        return spread(num_tokens, self.settings.queries)
 
     def distances(self, cached: int, asking: list[int], num_sinks: int) -> Tensor:
         """How far before each of these tokens the middle of the shown units will stand.
@@ -111,17 +114,19 @@ class RecallSim:
         if number == len(stored):
             self.shown = sorted(stored)
             return
-        unit, (num_heads, _, size) = self.settings.unit, keys.shape
+        queries, scale = in_8_bits(queries), scale or keys.shape[2] ** -0.5
+        if len(stored) > CANDIDATES:
+            stored = self.candidates(stored, queries, keys, scale)
+        unit, num_heads = self.settings.unit, len(keys)
         tokens = [token for u in stored for token in range(u * unit, (u + 1) * unit)]
         coarse = in_8_bits(keys[:, tokens])
         group = queries.shape[1] // num_heads
-        queries = in_8_bits(queries)
         worth = torch.zeros(len(stored))
         for head in range(queries.shape[1]):
-            logits = queries[:, head] @ coarse[head // group].T * (scale or size**-0.5)
+            logits = queries[:, head] @ coarse[head // group].T * scale
             of_units = logits.softmax(-1).view(len(queries), len(stored), unit)
             share = of_units.amax(-1) + of_units.mean(-1)
-            worth += (share / share.sum(-1, keepdim=True)).amax(0) / queries.shape[1]
+            worth = torch.maximum(worth, (share / share.sum(-1, keepdim=True)).amax(0))
         order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
         self.shown = sorted(stored[i] for i in order[:number])
         self.choices += 1
@@ -135,6 +140,21 @@ class RecallSim:
         if len(set(hint)) == number and all(good) and all(swapped):
             self.shown = hint
             self.near += 1
+
+    def candidates(
+        self, stored: list[int], queries: Tensor, keys: Tensor, scale: float
+    ) -> list[int]:
+        """The units whose mean keys a few of the queries, which have 8 bits, ask for most."""
+        unit, group = self.settings.unit, queries.shape[1] // len(keys)
+        few = queries[spread(len(queries), FILTERING)]
+        tokens = torch.tensor([range(u * unit, (u + 1) * unit) for u in stored])
+        centres = in_8_bits(in_8_bits(keys[:, tokens]).mean(2))
+        most = torch.zeros(len(stored))
+        for head in range(queries.shape[1]):
+            for query in few[:, head]:
+                most = torch.maximum(most, (centres[head // group] @ query * scale).softmax(0))
+        order = sorted(range(len(stored)), key=lambda i: (-float(most[i]), i))
+        return sorted(stored[i] for i in order[:CANDIDATES])
 
     def hint(self, kept: list[int], num_sinks: int) -> list[int]:
         """The units that another implementation shows, from all of its tokens."""
@@ -161,6 +181,13 @@ class RecallSim:
             tokens = [token for u in gone for token in range(u * unit, (u + 1) * unit)]
             for of_head in rows:
                 of_head[:, tokens] = in_8_bits(of_head[:, tokens])
+
+
+def spread(number: int, most: int) -> list[int]:
+    """All of ``number`` places, or ``most`` of them, evenly spread to the last one."""
+    if number <= most:
+        return list(range(number))
+    return [(i + 1) * number // most - 1 for i in range(most)]
 
 
 def may_round_either_way(vectors: Tensor) -> Tensor:

@@ -72,8 +72,7 @@ class LogUnits:
         part = self._part(request, begin, begin + units.born.shape[1])
         for chunk, to, place in part.pieces():
             chunk.rows[0, :, to] = units.rows[:, place]
-            chunk.codes[0, :, to] = evidence.by_words(units.codes[:, place])
-            chunk.scale[0, :, to] = units.scale[:, place]
+            evidence.write_keys(chunk, 0, to, units.codes[:, place], units.scale[:, place])
             chunk.born[0, :, to], chunk.token[0, :, to] = (
                 units.born[:, place],
                 units.token[:, place],

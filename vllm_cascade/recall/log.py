@@ -66,6 +66,8 @@ class UnitShape:
             *rows,
             ((*keys[:3], self.head_size // 4, self.unit, 4), torch.int8),
             (keys, torch.float32),
+            ((*keys[:2], self.head_size // 4, CHUNK_UNITS, 4), torch.int8),
+            (keys[:3], torch.float32),
             (words, torch.int32),
             (words, torch.int32),
         )
@@ -93,13 +95,17 @@ class Chunk:
             ``scale``. Four channels of a key are adjacent, followed by the same channels of the
             unit's next key, because processors multiply four bytes at once.
         scale: fp32 ``[layers, H, units, unit]``, scale of each key in ``codes``.
+        centre: int8 ``[layers, H, D / 4, units, 4]``, the mean of each unit's keys, quantised with
+            ``centre_scale``. The same channels of neighbouring units are adjacent.
+        centre_scale: fp32 ``[layers, H, units]``.
         born: int32 ``[layers, sets, units]``, position at which the first key was rotated.
         token: int32 ``[layers, sets, units]``, stream index of the first token.
     """
 
     def __init__(self, shape: UnitShape) -> None:
         self.tensors = mapped(shape.layout)
-        self.rows, self.row_scale, self.codes, self.scale, self.born, self.token = self.tensors
+        self.rows, self.row_scale, self.codes, self.scale, *others = self.tensors
+        self.centre, self.centre_scale, self.born, self.token = others
 
 
 class Log(Chain[Chunk]):
@@ -209,11 +215,12 @@ class Part:
         return self.end - self.begin
 
     @cached_property
-    def addresses(self) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses of each chunk's ``codes`` and ``scale``, int64 ``[chunks]`` each."""
-        codes = [chunk.codes.data_ptr() for chunk in self.chunks]
-        scales = [chunk.scale.data_ptr() for chunk in self.chunks]
-        return np.asarray(codes, dtype=np.int64), np.asarray(scales, dtype=np.int64)
+    def addresses(self) -> np.ndarray:
+        """Addresses of the chunks' ``codes``, ``scale``, ``centre`` and ``centre_scale``, int64
+        ``[4, chunks]``."""
+        tensors = [(c.codes, c.scale, c.centre, c.centre_scale) for c in self.chunks]
+        found = [[tensor.data_ptr() for tensor in of_chunk] for of_chunk in tensors]
+        return np.ascontiguousarray(np.asarray(found, dtype=np.int64).reshape(-1, 4).T)
 
     def pieces(self) -> list[tuple[Chunk, slice, slice]]:
         """For each chunk: the chunk, the slice of its units, and their slice in the part."""

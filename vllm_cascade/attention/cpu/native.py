@@ -10,6 +10,7 @@ import torch
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch.drafts import Journal
+from vllm_cascade.attention.torch.recall import CANDIDATES, FILTERING
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies.schedule import Schedule
@@ -48,7 +49,7 @@ class NativeJudge:
 
     def choose(
         self, units: Part, num: int, rows: cpp.Rows, places: np.ndarray, positions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Select the ``num`` units with the highest worth for some queries.
 
         Args:
@@ -56,16 +57,22 @@ class NativeJudge:
             positions: int64 ``[queries]``, positions by which the queries are rotated back.
 
         Returns:
-            Unit indices within the part, int64 ``[sets, num]``, ascending; and the units' worth
-            for each query head, fp32 ``[H * G, len(units)]``, maximised over the queries.
+            Unit indices within the part, int64 ``[sets, num]``, ascending; the judged units, int64
+            ``[sets, judged]``, all or ``CANDIDATES`` of them; and their worth for each query head,
+            fp32 ``[H * G, judged]``, maximised over the queries.
         """
-        layer, (codes, scales) = self._layer, units.addresses
+        layer, addresses = self._layer, units.addresses
         assert places.dtype == positions.dtype == np.int64 and len(places) == len(positions)
-        asked = np.empty((layer.num_heads * layer.group, len(units)), dtype=np.float32)
+        judged = min(len(units), CANDIDATES)
+        asked = np.empty((layer.num_heads * layer.group, judged), dtype=np.float32)
+        listed = np.empty((layer.num_sets, judged), dtype=np.int64)
         chosen = np.empty((layer.num_sets, num), dtype=np.int64)
+        codes, scales, centres, centre_scales = addresses
         store = cpp.Store(
             codes=codes.ctypes.data,
             scales=scales.ctypes.data,
+            centres=centres.ctypes.data,
+            centre_scales=centre_scales.ctypes.data,
             num_chunks=len(units.chunks),
             chunk_units=CHUNK_UNITS,
             begin=units.begin,
@@ -73,12 +80,20 @@ class NativeJudge:
             places=places.ctypes.data,
             positions=positions.ctypes.data,
             num_asking=len(places),
+            num_candidates=CANDIDATES,
+            num_filtering=FILTERING,
             num=num,
         )
         self._library.recall_units(
-            layer, rows, store, self._index, asked.ctypes.data, chosen.ctypes.data
+            layer,
+            rows,
+            store,
+            self._index,
+            asked.ctypes.data,
+            listed.ctypes.data,
+            chosen.ctypes.data,
         )
-        return chosen, asked
+        return chosen, listed, asked
 
 
 class NativePath:

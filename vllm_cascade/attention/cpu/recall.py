@@ -127,13 +127,12 @@ class LayerRecall:
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
         if self._judge is not None:
-            chosen, _ = self._judge.choose(units, plan.now, rows, place, position)
+            chosen, *_ = self._judge.choose(units, plan.now, rows, place, position)
             return chosen
         queries = new.query[torch.from_numpy(place)]
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
-        found = evidence.over_heads(layer, evidence.asked(layer, self._index, units, plain))
-        return [evidence.most_asked(row, plan.now) for row in found.numpy()]
+        return evidence.choose(layer, self._index, units, plain, plan.now)
 
     def _place_all(
         self, plan: RecallStride, chosen: Iterable[np.ndarray], line_of: Callable[[], _Line]
@@ -280,7 +279,6 @@ class LayerRecall:
             chunk.rows[index, :, to] = stored[:, place]
             if stored_scale is not None:
                 chunk.row_scale[index, :, to] = stored_scale[:, place]
-            chunk.codes[index, :, to] = evidence.by_words(codes[:, place])
-            chunk.scale[index, :, to] = scale[:, place]
+            evidence.write_keys(chunk, index, to, codes[:, place], scale[:, place])
             chunk.born[index, :, to] = gone.born[:, place]
             chunk.token[index, :, to] = gone.token[:, place]

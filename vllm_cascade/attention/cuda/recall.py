@@ -83,7 +83,7 @@ class LayerRings:
         ]
         total = found[0] if len(found) == 1 else torch.cat(found)
         if layer.over_ranks is not None:  # whose heads select together
-            total = layer.over_ranks(total, "mean")
+            total = layer.over_ranks(total, "max")
         recall_units(
             evidence=total,
             rows=self._rows,

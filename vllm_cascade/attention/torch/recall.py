@@ -6,7 +6,11 @@
 2. A query attends to the whole store. A unit's worth is the largest probability of its keys plus
    their mean, divided by the sum over all units. The largest probability alone often ties: in the
    first layer equal tokens have equal keys.
-3. The worth is maximised over queries and averaged over the query heads of a set.
+3. The worth is the largest that any query of any query head of a set gives. Most heads attend to
+   nothing in particular; the one that looks something up must not be averaged away.
+4. Of more than ``CANDIDATES`` units, a few of the queries first select candidates by the mean of
+   each unit's keys. Only candidates are scored by all of their keys, so the cost hardly grows with
+   the store.
 
 Queries are rounded to 8 bits, as keys are, so products are integers on every device.
 See docs/INTERNALS.md, "Recall".
@@ -17,10 +21,16 @@ import torch
 
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.models.rotary import rotate, signed_rotation
-from vllm_cascade.recall.log import Part
+from vllm_cascade.recall.log import Chunk, Part
 
 LEVELS = 127
 """Quantisation steps of a key's or query's largest channel."""
+
+CANDIDATES = 512
+"""Most units that are scored by all of their keys."""
+
+FILTERING = 8
+"""Most queries, evenly spaced, that select candidates."""
 
 
 def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,10 +57,19 @@ def by_keys(words: torch.Tensor) -> torch.Tensor:
     return words.transpose(-2, -3).flatten(-2)
 
 
-def rounded(queries: torch.Tensor) -> torch.Tensor:
-    """Round fp32 queries ``[..., D]`` to 8 bits; the result is fp32, scaled back."""
-    step = queries.abs().amax(-1, keepdim=True) / LEVELS
-    return (queries / step.clamp_min(torch.finfo(torch.float32).tiny)).round() * step
+def write_keys(
+    chunk: Chunk, index: int, to: slice, codes: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """Write the keys of units to a chunk, and their means.
+
+    Args:
+        codes: int8 ``[H, n, unit, D]``.
+        scale: fp32 ``[H, n, unit]``.
+    """
+    chunk.codes[index, :, to], chunk.scale[index, :, to] = by_words(codes), scale
+    centre, of_centre = encode((codes.float() * scale.unsqueeze(-1)).mean(-2))
+    chunk.centre[index, :, :, to] = centre.unflatten(-1, (-1, 4)).transpose(1, 2)
+    chunk.centre_scale[index, :, to] = of_centre
 
 
 def unrotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -76,36 +95,93 @@ def asking(num_tokens: int, most: int) -> np.ndarray:
     return (np.arange(1, most + 1) * num_tokens) // most - 1
 
 
-def asked(layer: LayerConfig, index: int, units: Part, queries: torch.Tensor) -> torch.Tensor:
-    """Each query head's worth of each unit, fp32 ``[H, G, len(units)]``.
+def choose(
+    layer: LayerConfig, index: int, units: Part, queries: torch.Tensor, num: int
+) -> list[np.ndarray]:
+    """Select the ``num`` units with the highest worth for each set; int64, ascending.
+
+    Args:
+        index: the layer's index in the log.
+        queries: as for ``asked``.
+    """
+    listed = candidates(layer, index, units, queries)
+    found = over_heads(layer, asked(layer, index, units, queries, listed))
+    chosen = [most_asked(row, num) for row in found.numpy()]
+    if listed is None:
+        return [np.sort(row) for row in chosen]
+    return [np.sort(of_set[row]) for of_set, row in zip(listed.numpy(), chosen, strict=True)]
+
+
+def candidates(
+    layer: LayerConfig, index: int, units: Part, queries: torch.Tensor
+) -> torch.Tensor | None:
+    """The units that are scored by all of their keys, int64 ``[sets, CANDIDATES]``, ascending.
+
+    Returns:
+        None if these are all units.
+    """
+    if len(units) <= CANDIDATES:
+        return None
+    few = queries[torch.from_numpy(asking(len(queries), FILTERING))]
+    flat, steps = _rounded(_by_heads(layer, few))
+    pieces = [
+        (c.centre[index, :, :, at], c.centre_scale[index, :, at]) for c, at, _ in units.pieces()
+    ]
+    centre = torch.cat([of_chunk for of_chunk, _ in pieces], dim=2)  # [H, D / 4, n, 4]
+    scale = torch.cat([of_chunk for _, of_chunk in pieces], dim=1)
+    logits = (flat @ centre.transpose(2, 3).flatten(1, 2).float()) * scale.unsqueeze(1) * steps
+    worth = logits.softmax(-1).unflatten(1, (-1, len(few))).amax(2)
+    rows = over_heads(layer, worth).numpy()
+    return torch.from_numpy(np.stack([np.sort(most_asked(row, CANDIDATES)) for row in rows]))
+
+
+def asked(
+    layer: LayerConfig,
+    index: int,
+    units: Part,
+    queries: torch.Tensor,
+    listed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each query head's worth of each unit, fp32 ``[H, G, n]``.
 
     Args:
         index: the layer's index in the log.
         queries: fp32 ``[Q, H * G, D]``, rotated back by the units' common position and multiplied
             by the logits' scale.
+        listed: int64 ``[sets, n]``, the units that are scored; None: all of them.
     """
-    logits = []
-    grouped = queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3)
-    flat = rounded(grouped.flatten(1, 2))  # [H, G * Q, D]
-    for chunk, which, _ in units.pieces():
-        codes = chunk.codes[index, :, which].float()  # [H, n, D / 4, unit, 4]
-        keys = codes.permute(0, 2, 4, 1, 3).flatten(3).flatten(1, 2)  # [H, D, n * unit]
-        products = torch.matmul(flat, keys)
-        logits.append(products * chunk.scale[index, :, which].flatten(1).unsqueeze(1))
-    probs = torch.cat(logits, dim=-1).softmax(-1)  # [H, G * Q, n * unit]
-    of_units = probs.unflatten(-1, (-1, units.chunks[0].codes.shape[4]))
+    flat, steps = _rounded(_by_heads(layer, queries))
+    pieces = [(c.codes[index, :, at], c.scale[index, :, at]) for c, at, _ in units.pieces()]
+    codes, scale = (torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True))
+    if listed is not None:
+        head = torch.arange(layer.num_kv_heads).unsqueeze(1)
+        codes, scale = codes[head, listed], scale[head, listed]
+    keys = codes.permute(0, 2, 4, 1, 3).flatten(3).flatten(1, 2).float()  # [H, D, n * unit]
+    logits = (flat @ keys) * scale.flatten(1).unsqueeze(1) * steps
+    of_units = logits.softmax(-1).unflatten(-1, scale.shape[1:])  # [H, G * Q, n, unit]
     worth = of_units.amax(-1) + of_units.mean(-1)
     worth /= worth.sum(-1, keepdim=True)
-    return worth.unflatten(1, grouped.shape[1:3]).amax(2)
+    return worth.unflatten(1, (-1, len(queries))).amax(2)
+
+
+def _by_heads(layer: LayerConfig, queries: torch.Tensor) -> torch.Tensor:
+    """``[Q, H * G, D]`` to ``[H, G * Q, D]``."""
+    return queries.unflatten(1, (layer.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _rounded(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise fp32 queries ``[..., D]``: whole numbers in fp32, and their scales ``[..., 1]``."""
+    codes, step = encode(queries)
+    return codes.float(), step.unsqueeze(-1)
 
 
 def over_heads(layer: LayerConfig, found: torch.Tensor) -> torch.Tensor:
-    """Mean over each set's query heads, and over ranks that share the set: ``[sets, n]``."""
+    """Largest of each set's query heads, and of ranks that share the set: ``[sets, n]``."""
     if layer.gather_heads is not None:
         found = layer.gather_heads(found)
     if layer.num_sets == 1:
-        return found.flatten(0, 1).mean(0, keepdim=True)
-    return found.mean(1)
+        return found.flatten(0, 1).amax(0, keepdim=True)
+    return found.amax(1)
 
 
 def most_asked(evidence: np.ndarray, num: int) -> np.ndarray:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recall costs: the arms, and a token's time."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.recall_cost import PLAIN, RECALL, STOCK, main, parse_args, policies, token_ms
+from tests.conftest import MODEL
+from vllm_cascade.policies.registry import resolve
+
+
+def test_both_arms_attend_to_as_many_tokens() -> None:
+    args = parse_args(["--attended", "512", "--recall", "8", "--stores", "0", "8192"])
+    arms = {name: raw and resolve(raw) for name, raw in policies(args).items()}
+    assert arms[STOCK] is None
+    assert arms[PLAIN].capacity == arms[RECALL].capacity == 512 + 16
+    assert (arms[RECALL].recalled, arms[RECALL].recall_store) == (128, 8192)
+
+
+def test_a_token_is_the_mean_of_a_period() -> None:
+    """One step of four is dear; one step in all was disturbed."""
+    steps = [9.0, 1.0, 1.0, 1.0] * 3
+    steps[5] = 100.0
+    assert token_ms(steps, 4) == 3.0
+    assert token_ms([2.0, 4.0], 16) == 3.0
+
+
+def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--attended", "144"])
+    assert "--attended has no room besides --recall units" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "cost.json"
+    sizes = ["--attended", "128", "--recall", "2", "--output-len", "40", "--chunk", "256"]
+    main(["--model", str(MODEL), *sizes, "--stores", "0", "256", "--out", str(out)])
+    points = json.loads(out.read_text())["data"]["points"]
+    assert [point["store"] for point in points] == [0, 256]
+    assert points[1]["counters"]["stored_units"] >= 16
+    assert {PLAIN, RECALL, STOCK} == set(points[1]["steps"])
