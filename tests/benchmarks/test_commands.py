@@ -12,7 +12,7 @@ from benchmarks.running.environment import ROOT
 
 DOCUMENTS = (
     *("README.md", "benchmarks/README.md", "benchmarks/inputs/lm_eval.md"),
-    *("docs/RESULTS.md", "docs/POLICIES.md", "docs/GPU.md"),
+    *("docs/RESULTS.md", "docs/POLICIES.md", "docs/GPU.md", "docs/OPERATING.md"),
 )
 
 
