@@ -17,14 +17,17 @@ def answers(read: int, *seconds: float) -> list[sessions.Answer]:
 def test_ratios_are_of_medians() -> None:
     kinds = {
         sessions.FRESH: answers(60, 0.2, 0.1, 0.9),
+        sessions.FULL: answers(60, 0.4),
         sessions.MEMORY: answers(61, 0.25, 0.22, 0.1),
         sessions.DISK: answers(61, 0.5),
     }
     args = sessions.parse_args(["--model", "m", "--new", "60"])
     rows = sessions.table(args, {"cascade": kinds, sessions.STOCK: kinds}).rows
-    assert [row[4:] for row in rows[:3]] == [("1.00", "-"), ("1.10", "1.2"), ("2.50", "1.5")]
-    assert [row[5] for row in rows[3:]] == ["-"] * 3, "stock has no goal"
-    assert rows[1][:3] == ("cascade: from memory", "1,000", "61")
+    full = ("2.00", "1.00", "-")
+    memory, disk = ("1.10", "0.55", "1.2"), ("2.50", "1.25", "1.5")
+    assert [row[4:] for row in rows[:4]] == [("1.00", "0.50", "-"), full, memory, disk]
+    assert [row[6] for row in rows[4:]] == ["-"] * 4, "stock has no goal"
+    assert rows[2][:3] == ("cascade: from memory", "1,000", "61")
 
 
 def test_text_is_never_handed_out_twice() -> None:
