@@ -181,7 +181,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, A
         llm = LLM(
             str(path),
             dtype="float32",
-            additional_config={"kv_policy": policy, CHECK: "off"},
+            additional_config={"kv_policy": {"recall": 0, **policy}, CHECK: "off"},
             max_model_len=1024,
             max_num_seqs=8,
             **start(tiny),
@@ -283,7 +283,7 @@ def windows(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, An
         llm = LLM(
             str(path),
             dtype="float32",
-            additional_config={"kv_policy": policy},
+            additional_config={"kv_policy": {"recall": 0, **policy}},
             max_model_len=2048,
             max_num_batched_tokens=100,
             max_num_seqs=4,
@@ -439,8 +439,8 @@ def dummy_model(
     """Write a Llama's configuration; engine arguments for it with dummy weights and a policy."""
     (folder / "config.json").write_text(json.dumps(llama_config(size)))
     if policy is not None:
-        policy = {"budget": 64 if tiny else 2048, **policy}
-        if policy == {"name": "dgc", "budget": policy["budget"]}:
+        policy = {"budget": 64 if tiny else 2048, "recall": 0, **policy}
+        if policy["name"] == "dgc" and "importance" not in policy:
             policy["idf"] = write_idf(folder / "idf.safetensors", size["vocab"])
         if tiny:
             policy["prefill_stride"] = 16

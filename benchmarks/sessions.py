@@ -39,7 +39,7 @@ from benchmarks.running.serving import Server
 
 POLICIES = {
     "sink + recall": ["--kv-policy", "sink", "--kv-recall", "8"],
-    "cascade": ["--kv-policy", "cascade"],
+    "cascade": ["--kv-policy", "cascade", "--kv-recall", "0"],
 }
 STOCK = "stock vLLM"
 FRESH, FULL, MEMORY = "fresh session", "full cache, no session", "from memory"

@@ -178,7 +178,7 @@ def arms(args: argparse.Namespace, folder: str) -> dict[str, list[str]]:
     """Flags of every arm; ``folder``: for sessions."""
     stock = {name: STOCK_ARMS[name] for name in args.stock}
     config = {"budget": args.budget, **args.policy_config}
-    made = {name: {"kv_policy": {"name": name, **config}} for name in args.policies}
+    made = {name: {"kv_policy": {"name": name, "recall": 0, **config}} for name in args.policies}
     for name in args.policies if args.sessions else ():
         keeps = {"kv_sessions": True, "kv_sessions_dir": os.path.join(folder, name)}
         made[f"{name}-sessions"] = {**made[name], **keeps, "kv_sessions_disk": 4.0}

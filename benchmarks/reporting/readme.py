@@ -37,7 +37,8 @@ def block(result: dict[str, Any]) -> str:
 
 def row(label: str, arm: dict[str, Any], novel: dict[str, Any]) -> str:
     """One arm."""
-    flags = f"sink --kv-recall {novel['recall']['units']}" if label == RECALL else label
+    policy, units = ("sink", novel["recall"]["units"]) if label == RECALL else (label, 0)
+    flags = f"{policy} --kv-recall {units}"
     name = label if label == STOCK else f"`--kv-policy {flags}`"
     tokens = f"{arm['tokens']:,}" + (", then stops" if arm["refusal"] else "")
     grows = " and growing" if label == STOCK else ""

@@ -107,7 +107,8 @@ class EngineSettings:
             # large matrices and attention, which vLLM does not compile; and it takes minutes.
             "enforce_eager": True,
             "disable_log_stats": False,
-            "additional_config": {"kv_policy": self.policy} if self.policy else {},
+            # Without a word on recall an engine would have it.
+            "additional_config": {"kv_policy": {"recall": 0, **self.policy}} if self.policy else {},
             **self.arguments,
         }
 

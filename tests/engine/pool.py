@@ -43,7 +43,8 @@ class EnginePool:
             "max_num_seqs": 32,
             "max_num_batched_tokens": 512,
             "block_size": 32,
-            "additional_config": {} if policy is None else {"kv_policy": policy},
+            # Recall is on by default (``test_default_recall.py``).
+            "additional_config": {} if policy is None else {"kv_policy": {"recall": 0, **policy}},
             "disable_log_stats": False,
             "distributed_executor_backend": "uni",
             **kwargs,

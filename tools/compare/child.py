@@ -95,7 +95,7 @@ def run(arm: dict[str, Any]) -> Found:
     if arm["triton"]:
         use_triton()
     os.environ.update(arm["env"])
-    llm = LLM(**arm["engine"], additional_config={"kv_policy": arm["policy"]})
+    llm = LLM(**arm["engine"], additional_config={"kv_policy": {"recall": 0, **arm["policy"]}})
     found: Found = {"logprobs": [], "tokens": [], "cached": [], "kept": []}
     for requests in arm["rounds"]:
         if arm["policy"].get("trace"):

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configures an engine to run a policy, by changing a complete stock ``VllmConfig``."""
 
+from copy import copy
 from typing import Any
 
 from vllm.config import VllmConfig
 
 from vllm_cascade.engine.devices import this_device
 from vllm_cascade.engine.lookup import token_importance
-from vllm_cascade.engine.recall_memory import with_defaults
+from vllm_cascade.engine.recall_memory import shortage, with_defaults
 from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
 from vllm_cascade.policies.arguments import ARGUMENTS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
-from vllm_cascade.policies.settings import CONFIG_KEY
+from vllm_cascade.policies.settings import CONFIG_KEY, DEFAULT_RECALL, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
 
 
@@ -33,14 +34,7 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     if device.page_tokens is not None and not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = device.page_tokens, True
     max_position = None if config.model_config.uses_alibi else native_max_len
-    policy = resolve(
-        raw,
-        max_position=max_position,
-        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
-        block_size=cache.block_size,
-    )
-    check(config, policy, device.refusals)
-    policy = with_defaults(policy, config)
+    policy = _policy(raw, config, max_position)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
     reasons = []
     if policy.token_scores is not None:
@@ -62,6 +56,51 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     config.parallel_config.worker_cls = device.worker
     device.configure(config, policy)
     _log(policy, raw, config, max_position)
+
+
+def _policy(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> Policy:
+    """The checked policy; if nothing is said about recall, with ``DEFAULT_RECALL`` units of it.
+
+    Presets are the papers' settings, which have no recall. Where default recall cannot run, or the
+    host lacks the memory, the policy runs without, and the log says why.
+
+    Raises:
+        KVPolicyError: a setting cannot work, with the default recall or without.
+    """
+    if "recall" in raw or "preset" in raw:
+        policy = _checked(raw, config, max_position)
+        if lack := shortage(policy):
+            logger.warning("KV policy: %s; requests that fill it would run out of memory", lack)
+        return policy
+    recalling = copy(raw)  # with the names of its keys
+    recalling["recall"] = DEFAULT_RECALL
+    try:
+        policy = _checked(recalling, config, max_position)
+        why_not = shortage(policy)
+    except KVPolicyError as error:
+        why_not = str(error)
+    if why_not:
+        policy = _checked(raw, config, max_position)
+        logger.warning(
+            "KV policy %s: evicted tokens cannot be recalled. The default of %d units does not fit "
+            "(%s). Set recall to 0 to run without, as now",
+            policy.name,
+            DEFAULT_RECALL,
+            why_not,
+        )
+    return policy
+
+
+def _checked(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> Policy:
+    """The policy of exactly these settings; raises ``KVPolicyError``."""
+    policy = resolve(
+        raw,
+        max_position=max_position,
+        max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
+        block_size=config.cache_config.block_size,
+    )
+    check(config, policy, this_device().refusals)
+    return with_defaults(policy, config)
 
 
 def _log(policy: Policy, raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> None:

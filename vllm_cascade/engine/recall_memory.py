@@ -137,17 +137,20 @@ def with_defaults(policy: Policy, config: VllmConfig) -> Policy:
         share = SHARE * available / (config.parallel_config.data_parallel_size_local or 1)
         limit = min(most, max(share, memory.bytes_of(one) * memory.ranks))
         policy = policy.model_copy(update={"recall_memory": math.ceil(limit * 1000 / GIB) / 1000})
-    assert policy.recall_memory is not None
-    if policy.recall_memory * GIB > available:
-        logger.warning(
-            "KV policy: recall_memory %.3g GiB is more than the %.3g GiB of host memory that are "
-            "available; requests that fill it would run out of memory",
-            policy.recall_memory,
-            available / GIB,
-        )
     if is_exact:
         open_memory(shape, policy, config)
     return policy
+
+
+def shortage(policy: Policy) -> str:
+    """What the host lacks for ``policy.recall_memory``; empty if there is enough."""
+    available = available_bytes()
+    if not policy.recall or (policy.recall_memory or 0) * GIB <= available:
+        return ""
+    return (
+        f"recall_memory {policy.recall_memory:.3g} GiB is more than the {available / GIB:.3g} GiB "
+        "of host memory that are available"
+    )
 
 
 def open_memory(shape: UnitShape, policy: Policy, config: VllmConfig) -> RecallMemory:

@@ -59,7 +59,7 @@ def run(text: str, model: str, settings: dict[str, Any], layer: int | None) -> d
         max_num_seqs=1,
         enforce_eager=True,
         enable_prefix_caching=False,
-        additional_config={CONFIG_KEY: {**settings, "trace": True}},
+        additional_config={CONFIG_KEY: {"recall": 0, **settings, "trace": True}},
         max_model_len=len(text) + 16,  # a token has at least a byte
     )
     try:

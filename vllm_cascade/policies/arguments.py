@@ -17,6 +17,7 @@ from vllm_cascade.policies.registry import CHOICES, POLICIES, policy_class
 from vllm_cascade.policies.settings import (
     CONFIG_KEY,
     DEFAULT_BUDGET,
+    EngineDefault,
     Given,
     KVPolicyConfig,
     KVPolicyError,
@@ -160,6 +161,9 @@ def settings_of(cls: type[KVPolicyConfig]) -> dict[str, FieldInfo]:
 
 def default_of(field: FieldInfo) -> str:
     """The default of a field, for help texts."""
+    for mark in field.metadata:
+        if isinstance(mark, EngineDefault):
+            return mark.text
     if field.is_required():
         return f"{DEFAULT_BUDGET}, or the largest that fits the model's positions"
     return json.dumps(field.default)

@@ -8,6 +8,7 @@ are one frozen, hashable, picklable object that can be sent to every process.
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -25,6 +26,8 @@ CONFIG_KEY = "kv_policy"
 
 DEFAULT_BUDGET = 2048
 DEFAULT_PREFILL_STRIDE = 256
+DEFAULT_RECALL = 8
+"""Units that an engine recalls if nothing is said about ``recall``."""
 RECALL_UNIT = 16
 """Default of ``unit`` if ``recall`` is set."""
 UNIT_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "page", "type": "string"}]}
@@ -34,6 +37,13 @@ OFFER_DEPTH = 3
 
 Change = dict[str, Any]
 Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class EngineDefault:
+    """Marks a field whose default in an engine is another one; ``text`` describes it."""
+
+    text: str
 
 
 class KVPolicyError(ValueError):
@@ -182,7 +192,7 @@ class KVPolicyConfig(BaseModel):
     unit: Annotated[int, WithJsonSchema(UNIT_SCHEMA)] = Field(
         1, description="consecutive tokens that are kept or evicted together; `page`: a block"
     )
-    recall: int = Field(
+    recall: Annotated[int, EngineDefault(f"{DEFAULT_RECALL}, or 0 if it does not fit")] = Field(
         0, ge=0, description="evicted units that a query can bring back, besides the budget"
     )
     recall_store: int = Field(

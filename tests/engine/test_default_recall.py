@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine recalls units unless told otherwise, and says why where it does not."""
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from tests.conftest import MODEL
+from tests.engine.pool import EnginePool
+from vllm_cascade.engine import configure, recall_memory
+from vllm_cascade.policies.settings import DEFAULT_RECALL, RECALL_UNIT, KVPolicyError
+
+
+def resolved(settings: dict[str, Any]) -> dict[str, Any]:
+    arguments = EngineArgs(
+        model=str(MODEL), block_size=32, additional_config={"kv_policy": settings}
+    )
+    config = arguments.create_engine_config()
+    assert isinstance(config.additional_config, dict)
+    return config.additional_config["kv_policy"]
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level("WARNING", logger=configure.logger.name)
+    return caplog
+
+
+@pytest.mark.parametrize("name", ["window", "sink", "cascade", "beehive", "lazy", "h2o", "random"])
+def test_every_policy_recalls(name: str, warnings: pytest.LogCaptureFixture) -> None:
+    policy = resolved({"name": name})
+    assert (policy["recall"], policy["unit"]) == (DEFAULT_RECALL, RECALL_UNIT) == (8, 16)
+    assert policy["recall_memory"] > 0
+    assert "recall" not in warnings.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "unit"),
+    [
+        ({"name": "sink", "recall": 0}, 1),
+        ({"name": "cascade", "recall": 0, "unit": 16}, 16),
+        ({"name": "cascade", "preset": "paper"}, 1),
+    ],
+    ids=["asked for none", "units", "a paper's settings"],
+)
+def test_none(settings: dict[str, Any], unit: int, warnings: pytest.LogCaptureFixture) -> None:
+    policy = resolved(settings)
+    assert (policy["recall"], policy["unit"]) == (0, unit)
+    assert "recall" not in warnings.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"name": "sink", "budget": 100}, "100 is not a whole number of units of 16 tokens"),
+        ({"name": "sink", "unit": 1}, "needs units of several tokens"),
+        ({"name": "sink", "budget": 752}, "but the model has 1024"),
+    ],
+    ids=["budget", "single tokens", "positions"],
+)
+def test_what_does_not_fit(
+    settings: dict[str, Any], why: str, warnings: pytest.LogCaptureFixture
+) -> None:
+    """The policy is what it would be if none had been asked for."""
+    assert resolved(settings) == resolved({**settings, "recall": 0})
+    (message,) = [record.getMessage() for record in warnings.records if "recall" in record.msg]
+    assert "evicted tokens cannot be recalled" in message and why in message
+
+
+def test_a_host_without_the_memory(
+    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    """By default it runs without; whoever asks for recall gets it and a warning."""
+    monkeypatch.setattr(recall_memory, "available_bytes", lambda: 100_000)
+    assert resolved({"name": "sink"})["recall"] == 0
+    assert "more than the 9.31e-05 GiB of host memory that are available" in warnings.text
+    warnings.clear()
+    assert resolved({"name": "sink", "recall": 4})["recall"] == 4
+    assert "requests that fill it would run out of memory" in warnings.text
+
+
+def test_errors_are_about_what_the_user_wrote() -> None:
+    with pytest.raises(KVPolicyError, match="but the model has 1024; set it to at most 764"):
+        resolved({"name": "sink", "budget": 4096})
+
+
+def test_an_engine_recalls(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """As a user starts it, with nothing but a policy's name."""
+    llm = engine_pool.get(None, additional_config={"kv_policy": "cascade"}, max_model_len=4096)
+    prompt = {"prompt_token_ids": book_tokens[:2500]}
+    llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0), use_tqdm=False)
+    (counters,) = llm.collective_rpc("kv_policy_counters")
+    assert counters["recalled_units"] > 0 and counters["evicted_tokens"] > 0
