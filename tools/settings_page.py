@@ -4,9 +4,9 @@
 import json
 from pathlib import Path
 
-from vllm_cascade.policies.arguments import FIELDS, FLAGS, settings_of
+from vllm_cascade.policies.arguments import FIELDS, FLAGS, default_of, settings_of
 from vllm_cascade.policies.registry import POLICIES
-from vllm_cascade.policies.settings import DEFAULT_BUDGET, KVPolicyConfig
+from vllm_cascade.policies.settings import KVPolicyConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/SETTINGS.md"
 HEAD = """# Reference of settings
@@ -36,12 +36,11 @@ def table(cls: type[KVPolicyConfig]) -> str:
     schema = cls.model_json_schema()["properties"]
     lines = ["| setting | flag | type | default | meaning |", "|---|---|---|---|---|"]
     for key, field in settings_of(cls).items():
-        default = DEFAULT_BUDGET if field.is_required() else field.default
         cells = (
             f"`{key}`",
             flags.get(id(field), ""),
             typed(schema[key]),
-            f"`{json.dumps(default)}`",
+            default_of(field),
             field.description or "",
         )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
 
 from tests.conftest import MODEL
 from tests.engine.pool import EnginePool
 from vllm_cascade.engine import configure, recall_memory
+from vllm_cascade.engine.devices import CUDA, DEVICES
 from vllm_cascade.policies.settings import DEFAULT_RECALL, RECALL_UNIT, KVPolicyError
 
 
@@ -93,3 +95,14 @@ def test_an_engine_recalls(engine_pool: EnginePool, book_tokens: list[int]) -> N
     llm.generate([prompt], SamplingParams(max_tokens=20, temperature=0), use_tqdm=False)
     (counters,) = llm.collective_rpc("kv_policy_counters")
     assert counters["recalled_units"] > 0 and counters["evicted_tokens"] > 0
+
+
+def test_cuda_has_to_be_asked(
+    monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
+) -> None:
+    """All stores of all requests are allocated there at start."""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+    monkeypatch.setattr(CUDA, "stock_worker", DEVICES["cpu"].stock_worker)  # this machine's
+    policy = resolved({"name": "sink"})
+    assert (policy["recall"], policy["unit"]) == (0, 1) and "recall" not in warnings.text

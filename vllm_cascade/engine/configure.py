@@ -14,7 +14,7 @@ from vllm_cascade.log import logger
 from vllm_cascade.policies.arguments import ARGUMENTS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
-from vllm_cascade.policies.settings import CONFIG_KEY, DEFAULT_RECALL, KVPolicyError
+from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
 from vllm_cascade.sessions.settings import SessionSettings
 
 
@@ -59,7 +59,7 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
 
 
 def _policy(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> Policy:
-    """The checked policy; if nothing is said about recall, with ``DEFAULT_RECALL`` units of it.
+    """The checked policy; if nothing is said about recall, with the device's default of it.
 
     Presets are the papers' settings, which have no recall. Where default recall cannot run, or the
     host lacks the memory, the policy runs without, and the log says why.
@@ -67,27 +67,29 @@ def _policy(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -
     Raises:
         KVPolicyError: a setting cannot work, with the default recall or without.
     """
-    if "recall" in raw or "preset" in raw:
+    units = this_device().default_recall
+    if not units or "recall" in raw or "preset" in raw:
         policy = _checked(raw, config, max_position)
         if lack := shortage(policy):
             logger.warning("KV policy: %s; requests that fill it would run out of memory", lack)
         return policy
     recalling = copy(raw)  # with the names of its keys
-    recalling["recall"] = DEFAULT_RECALL
+    recalling["recall"] = units
     try:
         policy = _checked(recalling, config, max_position)
         why_not = shortage(policy)
+        if not why_not:
+            return policy
     except KVPolicyError as error:
         why_not = str(error)
-    if why_not:
-        policy = _checked(raw, config, max_position)
-        logger.warning(
-            "KV policy %s: evicted tokens cannot be recalled. The default of %d units does not fit "
-            "(%s). Set recall to 0 to run without, as now",
-            policy.name,
-            DEFAULT_RECALL,
-            why_not,
-        )
+    policy = _checked(raw, config, max_position)
+    logger.warning(
+        "KV policy %s: evicted tokens cannot be recalled. The default of %d units does not fit "
+        "(%s). Set recall to 0 to run without, as now",
+        policy.name,
+        units,
+        why_not,
+    )
     return policy
 
 

@@ -17,7 +17,7 @@ from vllm_cascade.log import logger
 from vllm_cascade.models.architectures import shares_caches
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
-from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.policies.settings import DEFAULT_RECALL, KVPolicyError
 from vllm_cascade.sessions.copies import Copies, StreamCopies
 
 WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
@@ -46,6 +46,7 @@ class Device:
         page_tokens: tokens of a page without ``--block-size``; None: vLLM's configuration has it.
         most_rules: maximum further rules of one request's own policy; None: no limit.
         own_refusals: what this device cannot run. The first that applies is raised.
+        default_recall: units that are recalled if nothing is said about it.
         session_copies: class of copies between pages and sessions in host memory.
         default_check: ``--kv-policy-check`` where it is not given.
         check_repeats: runs of a step that must give the same bytes in that check.
@@ -61,6 +62,7 @@ class Device:
     page_tokens: ClassVar[int | None] = None
     most_rules: ClassVar[int | None] = None
     own_refusals: ClassVar[tuple[Refusal, ...]] = ()
+    default_recall: ClassVar[int] = 0
     session_copies: ClassVar[type[Copies]] = Copies
     default_check: ClassVar[str] = "off"
     check_repeats: ClassVar[int] = 2
@@ -117,6 +119,7 @@ class CPU(Device):
     # vLLM's own default, which it sets at model load from 0.33 on. Units may be pages, and
     # admission counts pages, so it must be known earlier.
     page_tokens = 128
+    default_recall = DEFAULT_RECALL  # not on CUDA, which allocates all stores in full at start
     own_refusals = (
         Refusal(
             "recurrent layers without a kernel",

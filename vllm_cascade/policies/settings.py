@@ -27,7 +27,7 @@ CONFIG_KEY = "kv_policy"
 DEFAULT_BUDGET = 2048
 DEFAULT_PREFILL_STRIDE = 256
 DEFAULT_RECALL = 8
-"""Units that an engine recalls if nothing is said about ``recall``."""
+"""Units that an engine on CPUs recalls if nothing is said about ``recall``."""
 RECALL_UNIT = 16
 """Default of ``unit`` if ``recall`` is set."""
 UNIT_SCHEMA = {"anyOf": [{"type": "integer"}, {"const": "page", "type": "string"}]}
@@ -44,6 +44,9 @@ class EngineDefault:
     """Marks a field whose default in an engine is another one; ``text`` describes it."""
 
     text: str
+
+
+RECALL_DEFAULT = EngineDefault(f"{DEFAULT_RECALL} on CPUs, if it fits; otherwise 0")
 
 
 class KVPolicyError(ValueError):
@@ -192,7 +195,7 @@ class KVPolicyConfig(BaseModel):
     unit: Annotated[int, WithJsonSchema(UNIT_SCHEMA)] = Field(
         1, description="consecutive tokens that are kept or evicted together; `page`: a block"
     )
-    recall: Annotated[int, EngineDefault(f"{DEFAULT_RECALL}, or 0 if it does not fit")] = Field(
+    recall: Annotated[int, RECALL_DEFAULT] = Field(
         0, ge=0, description="evicted units that a query can bring back, besides the budget"
     )
     recall_store: int = Field(
