@@ -338,7 +338,7 @@ def test_an_engine_starts_once_its_kernels_agree(
     monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", CUDAKVPolicyBackend.get_builder_cls)
     monkeypatch.setattr(certify, "shapes_of", lambda config: (SHAPE,))
     pool = EnginePool()
-    policy = {"kv_policy": POLICIES["sink"], "kv_policy_check": "once"}
+    policy = {"kv_policy": {"recall": 0, **POLICIES["sink"]}, "kv_policy_check": "once"}
     with monkeypatch.context() as patch:
         broken(
             chunk, "_attend_chunks", "away = written_at - rank_now", "away = 0 * written_at", patch

@@ -65,7 +65,9 @@ def small_engine(folder: str, policy: dict[str, Any]) -> LLM:
     return LLM(
         str(write_llama(folder, head_dim=16, num_layers=1, tokenizer_from=MODEL)),
         dtype="float32",
-        additional_config={"kv_policy": {**policy, "budget": 32, "prefill_stride": 16}},
+        additional_config={
+            "kv_policy": {"recall": 0, **policy, "budget": 32, "prefill_stride": 16}
+        },
         max_model_len=1024,
         kv_cache_memory_bytes=16 << 20,
         max_num_seqs=4,

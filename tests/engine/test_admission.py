@@ -49,7 +49,7 @@ def test_longest_stream(name: str, slots: int, limit: int) -> None:
 
 def config(policy: dict[str, Any] | None = POLICY, **kwargs: Any) -> Any:
     sizes = {"max_model_len": 1000, "block_size": 16, **kwargs}
-    additional = {} if policy is None else {"kv_policy": policy}
+    additional = {} if policy is None else {"kv_policy": {"recall": 0, **policy}}
     made = EngineArgs(model=str(MODEL), additional_config=additional, **sizes)
     return made.create_engine_config()
 

@@ -79,7 +79,15 @@ def server(
 ) -> Iterator[Server]:
     flags = ["--kv-policy", "cascade", "--kv-budget", "128", "--block-size", str(BLOCK)]
     flags += ["--kv-policy-config", '{"prefill_stride": 64}', "--max-model-len", "8192"]
-    flags += ["--max-num-seqs", "128", "--max-num-batched-tokens", "512", "--enforce-eager"]
+    flags += [
+        "--kv-recall",
+        "0",
+        "--max-num-seqs",
+        "128",
+        "--max-num-batched-tokens",
+        "512",
+        "--enforce-eager",
+    ]
     flags += ["--kv-cache-memory-bytes", str(64 << 20)]
     flags += ["--num-gpu-blocks-override", str(sum(pages(asks)) // 3 + 1)]
     server = Server(tmp_path_factory.mktemp("many") / "log", flags, request.param)

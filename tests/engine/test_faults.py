@@ -22,7 +22,14 @@ from tests.engine.server import Server
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64}
 FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128", "--block-size", "32", "--enforce-eager"]
 FLAGS += ["--kv-policy-config", '{"prefill_stride": 64}', "--max-model-len", "20000"]
-FLAGS += ["--max-num-batched-tokens", "256", "--kv-cache-memory-bytes", str(32 << 20)]
+FLAGS += [
+    "--kv-recall",
+    "0",
+    "--max-num-batched-tokens",
+    "256",
+    "--kv-cache-memory-bytes",
+    str(32 << 20),
+]
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -21,7 +21,7 @@ from tests.engine.pool import EnginePool
 from tests.engine.server import Server
 from tests.engine.test_against_oracle import run_oracle
 
-POLICY = {"name": "cascade", "budget": 64, "prefill_stride": 32, "num_subcaches": 2}
+POLICY = {"name": "cascade", "budget": 64, "prefill_stride": 32, "num_subcaches": 2, "recall": 0}
 LAYERS, RANK, SCALE = 6, 8, 2.0
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -63,6 +63,7 @@ def server(merged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     folder = tmp_path_factory.mktemp("limits")
     (folder / "chat.jinja").write_text(TEMPLATE)
     flags = ["--kv-policy", "cascade", "--kv-budget", "64", "--block-size", "32"]
+    flags += ["--kv-recall", "0"]
     flags += ["--kv-policy-config", '{"prefill_stride": 32, "num_subcaches": 2}']
     flags += ["--max-model-len", "2048", "--max-num-batched-tokens", "128", "--enforce-eager"]
     flags += ["--kv-cache-memory-bytes", str(32 << 20), "--chat-template", folder / "chat.jinja"]

@@ -97,6 +97,7 @@ def make_scheduler(cls: type, num_pages: int, **kwargs: Any) -> Any:
         max_model_len=4096,
         kv_policy="cascade",
         kv_budget=64,
+        kv_recall=0,
         **{
             "max_num_seqs": 8,
             "max_num_batched_tokens": 100,

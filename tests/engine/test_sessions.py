@@ -110,7 +110,7 @@ def engine(
     pool: EnginePool, policy: dict[str, Any], folder: str | None = None, **kwargs: Any
 ) -> Any:
     """An engine that keeps sessions, also in ``folder``."""
-    config: dict[str, Any] = {"kv_policy": policy, "kv_sessions": True}
+    config: dict[str, Any] = {"kv_policy": {"recall": 0, **policy}, "kv_sessions": True}
     if folder is not None:
         config["kv_sessions_dir"] = folder
     for key in [key for key in kwargs if key.startswith("kv_sessions")]:

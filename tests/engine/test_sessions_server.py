@@ -13,7 +13,7 @@ from tests.engine.test_pipeline_parallel import cores
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.files import Folder
 
-FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128", "--kv-sessions"]
+FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128", "--kv-recall", "0", "--kv-sessions"]
 FLAGS += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']
 FLAGS += ["--max-model-len", "4096", "--kv-cache-memory-bytes", str(32 << 20)]
 FLAGS += ["--max-num-batched-tokens", "256", "--max-num-seqs", "4", "--block-size", "32"]

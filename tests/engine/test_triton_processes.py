@@ -74,7 +74,15 @@ def alone(engine_pool: EnginePool, book_tokens: list[int]) -> list[Turn]:
 
 @pytest.fixture
 def server(alone: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ["--kv-policy", "cascade", "--kv-budget", "32", "--kv-policy-config"]
+    flags = [
+        "--kv-policy",
+        "cascade",
+        "--kv-budget",
+        "32",
+        "--kv-recall",
+        "0",
+        "--kv-policy-config",
+    ]
     flags += [json.dumps({name: PLAIN[name] for name in PLAIN if name not in ("name", "budget")})]
     flags += ["--max-model-len", "1024", "--max-num-batched-tokens", "64", "--block-size", "32"]
     flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(16 << 20)]

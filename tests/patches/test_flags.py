@@ -158,7 +158,7 @@ def test_keep_prompt_is_an_argument_and_a_flag() -> None:
     args = EngineArgs(model=str(MODEL), kv_policy="sink", kv_keep_prompt=64)
     assert args.additional_config == wanted
     assert parse("--kv-policy", "sink", "--kv-keep-prompt", "64").additional_config == wanted
-    inside = {"kv_policy": "sink", "kv_keep_prompt": 64}
+    inside = {"kv_policy": "sink", "kv_keep_prompt": 64, "kv_recall": 0}
     config = EngineArgs(model=str(MODEL), additional_config=inside).create_engine_config()
     policy = policy_of(config.additional_config)
     assert policy is not None and (policy.keep_prompt, policy.num_sinks) == (64, 4)
@@ -178,7 +178,7 @@ def test_the_policy_is_logged_in_one_line(monkeypatch: pytest.MonkeyPatch) -> No
         vllm_cascade.engine.configure, "UNUSABLE", {"sink": "other:Sink: the name is taken"}
     )
     config = EngineArgs(
-        model=str(MODEL), kv_policy="sink", kv_policy_config={"tie": "resident"}
+        model=str(MODEL), kv_policy="sink", kv_recall=0, kv_policy_config={"tie": "resident"}
     ).create_engine_config()
     assert config.cache_config.enable_prefix_caching
     (summary,) = [line for line in lines if line.startswith("KV policy sink: budget=")]
