@@ -375,7 +375,8 @@ def test_readme_block(result: dict[str, Any]) -> None:
         "| stock vLLM | all tokens | 976, then stops | 30.0 | - | - | 31.0 MiB"
     )
     assert (
-        rows[5].startswith("| `--kv-policy cascade` | the first 4,") and "| 2.0 / 40 |" in rows[5]
+        rows[5].startswith("| `--kv-policy cascade --kv-recall 0` | the first 4,")
+        and "| 2.0 / 40 |" in rows[5]
     )
     assert "*The Book*, in bfloat16 on 2 cores of A CPU" in lines[-1]
     assert "stock vLLM answers 400 after 1,024 tokens" in lines[-1]

@@ -212,7 +212,9 @@ def test_sweep_and_arms() -> None:
     assert made["full"] == [] and made["full-no-prefix"] == ["--no-enable-prefix-caching"]
     flag, settings = made["cascade"]
     assert flag == "--additional-config"
-    assert json.loads(settings) == {"kv_policy": {"name": "cascade", "budget": args.budget}}
+    assert json.loads(settings) == {
+        "kv_policy": {"name": "cascade", "recall": 0, "budget": args.budget}
+    }
     with_sessions = parse_args([*options, "--stock", "--sessions"])
     made = arms(with_sessions, "folder")
     assert list(made) == ["sink", "cascade", "sink-sessions", "cascade-sessions"]

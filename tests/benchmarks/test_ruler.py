@@ -211,7 +211,7 @@ def test_flags_are_the_engines_arguments() -> None:
     )
     flags = engine.flags()
     at = flags.index("--additional-config") + 1
-    assert json.loads(flags[at]) == {"kv_policy": policy}
+    assert json.loads(flags[at]) == {"kv_policy": {"recall": 0, **policy}}
     assert "--enforce-eager" in flags and "--no-enable-prefix-caching" in flags
     assert flags[flags.index("--max-model-len") + 1] == "99"
     assert flags[flags.index("--kv-cache-memory-bytes") + 1] == "7"

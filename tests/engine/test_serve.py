@@ -15,6 +15,7 @@ from tests.engine.server import VLLM, Server
 from tests.engine.test_against_oracle import run_oracle
 
 POLICY = {"name": "cascade", "budget": 128, "prefill_stride": 64, "num_subcaches": 2}
+POLICY |= {"recall": 8, "unit": 16}  # the defaults
 FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128"]
 FLAGS += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']
 FLAGS += ["--max-model-len", "8192", "--kv-cache-memory-bytes", str(32 << 20)]
@@ -31,13 +32,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_the_log_says_what_runs(server: Server) -> None:
     text = server.log.read_text()
-    assert len(re.findall(r"KV policy cascade: budget=128, .*num_subcaches=2", text)) == 1
-    # 132 slots of a request are 5 pages of 32; stock vLLM would need 256 pages for 8,192 tokens.
+    assert (
+        len(re.findall(r"KV policy cascade: budget=128, .*recall=8, .*num_subcaches=2", text)) == 1
+    )
+    # 16 sinks, 128 recalled, 128 of the budget and a unit that fills are 9 pages of 32; stock vLLM
+    # would need 256 pages for 8,192 tokens.
     (concurrency,) = re.findall(r"Maximum concurrency for 8,192 tokens .*: ([\d.,]+)x", text)
     (blocks,) = re.findall(r"CPU KV cache size: ([\d,]+) tokens", text)
-    pages = int(blocks.replace(",", "")) / 8192 * 5
-    assert float(concurrency.replace(",", "")) == pytest.approx(pages / 5, rel=0.01)
-    page_bytes = 6 * 32 * (2 * 2 * 64 * 4 + 12)
+    pages = int(blocks.replace(",", "")) / 8192 * 9
+    assert float(concurrency.replace(",", "")) == pytest.approx(pages / 9, rel=0.01)
+    page_bytes = 6 * 32 * 2 * 2 * 64 * 4  # and a few bytes for each unit
     assert pages == pytest.approx((32 << 20) // page_bytes, abs=2)
 
 
