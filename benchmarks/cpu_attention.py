@@ -427,7 +427,7 @@ def main(argv: list[str] | None = None) -> None:
     for kind, unit, dtype, size, batch, cached, heads in tqdm(shapes, leave=False):
         shape = kind, unit, dtype, size, batch, cached
         rows.append(measure(*shape, args.trials, args.seconds, heads))
-    results.save(args.out, [table(rows, args.threads)], {}, vars(args), argv)
+    results.finish(args, argv, [table(rows, args.threads)])
 
 
 if __name__ == "__main__":

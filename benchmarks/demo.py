@@ -25,7 +25,8 @@ from benchmarks.reporting import demo_pictures, demo_report, results
 from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
 from benchmarks.reporting.tables import console, show
 from benchmarks.running import novel, pools
-from benchmarks.running.conversation import Conversation, Refused
+from benchmarks.running.client import Refused
+from benchmarks.running.conversation import Conversation
 from benchmarks.running.engines import (
     BOOK,
     EngineSettings,
@@ -140,11 +141,10 @@ def arms(
     question: list[int],
 ) -> list[novel.Arm]:
     """The engines that read the novel."""
-    quiet_bar = {"arguments": {"use_tqdm_on_load": False}}
     longest = len(token_ids) + len(question) + NEW_TOKENS
-    stock = engine(args, model, max_model_len=positions, **quiet_bar)
+    stock = engine(args, model, max_model_len=positions)
     bounded = {
-        label: engine(args, model, max_model_len=longest, policy=policy, **quiet_bar)
+        label: engine(args, model, max_model_len=longest, policy=policy)
         for label, policy in policies(args).items()
     }
     return [
@@ -330,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     picture = args.out.with_suffix(".png")
     picture.parent.mkdir(parents=True, exist_ok=True)
     demo_pictures.draw(read, picture)
-    results.save(args.out, tables, {"novel": read, "chat": chat}, vars(args), argv, printed=True)
+    results.finish(args, argv, tables, {"novel": read, "chat": chat}, printed=True)
     print(f"The picture of the novel's perplexity is {picture}.")
     screen.print("\n".join(demo_report.shown(read, chat)), highlight=False, markup=False)
 

@@ -28,8 +28,7 @@ from benchmarks.running.engines import (
     EngineSettings,
     load_tokenizer,
     native_positions,
-    quiet,
-    settle_dtype,
+    settle,
 )
 from benchmarks.running.scoring import REFERENCE, Job, Scored, cached
 
@@ -161,13 +160,12 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
         max_model_len=longest + 2,
         max_num_seqs=args.streams,
         max_num_batched_tokens=max(args.chunk, args.stride),
-        arguments={"use_tqdm_on_load": False},
     )
     plan = []
     for name, settings in policies(args, args.stride).items():
         own = replace(engine, policy=settings)
         if (stored := cache_dtype(args, name)) != "auto":
-            own = replace(own, arguments={**engine.arguments, "kv_cache_dtype": stored})
+            own = replace(own, arguments={"kv_cache_dtype": stored})
         plan.append(Job(name, own, tuple(streams), group=args.streams))
     held = min(native, longest + 2)
     heads = tuple(stream.cut(native - 2) for stream in streams)
@@ -298,8 +296,7 @@ def numbers(scored: Mapping[str, Scored], arms: Mapping[str, Any]) -> dict[str, 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     args = parse_args(argv)
-    quiet()
-    args.dtype = settle_dtype(args.dtype, args.model)
+    settle(args)
     from vllm_cascade.policies.registry import resolve
 
     streams = texts.load(
@@ -311,19 +308,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         ranks=args.length_ranks,
     )
     plan = jobs(args, streams)
-    found = scoring.run_all(plan, args.engines, results.parts_of(args))
+    found = results.run_arms(scoring.run, plan, args)
     scored, failed = found.done, found.failed
     arms = {job.label: resolve(job.engine.policy) for job in plan if job.engine.policy}
     tables = [overall(scored, arms, args.base, args.capacity, failed)]
     if args.base in scored:
         tables.append(positions(scored, args.base))
-    data = {**numbers(scored, arms), **results.failures(failed)}
+    data = numbers(scored, arms)
     if held := request_sizes(args, plan):
         tables.append(sizes(held))
         for label, size in held.items():
-            data[label]["request"] = size
-    results.save(args.out, tables, data, vars(args), argv)
-    results.end(failed)
+            data.setdefault(label, {})["request"] = size
+    results.finish(args, argv, tables, data, failed)
 
 
 if __name__ == "__main__":

@@ -30,14 +30,13 @@ from benchmarks.perplexity import add_policy_arguments, policies
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import scoring
-from benchmarks.running.answers import Asking, as_tokens, ask_all
+from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
 from benchmarks.running.engines import (
     BOOK,
     EngineSettings,
     load_tokenizer,
     native_positions,
-    quiet,
-    settle_dtype,
+    settle,
 )
 
 BATCHED_TOKENS = 1024
@@ -89,7 +88,6 @@ def engines(args: argparse.Namespace, longest: int) -> dict[str, EngineSettings]
         max_model_len=longest,
         max_num_seqs=TOGETHER,
         max_num_batched_tokens=max(BATCHED_TOKENS, args.stride),
-        arguments={"use_tqdm_on_load": False},
     )
     made = {n: replace(engine, policy=p) for n, p in policies(args, args.stride).items()}
     return {**made, FULL: replace(engine, max_model_len=min(longest, native))}
@@ -190,7 +188,7 @@ def associative(args: argparse.Namespace) -> Answer:
         both = tuple(stream for pair in of[name] for stream in (pair.told, pair.untold))
         if both:
             jobs.append(scoring.Job(name, engine, both, group=2 * TOGETHER))
-    found = scoring.run_all(jobs, args.engines, results.parts_of(args))
+    found = results.run_arms(scoring.run, jobs, args)
     gains, losses = {}, []
     for name, run in found.done.items():
         told, untold = run.scored[::2], run.scored[1::2]
@@ -290,7 +288,7 @@ def rewind(args: argparse.Namespace) -> Answer:
         for name, engine in engines(args, longest).items()
         if engine.max_model_len == longest
     ]
-    found = scoring.run_all(jobs, args.engines, results.parts_of(args))
+    found = results.run_arms(scoring.run, jobs, args)
     base = found.done.get(args.base)
     rows = []
     for name, run in found.done.items():
@@ -352,9 +350,9 @@ def passkey(args: argparse.Namespace) -> Answer:
     for name, engine in engines(args, max(args.lengths) + ANSWER_TOKENS).items():
         most = (engine.max_model_len or 0) - ANSWER_TOKENS
         prompts[name] = [one for one in made if len(one.prompt) <= most]
-        if asked := tuple(one.prompt for one in prompts[name]):
-            jobs.append(Asking(name, engine, asked, ANSWER_TOKENS))
-    found = ask_all(jobs, args.engines, results.parts_of(args))
+        if asked := tuple(Prompt(one.prompt, ANSWER_TOKENS) for one in prompts[name]):
+            jobs.append(Asking(name, engine, asked))
+    found = results.run_arms(ask, jobs, args)
     marks = shares(found.done, prompts)
     table = pass_key_table(marks, cells(args), args.samples, found.failed)
     return [table], {}, found.failed
@@ -406,12 +404,10 @@ def _two(share: tuple[float, float]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Answer one question."""
     args = parse_args(argv)
-    quiet()
-    args.dtype = settle_dtype(args.dtype, args.model)
+    settle(args)
     ask_for = {"passkey": passkey, "associative": associative, "rewind": rewind}
     tables, data, failed = ask_for[args.question](args)
-    results.save(args.out, tables, {**data, **results.failures(failed)}, vars(args), argv)
-    results.end(failed)
+    results.finish(args, argv, tables, data, failed)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from benchmarks.models import real_model
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, number
 from benchmarks.running import engines
+from benchmarks.running.children import in_children
 from benchmarks.throughput import kv_bytes_per_token
 from benchmarks.token_time import Arm, in_turn
 
@@ -168,8 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     args.model = args.model or str(real_model())
     args.period = resolve(policies(args)[RECALL]).recall_every
-    (points,) = engines.in_children(run, [args])
-    results.save(args.out, [table(points, args)], {"points": points}, vars(args), argv)
+    (points,) = in_children(run, [args])
+    results.finish(args, argv, [table(points, args)], {"points": points})
 
 
 if __name__ == "__main__":

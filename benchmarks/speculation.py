@@ -296,7 +296,7 @@ def main(argv: Sequence[str] | None = None) -> None:
               for kind in asked.KINDS if (a := of_kinds(found, arm, [kind]))}
         for arm in ARMS
     }  # fmt: skip
-    results.save(args.out, [speed_table(found, args), goal_table(found)], data, vars(args), argv)
+    results.finish(args, argv, [speed_table(found, args), goal_table(found)], data)
 
 
 if __name__ == "__main__":

@@ -403,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(line(record), file=sys.stderr, flush=True)
                 records.append(record)
     made = [*tables(records), *beside_stock(records)]
-    results.save(args.out, made, {}, vars(args), argv)
+    results.finish(args, argv, made)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ import numpy as np
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, number
 from benchmarks.running import engines
+from benchmarks.running.children import in_children
 from benchmarks.throughput import kv_bytes_per_token, model_arguments
 
 ATTENTION = ("forward", "do_kv_cache_update")
@@ -402,9 +403,9 @@ def short_length(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure in a process that ends with its engines."""
     args = parse_args(argv)
-    ((points, threads),) = engines.in_children(run, [args])
+    ((points, threads),) = in_children(run, [args])
     tables = [token_table(points, args), prompt_table(points, args), goal_table(points, args)]
-    results.save(args.out, tables, {"threads": threads}, vars(args), argv)
+    results.finish(args, argv, tables, {"threads": threads})
 
 
 if __name__ == "__main__":

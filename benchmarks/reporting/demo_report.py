@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from benchmarks.reporting import stats
 from benchmarks.reporting.demo_pictures import block_means
 from benchmarks.reporting.tables import Table, console, number
 from benchmarks.running.conversation import Turn
@@ -60,21 +61,22 @@ def numbers(read: Read, head: int) -> dict[str, Any]:
         head: tokens that every arm read: perplexity is reported up to there and after, without
             the question.
     """
-    result = read.result
-    tokens = result.num_tokens - read.asked
+    result, (nll,) = read.result, read.result.nll
+    tokens = len(nll) + 1 - read.asked
+    scored = nll[: tokens - 1]  # of tokens 1, 2, ...
     return {
         "refusal": read.refusal,
         "tokens": tokens,
-        "tokens_cached": result.cached,
-        "perplexity_head": result.perplexity(end=head),
-        "perplexity_beyond": result.perplexity(head, tokens) if tokens > head else None,
+        "tokens_cached": read.cached,
+        "perplexity_head": stats.perplexity([scored[: head - 1]]),
+        "perplexity_beyond": stats.perplexity([scored[head - 1 :]]) if tokens > head else None,
         "pages_peak": result.pages_peak,
-        "page_bytes": result.page_bytes,
-        "peak_kv_bytes": result.peak_bytes,
+        "page_bytes": read.page_bytes,
+        "peak_kv_bytes": result.pages_peak * read.page_bytes,
         "host_bytes": result.counters.get("store_bytes", 0),
-        "read_ms": 1e3 * result.seconds / result.num_tokens,
+        "read_ms": 1e3 * result.seconds / (len(nll) + 1),
         "write_ms": 1e3 * median(result.token_seconds),
-        "mean_nll_per_block": block_means(result.nll[: tokens - 1]),
+        "mean_nll_per_block": block_means(scored),
     }
 
 

@@ -117,11 +117,11 @@ def test_full_is_asked_what_its_positions_hold(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(recall, "native_positions", lambda model: 500)
     asked = {}
 
-    def answer(jobs: Any, engines: int, kept_in: Any) -> Outcome[list[str]]:
+    def answer(work: Any, jobs: Any, args: Any) -> Outcome[list[str]]:
         asked.update({job.label: job for job in jobs})
         return Outcome({job.label: ["none"] * len(job.prompts) for job in jobs}, {})
 
-    monkeypatch.setattr(recall, "ask_all", answer)
+    monkeypatch.setattr(recall.results, "run_arms", answer)
     args = options("--lengths", "400", "700", "--policies", "sink", "--dtype", "float32")
     (table,), _, failed = recall.passkey(args)
     assert len(asked["sink"].prompts) == 6 and len(asked["full"].prompts) == 3

@@ -2,6 +2,7 @@
 """Tables, results and the document: nothing is shown that no run printed."""
 
 import json
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -64,16 +65,17 @@ def test_a_result_says_what_was_kept_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taken_up, said in ((0, " s.\n"), (3, " s, 3 of 8 items kept from before.\n")):
-        monkeypatch.setattr(results, "ITEMS", Counter({"asked": 8, "taken up": taken_up}))
-        results.save(tmp_path / "one.json", [table()], {}, {}, [])
+        monkeypatch.setattr(results.arms, "ITEMS", Counter({"asked": 8, "taken up": taken_up}))
+        results.finish(Namespace(out=tmp_path / "one.json"), [], [table()])
         assert said in results.fill("<!-- result one -->\n<!-- end -->\n", tmp_path)
 
 
 def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real = "/somewhere/Some-Model-0123abcd"
     argv = ["--tokens", "5", "--out", "x.json", "--data", str(ROOT / "README.md"), "--model", real]
-    settings = {"tokens": 5, "out": tmp_path, "data": [str(ROOT / "README.md")], "model": real}
-    results.save(tmp_path / "one.json", [table()], {"values": [1]}, settings, argv)
+    settings = {"tokens": 5, "data": [str(ROOT / "README.md")], "model": real}
+    args = Namespace(out=tmp_path / "one.json", **settings)
+    results.finish(args, argv, [table()], {"values": [1]})
     printed = capsys.readouterr().out
     assert "ppl [x]" in printed and "A note." in printed
     kept = results.load("one", tmp_path)
