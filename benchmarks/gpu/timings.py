@@ -174,10 +174,23 @@ class Layer:
             decode_rotation=rotation_table(**turning, dtype=decode_dtype(dtype)),
         )
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, featured: bool) -> torch.Tensor:
-        """One decode step's attention; ``featured``: with rotation and score update."""
-        batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
-        splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        featured: bool,
+        output: torch.Tensor | None = None,
+        splits: int | None = None,
+    ) -> torch.Tensor | None:
+        """One decode step's attention.
+
+        Args:
+            featured: with rotation and score update; the new tokens' scores are returned then.
+            splits: None: as the engine would split it.
+        """
+        if splits is None:
+            batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
+            splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
         parts, parts_lse, logits, own = attend(
             query=query,
             key=key,
@@ -196,11 +209,9 @@ class Layer:
             splits=splits,
             keep_logits=featured,
         )
-        output = torch.empty_like(query)
+        output = torch.empty_like(query) if output is None else output
         lse = merge(parts, parts_lse, self.steps, output)
-        if featured:
-            self.update(logits, own, lse)
-        return output
+        return self.update(logits, own, lse) if featured else None
 
     def update(self, logits: torch.Tensor, own: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Update scores with a decode step's attention; returns the new tokens' scores."""
