@@ -14,7 +14,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.inputs import asked
 from benchmarks.models import best_model
 from benchmarks.reporting import results
-from benchmarks.reporting.tables import Table, number
+from benchmarks.reporting.tables import Goal, Table, number, table_of_goals
 from benchmarks.running import engines
 from benchmarks.running.answers import as_tokens
 from benchmarks.running.children import end_with_parent
@@ -279,13 +279,13 @@ def goal_table(found: Answers) -> Table:
     """The project's goals."""
     repeats, other = (gain(found, POLICY, GROUPS[group]) for group in (REPEATING, OTHER))
     stock = gain(found, STOCK, GROUPS[REPEATING])
-    checks: list[tuple[str, float, Callable[[float], bool]]] = [
-        (f"{REPEATING}: at least {FASTER}x", repeats, lambda x: x >= FASTER),
-        (f"{REPEATING}: at least stock's gain, {stock:.2f}x", repeats, lambda x: x >= stock),
-        (f"{OTHER}: at least {NOT_SLOWER}x", other, lambda x: x >= NOT_SLOWER),
-    ]
-    rows = [(goal, f"{x:.2f}x", "yes" if holds(x) else "no") for goal, x, holds in checks]
-    return Table("Goals", ("goal", "measured", "holds"), tuple(rows))
+    checks: list[Goal] = [
+        (f"{REPEATING}: at least {FASTER}x", repeats, lambda x: x >= FASTER, "{:.2f}x"),
+        (f"{REPEATING}: at least stock's gain, {stock:.2f}x", repeats, lambda x: x >= stock,
+         "{:.2f}x"),
+        (f"{OTHER}: at least {NOT_SLOWER}x", other, lambda x: x >= NOT_SLOWER, "{:.2f}x"),
+    ]  # fmt: skip
+    return table_of_goals(checks)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,6 +14,7 @@ import pytest
 from benchmarks import quick, throughput, token_time
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, mean_std, number, spread
+from benchmarks.running import stepping
 from benchmarks.running.environment import ROOT
 from benchmarks.throughput import (
     WARM_UP,
@@ -269,8 +270,8 @@ def test_refused_before_a_server_starts(option: list[str], capsys) -> None:
     assert "must be" in capsys.readouterr().err
 
 
-def steps(*times: tuple[float, float]) -> list[token_time.Step]:
-    return [token_time.Step(total, attention) for total, attention in times]
+def steps(*times: tuple[float, float]) -> list[stepping.Step]:
+    return [stepping.Step(total, attention) for total, attention in times]
 
 
 def test_token_times_are_compared_pair_by_pair() -> None:
@@ -348,9 +349,9 @@ def test_the_policys_engines_exchange_roles() -> None:
             self.short += 1
             yield self.step().total
 
-        def step(self) -> token_time.Step:
+        def step(self) -> stepping.Step:
             self.reading = False
-            return token_time.Step(self.ms, 0.5)
+            return stepping.Step(self.ms, 0.5)
 
         def finish(self) -> None:
             pass
