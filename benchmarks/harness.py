@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.inputs import ruler
-from benchmarks.perplexity import add_policy_arguments, policies
+from benchmarks.perplexity import FULL, add_policy_arguments, engines
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import arms
@@ -111,25 +111,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def evaluations(args: argparse.Namespace) -> list[Evaluation]:
     """One a policy, and stock vLLM with as many tokens as the model has positions."""
-    native = native_positions(args.model)
-    longest = args.max_model_len or 8 * native
-    shared = {
-        "model": args.model,
-        "dtype": args.dtype,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": max(2048, args.stride),
-    }
-    engines: dict[str, EngineSettings] = {
-        name: EngineSettings(policy=policy, max_model_len=longest, **shared)
-        for name, policy in policies(args, args.stride).items()
-    }
-    if not args.no_full:
-        engines["full"] = EngineSettings(max_model_len=min(longest, native), **shared)
+    longest = args.max_model_len or 8 * native_positions(args.model)
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": max(2048, args.stride)}
     return [
         Evaluation(
             label, engine, tuple(args.tasks), args.num_fewshot, args.limit, args.chat, args.metadata
         )
-        for label, engine in engines.items()
+        for label, engine in engines(args, longest, not args.no_full, **sizes).items()
     ]
 
 
@@ -289,7 +277,7 @@ def shares(args: argparse.Namespace) -> list[Share]:
         )
         some: list[tuple[str, int, dict[str, Any] | None]] = []
         if length <= native and not args.no_full:
-            some.append(("full", length, None))
+            some.append((FULL, length, None))
         for part in args.attended:
             settings = ruler_settings(args, length // part)
             some += [(label, length // part, policy) for label, policy in settings.items()]
@@ -308,14 +296,14 @@ def ruler_table(
     Args:
         found: scores in percent by task.
     """
-    full = {share.length: scores for share, scores in found if share.policy == "full"}
+    full = {share.length: scores for share, scores in found if share.policy == FULL}
     tasks = list(found[0][1]) if found else []
     rows, data = [], {}
     for share, scores in found:
         mean = stats.mean_of_groups(list(scores.values()))
         base = full.get(share.length)
         of_full = None
-        if base is not None and share.policy != "full":
+        if base is not None and share.policy != FULL:
             of_full = stats.mean_of_groups(list(scores.values()), list(base.values()))
         by_task = {task: float(values.mean()) for task, values in scores.items()}
         rows.append(

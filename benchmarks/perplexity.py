@@ -33,6 +33,8 @@ from benchmarks.running.engines import (
 from benchmarks.running.scoring import REFERENCE, Job, Scored, cached
 
 BATCHED_TOKENS = 1024
+FULL = "full"
+"""An arm: stock vLLM."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,7 +47,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--documents", type=int, help="stop after so many documents (or Hub rows)")
     add("--length-ranks", help="of books, by length: 19:44 is the cascade paper's")
     add("--tokens", type=int, help="cut every stream here")
-    add("--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ...")
     add("--no-full", action="store_true", help="leave stock attention out")
     add(
         "--reference-stride",
@@ -87,6 +88,7 @@ def add_policy_arguments(
         '"capacity" and "kv_cache_dtype"; `benchmarks/inputs/studies` has some',
     )
     add("--base", default="sink", help="policy that differences are to")
+    add("--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ...")
 
 
 def arms_of(path: str) -> dict[str, dict[str, Any]]:
@@ -133,6 +135,28 @@ def cache_dtype(args: argparse.Namespace, label: str) -> str:
     return arm.get("kv_cache_dtype", args.kv_cache_dtype)
 
 
+def engines(
+    args: argparse.Namespace, longest: int, full: bool = True, **sizes: int
+) -> dict[str, EngineSettings]:
+    """An engine an arm, for texts of ``longest`` tokens.
+
+    Args:
+        full: also stock attention, for as many tokens as the model has positions.
+        sizes: of every engine.
+    """
+    batched = {"max_num_batched_tokens": max(BATCHED_TOKENS, args.stride), **sizes}
+    engine = EngineSettings(model=args.model, dtype=args.dtype, max_model_len=longest, **batched)
+    made = {}
+    for name, policy in policies(args, args.stride).items():
+        stored = cache_dtype(args, name)
+        arguments = {} if stored == "auto" else {"kv_cache_dtype": stored}
+        made[name] = replace(engine, policy=policy, arguments=arguments)
+    if full:
+        held = min(longest, native_positions(args.model))
+        made[FULL] = replace(engine, max_model_len=held)
+    return made
+
+
 def request_sizes(args: argparse.Namespace, plan: Sequence[Job]) -> dict[str, dict[str, Any]]:
     """The most that a request of every arm holds; empty if all arms have the model's type."""
     from benchmarks.running import pools
@@ -154,26 +178,18 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
     """An engine an arm; stock attention reads as much of each text as the model has positions."""
     longest = max(len(stream.token_ids) for stream in streams)
     native = native_positions(args.model)
-    engine = EngineSettings(
-        model=args.model,
-        dtype=args.dtype,
-        max_model_len=longest + 2,
-        max_num_seqs=args.streams,
-        max_num_batched_tokens=max(args.chunk, args.stride),
-    )
-    plan = []
-    for name, settings in policies(args, args.stride).items():
-        own = replace(engine, policy=settings)
-        if (stored := cache_dtype(args, name)) != "auto":
-            own = replace(own, arguments={"kv_cache_dtype": stored})
-        plan.append(Job(name, own, tuple(streams), group=args.streams))
-    held = min(native, longest + 2)
-    heads = tuple(stream.cut(native - 2) for stream in streams)
+    sizes = {"max_num_seqs": args.streams, "max_num_batched_tokens": max(args.chunk, args.stride)}
+    plan = [
+        Job(name, engine, tuple(streams), group=args.streams)
+        for name, engine in engines(args, longest + 2, not args.no_full, **sizes).items()
+    ]
     if not args.no_full:
-        plan.append(Job("full", replace(engine, max_model_len=held), heads, group=args.streams))
+        plan[-1] = replace(plan[-1], streams=tuple(stream.cut(native - 2) for stream in streams))
     if args.reference_stride:
         window = min(args.capacity, native - 1)
-        stock = replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8)
+        held = min(window + 1, native)
+        stock = replace(plan[0].engine, policy=None, max_model_len=held, max_num_seqs=8)
+        stock = replace(stock, arguments={})
         plan.append(Job(REFERENCE, stock, tuple(streams), window, args.reference_stride))
     return plan
 

@@ -18,7 +18,7 @@ Where full attention cannot do what is asked, the table says so: such a cell com
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,26 +26,22 @@ import numpy as np
 from benchmarks.inputs import pass_keys
 from benchmarks.inputs.pass_keys import DIGITS, Hidden, digits_right, is_exact
 from benchmarks.inputs.texts import Stream, beginning, read, whole_text
-from benchmarks.perplexity import add_policy_arguments, policies
+from benchmarks.perplexity import FULL, add_policy_arguments, engines
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import scoring
 from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
 from benchmarks.running.engines import (
     BOOK,
-    EngineSettings,
     load_tokenizer,
-    native_positions,
     settle,
 )
 
-BATCHED_TOKENS = 1024
 TOGETHER = 16
 """Prompts at a time in an engine."""
 ANSWER_TOKENS = 24
 Cell = tuple[int, float]
 
-FULL = "full"
 ABLE = 0.5
 """Share of a pass key's digits that full attention must find in a cell, on average."""
 WORTH = 0.05
@@ -77,20 +73,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.back > args.burn_in or args.again > args.back:
         parser.error("rewind needs --again <= --back <= --burn-in")
     return args
-
-
-def engines(args: argparse.Namespace, longest: int) -> dict[str, EngineSettings]:
-    """An engine an arm; stock attention for as many tokens as the model has positions."""
-    native = native_positions(args.model)
-    engine = EngineSettings(
-        model=args.model,
-        dtype=args.dtype,
-        max_model_len=longest,
-        max_num_seqs=TOGETHER,
-        max_num_batched_tokens=max(BATCHED_TOKENS, args.stride),
-    )
-    made = {n: replace(engine, policy=p) for n, p in policies(args, args.stride).items()}
-    return {**made, FULL: replace(engine, max_model_len=min(longest, native))}
 
 
 def columns(cells: Sequence[Cell], able: Mapping[Cell, bool | None]) -> tuple[str, ...]:
@@ -183,7 +165,7 @@ def associative(args: argparse.Namespace) -> Answer:
     vocab = [token for token in sorted(set(text)) if token not in special]
     made = pairs(args, text, vocab, beginning(tokenizer))
     jobs, of = [], {}
-    for name, engine in engines(args, max(args.lengths) + 1).items():
+    for name, engine in engines(args, max(args.lengths) + 1, max_num_seqs=TOGETHER).items():
         of[name] = [pair for pair in made if pair.length < (engine.max_model_len or 0)]
         both = tuple(stream for pair in of[name] for stream in (pair.told, pair.untold))
         if both:
@@ -285,7 +267,7 @@ def rewind(args: argparse.Namespace) -> Answer:
     longest = len(streams[0].token_ids) + 2
     jobs = [
         scoring.Job(name, engine, (*streams, *once), group=TOGETHER)
-        for name, engine in engines(args, longest).items()
+        for name, engine in engines(args, longest, max_num_seqs=TOGETHER).items()
         if engine.max_model_len == longest
     ]
     found = results.run_arms(scoring.run, jobs, args)
@@ -347,7 +329,8 @@ def passkey(args: argparse.Namespace) -> Answer:
     """Digits and answers that are right, by policy, length and depth."""
     made = hidden(args, load_tokenizer(args.model), "\n\n".join(read(args.data).values()))
     jobs, prompts = [], {}
-    for name, engine in engines(args, max(args.lengths) + ANSWER_TOKENS).items():
+    longest = max(args.lengths) + ANSWER_TOKENS
+    for name, engine in engines(args, longest, max_num_seqs=TOGETHER).items():
         most = (engine.max_model_len or 0) - ANSWER_TOKENS
         prompts[name] = [one for one in made if len(one.prompt) <= most]
         if asked := tuple(Prompt(one.prompt, ANSWER_TOKENS) for one in prompts[name]):

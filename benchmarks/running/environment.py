@@ -48,6 +48,12 @@ def versions() -> dict[str, str | None]:
     return {name: _version(name) for name in ("vllm", "torch", "transformers")}
 
 
+def cache_folder(name: str, variable: str) -> Path:
+    """Where something large is kept: what an environment variable names, or in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm-cascade" / name
+    return Path(os.environ.get(variable) or cache).expanduser().absolute()
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

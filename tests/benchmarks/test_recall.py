@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import recall
+from benchmarks import perplexity, recall
 from benchmarks.inputs import pass_keys
 from benchmarks.inputs.pass_keys import Hidden, digits_right, is_exact
 from benchmarks.running.answers import as_tokens
@@ -114,7 +114,7 @@ def test_a_model_that_cannot_recall_is_called_so(gain: float, able: bool) -> Non
 
 def test_full_is_asked_what_its_positions_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others get every prompt; all of them land in the table."""
-    monkeypatch.setattr(recall, "native_positions", lambda model: 500)
+    monkeypatch.setattr(perplexity, "native_positions", lambda model: 500)
     asked = {}
 
     def answer(work: Any, jobs: Any, args: Any) -> Outcome[list[str]]:

@@ -229,7 +229,8 @@ def test_no_two_loads_share_prompts() -> None:
     """A prefix cache must not know a cell's prompts from another's, or from the warm-up."""
     args = parse_args(["--contexts", "100", "300", "--concurrency", "1", "8"])
     sweep = [replace(cell, pool=0) for cell in cells(args, 10, 16)]
-    seeds = [cell.load(trial).seed for cell in dict.fromkeys(sweep) for trial in (WARM_UP, 0, 1)]
+    trials = (WARM_UP, 0, 1)
+    seeds = [cell.arguments(trial)[3] for cell in dict.fromkeys(sweep) for trial in trials]
     assert len(set(seeds)) == len(seeds) == 12
 
 
