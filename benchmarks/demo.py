@@ -224,9 +224,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 def servers(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Server]:
     """Stock vLLM's and ours, not started; each has the pool that stock vLLM needs."""
     pool = pools.pool_bytes(engine(args, model, max_model_len=positions))
-    shared = ["--dtype", args.dtype, "--enforce-eager", "--block-size", str(BLOCK_SIZE)]
-    shared += ["--max-num-seqs", "1", "--max-num-batched-tokens", str(BATCHED_TOKENS)]
-    shared += ["--kv-cache-memory-bytes", str(pool), "--enable-prompt-tokens-details"]
+    shared = [*engine(args, model, memory_bytes=pool).flags(), "--enable-prompt-tokens-details"]
     shared += ["--distributed-executor-backend", "uni"]  # one process less, and faster up
     if load_tokenizer(str(model.path)).chat_template is None:
         shared += ["--chat-template", PLAIN_CHAT]

@@ -274,8 +274,9 @@ def _download(source: Source, folder: Path) -> list[Path]:
 def _convert(source: Source, folder: Path) -> None:
     """Write the model's folder beside ``folder`` and give it that name when it is complete."""
     gguf = _gguf(source)
-    if find_spec("gguf") is None:
-        raise source.unavailable("the package gguf is missing: run `make setup`")
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise source.unavailable(f"the package {package} is missing: run `make setup`")
     from benchmarks.inputs.gguf_file import UnsuitableFile
 
     _say(f"converting the model to {folder}")

@@ -41,6 +41,7 @@ TOGETHER = 16
 """Prompts at a time in an engine."""
 ANSWER_TOKENS = 24
 Cell = tuple[int, float]
+Cells = dict[Cell, np.ndarray]
 
 ABLE = 0.5
 """Share of a pass key's digits that full attention must find in a cell, on average."""
@@ -177,20 +178,13 @@ def associative(args: argparse.Namespace) -> Answer:
         losses += [values.mean() for values in untold]
         gains[name] = [u.mean() - t.mean() for t, u in zip(told, untold, strict=True)]
     mean = float(np.mean(losses)) if losses else float("nan")
-    places = {name: [(pair.length, pair.depth) for pair in some] for name, some in of.items()}
-    by_cell: dict[str, dict[Cell, np.ndarray]] = {}
-    for name, values in gains.items():
-        gained = np.asarray(values)
-        by_cell[name] = {
-            cell: gained[[place == cell for place in places[name]]]
-            for cell in dict.fromkeys(places[name])
-        }
+    by_cell = {name: in_cells(of[name], values) for name, values in gains.items()}
     table = associative_table(by_cell, cells(args), mean, args.samples, found.failed)
     return [table], {"nll_untold": mean}, found.failed
 
 
 def associative_table(
-    gains: Mapping[str, Mapping[Cell, np.ndarray]],
+    gains: Mapping[str, Cells],
     cells: Sequence[Cell],
     untold: float,
     samples: int,
@@ -224,6 +218,14 @@ def associative_table(
 
 def _interval(values: np.ndarray) -> stats.Difference:
     return stats.paired_difference([values], [np.zeros_like(values)], block=1)
+
+
+def in_cells(asked: Sequence[Pair] | Sequence[Hidden], values: Sequence[Any]) -> Cells:
+    """An array a cell, of what each prompt gave."""
+    found: dict[Cell, list[Any]] = {}
+    for one, value in zip(asked, values, strict=True):
+        found.setdefault((one.length, one.depth), []).append(value)
+    return {cell: np.asarray(some) for cell, some in found.items()}
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -345,16 +347,12 @@ def shares(
     answers: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[Hidden]]
 ) -> dict[str, dict[Cell, tuple[float, float]]]:
     """By arm and cell: share of digits that are right, and of answers that are."""
-    found: dict[str, dict[Cell, tuple[float, float]]] = {}
+    found = {}
     for arm, given in answers.items():
-        marks: dict[Cell, list[tuple[float, float]]] = {}
-        for answer, asked in zip(given, prompts[arm], strict=True):
-            mark = digits_right(answer, asked.key), float(is_exact(answer, asked.key))
-            marks.setdefault((asked.length, asked.depth), []).append(mark)
-        found[arm] = {
-            cell: (float(np.mean([d for d, _ in some])), float(np.mean([e for _, e in some])))
-            for cell, some in marks.items()
-        }
+        pairs = zip(given, [one.key for one in prompts[arm]], strict=True)
+        marks = [(digits_right(answer, key), is_exact(answer, key)) for answer, key in pairs]
+        by_cell = in_cells(prompts[arm], marks)
+        found[arm] = {cell: tuple(some.mean(axis=0)) for cell, some in by_cell.items()}
     return found
 
 

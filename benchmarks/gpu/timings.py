@@ -174,6 +174,10 @@ class Layer:
             decode_rotation=rotation_table(**turning, dtype=decode_dtype(dtype)),
         )
 
+    def _views(self, *names: str) -> dict[str, Any]:
+        """Fields as arguments of a kernel."""
+        return {name: getattr(self, name) for name in names}
+
     def attend(
         self,
         query: torch.Tensor,
@@ -195,11 +199,7 @@ class Layer:
             query=query,
             key=key,
             value=key,
-            kv=self.kv,
-            rank=self.rank,
-            born=self.born,
-            table=self.table,
-            steps=self.steps,
+            **self._views("kv", "rank", "born", "table", "steps"),
             rotation=self.decode_rotation if featured else None,
             slopes=None,
             logit_scale=None,
@@ -219,10 +219,7 @@ class Layer:
             logits=logits,
             own=own,
             lse=lse,
-            rank=self.rank,
-            score=self.score,
-            table=self.table,
-            steps=self.steps,
+            **self._views("rank", "score", "table", "steps"),
             reduction="mean",
         )
 
@@ -234,13 +231,8 @@ class Layer:
             key=key,
             value=value,
             new_score=score,
-            kv=self.kv,
-            rank=self.rank,
-            born=self.born,
-            score=self.score,
+            **self._views("kv", "rank", "born", "score", "table", "steps"),
             token=None,
-            table=self.table,
-            steps=self.steps,
             **rules,
         )
 
@@ -391,7 +383,7 @@ class _Prompt:
             notes=torch.empty(1, 1, programs, NUMBER_ROWS, width, **int32),
             values=torch.empty(1, 1, programs, VALUE_ROWS, width, device=device),
         )
-        pages = {name: getattr(self.layer, name) for name in ("kv", "rank", "born")}
+        pages = self.layer._views("kv", "rank", "born")
         turning = {"rotation": self.layer.rotation, "interleaved": False}
         reads = {"slopes": None, "scale": size**-0.5, "softcap": 0.0, "num_queries": queries}
         self._read = {**pages, **turning, **reads}

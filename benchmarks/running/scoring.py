@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-likelihoods of texts under policies of equal size: what the quality benchmarks share."""
 
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -169,24 +168,16 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterable[tuple[int, in
 
 
 def _recompute(llm: "LLM", job: Job, text: Stream) -> Reading:
+    from benchmarks.running.stream import read_together
+
     assert job.window is not None
-    start = time.perf_counter()
     spans = list(windows(len(text.token_ids), job.window, job.stride))
     prompts = [text.part(begin, end) for begin, end, _ in spans]
     values = np.full(len(text.token_ids) - 1, np.nan)
-    for (begin, end, first), found in zip(spans, prompt_nll(llm, prompts), strict=True):
-        values[first - 1 : end - 1] = found[first - begin - 1 :]
-    return Reading(values, time.perf_counter() - start)
-
-
-def prompt_nll(llm: "LLM", prompts: Sequence[list[int]], bar: bool = True) -> list[np.ndarray]:
-    """Negative log-likelihood of tokens 1, 2, ... of every prompt, many prompts at a time."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(requests, params, use_tqdm=bar)
-    return [-np.asarray(output.prompt_logprobs.logprobs) for output in outputs]
+    found = read_together(llm, prompts, label=f"{job.label} {text.name}"[:40])
+    for (begin, end, first), nll in zip(spans, found.nll, strict=True):
+        values[first - 1 : end - 1] = nll[first - begin - 1 :]
+    return Reading(values, found.seconds)
 
 
 def equal_policy(name: str, capacity: int, **settings: Any) -> dict[str, Any]:
