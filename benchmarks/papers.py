@@ -214,9 +214,9 @@ def streams_of(table: PaperTable, args: argparse.Namespace) -> list[texts.Stream
 
 
 def engine_for(
-    args: argparse.Namespace, longest: int, policy: dict[str, Any] | None, window: int
-) -> EngineSettings:
-    """A policy's engine, or the one that recomputes windows."""
+    args: argparse.Namespace, longest: int, policy: dict[str, Any] | None, budget: int = 0
+) -> tuple[EngineSettings, int | None]:
+    """A policy's engine; or the one that recomputes windows of a budget and sinks, and their size."""
     engine = EngineSettings(
         model=args.model,
         policy=policy,
@@ -225,24 +225,24 @@ def engine_for(
         max_num_batched_tokens=max(1024, args.stride),
     )
     if policy is not None:
-        return engine
+        return engine, None
+    native = native_positions(args.model)
+    window = min(budget + 4, native - 1)
     # Prefix caching would skip a window that an earlier trial has read.
     uncached = {"enable_prefix_caching": False}
-    longest = min(window + 1, native_positions(args.model))
-    return replace(engine, max_model_len=longest, max_num_seqs=8, arguments=uncached)
+    longest = min(window + 1, native)
+    return replace(engine, max_model_len=longest, max_num_seqs=8, arguments=uncached), window
 
 
 def perplexity(table: PaperTable, args: argparse.Namespace) -> Filled:
     """Streaming perplexity of every row at every budget; rows with equal settings share a run."""
     streams, budgets = streams_of(table, args), budgets_of(table, args)
-    native = native_positions(args.model)
     longest = max(len(stream.token_ids) for stream in streams) + 2
     jobs: dict[str, scoring.Job] = {}
     label_of = {}
     for cell, policy in plan_of(table, budgets, args.stride).items():
-        window = None if policy else min(budgets[cell[1]] + 4, native - 1)
+        engine, window = engine_for(args, longest, policy, budgets[cell[1]])
         label = label_of[cell] = str(policy or window)
-        engine = engine_for(args, longest, policy, window or 0)
         jobs[label] = scoring.Job(label, engine, tuple(streams), window, args.reference_stride)
     outcome = results.run_arms(scoring.run, list(jobs.values()), args)
     found = {label: stats.perplexity(run.scored) for label, run in outcome.done.items()}
@@ -309,7 +309,7 @@ def rouge(table: PaperTable, args: argparse.Namespace) -> Filled:
     plan = policies_of(table, budgets, args.stride)
     longest = max(map(len, tokens)) + SUMMARY_TOKENS
     engines = {
-        str(policy): replace(engine_for(args, longest, policy, 0), max_num_seqs=16)
+        str(policy): replace(engine_for(args, longest, policy)[0], max_num_seqs=16)
         for policy in plan.values()
     }
     jobs = [Asking(label, engine, prompts) for label, engine in engines.items()]
@@ -516,8 +516,7 @@ def timing(table: PaperTable, args: argparse.Namespace) -> Filled:
     longest = len(stream.token_ids) + args.new_tokens + 2
     plan, jobs = plan_of(table, [budget], args.stride), []
     for (index, _), policy in plan.items():
-        window = None if policy else min(budget + 4, native_positions(args.model) - 1)
-        engine = engine_for(args, longest, policy, window or 0)
+        engine, window = engine_for(args, longest, policy, budget)
         sizes = (args.prompt, args.new_tokens, args.trials, window, args.reference_stride)
         jobs.append(Pace(table.rows[index].name, engine, stream, *sizes))
     outcome = results.run_arms(run_paced, jobs, args, at_a_time=1)

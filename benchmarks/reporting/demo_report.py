@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.reporting import stats
 from benchmarks.reporting.demo_pictures import block_means
-from benchmarks.reporting.tables import Table, console, number
+from benchmarks.reporting.tables import Table, number, say
 from benchmarks.running.conversation import Turn
 from benchmarks.running.novel import Read
 
@@ -150,14 +150,12 @@ def compared(novel: Mapping[str, Any]) -> str:
 
 def show_answers(novel: Mapping[str, Any]) -> None:
     """Print the note that stood in the novel, and what each arm says when it is asked for."""
-    screen = console()
-    screen.print(NOTE.format(**novel["note"]), highlight=False, markup=False)
+    say(NOTE.format(**novel["note"]))
     for label, arm in novel["arms"].items():
         if "answer" in arm:
             right = "right" if arm["right"] else "wrong"
-            line = f"{label + ':':<16}{right:<8}... {arm['answer']}"
-            screen.print(line, highlight=False, markup=False)
-    screen.print()
+            say(f"{label + ':':<16}{right:<8}... {arm['answer']}")
+    say("")
 
 
 def _against(arm: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -241,16 +239,13 @@ def stopped(chat: Mapping[str, Any]) -> str:
 
 def show_chat(chat: Mapping[str, Any]) -> None:
     """Print where stock vLLM stopped, the memory of both, and the last answer under cascade."""
-    screen = console()
     share = [
         f"{label} {mib(arm['page_bytes'] * max(turn['pages'] for turn in arm['turns']))}"
         for label, arm in chat["arms"].items()
     ]
     last = chat["arms"][CASCADE]["turns"][-1]["answer"]
-    text = (
-        f"\n{stopped(chat)}\nMost memory: {', '.join(share)}.\nLast answer: {last}\n\n{FORGETS}\n"
-    )
-    screen.print(text, highlight=False, markup=False)
+    memory_ = f"Most memory: {', '.join(share)}."
+    say(f"\n{stopped(chat)}\n{memory_}\nLast answer: {last}\n\n{FORGETS}\n")
 
 
 def shown(novel: Mapping[str, Any], chat: Mapping[str, Any]) -> list[str]:

@@ -53,6 +53,11 @@ def console() -> Any:
     return plain if plain.width >= MIN_WIDTH else Console(width=MIN_WIDTH)
 
 
+def say(text: str) -> None:
+    """Print text as it is, as wide as tables are."""
+    console().print(text, highlight=False, markup=False)
+
+
 def show(tables: Sequence[Table]) -> None:
     """Print tables."""
     from rich import box
@@ -68,7 +73,7 @@ def show(tables: Sequence[Table]) -> None:
             grid.add_row(*map(escape, row))
         screen.print(grid)
         if table.note:
-            screen.print(table.note, highlight=False, markup=False)
+            say(table.note)
 
 
 def failure_rows(failed: Mapping[str, str], columns: int) -> list[tuple[str, ...]]:
