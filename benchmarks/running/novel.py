@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.running import pools
+from benchmarks.running.arms import EngineJob
 from benchmarks.running.children import in_children
-from benchmarks.running.engines import EngineSettings
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Arm:
+class Arm(EngineJob):
     """One engine and what it reads.
 
     Attributes:
@@ -25,12 +25,9 @@ class Arm:
         new_tokens: generated after that, to time them and for the answer.
     """
 
-    label: str
-    engine: EngineSettings
     token_ids: list[int] = field(repr=False)
     question: list[int] = field(repr=False)
     new_tokens: int
-    bar_line: int = 0
 
     @property
     def stock(self) -> bool:
