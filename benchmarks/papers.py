@@ -216,7 +216,7 @@ def streams_of(table: PaperTable, args: argparse.Namespace) -> list[texts.Stream
 def engine_for(
     args: argparse.Namespace, longest: int, policy: dict[str, Any] | None, budget: int = 0
 ) -> tuple[EngineSettings, int | None]:
-    """A policy's engine; or the one that recomputes windows of a budget and sinks, and their size."""
+    """A policy's engine; or one that recomputes windows of a budget and sinks, and their size."""
     engine = EngineSettings(
         model=args.model,
         policy=policy,
