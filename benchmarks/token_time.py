@@ -20,6 +20,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import geometric_mean, mean, median
 from typing import Any
 
@@ -274,7 +275,7 @@ def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
         if context + args.output_len <= args.budget:
             goal = f"at most {TOKEN_COST}x stock's time a token where nothing is evicted"
             cost = point.paired(POLICY, STOCK)
-            goals.append((f"{goal} ({context:,})", cost, lambda x: x <= TOKEN_COST, "{:.2f}x"))
+            goals.append((f"{goal} ({context:,})", cost, (0, TOKEN_COST), "{:.2f}x"))
     long = by_context.get(LONG)
     if long is not None:
         for what, speed_up, least in (
@@ -282,7 +283,7 @@ def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
             ("prompt", _prompt_ratio(long), PROMPT_FASTER),
         ):
             goal = f"a {what} at least {least}x faster at {LONG:,}"
-            goals.append((goal, speed_up, lambda x, least=least: x >= least, "{:.2f}x"))
+            goals.append((goal, speed_up, (least, inf), "{:.2f}x"))
     tokens = [x for p in points if p.context > args.anchor and (x := p.paired(POLICY, ANCHOR))]
     prompts = [p.prompt_over_short for p in points if p.context > SHORT_PROMPT]
     for what, over, begin, most in (
@@ -291,8 +292,7 @@ def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
     ):
         worst = max(over, key=lambda x: abs(x - 1), default=None)
         goal = f"time {what} flat within {most:.0%} from {begin:,} to {max(by_context):,}"
-        holds = lambda x, most=most: abs(x - 1) <= most  # noqa: E731
-        goals.append((goal, worst, holds, "{:.3f}x at most"))
+        goals.append((goal, worst, (1 - most, 1 + most), "{:.3f}x at most"))
     return table_of_goals(goals)
 
 

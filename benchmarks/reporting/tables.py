@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A result table: printed, kept in the run's JSON, and written into docs/RESULTS.md from there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median, stdev
 from typing import Any
@@ -101,15 +101,15 @@ def mean_std(values: Sequence[float], digits: int = 2) -> str:
     return f"{number(mean(values), digits)} ± {number(stdev(values), digits)}"
 
 
-Goal = tuple[str, float | None, Callable[[float], bool], str]
-"""What is to hold, what was measured (None: nothing), whether that is enough, and how to say it."""
+Goal = tuple[str, float | None, tuple[float, float], str]
+"""What is to hold, what was measured (None: nothing), its least and most, and how to say it."""
 
 
 def table_of_goals(goals: Sequence[Goal]) -> Table:
     """The project's goals, as far as they were measured."""
     rows = [
-        (goal, said.format(value), "yes" if holds(value) else "no")
-        for goal, value, holds, said in goals
+        (goal, said.format(value), "yes" if least <= value <= most else "no")
+        for goal, value, (least, most), said in goals
         if value is not None
     ]
     return Table("Goals", ("goal", "measured", "holds"), tuple(rows))
