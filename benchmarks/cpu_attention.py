@@ -16,7 +16,6 @@ A trial times both in turn; the table has medians over the trials, and the media
 
 import argparse
 import itertools
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -350,29 +349,14 @@ def measure(
     times = []
     for trial in range(trials):
         order = (0, 1, 2) if trial % 2 == 0 else (1, 0, 2)
-        trial_times = [0.0, 0.0, 0.0]
-        for index in order:
-            trial_times[index] = milliseconds(calls[index], repeats[index])
-        times.append(trial_times)
+        ms = {index: milliseconds(calls[index], repeats[index]) for index in order}
+        times.append([ms[index] for index in range(3)])
     columns = np.asarray(times)
-    ours_ms, stock_ms, write_ms = (round(float(x), 5) for x in np.median(columns, axis=0))
-    ratio = statistics.median(columns[:, 0] / columns[:, 1])
+    medians = (round(float(x), 5) for x in np.median(columns, axis=0))
+    ratio = round(float(np.median(columns[:, 0] / columns[:, 1])), 3)
     path = type(ours.impl.path).__name__.removesuffix("Path").lower()
-    return Row(
-        kind,
-        num_heads,
-        unit,
-        dtype,
-        head_size,
-        batch,
-        cached,
-        path,
-        ours_ms,
-        stock_ms,
-        write_ms,
-        metadata_bytes,
-        round(ratio, 3),
-    )
+    shape = kind, num_heads, unit, dtype, head_size, batch, cached
+    return Row(*shape, path, *medians, metadata_bytes, ratio)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -427,7 +411,7 @@ def main(argv: list[str] | None = None) -> None:
     for kind, unit, dtype, size, batch, cached, heads in tqdm(shapes, leave=False):
         shape = kind, unit, dtype, size, batch, cached
         rows.append(measure(*shape, args.trials, args.seconds, heads))
-    results.save(args.out, [table(rows, args.threads)], {}, vars(args), argv)
+    results.finish(args, argv, [table(rows, args.threads)])
 
 
 if __name__ == "__main__":

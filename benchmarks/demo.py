@@ -23,9 +23,10 @@ from benchmarks.inputs.texts import after_sentence, passages
 from benchmarks.models import Model, best_model
 from benchmarks.reporting import demo_pictures, demo_report, results
 from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
-from benchmarks.reporting.tables import console, show
+from benchmarks.reporting.tables import say, show
 from benchmarks.running import novel, pools
-from benchmarks.running.conversation import Conversation, Refused
+from benchmarks.running.client import Refused
+from benchmarks.running.conversation import Conversation
 from benchmarks.running.engines import (
     BOOK,
     EngineSettings,
@@ -140,11 +141,10 @@ def arms(
     question: list[int],
 ) -> list[novel.Arm]:
     """The engines that read the novel."""
-    quiet_bar = {"arguments": {"use_tqdm_on_load": False}}
     longest = len(token_ids) + len(question) + NEW_TOKENS
-    stock = engine(args, model, max_model_len=positions, **quiet_bar)
+    stock = engine(args, model, max_model_len=positions)
     bounded = {
-        label: engine(args, model, max_model_len=longest, policy=policy, **quiet_bar)
+        label: engine(args, model, max_model_len=longest, policy=policy)
         for label, policy in policies(args).items()
     }
     return [
@@ -180,7 +180,7 @@ def read_novel(args: argparse.Namespace, model: Model, positions: int) -> dict[s
         "engines": args.engines,
         "arms": {},
     }
-    console().print(demo_report.NOVEL.format(**kept), highlight=False, markup=False)
+    say(demo_report.NOVEL.format(**kept))
     reading = arms(args, model, positions, token_ids, question)
     for label, read in novel.run_all(reading, args.engines):
         numbers = demo_report.numbers(read, kept["head"])
@@ -224,9 +224,7 @@ def commands(args: argparse.Namespace) -> dict[str, list[str]]:
 def servers(args: argparse.Namespace, model: Model, positions: int) -> dict[str, Server]:
     """Stock vLLM's and ours, not started; each has the pool that stock vLLM needs."""
     pool = pools.pool_bytes(engine(args, model, max_model_len=positions))
-    shared = ["--dtype", args.dtype, "--enforce-eager", "--block-size", str(BLOCK_SIZE)]
-    shared += ["--max-num-seqs", "1", "--max-num-batched-tokens", str(BATCHED_TOKENS)]
-    shared += ["--kv-cache-memory-bytes", str(pool), "--enable-prompt-tokens-details"]
+    shared = [*engine(args, model, memory_bytes=pool).flags(), "--enable-prompt-tokens-details"]
     shared += ["--distributed-executor-backend", "uni"]  # one process less, and faster up
     if load_tokenizer(str(model.path)).chat_template is None:
         shared += ["--chat-template", PLAIN_CHAT]
@@ -249,12 +247,8 @@ def talk(args: argparse.Namespace, model: Model, positions: int) -> dict[str, An
         "engines": args.engines,
         "arms": {},
     }
-    console().print(
-        demo_report.CHAT.format(
-            stock=command[STOCK], ours=command[CASCADE], block=BLOCK_SIZE, engines=args.engines
-        ),
-        highlight=False,
-    )
+    both = {"stock": command[STOCK], "ours": command[CASCADE]}
+    say(demo_report.CHAT.format(**both, block=BLOCK_SIZE, engines=args.engines))
     settings = {
         STOCK: engine(args, model),
         CASCADE: engine(args, model, policy=policies(args)[CASCADE]),
@@ -316,13 +310,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # also where it goes through a pipe
     args = parse_args(argv)
     model, positions = settle(args)
-    screen = console()
     if not model.real:
-        screen.print(model.why_not, highlight=False, markup=False)
+        say(model.why_not)
     read = read_novel(args, model, positions)
     tables = [demo_report.novel_table(read)]
     show(tables)
-    screen.print(demo_report.compared(read) + "\n", highlight=False, markup=False)
+    say(demo_report.compared(read) + "\n")
     demo_report.show_answers(read)
     chat = talk(args, model, positions)
     tables.append(demo_report.chat_table(chat))
@@ -330,9 +323,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     picture = args.out.with_suffix(".png")
     picture.parent.mkdir(parents=True, exist_ok=True)
     demo_pictures.draw(read, picture)
-    results.save(args.out, tables, {"novel": read, "chat": chat}, vars(args), argv, printed=True)
+    results.finish(args, argv, tables, {"novel": read, "chat": chat}, printed=True)
     print(f"The picture of the novel's perplexity is {picture}.")
-    screen.print("\n".join(demo_report.shown(read, chat)), highlight=False, markup=False)
+    say("\n".join(demo_report.shown(read, chat)))
 
 
 if __name__ == "__main__":

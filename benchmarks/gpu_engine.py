@@ -23,15 +23,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.running import leash
+from benchmarks.running.environment import ROOT, fingerprint
+from tests.engine.on_device import identity, windows
 
-ROOT = Path(__file__).resolve().parent.parent
+Row = dict[str, Any]
 POLICIES: dict[str, dict[str, Any]] = {
     "window": {"name": "window"},
     "sink": {"name": "sink"},
@@ -46,21 +48,13 @@ POLICIES: dict[str, dict[str, Any]] = {
     "cascade in units": {"name": "cascade", "unit": 16},
     "sink with recall": {"name": "sink", "unit": 16, "recall": 2, "recall_store": 4096},
 }
-LLAMAS: dict[str, dict[str, int]] = {
-    "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv": 8, "inner": 8192, "vocab": 128256},
-    "8B": {"hidden": 4096, "layers": 32, "heads": 32, "kv": 8, "inner": 14336, "vocab": 128256},
-}
-TINY = {"hidden": 128, "layers": 1, "heads": 4, "kv": 2, "inner": 64, "vocab": 512}
+CONFIGS = ROOT / "benchmarks/inputs/configs"
+LLAMAS = ("1B", "8B")
+TINY = "125m"
 CONTEXTS = (2048, 8192, 32768)
 FIRST_TOKEN_CONTEXTS = (8192, 32768, 131072)
 FAMILIES = ("gemma3", "gpt-oss")
 """Models with windows, of ``tests/oracle/families.py``."""
-SHARE = 0.15
-"""Of the GPU's memory for a tiny model's engine."""
-MAX_ERROR = 5e-4
-"""Largest difference of a log-probability from the oracle's, in fp32."""
-OVERRIDES: dict[str, Any] = {}
-"""Engine arguments of ``--engine``, in an engine's own process."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -69,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="toy sizes, also on a CPU")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--models", nargs="*", default=list(LLAMAS), choices=list(LLAMAS))
+    parser.add_argument("--models", nargs="*", default=list(LLAMAS), choices=LLAMAS)
     parser.add_argument("--contexts", nargs="*", type=int, help="prompt lengths of speed")
     parser.add_argument("--requests", type=int, default=64, help="requests at once of speed")
     parser.add_argument("--at-once", type=int, default=1, help="engines compared at a time")
@@ -79,11 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.job is not None:
         job = json.loads(options.job)
-        OVERRIDES.update(job.pop("engine"))
-        print("RESULT " + json.dumps(KINDS[job.pop("kind")](**job)))
+        kind, engine = KINDS[job.pop("kind")], job.pop("engine")
+        print("RESULT " + json.dumps(kind(**job, **engine)))
         return 0
-    from benchmarks.gpu_check import fingerprint
-
     wanted = jobs(options.tiny, options.policies, options.kinds, options.models)
     for job in wanted:
         job["engine"] = dict(options.engine)
@@ -109,11 +101,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all("error" not in row and row.get("equal", True) for row in rows) else 1
 
 
-def jobs(
-    tiny: bool, policies: list[str], kinds: list[str], models: list[str]
-) -> list[dict[str, Any]]:
+def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -> list[Row]:
     """Every engine to run, as keyword arguments."""
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     if "identity" in kinds:
         for name in policies:
             found.append({"kind": "identity", "policy": POLICIES[name], "label": name})
@@ -130,7 +120,7 @@ def jobs(
     return [job | {"tiny": tiny} for job in found]
 
 
-def run_job(job: dict[str, Any], logs: Path, seconds: float) -> list[dict[str, Any]]:
+def run_job(job: dict[str, Any], logs: Path, seconds: float) -> list[Row]:
     """Run one engine in a process of its own; its results, or the last line of its error.
 
     Args:
@@ -157,90 +147,8 @@ def run_job(job: dict[str, Any], logs: Path, seconds: float) -> list[dict[str, A
     return [row | one | {"seconds": elapsed} for one in found]
 
 
-def identity(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
-    """Generate greedily with three requests at once; ask the oracle about every token."""
-    import numpy as np
-    from vllm import LLM, SamplingParams
-
-    from tests.oracle.model import load_model, stream
-    from tests.oracle.random_models import write_llama
-    from tests.oracle.settings import oracle_settings, token_scores
-    from vllm_cascade.policies.arguments import CHECK
-    from vllm_cascade.policies.idf import sentence_ends
-
-    # The smallest settings that wrap the cache often.
-    policy = {**policy, "budget": 64, "prefill_stride": 16}
-    if policy["name"] == "beehive":
-        policy |= {"window": 12, "stride": 5, "threshold": 40}
-    if policy["name"] == "lazy":
-        policy["overflow"] = 8
-        policy |= {"slack": 6, "max_drop": 3}
-    model_books = ROOT / "benchmarks/inputs/models/books-5m"
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_llama(folder, head_dim=64, tokenizer_from=model_books)
-        llm = LLM(
-            str(path),
-            dtype="float32",
-            additional_config={"kv_policy": {"recall": 0, **policy}, CHECK: "off"},
-            max_model_len=1024,
-            max_num_seqs=8,
-            **start(tiny),
-            **({"enable_prefix_caching": False} if policy.get("recall") else {}),
-        )
-        ends = sentence_ends(llm.get_tokenizer()).tolist()
-        oracle, errors = load_model(path, bloom_gelu="none"), []
-        tokens = np.random.default_rng(0).integers(1, 500, 400).tolist()
-        prompts = [tokens[:5], tokens[5:120], tokens[120:337], tokens[200:290]]
-        if tiny:
-            prompts = [tokens[:5], tokens[5:75], tokens[120:260], tokens[200:260]]
-        length = 24 if tiny else 300
-
-        def ask(numbers: list[int]) -> int:
-            """Generate, and compare with the oracle; prompt tokens that were in a snapshot."""
-            params = [
-                SamplingParams(
-                    max_tokens=length,
-                    temperature=0.0,
-                    logprobs=0,
-                    ignore_eos=True,
-                    extra_args=OTHER if number == 3 else None,
-                )
-                for number in numbers
-            ]
-            inputs = [{"prompt_token_ids": prompts[number]} for number in numbers]
-            outputs = llm.generate(inputs, params, use_tqdm=False)
-            for number, output in zip(numbers, outputs, strict=True):
-                (choice,) = output.outputs
-                found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
-                text = prompts[number] + list(choice.token_ids)
-                settings = other_settings(policy) if number == 3 else policy
-                truth = stream(
-                    *(oracle, text),
-                    prompt_len=len(prompts[number]),
-                    token_scores=token_scores(settings, text, ends.__getitem__),
-                    **oracle_settings(settings),
-                )
-                expected = np.asarray(truth.logprobs[len(prompts[number]) - 1 :])
-                errors.append(float(np.abs(np.asarray(found) - expected).max()))
-            return sum(output.num_cached_tokens or 0 for output in outputs)
-
-        first, reused = ask([0, 1, 2, 3]), ask([2])
-        (counters,) = llm.collective_rpc("kv_policy_counters")
-        config = llm.llm_engine.vllm_config
-    right = max(errors) < MAX_ERROR and counters["evicted_tokens"] > 0
-    found = {
-        "equal": right and first == 0 and (reused > 0 or bool(policy.get("recall"))),
-        "max_error": max(errors),
-        "evicted": counters["evicted_tokens"],
-        "reused": reused,
-        "runner": "V2" if config.use_v2_model_runner else "V1",
-        "async": bool(config.scheduler_config.async_scheduling),
-    }
-    return [found]
-
-
-def check(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
-    """The check of the first start for layers of Llama 8B, without a model."""
+def check(policy: dict[str, Any], label: str, tiny: bool, **_: Any) -> list[Row]:
+    """The check of the first start for layers of Llama 8B, without an engine."""
     import torch
 
     from vllm_cascade.attention.selfcheck import LayerShape
@@ -261,73 +169,54 @@ def check(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]
     ]
 
 
-def start(tiny: bool) -> dict[str, Any]:
-    """Memory and graphs of an engine: on a GPU as by default, and nothing is compiled later."""
-    if tiny:
-        return {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
-    return {"gpu_memory_utilization": SHARE, "jit_monitor_mode": "error", **OVERRIDES}
+def stopwatch(
+    folder: Path,
+    policy: dict[str, Any] | None,
+    model: str,
+    tiny: bool,
+    **arguments: Any,
+) -> Callable[[int, int, int], float]:
+    """An engine with dummy weights; seconds of some requests, by their number, context and output.
 
-
-def windows(policy: dict[str, Any], label: str, tiny: bool) -> list[dict[str, Any]]:
-    """Two layers of the family ``label``, one with a window: a prompt and generated tokens."""
+    Args:
+        folder: for a table of document frequencies.
+        arguments: of ``LLM``.
+    """
     import numpy as np
     from vllm import LLM, SamplingParams
 
-    from tests.oracle.families import FAMILIES, run_family, shallow, write_family
+    path = CONFIGS / f"llama-{TINY if tiny else model.lower()}"
+    vocab = json.loads((path / "config.json").read_text())["vocab_size"]
+    if policy is not None:
+        policy = {"budget": 64 if tiny else 2048, "recall": 0, **policy}
+        if policy["name"] == "dgc" and "importance" not in policy:
+            policy["idf"] = write_idf(folder / "idf.safetensors", vocab)
+        if tiny:
+            policy["prefill_stride"] = 16
+    if tiny:
+        arguments |= {"kv_cache_memory_bytes": 16 << 20, "hf_overrides": {"num_hidden_layers": 1}}
+    llm = LLM(
+        str(path),
+        dtype="float32" if tiny else "bfloat16",
+        enforce_eager=tiny,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        additional_config={} if policy is None else {"kv_policy": policy},
+        enable_prefix_caching=False,
+        **arguments,
+    )
+    rng = np.random.default_rng(0)
 
-    policy = {**policy, "budget": 32, "prefill_stride": 32}
-    family, length = shallow(FAMILIES[label]), 6 if tiny else 300
-    prompt = np.random.default_rng(0).integers(1, 500, 130).tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_family(Path(folder), family)
-        llm = LLM(
-            str(path),
-            dtype="float32",
-            additional_config={"kv_policy": {"recall": 0, **policy}},
-            max_model_len=2048,
-            max_num_batched_tokens=100,
-            max_num_seqs=4,
-            skip_tokenizer_init=True,
-            **start(tiny),
-        )
+    def seconds(requests: int, context: int, max_tokens: int) -> float:
+        prompts = rng.integers(1, vocab - 1, (requests, context)).tolist()
         params = SamplingParams(
-            max_tokens=length, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False
+            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        (counters,) = llm.collective_rpc("kv_policy_counters")
-        config = llm.llm_engine.vllm_config
-        (choice,) = output.outputs
-        found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
-        text = prompt + list(choice.token_ids)
-        truth = run_family(path, family, text, len(prompt), policy)
-    expected = np.asarray(truth.logprobs[len(prompt) - 1 :])
-    error = float(np.abs(np.asarray(found) - expected).max())
-    return [
-        {
-            "equal": error < MAX_ERROR and counters["evicted_tokens"] > 0,
-            "max_error": error,
-            "evicted": counters["evicted_tokens"],
-            "reused": 0,
-            "runner": "V2" if config.use_v2_model_runner else "V1",
-        }
-    ]
+        begin = time.perf_counter()
+        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return time.perf_counter() - begin
 
-
-OTHER = {"kv_policy": "sink", "kv_budget": 32}
-"""What the fourth request of the comparison asks for."""
-
-
-def other_settings(policy: dict[str, Any]) -> dict[str, Any]:
-    """What ``OTHER`` means on a server that runs ``policy``, to the oracle."""
-    per_head = "per_kv_head" if policy["name"] == "beehive" else "homogeneous"
-    return {
-        "name": "sink",
-        "budget": 32,
-        "prefill_stride": policy["prefill_stride"],
-        "head_policy": policy.get("head_policy", per_head),
-        "overflow": 1 if policy["name"] == "lazy" else policy.get("overflow", 1),
-        **{key: policy[key] for key in ("unit", "recall", "recall_store") if key in policy},
-    }
+    return seconds
 
 
 def speed(
@@ -337,52 +226,30 @@ def speed(
     tiny: bool,
     requests: int = 2,
     contexts: Sequence[int] = (40,),
-) -> list[dict[str, Any]]:
+    **engine: Any,
+) -> list[Row]:
     """Output tokens a second of ``requests`` with prompts of each length in ``contexts``.
 
     The time to read the prompts and sample one token is measured alone and taken off.
     """
-    import numpy as np
-    from vllm import LLM, SamplingParams
-
-    size = TINY if tiny else LLAMAS[model]
-    num_requests, num_tokens = requests, 5 if tiny else 257
+    num_tokens, found = 5 if tiny else 257, []
+    sizes = {"max_model_len": contexts[-1] + num_tokens, "max_num_seqs": requests}
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            folder,
-            dtype="float32" if tiny else "bfloat16",
-            **dummy_model(Path(folder), policy, size, tiny),
-            max_model_len=contexts[-1] + num_tokens,
-            kv_cache_memory_bytes=(16 << 20) if tiny else (8 << 30),
-            max_num_seqs=num_requests,
-            enforce_eager=tiny,
-            **OVERRIDES,
-        )
-        rng = np.random.default_rng(0)
-
-        def seconds(context: int, max_tokens: int) -> float:
-            prompts = rng.integers(1, size["vocab"] - 1, (num_requests, context)).tolist()
-            params = SamplingParams(
-                max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False
-            )
-            begin = time.perf_counter()
-            llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-            return time.perf_counter() - begin
-
-        seconds(contexts[0], 2)  # warm up
-        found = []
+        memory = {"kv_cache_memory_bytes": 8 << 30}
+        seconds = stopwatch(Path(folder), policy, model, tiny, **memory | sizes | engine)
+        seconds(requests, contexts[0], 2)  # warm up
         for context in contexts:
-            prefill, whole = seconds(context, 1), seconds(context, num_tokens)
-            total = num_requests * (num_tokens - 1)
+            prefill, whole = (seconds(requests, context, num) for num in (1, num_tokens))
+            total = requests * (num_tokens - 1)
             found.append(
                 {
                     "context": context,
-                    "prompt_tokens_per_s": num_requests * context / prefill,
+                    "prompt_tokens_per_s": requests * context / prefill,
                     "output_tokens_per_s": total / max(whole - prefill, 1e-9),
                     "total_s": whole,
                 }
             )
-        return found
+    return found
 
 
 def first_token(
@@ -391,35 +258,15 @@ def first_token(
     model: str,
     tiny: bool,
     contexts: Sequence[int] = (40,),
-) -> list[dict[str, Any]]:
+    **engine: Any,
+) -> list[Row]:
     """Seconds from a prompt of each length to its first token, median of three, one at a time."""
-    import numpy as np
-    from vllm import LLM, SamplingParams
-
-    size = TINY if tiny else LLAMAS[model]
-    memory = {"kv_cache_memory_bytes": 16 << 20, "enforce_eager": True} if tiny else {}
+    sizes = {"max_model_len": max(contexts) + 2, "max_num_seqs": 8}
     with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            folder,
-            dtype="float32" if tiny else "bfloat16",
-            **dummy_model(Path(folder), policy, size, tiny),
-            max_model_len=max(contexts) + 2,
-            max_num_seqs=8,
-            **memory,
-            **OVERRIDES,
-        )
-        rng = np.random.default_rng(0)
-        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
-
-        def seconds(context: int) -> float:
-            prompt = rng.integers(1, size["vocab"] - 1, context).tolist()
-            begin = time.perf_counter()
-            llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-            return time.perf_counter() - begin
-
-        seconds(min(contexts))  # warm up
+        seconds = stopwatch(Path(folder), policy, model, tiny, **sizes | engine)
+        seconds(1, min(contexts), 1)  # warm up
         return [
-            {"context": c, "first_token_s": statistics.median(seconds(c) for _ in range(3))}
+            {"context": c, "first_token_s": statistics.median(seconds(1, c, 1) for _ in range(3))}
             for c in contexts
         ]
 
@@ -433,25 +280,6 @@ KINDS = {
 }
 
 
-def dummy_model(
-    folder: Path, policy: dict[str, Any] | None, size: dict[str, int], tiny: bool
-) -> dict[str, Any]:
-    """Write a Llama's configuration; engine arguments for it with dummy weights and a policy."""
-    (folder / "config.json").write_text(json.dumps(llama_config(size)))
-    if policy is not None:
-        policy = {"budget": 64 if tiny else 2048, "recall": 0, **policy}
-        if policy["name"] == "dgc" and "importance" not in policy:
-            policy["idf"] = write_idf(folder / "idf.safetensors", size["vocab"])
-        if tiny:
-            policy["prefill_stride"] = 16
-    return {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "additional_config": {} if policy is None else {"kv_policy": policy},
-        "enable_prefix_caching": False,
-    }
-
-
 def write_idf(path: Path, vocab: int) -> str:
     """A table of document frequencies for a model without a tokenizer."""
     import numpy as np
@@ -463,27 +291,7 @@ def write_idf(path: Path, vocab: int) -> str:
     return str(path)
 
 
-def llama_config(size: dict[str, int]) -> dict[str, Any]:
-    """config.json of a Llama with these sizes."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": size["hidden"],
-        "intermediate_size": size["inner"],
-        "num_attention_heads": size["heads"],
-        "num_key_value_heads": size["kv"],
-        "num_hidden_layers": size["layers"],
-        "vocab_size": size["vocab"],
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-
-
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[Row]) -> str:
     """What was found, as text."""
     lines = []
     for row in rows:

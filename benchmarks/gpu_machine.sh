@@ -3,14 +3,13 @@
 # Everything that a GPU can tell, on a machine that reaches nothing: run in the repository's root.
 #
 #   benchmarks/gpu_machine.sh correct OUT         every kernel, then every policy in an engine
-#   benchmarks/gpu_machine.sh measure OUT [MORE]  engines beside stock vLLM, then the model's terms
+#   benchmarks/gpu_machine.sh measure OUT [MORE]  engines beside stock vLLM
 #
 # `correct` begins with torch and triton alone (about 8 minutes, kernels' timings among them); all
 # else needs vLLM, unpacked in /opt/vllm_site or installed, and a wheel in dist/, because vLLM finds
 # plugins by an installation's metadata:
 #   python -m pip wheel -q --no-deps -w dist .    made before, where packages can be installed
 # MORE goes to benchmarks.gpu_engine. Where a command may take ten minutes: --models 1B, then 8B.
-# `measure` ends with what benchmarks/gpu/roofline.py estimates beside what was measured.
 set -euo pipefail
 what=$1 out=$(realpath -m "$2")
 shift 2
@@ -37,8 +36,6 @@ correct() {
 
 measure() {
     engines --kinds speed "$@"
-    python -m benchmarks.gpu.roofline --out "$out"
-    python -m benchmarks.gpu.terms "$out"
 }
 
 case $what in

@@ -21,21 +21,20 @@ from typing import Any
 import numpy as np
 
 from benchmarks.inputs import ruler
-from benchmarks.perplexity import add_policy_arguments, policies
+from benchmarks.perplexity import FULL, add_policy_arguments, engines
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
-from benchmarks.running import arms, served
-from benchmarks.running.answers import as_tokens
+from benchmarks.running import arms
+from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
 from benchmarks.running.engines import (
     BOOK,
     EngineSettings,
     load_tokenizer,
     native_positions,
     quiet,
-    settle_dtype,
+    settle,
 )
 from benchmarks.running.environment import ROOT
-from benchmarks.running.parts import Arm
 from benchmarks.running.scoring import equal_policy
 
 TASKS = ROOT / "benchmarks/inputs/tasks"
@@ -58,21 +57,14 @@ Results = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """One engine's share: what a child process needs to know.
+class Evaluation(arms.EngineJob):
+    """One engine's share: what a child process needs to know."""
 
-    Attributes:
-        arm: where a task's results are kept; None: nowhere.
-    """
-
-    label: str
-    engine: EngineSettings
     tasks: tuple[str, ...]
     num_fewshot: int | None
     limit: int | None
     chat: bool
     metadata: dict[str, Any] = field(default_factory=dict)
-    arm: Arm | None = None
 
     @property
     def keys(self) -> list[str]:
@@ -82,7 +74,7 @@ class Evaluation:
     def determines(self) -> dict[str, Any]:
         asked = {key: getattr(self, key) for key in ("num_fewshot", "limit", "chat", "metadata")}
         longest = {"max_model_len": self.engine.max_model_len}  # where texts are cut
-        return {**self.engine.determines(), **asked, **longest, "lm_eval": version("lm_eval")}
+        return {**super().determines(), **asked, **longest, "lm_eval": version("lm_eval")}
 
     def result(self, values: list[Results]) -> Results:
         return {name: metrics for found in values for name, metrics in found.items()}
@@ -119,25 +111,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def evaluations(args: argparse.Namespace) -> list[Evaluation]:
     """One a policy, and stock vLLM with as many tokens as the model has positions."""
-    native = native_positions(args.model)
-    longest = args.max_model_len or 8 * native
-    shared = {
-        "model": args.model,
-        "dtype": args.dtype,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": max(2048, args.stride),
-    }
-    engines: dict[str, EngineSettings] = {
-        name: EngineSettings(policy=policy, max_model_len=longest, **shared)
-        for name, policy in policies(args, args.stride).items()
-    }
-    if not args.no_full:
-        engines["full"] = EngineSettings(max_model_len=min(longest, native), **shared)
+    longest = args.max_model_len or 8 * native_positions(args.model)
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": max(2048, args.stride)}
     return [
         Evaluation(
             label, engine, tuple(args.tasks), args.num_fewshot, args.limit, args.chat, args.metadata
         )
-        for label, engine in engines.items()
+        for label, engine in engines(args, longest, not args.no_full, **sizes).items()
     ]
 
 
@@ -228,14 +208,14 @@ class Share:
 
     Attributes:
         attended: tokens.
-        job: for the server; its requests are those of ``documents``, in their order.
+        job: for the server; its prompts are those of ``documents``, in their order.
     """
 
     policy: str
     length: int
     attended: int
     documents: tuple[ruler.Document, ...] = field(repr=False)
-    job: served.Served = field(repr=False)
+    job: Asking = field(repr=False)
 
     def scores(self, answers: Sequence[str]) -> dict[str, np.ndarray]:
         """Scores in percent by task, a number a document."""
@@ -286,7 +266,7 @@ def shares(args: argparse.Namespace) -> list[Share]:
                 novel,
             )
         )
-        requests = tuple(served.Request(one.prompt, one.max_tokens) for one in asked)
+        prompts = tuple(Prompt(one.prompt, one.max_tokens) for one in asked)
         engine = EngineSettings(
             model=args.model,
             dtype=args.dtype,
@@ -297,13 +277,13 @@ def shares(args: argparse.Namespace) -> list[Share]:
         )
         some: list[tuple[str, int, dict[str, Any] | None]] = []
         if length <= native and not args.no_full:
-            some.append(("full", length, None))
+            some.append((FULL, length, None))
         for part in args.attended:
             settings = ruler_settings(args, length // part)
             some += [(label, length // part, policy) for label, policy in settings.items()]
         for label, attended, policy in some:
             name = f"{label}, {attended:,} of {length:,}"
-            job = served.Served(name, replace(engine, policy=policy), requests)
+            job = Asking(name, replace(engine, policy=policy), prompts, served=True)
             made.append(Share(label, length, attended, asked, job))
     return made
 
@@ -316,14 +296,14 @@ def ruler_table(
     Args:
         found: scores in percent by task.
     """
-    full = {share.length: scores for share, scores in found if share.policy == "full"}
+    full = {share.length: scores for share, scores in found if share.policy == FULL}
     tasks = list(found[0][1]) if found else []
     rows, data = [], {}
     for share, scores in found:
         mean = stats.mean_of_groups(list(scores.values()))
         base = full.get(share.length)
         of_full = None
-        if base is not None and share.policy != "full":
+        if base is not None and share.policy != FULL:
             of_full = stats.mean_of_groups(list(scores.values()), list(base.values()))
         by_task = {task: float(values.mean()) for task, values in scores.items()}
         rows.append(
@@ -369,31 +349,25 @@ def _plain(found: tuple[float, float, float]) -> list[float | None]:
 def run_ruler(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
     """RULER's documents through servers."""
     plan = shares(args)
-    found = arms.run_all(
-        served.ask, [share.job for share in plan], args.engines, results.parts_of(args)
-    )
+    found = results.run_arms(ask, [share.job for share in plan], args)
     done = [
         (share, share.scores(found.done[share.job.label]))
         for share in plan
         if share.job.label in found.done
     ]
     table, data = ruler_table(done, found.failed)
-    results.save(args.out, [table], {**data, **results.failures(found.failed)}, vars(args), argv)
-    results.end(found.failed)
+    results.finish(args, argv, [table], data, found.failed)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate."""
     args = parse_args(argv)
-    quiet()
-    args.dtype = settle_dtype(args.dtype, args.model)
+    settle(args)
     if args.suite == "ruler":
         return run_ruler(args, argv)
-    found = arms.run_all(evaluate, evaluations(args), args.engines, results.parts_of(args))
-    data = {"results": found.done, **results.failures(found.failed)}
+    found = results.run_arms(evaluate, evaluations(args), args)
     tables = [table(found.done, args.capacity, found.failed)]
-    results.save(args.out, tables, data, vars(args), argv)
-    results.end(found.failed)
+    results.finish(args, argv, tables, {"results": found.done}, found.failed)
 
 
 if __name__ == "__main__":

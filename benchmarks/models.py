@@ -22,7 +22,6 @@ Where the default cannot be had, ``best_model`` falls back on the small model of
 import argparse
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.running.engines import MODEL
-from benchmarks.running.environment import ROOT
+from benchmarks.running.environment import ROOT, cache_folder
 
 if TYPE_CHECKING:
     from benchmarks.inputs.gguf_file import GGUFFile
@@ -176,10 +175,7 @@ def real_gguf(which: str = DEFAULT) -> Path:
 
 def models_folder() -> Path:
     """Where models are kept; it need not exist."""
-    if named := os.environ.get(FOLDER):
-        return Path(named).expanduser().absolute()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
-    return cache / "vllm-cascade/models"
+    return cache_folder("models", FOLDER)
 
 
 def is_whole(folder: Path, source: Source) -> bool:
@@ -278,8 +274,9 @@ def _download(source: Source, folder: Path) -> list[Path]:
 def _convert(source: Source, folder: Path) -> None:
     """Write the model's folder beside ``folder`` and give it that name when it is complete."""
     gguf = _gguf(source)
-    if find_spec("gguf") is None:
-        raise source.unavailable("the package gguf is missing: run `make setup`")
+    for package in ("gguf", "accelerate"):
+        if find_spec(package) is None:
+            raise source.unavailable(f"the package {package} is missing: run `make setup`")
     from benchmarks.inputs.gguf_file import UnsuitableFile
 
     _say(f"converting the model to {folder}")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,14 @@ from benchmarks.inputs import texts
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, mean_std, number
 from benchmarks.running import arms, parts, scoring
-from benchmarks.running.answers import Asking, as_tokens, ask_all
+from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
 from benchmarks.running.engines import (
     BOOK,
     MODEL,
     EngineSettings,
     load_tokenizer,
     native_positions,
-    quiet,
-    settle_dtype,
+    settle,
 )
 from benchmarks.running.environment import ROOT
 
@@ -214,38 +214,37 @@ def streams_of(table: PaperTable, args: argparse.Namespace) -> list[texts.Stream
 
 
 def engine_for(
-    args: argparse.Namespace, longest: int, policy: dict[str, Any] | None, window: int
-) -> EngineSettings:
-    """A policy's engine, or the one that recomputes windows."""
+    args: argparse.Namespace, longest: int, policy: dict[str, Any] | None, budget: int = 0
+) -> tuple[EngineSettings, int | None]:
+    """A policy's engine; or one that recomputes windows of a budget and sinks, and their size."""
     engine = EngineSettings(
         model=args.model,
         policy=policy,
         dtype=args.dtype,
         max_model_len=longest,
         max_num_batched_tokens=max(1024, args.stride),
-        arguments={"use_tqdm_on_load": False},
     )
     if policy is not None:
-        return engine
+        return engine, None
+    native = native_positions(args.model)
+    window = min(budget + 4, native - 1)
     # Prefix caching would skip a window that an earlier trial has read.
-    uncached = {**engine.arguments, "enable_prefix_caching": False}
-    longest = min(window + 1, native_positions(args.model))
-    return replace(engine, max_model_len=longest, max_num_seqs=8, arguments=uncached)
+    uncached = {"enable_prefix_caching": False}
+    longest = min(window + 1, native)
+    return replace(engine, max_model_len=longest, max_num_seqs=8, arguments=uncached), window
 
 
 def perplexity(table: PaperTable, args: argparse.Namespace) -> Filled:
     """Streaming perplexity of every row at every budget; rows with equal settings share a run."""
     streams, budgets = streams_of(table, args), budgets_of(table, args)
-    native = native_positions(args.model)
     longest = max(len(stream.token_ids) for stream in streams) + 2
     jobs: dict[str, scoring.Job] = {}
     label_of = {}
     for cell, policy in plan_of(table, budgets, args.stride).items():
-        window = None if policy else min(budgets[cell[1]] + 4, native - 1)
+        engine, window = engine_for(args, longest, policy, budgets[cell[1]])
         label = label_of[cell] = str(policy or window)
-        engine = engine_for(args, longest, policy, window or 0)
         jobs[label] = scoring.Job(label, engine, tuple(streams), window, args.reference_stride)
-    outcome = scoring.run_all(list(jobs.values()), args.engines, results.parts_of(args))
+    outcome = results.run_arms(scoring.run, list(jobs.values()), args)
     found = {label: stats.perplexity(run.scored) for label, run in outcome.done.items()}
     cells = {c: number(found[lb], 3) if lb in found else FAILED for c, lb in label_of.items()}
     tokens = sum(int(stream.scored.sum()) for stream in streams)
@@ -301,23 +300,20 @@ def rouge(table: PaperTable, args: argparse.Namespace) -> Filled:
     """ROUGE of summaries under every row."""
     data = args.data[0] if args.data else (table.text if args.paper_sizes else None)
     examples, tokenizer = examples_of(data, args.samples), load_tokenizer(args.model)
-    prompts = tuple(as_tokens(tokenizer, example.prompt, chat=False) for example in examples)
-    median = int(np.median([len(prompt) for prompt in prompts]))
+    tokens = [as_tokens(tokenizer, example.prompt, chat=False) for example in examples]
+    prompts = tuple(Prompt(one, SUMMARY_TOKENS) for one in tokens)
+    median = int(np.median([len(one) for one in tokens]))
     given, budgets = budgets_of(table, args), budgets_of(table, args)
     if table.budgets_in == "%":
         budgets = [max(share * median // 100, 1) for share in given]
     plan = policies_of(table, budgets, args.stride)
-    longest = max(map(len, prompts)) + SUMMARY_TOKENS
-    jobs = {
-        str(policy): Asking(
-            str(policy),
-            replace(engine_for(args, longest, policy, 0), max_num_seqs=16),
-            prompts,
-            SUMMARY_TOKENS,
-        )
+    longest = max(map(len, tokens)) + SUMMARY_TOKENS
+    engines = {
+        str(policy): replace(engine_for(args, longest, policy)[0], max_num_seqs=16)
         for policy in plan.values()
     }
-    outcome = ask_all(list(jobs.values()), args.engines, results.parts_of(args))
+    jobs = [Asking(label, engine, prompts) for label, engine in engines.items()]
+    outcome = results.run_arms(ask, jobs, args)
     score = {label: rouge_scores(found, examples) for label, found in outcome.done.items()}
     first = score.get(str(plan.get((0, 0))), {}).get("mean")
 
@@ -353,7 +349,7 @@ def accuracy(table: PaperTable, args: argparse.Namespace) -> Filled:
         replace(template, label=str(cell), engine=replace(template.engine, policy=policy))
         for cell, policy in plan.items()
     ]
-    outcome = arms.run_all(harness.evaluate, jobs, args.engines, results.parts_of(args))
+    outcome = results.run_arms(harness.evaluate, jobs, args)
     cells = dict.fromkeys(plan, FAILED)
     for cell in plan:
         if str(cell) in outcome.done:
@@ -443,7 +439,7 @@ def caching(table: PaperTable, args: argparse.Namespace) -> Filled:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Pace(arms.EngineJob):
     """A timed stream, in the lazy-pruning paper's protocol: a warm-up pass, then trials.
 
     Attributes:
@@ -452,15 +448,12 @@ class Pace:
         stride: of the recomputed window, for perplexity.
     """
 
-    label: str
-    engine: EngineSettings
     text: texts.Stream = field(repr=False)
     prompt: int
     new_tokens: int
     trials: int
     window: int | None
     stride: int
-    arm: parts.Arm | None = None
 
     @property
     def keys(self) -> list[str]:
@@ -468,7 +461,7 @@ class Pace:
 
     def determines(self) -> dict[str, Any]:
         asked = {key: getattr(self, key) for key in ("prompt", "new_tokens", "trials", "window")}
-        return {**self.engine.determines(), **asked, "window_stride": self.stride}
+        return {**super().determines(), **asked, "window_stride": self.stride}
 
     def result(self, values: list[dict[str, Any]]) -> dict[str, Any]:
         return values[0]
@@ -503,21 +496,17 @@ def _pace(job: Pace) -> dict[str, Any]:
 
 def _token_seconds(llm: Any, job: Pace) -> list[float]:
     """Seconds to each token from the one before; with a window, each from a fresh pass over it."""
-    from vllm import SamplingParams
+    from benchmarks.running.stream import read_together
 
-    engine, tokens, times = llm.llm_engine, job.text.token_ids[: job.prompt], list[float]()
-    at_once = 1 if job.window else job.new_tokens
-    params = SamplingParams(max_tokens=at_once, temperature=0.0, ignore_eos=True)
-    while len(times) < job.new_tokens:
-        last = time.perf_counter()
-        engine.add_request("pace", {"prompt_token_ids": tokens[-(job.window or 0) :]}, params)
-        while engine.has_unfinished_requests():
-            if outputs := engine.step():  # a step that only reads has no output
-                now = time.perf_counter()
-                times.append(now - last)
-                last = now
-        tokens = [*tokens, *outputs[0].outputs[0].token_ids]
-    assert len(times) == job.new_tokens, "a step gave more than one token, or none"
+    tokens, read = job.text.token_ids[: job.prompt], partial(read_together, llm, label=job.label)
+    if job.window is None:
+        found = read([tokens], max_new_tokens=job.new_tokens, scored=False)
+        return [found.seconds, *found.token_seconds]
+    times = []
+    for _ in range(job.new_tokens):
+        found = read([tokens[-job.window :]], scored=False)
+        times.append(found.seconds)
+        tokens = tokens + found.written
     return times
 
 
@@ -527,11 +516,10 @@ def timing(table: PaperTable, args: argparse.Namespace) -> Filled:
     longest = len(stream.token_ids) + args.new_tokens + 2
     plan, jobs = plan_of(table, [budget], args.stride), []
     for (index, _), policy in plan.items():
-        window = None if policy else min(budget + 4, native_positions(args.model) - 1)
-        engine = engine_for(args, longest, policy, window or 0)
+        engine, window = engine_for(args, longest, policy, budget)
         sizes = (args.prompt, args.new_tokens, args.trials, window, args.reference_stride)
         jobs.append(Pace(table.rows[index].name, engine, stream, *sizes))
-    outcome = arms.run_all(run_paced, jobs, 1, results.parts_of(args))
+    outcome = results.run_arms(run_paced, jobs, args, at_a_time=1)
     cells = {}
     for index, _ in plan:
         paced = outcome.done.get(table.rows[index].name)
@@ -565,8 +553,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{table.key}: {table.title} [{table.measure}]")
             print("\n".join(f"    {row.name}: {row.arm or 'not ours'}" for row in table.rows))
         return
-    quiet()
-    args.dtype = settle_dtype(args.dtype, args.model)
+    settle(args)
     from benchmarks.running import controls
 
     controls.register()
@@ -574,10 +561,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for key in args.table:
         table, data[key], broken = MEASURES[TABLES[key].measure](TABLES[key], args)
         made.append(table)
-        data[key] |= results.failures(broken)
         failed |= {f"{key}, {label}": reason for label, reason in broken.items()}
-    results.save(args.out, made, data, vars(args), argv)
-    results.end(failed)
+    results.finish(args, argv, made, data, failed)
 
 
 if __name__ == "__main__":

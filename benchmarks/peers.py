@@ -27,7 +27,7 @@ from benchmarks.inputs import pass_keys, texts
 from benchmarks.inputs.pass_keys import is_exact
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, number, spread
-from benchmarks.running import arms, scoring
+from benchmarks.running import scoring
 from benchmarks.running.answers import as_tokens
 from benchmarks.running.engines import BOOK, load_tokenizer, native_positions, quiet
 from benchmarks.running.peers.environment import PeerUnavailable, python_of, requirements
@@ -520,10 +520,10 @@ def ask_all(
                     settings = {**settings, "compiled": True}
                 one = replace(task, program=entry.program, settings=settings)
                 one = replace(one, threads=args.threads if timed else 1)
-                jobs[timed].append(Asked(entry, question, one, tuple(asked[question])))
+                label, its_items = ", ".join(key), tuple(asked[question])
+                jobs[timed].append(Asked(label, entry, question, one, its_items))
     for timed, some in jobs.items():
-        kept = results.parts_of(args)
-        found = arms.run_all(ask, some, 1 if timed else args.engines, kept)
+        found = results.run_arms(ask, some, args, at_a_time=1 if timed else None)
         for job in some:
             key = job.entry.label, job.question
             if job.label in found.done:
@@ -543,8 +543,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen, asked = entries(args, positions), items(args, tokenizer, positions)
     answers = ask_all(args, chosen, task, asked)
     report = Report(chosen, answers, asked, positions, args.base, tokenizer.decode)
-    results.save(args.out, report.tables(), report.numbers(), vars(args), argv)
-    results.end({", ".join(key): why for key, why in answers.failed.items()})
+    failed = {", ".join(key): why for key, why in answers.failed.items()}
+    results.finish(args, argv, report.tables(), report.numbers(), failed)
 
 
 if __name__ == "__main__":

@@ -28,12 +28,13 @@ from benchmarks.running.engines import (
     EngineSettings,
     load_tokenizer,
     native_positions,
-    quiet,
-    settle_dtype,
+    settle,
 )
 from benchmarks.running.scoring import REFERENCE, Job, Scored, cached
 
 BATCHED_TOKENS = 1024
+FULL = "full"
+"""An arm: stock vLLM."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,7 +47,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--documents", type=int, help="stop after so many documents (or Hub rows)")
     add("--length-ranks", help="of books, by length: 19:44 is the cascade paper's")
     add("--tokens", type=int, help="cut every stream here")
-    add("--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ...")
     add("--no-full", action="store_true", help="leave stock attention out")
     add(
         "--reference-stride",
@@ -88,6 +88,7 @@ def add_policy_arguments(
         '"capacity" and "kv_cache_dtype"; `benchmarks/inputs/studies` has some',
     )
     add("--base", default="sink", help="policy that differences are to")
+    add("--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ...")
 
 
 def arms_of(path: str) -> dict[str, dict[str, Any]]:
@@ -134,6 +135,28 @@ def cache_dtype(args: argparse.Namespace, label: str) -> str:
     return arm.get("kv_cache_dtype", args.kv_cache_dtype)
 
 
+def engines(
+    args: argparse.Namespace, longest: int, full: bool = True, **sizes: int
+) -> dict[str, EngineSettings]:
+    """An engine an arm, for texts of ``longest`` tokens.
+
+    Args:
+        full: also stock attention, for as many tokens as the model has positions.
+        sizes: of every engine.
+    """
+    batched = {"max_num_batched_tokens": max(BATCHED_TOKENS, args.stride), **sizes}
+    engine = EngineSettings(model=args.model, dtype=args.dtype, max_model_len=longest, **batched)
+    made = {}
+    for name, policy in policies(args, args.stride).items():
+        stored = cache_dtype(args, name)
+        arguments = {} if stored == "auto" else {"kv_cache_dtype": stored}
+        made[name] = replace(engine, policy=policy, arguments=arguments)
+    if full:
+        held = min(longest, native_positions(args.model))
+        made[FULL] = replace(engine, max_model_len=held)
+    return made
+
+
 def request_sizes(args: argparse.Namespace, plan: Sequence[Job]) -> dict[str, dict[str, Any]]:
     """The most that a request of every arm holds; empty if all arms have the model's type."""
     from benchmarks.running import pools
@@ -155,27 +178,18 @@ def jobs(args: argparse.Namespace, streams: Sequence[texts.Stream]) -> list[Job]
     """An engine an arm; stock attention reads as much of each text as the model has positions."""
     longest = max(len(stream.token_ids) for stream in streams)
     native = native_positions(args.model)
-    engine = EngineSettings(
-        model=args.model,
-        dtype=args.dtype,
-        max_model_len=longest + 2,
-        max_num_seqs=args.streams,
-        max_num_batched_tokens=max(args.chunk, args.stride),
-        arguments={"use_tqdm_on_load": False},
-    )
-    plan = []
-    for name, settings in policies(args, args.stride).items():
-        own = replace(engine, policy=settings)
-        if (stored := cache_dtype(args, name)) != "auto":
-            own = replace(own, arguments={**engine.arguments, "kv_cache_dtype": stored})
-        plan.append(Job(name, own, tuple(streams), group=args.streams))
-    held = min(native, longest + 2)
-    heads = tuple(stream.cut(native - 2) for stream in streams)
+    sizes = {"max_num_seqs": args.streams, "max_num_batched_tokens": max(args.chunk, args.stride)}
+    plan = [
+        Job(name, engine, tuple(streams), group=args.streams)
+        for name, engine in engines(args, longest + 2, not args.no_full, **sizes).items()
+    ]
     if not args.no_full:
-        plan.append(Job("full", replace(engine, max_model_len=held), heads, group=args.streams))
+        plan[-1] = replace(plan[-1], streams=tuple(stream.cut(native - 2) for stream in streams))
     if args.reference_stride:
         window = min(args.capacity, native - 1)
-        stock = replace(engine, max_model_len=min(window + 1, native), max_num_seqs=8)
+        held = min(window + 1, native)
+        stock = replace(plan[0].engine, policy=None, max_model_len=held, max_num_seqs=8)
+        stock = replace(stock, arguments={})
         plan.append(Job(REFERENCE, stock, tuple(streams), window, args.reference_stride))
     return plan
 
@@ -298,8 +312,7 @@ def numbers(scored: Mapping[str, Scored], arms: Mapping[str, Any]) -> dict[str, 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     args = parse_args(argv)
-    quiet()
-    args.dtype = settle_dtype(args.dtype, args.model)
+    settle(args)
     from vllm_cascade.policies.registry import resolve
 
     streams = texts.load(
@@ -311,19 +324,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         ranks=args.length_ranks,
     )
     plan = jobs(args, streams)
-    found = scoring.run_all(plan, args.engines, results.parts_of(args))
+    found = results.run_arms(scoring.run, plan, args)
     scored, failed = found.done, found.failed
     arms = {job.label: resolve(job.engine.policy) for job in plan if job.engine.policy}
     tables = [overall(scored, arms, args.base, args.capacity, failed)]
     if args.base in scored:
         tables.append(positions(scored, args.base))
-    data = {**numbers(scored, arms), **results.failures(failed)}
+    data = numbers(scored, arms)
     if held := request_sizes(args, plan):
         tables.append(sizes(held))
         for label, size in held.items():
-            data[label]["request"] = size
-    results.save(args.out, tables, data, vars(args), argv)
-    results.end(failed)
+            data.setdefault(label, {})["request"] = size
+    results.finish(args, argv, tables, data, failed)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Where full attention cannot do what is asked, the table says so: such a cell com
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,27 +26,23 @@ import numpy as np
 from benchmarks.inputs import pass_keys
 from benchmarks.inputs.pass_keys import DIGITS, Hidden, digits_right, is_exact
 from benchmarks.inputs.texts import Stream, beginning, read, whole_text
-from benchmarks.perplexity import add_policy_arguments, policies
+from benchmarks.perplexity import FULL, add_policy_arguments, engines
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, failure_rows, number
 from benchmarks.running import scoring
-from benchmarks.running.answers import Asking, as_tokens, ask_all
+from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
 from benchmarks.running.engines import (
     BOOK,
-    EngineSettings,
     load_tokenizer,
-    native_positions,
-    quiet,
-    settle_dtype,
+    settle,
 )
 
-BATCHED_TOKENS = 1024
 TOGETHER = 16
 """Prompts at a time in an engine."""
 ANSWER_TOKENS = 24
 Cell = tuple[int, float]
+Cells = dict[Cell, np.ndarray]
 
-FULL = "full"
 ABLE = 0.5
 """Share of a pass key's digits that full attention must find in a cell, on average."""
 WORTH = 0.05
@@ -78,21 +74,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.back > args.burn_in or args.again > args.back:
         parser.error("rewind needs --again <= --back <= --burn-in")
     return args
-
-
-def engines(args: argparse.Namespace, longest: int) -> dict[str, EngineSettings]:
-    """An engine an arm; stock attention for as many tokens as the model has positions."""
-    native = native_positions(args.model)
-    engine = EngineSettings(
-        model=args.model,
-        dtype=args.dtype,
-        max_model_len=longest,
-        max_num_seqs=TOGETHER,
-        max_num_batched_tokens=max(BATCHED_TOKENS, args.stride),
-        arguments={"use_tqdm_on_load": False},
-    )
-    made = {n: replace(engine, policy=p) for n, p in policies(args, args.stride).items()}
-    return {**made, FULL: replace(engine, max_model_len=min(longest, native))}
 
 
 def columns(cells: Sequence[Cell], able: Mapping[Cell, bool | None]) -> tuple[str, ...]:
@@ -185,32 +166,25 @@ def associative(args: argparse.Namespace) -> Answer:
     vocab = [token for token in sorted(set(text)) if token not in special]
     made = pairs(args, text, vocab, beginning(tokenizer))
     jobs, of = [], {}
-    for name, engine in engines(args, max(args.lengths) + 1).items():
+    for name, engine in engines(args, max(args.lengths) + 1, max_num_seqs=TOGETHER).items():
         of[name] = [pair for pair in made if pair.length < (engine.max_model_len or 0)]
         both = tuple(stream for pair in of[name] for stream in (pair.told, pair.untold))
         if both:
             jobs.append(scoring.Job(name, engine, both, group=2 * TOGETHER))
-    found = scoring.run_all(jobs, args.engines, results.parts_of(args))
+    found = results.run_arms(scoring.run, jobs, args)
     gains, losses = {}, []
     for name, run in found.done.items():
         told, untold = run.scored[::2], run.scored[1::2]
         losses += [values.mean() for values in untold]
         gains[name] = [u.mean() - t.mean() for t, u in zip(told, untold, strict=True)]
     mean = float(np.mean(losses)) if losses else float("nan")
-    places = {name: [(pair.length, pair.depth) for pair in some] for name, some in of.items()}
-    by_cell: dict[str, dict[Cell, np.ndarray]] = {}
-    for name, values in gains.items():
-        gained = np.asarray(values)
-        by_cell[name] = {
-            cell: gained[[place == cell for place in places[name]]]
-            for cell in dict.fromkeys(places[name])
-        }
+    by_cell = {name: in_cells(of[name], values) for name, values in gains.items()}
     table = associative_table(by_cell, cells(args), mean, args.samples, found.failed)
     return [table], {"nll_untold": mean}, found.failed
 
 
 def associative_table(
-    gains: Mapping[str, Mapping[Cell, np.ndarray]],
+    gains: Mapping[str, Cells],
     cells: Sequence[Cell],
     untold: float,
     samples: int,
@@ -244,6 +218,14 @@ def associative_table(
 
 def _interval(values: np.ndarray) -> stats.Difference:
     return stats.paired_difference([values], [np.zeros_like(values)], block=1)
+
+
+def in_cells(asked: Sequence[Pair] | Sequence[Hidden], values: Sequence[Any]) -> Cells:
+    """An array a cell, of what each prompt gave."""
+    found: dict[Cell, list[Any]] = {}
+    for one, value in zip(asked, values, strict=True):
+        found.setdefault((one.length, one.depth), []).append(value)
+    return {cell: np.asarray(some) for cell, some in found.items()}
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -287,10 +269,10 @@ def rewind(args: argparse.Namespace) -> Answer:
     longest = len(streams[0].token_ids) + 2
     jobs = [
         scoring.Job(name, engine, (*streams, *once), group=TOGETHER)
-        for name, engine in engines(args, longest).items()
+        for name, engine in engines(args, longest, max_num_seqs=TOGETHER).items()
         if engine.max_model_len == longest
     ]
-    found = scoring.run_all(jobs, args.engines, results.parts_of(args))
+    found = results.run_arms(scoring.run, jobs, args)
     base = found.done.get(args.base)
     rows = []
     for name, run in found.done.items():
@@ -349,12 +331,13 @@ def passkey(args: argparse.Namespace) -> Answer:
     """Digits and answers that are right, by policy, length and depth."""
     made = hidden(args, load_tokenizer(args.model), "\n\n".join(read(args.data).values()))
     jobs, prompts = [], {}
-    for name, engine in engines(args, max(args.lengths) + ANSWER_TOKENS).items():
+    longest = max(args.lengths) + ANSWER_TOKENS
+    for name, engine in engines(args, longest, max_num_seqs=TOGETHER).items():
         most = (engine.max_model_len or 0) - ANSWER_TOKENS
         prompts[name] = [one for one in made if len(one.prompt) <= most]
-        if asked := tuple(one.prompt for one in prompts[name]):
-            jobs.append(Asking(name, engine, asked, ANSWER_TOKENS))
-    found = ask_all(jobs, args.engines, results.parts_of(args))
+        if asked := tuple(Prompt(one.prompt, ANSWER_TOKENS) for one in prompts[name]):
+            jobs.append(Asking(name, engine, asked))
+    found = results.run_arms(ask, jobs, args)
     marks = shares(found.done, prompts)
     table = pass_key_table(marks, cells(args), args.samples, found.failed)
     return [table], {}, found.failed
@@ -364,16 +347,12 @@ def shares(
     answers: Mapping[str, Sequence[str]], prompts: Mapping[str, Sequence[Hidden]]
 ) -> dict[str, dict[Cell, tuple[float, float]]]:
     """By arm and cell: share of digits that are right, and of answers that are."""
-    found: dict[str, dict[Cell, tuple[float, float]]] = {}
+    found = {}
     for arm, given in answers.items():
-        marks: dict[Cell, list[tuple[float, float]]] = {}
-        for answer, asked in zip(given, prompts[arm], strict=True):
-            mark = digits_right(answer, asked.key), float(is_exact(answer, asked.key))
-            marks.setdefault((asked.length, asked.depth), []).append(mark)
-        found[arm] = {
-            cell: (float(np.mean([d for d, _ in some])), float(np.mean([e for _, e in some])))
-            for cell, some in marks.items()
-        }
+        pairs = zip(given, [one.key for one in prompts[arm]], strict=True)
+        marks = [(digits_right(answer, key), is_exact(answer, key)) for answer, key in pairs]
+        by_cell = in_cells(prompts[arm], marks)
+        found[arm] = {cell: tuple(some.mean(axis=0)) for cell, some in by_cell.items()}
     return found
 
 
@@ -406,12 +385,10 @@ def _two(share: tuple[float, float]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Answer one question."""
     args = parse_args(argv)
-    quiet()
-    args.dtype = settle_dtype(args.dtype, args.model)
+    settle(args)
     ask_for = {"passkey": passkey, "associative": associative, "rewind": rewind}
     tables, data, failed = ask_for[args.question](args)
-    results.save(args.out, tables, {**data, **results.failures(failed)}, vars(args), argv)
-    results.end(failed)
+    results.finish(args, argv, tables, data, failed)
 
 
 if __name__ == "__main__":

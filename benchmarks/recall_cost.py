@@ -20,8 +20,9 @@ from benchmarks.models import real_model
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, number
 from benchmarks.running import engines
+from benchmarks.running.children import in_children
+from benchmarks.running.stepping import Arm, generate, in_turn
 from benchmarks.throughput import kv_bytes_per_token
-from benchmarks.token_time import Arm, in_turn
 
 PLAIN, RECALL, STOCK = "no recall", "recall", "stock"
 
@@ -83,7 +84,7 @@ def settings(args: argparse.Namespace, policy: dict[str, Any] | None) -> engines
 
 
 def measure(arms: dict[str, Arm], num_prompt: int, args: argparse.Namespace) -> dict[str, Any]:
-    """ms by arm: of a prompt token in the last chunks, and of every generated token."""
+    """ms by arm: of the prompt's last chunks, and of generated tokens, medians over a period."""
     prompt = np.random.default_rng(num_prompt).integers(5, 4000, num_prompt).tolist()
     for arm in arms.values():
         arm.add(prompt, args.output_len)
@@ -94,18 +95,16 @@ def measure(arms: dict[str, Arm], num_prompt: int, args: argparse.Namespace) -> 
             if arms[name].reading:
                 chunks[name].append(arms[name].step().total)
         turn += 1
-    steps: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(args.output_len - 1):
-        for name in in_turn(list(arms), turn):
-            steps[name].append(arms[name].step().total)
-    for arm in arms.values():
-        arm.finish()
-    return {"prompt": {n: ms[-4:] for n, ms in chunks.items()}, "steps": steps}
+    steps = generate(arms, args.output_len - 1)
+    medians = {
+        name: of_period([step.total for step in some], args.period) for name, some in steps.items()
+    }
+    return {"prompt": {n: ms[-4:] for n, ms in chunks.items()}, "steps": medians}
 
 
-def token_ms(steps: Sequence[float], period: int) -> float:
-    """A token's time: the mean over a period of the medians of its steps."""
-    return mean(median(steps[phase::period]) for phase in range(min(period, len(steps))))
+def of_period(steps: Sequence[float], period: int) -> list[float]:
+    """Medians of the steps at each place of a period."""
+    return [median(steps[phase::period]) for phase in range(min(period, len(steps)))]
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -131,7 +130,7 @@ def table(points: Sequence[dict[str, Any]], args: argparse.Namespace) -> Table:
     """A row a length of the store."""
     rows = []
     for point in points:
-        ms = {name: token_ms(steps, args.period) for name, steps in point["steps"].items()}
+        ms = {name: mean(steps) for name, steps in point["steps"].items()}
         chunk = {name: median(some) for name, some in point["prompt"].items()}
         stock = number(ms[STOCK]) if STOCK in ms else "-"
         rows.append(
@@ -168,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     args.model = args.model or str(real_model())
     args.period = resolve(policies(args)[RECALL]).recall_every
-    (points,) = engines.in_children(run, [args])
-    results.save(args.out, [table(points, args)], {"points": points}, vars(args), argv)
+    (points,) = in_children(run, [args])
+    results.finish(args, argv, [table(points, args)], {"points": points})
 
 
 if __name__ == "__main__":

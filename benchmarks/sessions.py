@@ -18,7 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.models import best_model
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, number, spread
-from benchmarks.running.conversation import TIMEOUT
+from benchmarks.running.client import TIMEOUT, stream
 from benchmarks.running.engines import (
     BOOK,
     load_tokenizer,
@@ -53,9 +53,9 @@ SHOWN = (
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Answer:
-    """One streamed answer.
+    """When an answer began.
 
     Attributes:
         prompt: tokens of the prompt.
@@ -66,7 +66,6 @@ class Answer:
     prompt: int
     read: int
     first: float
-    tokens: list[int] = field(default_factory=list)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -106,45 +105,11 @@ class Text:
         return taken
 
 
-def ask(
-    server: Server,
-    prompt: list[int],
-    max_tokens: int,
-    salt: str | None = None,
-    returns_tokens: bool = False,
-) -> Answer:
-    """Stream a greedy answer. With a salt of its own nothing cached is found.
-
-    A stream that returns tokens first sends those of the prompt, which takes time.
-    """
-    import openai  # takes a second, which parsing arguments need not spend
-
-    body: dict[str, Any] = {"return_token_ids": returns_tokens, "ignore_eos": True}
-    if salt is not None:
-        body["cache_salt"] = salt
-    answer, start = Answer(len(prompt), len(prompt), 0.0), time.perf_counter()
-    with (
-        openai.OpenAI(
-            base_url=f"{server.url}/v1", api_key="none", timeout=TIMEOUT, max_retries=0
-        ) as client,
-        client.completions.create(
-            model=server.model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body=body,
-        ) as stream,
-    ):
-        for chunk in stream:
-            for choice in chunk.choices:
-                answer.first = answer.first or time.perf_counter() - start
-                if returns_tokens:
-                    answer.tokens += choice.token_ids or []
-            if chunk.usage is not None and chunk.usage.prompt_tokens_details is not None:
-                answer.read -= chunk.usage.prompt_tokens_details.cached_tokens or 0
-    return answer
+def ask(server: Server, prompt: list[int], max_tokens: int, salt: str | None = None) -> Answer:
+    """Stream a greedy answer. With a salt of its own nothing cached is found."""
+    body: dict[str, Any] = {"ignore_eos": True} | ({} if salt is None else {"cache_salt": salt})
+    found = stream(server, prompt=prompt, max_tokens=max_tokens, extra_body=body)
+    return Answer(len(prompt), len(prompt) - found.cached, found.first)
 
 
 def chat(server: Server, text: Text, args: argparse.Namespace, most: int) -> list[int]:
@@ -152,7 +117,8 @@ def chat(server: Server, text: Text, args: argparse.Namespace, most: int) -> lis
     history: list[int] = []
     while len(history) < most:
         history += text.take(args.turn)
-        history += ask(server, history, args.answer, returns_tokens=True).tokens
+        body = {"ignore_eos": True, "return_token_ids": True}
+        history += stream(server, prompt=history, max_tokens=args.answer, extra_body=body).tokens
     return history
 
 
@@ -288,13 +254,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured[policy] = measure(args, policy, text)
     measured[STOCK] = stock(args, text, positions)
     data = {
-        name: {
-            label: [{k: v for k, v in asdict(one).items() if k != "tokens"} for one in answers]
-            for label, answers in kinds.items()
-        }
+        name: {label: [*map(asdict, answers)] for label, answers in kinds.items()}
         for name, kinds in measured.items()
     }
-    results.save(args.out, [table(args, measured)], data, vars(args), argv)
+    results.finish(args, argv, [table(args, measured)], data)
 
 
 if __name__ == "__main__":

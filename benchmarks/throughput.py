@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import tempfile
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -52,31 +51,14 @@ PRESETS = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class Cell(Load):
     """One point of the sweep.
 
     Attributes:
         pool: bytes of KV cache, the same for every arm.
     """
 
-    context: int
-    output_len: int
-    concurrency: int
-    num_prompts: int
-    pool: int
-
-    def load(self, trial: int, prefix_len: int = 0) -> Load:
-        # vLLM's random prompts of one seed begin alike, whatever their length: with the same seed
-        # in every cell, a prefix cache would know the next cell's prompts.
-        seed = zlib.crc32(repr((trial, self.context, self.concurrency)).encode())
-        return Load(
-            input_len=self.context,
-            output_len=self.output_len,
-            concurrency=self.concurrency,
-            num_prompts=self.num_prompts,
-            seed=seed,
-            prefix_len=prefix_len,
-        )
+    pool: int = 0
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -168,8 +150,9 @@ def cells(args: argparse.Namespace, per_token: int, block_size: int) -> list[Cel
     longest = max(args.contexts) + args.output_len
     pages = -(-longest // block_size) + 2  # vLLM's null block, and the page of the next token
     sizes = [pool_bytes(spec, pages * block_size * per_token) for spec in args.pools]
+    prefix = args.shared_prefix
     return [
-        Cell(context, args.output_len, at_once, max(args.prompts, at_once), pool)
+        Cell(context, args.output_len, at_once, max(args.prompts, at_once), prefix, pool)
         for pool, at_once, context in itertools.product(sizes, args.concurrency, args.contexts)
     ]
 
@@ -206,6 +189,7 @@ def warm_up(cell: Cell) -> Cell:
         context=min(cell.context, WARM_UP_CONTEXT),
         output_len=min(cell.output_len, WARM_UP_OUTPUT),
         num_prompts=cell.concurrency,
+        shared_prefix=0,
     )
 
 
@@ -215,13 +199,11 @@ def runs(args: argparse.Namespace, arm: str, cell: Cell) -> bool:
     return longest is None or cell.context <= longest or not arm.startswith(STOCK)
 
 
-def alone(
-    server: Server, load: Load, tokenizer: str, allowed: Sequence[int] = ()
-) -> dict[str, Any]:
-    """A load on a server that is paused otherwise, so that the arms do not disturb each other."""
+def alone(server: Server, *load: Any) -> dict[str, Any]:
+    """``bench_serve`` on a server that is paused otherwise, so that arms do not disturb others."""
     server.resume()
     try:
-        return bench_serve(server, load, tokenizer, allowed)
+        return bench_serve(server, *load)
     finally:
         server.pause()
 
@@ -251,10 +233,9 @@ def measure_pool(
                 yield from ({**asdict(cell), "arm": n, "refused": e} for n, e in refused.items())
                 for name in up:
                     if runs(args, name, cell):
-                        alone(servers[name], warm_up(cell).load(WARM_UP), token, allowed)
+                        alone(servers[name], warm_up(cell), WARM_UP, token, allowed)
             for trial, cell, name in rounds(args, sweep, up):
-                load = cell.load(trial, args.shared_prefix)
-                record = alone(servers[name], load, token, allowed)
+                record = alone(servers[name], cell, trial, token, allowed)
                 yield {**asdict(cell), "arm": name, "trial": trial, **record}
 
 
@@ -403,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(line(record), file=sys.stderr, flush=True)
                 records.append(record)
     made = [*tables(records), *beside_stock(records)]
-    results.save(args.out, made, {}, vars(args), argv)
+    results.finish(args, argv, made)
 
 
 if __name__ == "__main__":

@@ -16,24 +16,22 @@ nothing: no cache can be faster than that.
 """
 
 import argparse
-import itertools
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import geometric_mean, mean, median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.reporting import results
-from benchmarks.reporting.tables import Table, number
+from benchmarks.reporting.tables import Goal, Table, number, table_of_goals
 from benchmarks.running import engines
+from benchmarks.running.children import in_children
+from benchmarks.running.stepping import Arm, Step, generate, in_turn
 from benchmarks.throughput import kv_bytes_per_token, model_arguments
-
-ATTENTION = ("forward", "do_kv_cache_update")
-"""What an attention layer's implementation does in a step."""
 
 LARGEST_STRIDE = 1024
 """Tokens that a policy may need above its budget while it reads a prompt."""
@@ -46,18 +44,6 @@ STOCK, POLICY, ANCHOR = "stock", "policy", "anchor"
 
 SHORT_PROMPT = 4096
 """From here on, the time a prompt token is to be flat."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of one engine; milliseconds.
-
-    Attributes:
-        attention: the part of it inside the attention implementations of all layers.
-    """
-
-    total: float
-    attention: float
 
 
 @dataclass(frozen=True)
@@ -103,64 +89,6 @@ class Point:
         """Median ms a token less its attention."""
         found = self.steps.get(arm)
         return median(step.total - step.attention for step in found) if found else None
-
-
-class Arm:
-    """An engine in this process, with a clock around its steps and its attention."""
-
-    def __init__(self, settings: engines.EngineSettings) -> None:
-        self.engine = settings.start().llm_engine
-        self._attention = 0.0
-        self._requests = itertools.count()
-        self._generated = 0
-        worker = self.engine.model_executor.driver_worker.worker
-        for layer in worker.vllm_config.compilation_config.static_forward_context.values():
-            for name in ATTENTION:
-                if hasattr(layer.impl, name):
-                    setattr(layer.impl, name, self._clocked(getattr(layer.impl, name)))
-
-    def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
-            result = call(*args, **kwargs)
-            self._attention += time.perf_counter() - begin
-            return result
-
-        return clocked
-
-    def add(self, prompt: list[int], output_len: int) -> None:
-        """A request that generates ``output_len`` tokens, whatever they are."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=output_len, ignore_eos=True, temperature=0, detokenize=False
-        )
-        self._generated = 0
-        name = f"{id(self)}-{next(self._requests)}"
-        self.engine.add_request(name, {"prompt_token_ids": prompt}, params)
-
-    def read(self, prompt: list[int]) -> Iterator[float]:
-        """The prompt alone, a step at a time; ms of each."""
-        self.add(prompt, 1)
-        while self.reading:
-            yield self.step().total
-
-    @property
-    def reading(self) -> bool:
-        """Whether the request has no output yet."""
-        return self._generated == 0
-
-    def step(self) -> Step:
-        self._attention, begin = 0.0, time.perf_counter()
-        outputs = self.engine.step()
-        total = time.perf_counter() - begin
-        for output in outputs:
-            self._generated = len(output.outputs[0].token_ids)
-        return Step(total * 1e3, self._attention * 1e3)
-
-    def finish(self) -> None:
-        while self.engine.has_unfinished_requests():
-            self.engine.step()
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -218,11 +146,6 @@ def settings(args: argparse.Namespace, arm: str) -> engines.EngineSettings:
     )
 
 
-def in_turn(names: Sequence[str], turn: int) -> Sequence[str]:
-    """Every other turn the other way round."""
-    return names if turn % 2 == 0 else names[::-1]
-
-
 def read(
     arms: dict[str, Arm], prompts: dict[str, list[int]], args: argparse.Namespace
 ) -> tuple[dict[str, float], float]:
@@ -260,12 +183,7 @@ def measure(arms: dict[str, Arm], context: int, args: argparse.Namespace) -> Poi
     lengths = {name: args.anchor if name == ANCHOR else context for name in arms}
     prompts = {name: rng.integers(5, 4000, length).tolist() for name, length in lengths.items()}
     prompt, beside = read(arms, prompts, args)
-    steps: dict[str, list[Step]] = {name: [] for name in arms}
-    for turn in range(args.output_len - 1):
-        for name in in_turn(list(arms), turn):
-            steps[name].append(arms[name].step())
-    for arm in arms.values():
-        arm.finish()
+    steps = generate(arms, args.output_len - 1)
     return Point(context, {name: [ms] for name, ms in prompt.items()}, [beside], steps)
 
 
@@ -351,34 +269,31 @@ def prompt_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
 
 def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
     """The project's goals, as far as the contexts reach them."""
-    rows: list[tuple[str, str, str]] = []
-
-    def judge(goal: str, value: float | None, holds: Callable[[float], bool], text: str) -> None:
-        if value is not None:
-            rows.append((goal, text.format(value), "yes" if holds(value) else "no"))
-
+    goals: list[Goal] = []
     by_context = {point.context: point for point in points}
     for context, point in by_context.items():
         if context + args.output_len <= args.budget:
             goal = f"at most {TOKEN_COST}x stock's time a token where nothing is evicted"
             cost = point.paired(POLICY, STOCK)
-            judge(f"{goal} ({context:,})", cost, lambda x: x <= TOKEN_COST, "{:.2f}x")
+            goals.append((f"{goal} ({context:,})", cost, (0, TOKEN_COST), "{:.2f}x"))
     long = by_context.get(LONG)
     if long is not None:
-        goal, speed_up = f"a token at least {TOKEN_FASTER}x faster", long.paired(STOCK, POLICY)
-        judge(f"{goal} at {LONG:,}", speed_up, lambda x: x >= TOKEN_FASTER, "{:.2f}x")
-        goal, speed_up = f"a prompt at least {PROMPT_FASTER}x faster", _prompt_ratio(long)
-        judge(f"{goal} at {LONG:,}", speed_up, lambda x: x >= PROMPT_FASTER, "{:.2f}x")
-    over = [x for p in points if p.context > args.anchor and (x := p.paired(POLICY, ANCHOR))]
-    worst = max(over, key=lambda x: abs(x - 1), default=None)
-    goal = f"time a token flat within {TOKEN_FLAT:.0%} from {args.anchor:,} to {max(by_context):,}"
-    judge(goal, worst, lambda x: abs(x - 1) <= TOKEN_FLAT, "{:.3f}x at most")
-    over = [p.prompt_over_short for c, p in by_context.items() if c > SHORT_PROMPT]
-    worst = max(over, key=lambda x: abs(x - 1), default=None)
-    span = f"from {SHORT_PROMPT:,} to {max(by_context):,}"
-    goal = f"time a prompt token flat within {PROMPT_FLAT:.0%} {span}"
-    judge(goal, worst, lambda x: abs(x - 1) <= PROMPT_FLAT, "{:.3f}x at most")
-    return Table("Goals", ("goal", "measured", "holds"), tuple(rows))
+        for what, speed_up, least in (
+            ("token", long.paired(STOCK, POLICY), TOKEN_FASTER),
+            ("prompt", _prompt_ratio(long), PROMPT_FASTER),
+        ):
+            goal = f"a {what} at least {least}x faster at {LONG:,}"
+            goals.append((goal, speed_up, (least, inf), "{:.2f}x"))
+    tokens = [x for p in points if p.context > args.anchor and (x := p.paired(POLICY, ANCHOR))]
+    prompts = [p.prompt_over_short for p in points if p.context > SHORT_PROMPT]
+    for what, over, begin, most in (
+        ("a token", tokens, args.anchor, TOKEN_FLAT),
+        ("a prompt token", prompts, SHORT_PROMPT, PROMPT_FLAT),
+    ):
+        worst = max(over, key=lambda x: abs(x - 1), default=None)
+        goal = f"time {what} flat within {most:.0%} from {begin:,} to {max(by_context):,}"
+        goals.append((goal, worst, (1 - most, 1 + most), "{:.3f}x at most"))
+    return table_of_goals(goals)
 
 
 def _prompt_ratio(point: Point) -> float | None:
@@ -402,9 +317,9 @@ def short_length(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure in a process that ends with its engines."""
     args = parse_args(argv)
-    ((points, threads),) = engines.in_children(run, [args])
+    ((points, threads),) = in_children(run, [args])
     tables = [token_table(points, args), prompt_table(points, args), goal_table(points, args)]
-    results.save(args.out, tables, {"threads": threads}, vars(args), argv)
+    results.finish(args, argv, tables, {"threads": threads})
 
 
 if __name__ == "__main__":

@@ -174,19 +174,32 @@ class Layer:
             decode_rotation=rotation_table(**turning, dtype=decode_dtype(dtype)),
         )
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, featured: bool) -> torch.Tensor:
-        """One decode step's attention; ``featured``: with rotation and score update."""
-        batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
-        splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
+    def _views(self, *names: str) -> dict[str, Any]:
+        """Fields as arguments of a kernel."""
+        return {name: getattr(self, name) for name in names}
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        featured: bool,
+        output: torch.Tensor | None = None,
+        splits: int | None = None,
+    ) -> torch.Tensor | None:
+        """One decode step's attention.
+
+        Args:
+            featured: with rotation and score update; the new tokens' scores are returned then.
+            splits: None: as the engine would split it.
+        """
+        if splits is None:
+            batch, slots = query.shape[0], self.table.shape[1] * self.kv.shape[2]
+            splits = configs.attend_splits(query.device, batch, self.kv.shape[1], slots)
         parts, parts_lse, logits, own = attend(
             query=query,
             key=key,
             value=key,
-            kv=self.kv,
-            rank=self.rank,
-            born=self.born,
-            table=self.table,
-            steps=self.steps,
+            **self._views("kv", "rank", "born", "table", "steps"),
             rotation=self.decode_rotation if featured else None,
             slopes=None,
             logit_scale=None,
@@ -196,11 +209,9 @@ class Layer:
             splits=splits,
             keep_logits=featured,
         )
-        output = torch.empty_like(query)
+        output = torch.empty_like(query) if output is None else output
         lse = merge(parts, parts_lse, self.steps, output)
-        if featured:
-            self.update(logits, own, lse)
-        return output
+        return self.update(logits, own, lse) if featured else None
 
     def update(self, logits: torch.Tensor, own: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Update scores with a decode step's attention; returns the new tokens' scores."""
@@ -208,10 +219,7 @@ class Layer:
             logits=logits,
             own=own,
             lse=lse,
-            rank=self.rank,
-            score=self.score,
-            table=self.table,
-            steps=self.steps,
+            **self._views("rank", "score", "table", "steps"),
             reduction="mean",
         )
 
@@ -223,13 +231,8 @@ class Layer:
             key=key,
             value=value,
             new_score=score,
-            kv=self.kv,
-            rank=self.rank,
-            born=self.born,
-            score=self.score,
+            **self._views("kv", "rank", "born", "score", "table", "steps"),
             token=None,
-            table=self.table,
-            steps=self.steps,
             **rules,
         )
 
@@ -380,7 +383,7 @@ class _Prompt:
             notes=torch.empty(1, 1, programs, NUMBER_ROWS, width, **int32),
             values=torch.empty(1, 1, programs, VALUE_ROWS, width, device=device),
         )
-        pages = {name: getattr(self.layer, name) for name in ("kv", "rank", "born")}
+        pages = self.layer._views("kv", "rank", "born")
         turning = {"rotation": self.layer.rotation, "interleaved": False}
         reads = {"slopes": None, "scale": size**-0.5, "softcap": 0.0, "num_queries": queries}
         self._read = {**pages, **turning, **reads}

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GGUF file as a Hugging Face folder that vLLM loads: weights, config, tokenizer.
 
-transformers 5.19 reads such a file but cannot save what it read, so this is written here, for the
-architectures of the benchmarks' models only: a subclass each. Anything else is refused by name.
+transformers 5.19 reads the weights of such a file, but neither saves what it read nor knows these
+tokenizers. So this is written here, for the architectures of the benchmarks' models only: a
+subclass each. Anything else is refused by name.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
-    from gguf import ReaderTensor
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
@@ -33,16 +32,11 @@ class GGUFFile(ABC):
 
     demands: ClassVar[dict[str, str]]
     """Metadata that a file must have."""
-    layer_weights: ClassVar[dict[str, str]]
-    """GGUF's names, and the Hugging Face names inside ``model.layers.<n>``."""
-    weight_names: ClassVar[dict[str, str]] = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output_norm.weight": "model.norm.weight",
-    }
 
     def __init__(self, path: Path) -> None:
         from gguf import GGUFReader
 
+        self._path = path
         try:
             self._reader = GGUFReader(path)
         except (ValueError, IndexError, OSError) as error:
@@ -50,14 +44,8 @@ class GGUFFile(ABC):
         for key, value in self.demands.items():
             if self[key] != value:
                 raise UnsuitableFile(f"only {key} = {value} is converted, not {self[key]}")
-        layers = range(self.of_model("block_count"))
-        expected = {f"blk.{layer}.{name}" for layer in layers for name in self.layer_weights}
-        found = {tensor.name for tensor in self._reader.tensors}
-        if found != (expected := expected | set(self.weight_names)):
-            raise UnsuitableFile(
-                f"{path} is not a {self['general.architecture']} with tied embeddings: "
-                f"missing {sorted(expected - found)[:5]}, unexpected {sorted(found - expected)[:5]}"
-            )
+        if "output.weight" in {tensor.name for tensor in self._reader.tensors}:
+            raise UnsuitableFile(f"{path} has output.weight: only tied embeddings are converted")
         kinds = set(self["tokenizer.ggml.token_type"])
         if unknown := kinds - self.kinds_of_token:
             raise UnsuitableFile(f"kinds of token {sorted(unknown)} are not converted")
@@ -86,10 +74,6 @@ class GGUFFile(ABC):
     @abstractmethod
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The tokenizer with its special tokens, and its chat template if it has one."""
-
-    @abstractmethod
-    def converted(self, name: str, weight: "torch.Tensor") -> "torch.Tensor":
-        """A weight as Hugging Face keeps it; ``name`` is GGUF's, without its layer."""
 
     def shape(self) -> dict[str, Any]:
         """Arguments of every configuration."""
@@ -125,15 +109,22 @@ class GGUFFile(ABC):
         tokens = self["tokenizer.ggml.tokens"]
         return [text for text, own in zip(tokens, kinds, strict=True) if own == kind]
 
-    def weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Hugging Face's names and the dequantised weights, float32, one at a time."""
-        for tensor in self._reader.tensors:
-            if tensor.name in self.weight_names:
-                name, found = tensor.name, self.weight_names[tensor.name]
-            else:
-                _, layer, name = tensor.name.split(".", 2)
-                found = f"model.layers.{layer}.{self.layer_weights[name]}"
-            yield found, self.converted(name, _dequantised(tensor))
+    def weights(self) -> dict[str, "torch.Tensor"]:
+        """Hugging Face's names and the dequantised weights, float32, as transformers reads them.
+
+        Raises:
+            UnsuitableFile: weights are missing, or not of this architecture.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        path = {"pretrained_model_name_or_path": self._path.parent, "gguf_file": self._path.name}
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            **path, dtype=torch.float32, output_loading_info=True
+        )
+        if wrong := {kind: keys for kind, keys in loaded.items() if keys}:
+            raise UnsuitableFile(f"{self._path}: {wrong}")
+        return {k: w for k, w in model.state_dict().items() if k != "lm_head.weight"}  # tied
 
     def save(self, folder: Path) -> None:
         """Write the Hugging Face folder: bf16 weights, config, generation config, tokenizer.
@@ -147,7 +138,7 @@ class GGUFFile(ABC):
 
         folder.mkdir(parents=True, exist_ok=True)
         config = self.config()
-        weights = {name: weight.to(torch.bfloat16) for name, weight in self.weights()}
+        weights = {name: weight.to(torch.bfloat16) for name, weight in self.weights().items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         config.save_pretrained(folder)
         GenerationConfig(
@@ -156,10 +147,3 @@ class GGUFFile(ABC):
             pad_token_id=config.pad_token_id,
         ).save_pretrained(folder)
         self.tokenizer().save_pretrained(folder)
-
-
-def _dequantised(tensor: "ReaderTensor") -> "torch.Tensor":
-    import torch
-    from gguf import dequantize
-
-    return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, ClassVar
 from benchmarks.inputs.gguf_file import BYTE, CONTROL, NORMAL, USER_DEFINED, GGUFFile
 
 if TYPE_CHECKING:
-    import torch
     from transformers import Gemma3TextConfig, PreTrainedTokenizerFast
 
 LOCAL_THETA = 10_000.0
@@ -23,21 +22,6 @@ class GemmaFile(GGUFFile):
         "general.architecture": "gemma3",
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.pre": "default",
-    }
-    layer_weights: ClassVar = {
-        "attn_norm.weight": "input_layernorm.weight",
-        "attn_q.weight": "self_attn.q_proj.weight",
-        "attn_k.weight": "self_attn.k_proj.weight",
-        "attn_v.weight": "self_attn.v_proj.weight",
-        "attn_q_norm.weight": "self_attn.q_norm.weight",
-        "attn_k_norm.weight": "self_attn.k_norm.weight",
-        "attn_output.weight": "self_attn.o_proj.weight",
-        "post_attention_norm.weight": "post_attention_layernorm.weight",
-        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
-        "ffn_gate.weight": "mlp.gate_proj.weight",
-        "ffn_up.weight": "mlp.up_proj.weight",
-        "ffn_down.weight": "mlp.down_proj.weight",
-        "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
     }
     kinds_of_token: ClassVar = {NORMAL, CONTROL, USER_DEFINED, BYTE}
 
@@ -63,10 +47,6 @@ class GemmaFile(GGUFFile):
             },
             **self.shape(),
         )
-
-    def converted(self, name: str, weight: "torch.Tensor") -> "torch.Tensor":
-        # Gemma scales by 1 + w; a GGUF holds the sum.
-        return weight - 1 if name.endswith("norm.weight") else weight
 
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers

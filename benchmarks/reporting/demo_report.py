@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from benchmarks.reporting import stats
 from benchmarks.reporting.demo_pictures import block_means
-from benchmarks.reporting.tables import Table, console, number
+from benchmarks.reporting.tables import Table, number, say
 from benchmarks.running.conversation import Turn
 from benchmarks.running.novel import Read
 
@@ -60,21 +61,22 @@ def numbers(read: Read, head: int) -> dict[str, Any]:
         head: tokens that every arm read: perplexity is reported up to there and after, without
             the question.
     """
-    result = read.result
-    tokens = result.num_tokens - read.asked
+    result, (nll,) = read.result, read.result.nll
+    tokens = len(nll) + 1 - read.asked
+    scored = nll[: tokens - 1]  # of tokens 1, 2, ...
     return {
         "refusal": read.refusal,
         "tokens": tokens,
-        "tokens_cached": result.cached,
-        "perplexity_head": result.perplexity(end=head),
-        "perplexity_beyond": result.perplexity(head, tokens) if tokens > head else None,
+        "tokens_cached": read.cached,
+        "perplexity_head": stats.perplexity([scored[: head - 1]]),
+        "perplexity_beyond": stats.perplexity([scored[head - 1 :]]) if tokens > head else None,
         "pages_peak": result.pages_peak,
-        "page_bytes": result.page_bytes,
-        "peak_kv_bytes": result.peak_bytes,
+        "page_bytes": read.page_bytes,
+        "peak_kv_bytes": result.pages_peak * read.page_bytes,
         "host_bytes": result.counters.get("store_bytes", 0),
-        "read_ms": 1e3 * result.seconds / result.num_tokens,
+        "read_ms": 1e3 * result.seconds / (len(nll) + 1),
         "write_ms": 1e3 * median(result.token_seconds),
-        "mean_nll_per_block": block_means(result.nll[: tokens - 1]),
+        "mean_nll_per_block": block_means(scored),
     }
 
 
@@ -148,14 +150,12 @@ def compared(novel: Mapping[str, Any]) -> str:
 
 def show_answers(novel: Mapping[str, Any]) -> None:
     """Print the note that stood in the novel, and what each arm says when it is asked for."""
-    screen = console()
-    screen.print(NOTE.format(**novel["note"]), highlight=False, markup=False)
+    say(NOTE.format(**novel["note"]))
     for label, arm in novel["arms"].items():
         if "answer" in arm:
             right = "right" if arm["right"] else "wrong"
-            line = f"{label + ':':<16}{right:<8}... {arm['answer']}"
-            screen.print(line, highlight=False, markup=False)
-    screen.print()
+            say(f"{label + ':':<16}{right:<8}... {arm['answer']}")
+    say("")
 
 
 def _against(arm: Mapping[str, Any], other: Mapping[str, Any]) -> str:
@@ -239,16 +239,13 @@ def stopped(chat: Mapping[str, Any]) -> str:
 
 def show_chat(chat: Mapping[str, Any]) -> None:
     """Print where stock vLLM stopped, the memory of both, and the last answer under cascade."""
-    screen = console()
     share = [
         f"{label} {mib(arm['page_bytes'] * max(turn['pages'] for turn in arm['turns']))}"
         for label, arm in chat["arms"].items()
     ]
     last = chat["arms"][CASCADE]["turns"][-1]["answer"]
-    text = (
-        f"\n{stopped(chat)}\nMost memory: {', '.join(share)}.\nLast answer: {last}\n\n{FORGETS}\n"
-    )
-    screen.print(text, highlight=False, markup=False)
+    memory_ = f"Most memory: {', '.join(share)}."
+    say(f"\n{stopped(chat)}\n{memory_}\nLast answer: {last}\n\n{FORGETS}\n")
 
 
 def shown(novel: Mapping[str, Any], chat: Mapping[str, Any]) -> list[str]:

@@ -13,12 +13,12 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting.tables import Table, show
-from benchmarks.running.arms import ITEMS
+from benchmarks.running import arms
 from benchmarks.running.environment import ROOT, fingerprint
 from benchmarks.running.parts import Parts
 
@@ -65,39 +65,26 @@ def parser_of(
     return parser
 
 
-def parts_of(args: argparse.Namespace) -> Parts:
-    """The folder where a run keeps finished items."""
-    return Parts(args.parts or args.out.with_suffix(".parts"), args.any_code)
+def run_arms(
+    work: Callable[[arms.AnyJob], arms.Result],
+    jobs: Sequence[arms.AnyJob],
+    args: argparse.Namespace,
+    at_a_time: int | None = None,
+) -> arms.Outcome[arms.Result]:
+    """``arms.run_all`` by the shared options; finished items are kept in ``--parts``."""
+    kept_in = Parts(args.parts or args.out.with_suffix(".parts"), args.any_code)
+    return arms.run_all(work, jobs, at_a_time or args.engines, kept_in)
 
 
 # --- the JSON -----------------------------------------------------------------------------------
 
 
-def failures(failed: Mapping[str, str]) -> dict[str, Any]:
-    """For the JSON: arms without a result, and why."""
-    return {label: {"failed": reason} for label, reason in failed.items()}
-
-
-def end(failed: Mapping[str, str]) -> None:
-    """Exit with status 1 if an arm has failed.
-
-    Raises:
-        SystemExit: an arm has failed; the message repeats every reason.
-    """
-    if failed:
-        reasons = "\n".join(f"  {label}: {reason}" for label, reason in failed.items())
-        raise SystemExit(
-            f"{len(failed)} of the arms failed:\n{reasons}\n"
-            "The same command runs them again, and only them."
-        )
-
-
-def save(
-    out: Path,
+def finish(
+    args: argparse.Namespace,
+    argv: Sequence[str] | None,
     tables: Sequence[Table],
-    data: dict[str, Any],
-    settings: dict[str, Any],
-    argv: Sequence[str] | None = None,
+    data: Mapping[str, Any] | None = None,
+    failed: Mapping[str, str] | None = None,
     *,
     printed: bool = False,
 ) -> None:
@@ -105,22 +92,33 @@ def save(
 
     Args:
         data: what the tables do not say: medians and intervals, no raw series.
+        failed: arms without a result, and why; the JSON has them, too.
         printed: the tables have been printed already.
+
+    Raises:
+        SystemExit: an arm has failed; the message repeats every reason.
     """
     if not printed:
         show(tables)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    failed = failed or {}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "command": command(argv),
         "seconds": round(time.perf_counter() - _STARTED, 1),
-        **({"items": dict(ITEMS)} if ITEMS["taken up"] else {}),
+        **({"items": dict(arms.ITEMS)} if arms.ITEMS["taken up"] else {}),
         "environment": fingerprint(),
-        "settings": {key: _plain(value) for key, value in settings.items() if key not in PLACES},
+        "settings": {key: _plain(value) for key, value in vars(args).items() if key not in PLACES},
         "tables": [table.as_json() for table in tables],
-        "data": data,
+        "data": {**(data or {}), **{label: {"failed": why} for label, why in failed.items()}},
     }
-    out.write_text(as_text(content), encoding="utf-8")
-    print(f"Wrote {out}.")
+    args.out.write_text(as_text(content), encoding="utf-8")
+    print(f"Wrote {args.out}.")
+    if failed:
+        reasons = "\n".join(f"  {label}: {reason}" for label, reason in failed.items())
+        raise SystemExit(
+            f"{len(failed)} of the arms failed:\n{reasons}\n"
+            "The same command runs them again, and only them."
+        )
 
 
 def as_text(content: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import mean, median, stdev
 from typing import Any
 
 MIN_WIDTH = 132
@@ -52,6 +53,11 @@ def console() -> Any:
     return plain if plain.width >= MIN_WIDTH else Console(width=MIN_WIDTH)
 
 
+def say(text: str) -> None:
+    """Print text as it is, as wide as tables are."""
+    console().print(text, highlight=False, markup=False)
+
+
 def show(tables: Sequence[Table]) -> None:
     """Print tables."""
     from rich import box
@@ -67,7 +73,7 @@ def show(tables: Sequence[Table]) -> None:
             grid.add_row(*map(escape, row))
         screen.print(grid)
         if table.note:
-            screen.print(table.note, highlight=False, markup=False)
+            say(table.note)
 
 
 def failure_rows(failed: Mapping[str, str], columns: int) -> list[tuple[str, ...]]:
@@ -82,22 +88,28 @@ def number(value: float | None, digits: int = 2) -> str:
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """Median and range of some trials: ``12.3 (11.9-12.8)``; one trial has no range."""
-    if not values:
-        return "-"
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-    if len(ordered) == 1:
-        return number(median, digits)
-    return f"{number(median, digits)} ({number(ordered[0], digits)}-{number(ordered[-1], digits)})"
+    if len(values) < 2:
+        return number(values[0], digits) if values else "-"
+    low, high = number(min(values), digits), number(max(values), digits)
+    return f"{number(median(values), digits)} ({low}-{high})"
 
 
 def mean_std(values: Sequence[float], digits: int = 2) -> str:
     """Mean and sample standard deviation of some trials: ``12.3 ± 0.4``."""
-    if not values:
-        return "-"
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return number(mean, digits)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return f"{number(mean, digits)} ± {number(variance**0.5, digits)}"
+    if len(values) < 2:
+        return number(values[0], digits) if values else "-"
+    return f"{number(mean(values), digits)} ± {number(stdev(values), digits)}"
+
+
+Goal = tuple[str, float | None, tuple[float, float], str]
+"""What is to hold, what was measured (None: nothing), its least and most, and how to say it."""
+
+
+def table_of_goals(goals: Sequence[Goal]) -> Table:
+    """The project's goals, as far as they were measured."""
+    rows = [
+        (goal, said.format(value), "yes" if least <= value <= most else "no")
+        for goal, value, (least, most), said in goals
+        if value is not None
+    ]
+    return Table("Goals", ("goal", "measured", "holds"), tuple(rows))

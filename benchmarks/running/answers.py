@@ -1,42 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers to prompts: greedy, of one engine an arm, kept one by one."""
+"""Greedy answers to prompts, of one engine or server an arm, kept one by one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks.inputs.texts import whole_text
 from benchmarks.running import arms, parts
-from benchmarks.running.engines import EngineSettings
+from benchmarks.running.client import stream
+from benchmarks.running.serving import Server
 
-if TYPE_CHECKING:
-    from vllm import LLM
+TIMEOUT = 3600.0
+"""Seconds that a server's answer may take, waiting in the queue included."""
 
 
 @dataclass(frozen=True)
-class Asking:
+class Prompt:
+    """A prompt as tokens (``as_tokens``), and the most tokens of its answer."""
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Asking(arms.EngineJob):
     """All prompts for one engine.
 
     Attributes:
-        prompts: as tokens (``as_tokens``).
-        arm: where answers are kept; None: nowhere.
+        served: by ``vllm serve``, not in the arm's process.
     """
 
-    label: str
-    engine: EngineSettings
-    prompts: tuple[tuple[int, ...], ...] = field(repr=False)
-    max_tokens: int
-    arm: parts.Arm | None = None
+    prompts: tuple[Prompt, ...] = field(repr=False)
+    served: bool = False
 
     @property
     def keys(self) -> list[str]:
-        return [parts.digest_of_tokens(prompt) for prompt in self.prompts]
-
-    def determines(self) -> dict[str, Any]:
-        return {**self.engine.determines(), "max_tokens": self.max_tokens}
-
-    def result(self, values: list[str]) -> list[str]:
-        return values
+        return [f"{parts.digest_of_tokens(one.tokens)}-{one.max_tokens}" for one in self.prompts]
 
 
 def as_tokens(tokenizer: Any, text: str, chat: bool, answer: str = "") -> tuple[int, ...]:
@@ -60,30 +60,51 @@ def as_tokens(tokenizer: Any, text: str, chat: bool, answer: str = "") -> tuple[
     return tuple(tokenizer(whole + answer, add_special_tokens=False)["input_ids"])
 
 
-def ask_all(
-    jobs: Sequence[Asking], at_a_time: int = 1, kept_in: parts.Parts | None = None
-) -> arms.Outcome[list[str]]:
-    """Every engine's answers, each in a process of its own."""
-    return arms.run_all(ask, jobs, at_a_time, kept_in)
-
-
 def ask(job: Asking) -> list[str]:
-    """One engine's answers, in this (child) process."""
-    llm = job.engine.start()
-    return arms.fill(job, lambda places: _answers(llm, job, places))
+    """One engine's answers, in this (child) process.
 
-
-def _answers(llm: "LLM", job: Asking, places: Sequence[int]) -> Iterable[dict[int, str]]:
+    Raises:
+        Refused: the server refused a request; what it said.
+    """
     from tqdm import tqdm
+
+    def work(places: list[int]) -> Iterator[dict[int, str]]:
+        found = _served(job, places) if job.served else _in_process(job, places)
+        shown = {"unit": "prompt", "leave": False, "position": job.bar_line}
+        bar = tqdm(found, job.label[:40], len(places), **shown)
+        yield from ({place: text} for place, text in bar)
+
+    return arms.fill(job, work)
+
+
+def _in_process(job: Asking, places: Sequence[int]) -> Iterator[tuple[int, str]]:
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=job.max_tokens)
-    engine = llm.llm_engine
+    engine = job.engine.start().llm_engine
     for place in places:
-        engine.add_request(str(place), {"prompt_token_ids": list(job.prompts[place])}, params)
-    with tqdm(total=len(places), desc=job.label[:40], unit="prompt", leave=False) as bar:
-        while engine.has_unfinished_requests():
-            ended = [output for output in engine.step() if output.finished]
-            if ended:
-                bar.update(len(ended))
-                yield {int(output.request_id): output.outputs[0].text for output in ended}
+        one = job.prompts[place]
+        params = SamplingParams(temperature=0.0, max_tokens=one.max_tokens)
+        engine.add_request(str(place), {"prompt_token_ids": list(one.tokens)}, params)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                yield int(output.request_id), output.outputs[0].text
+
+
+def _served(job: Asking, places: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Answers as they come, of as many requests at a time as the engine takes."""
+
+    def answer(place: int) -> str:
+        one = job.prompts[place]
+        asked = {"prompt": list(one.tokens), "max_tokens": one.max_tokens}
+        return stream(server, timeout=TIMEOUT, **asked).text
+
+    with (
+        Server(job.engine.model, job.engine.flags()) as server,
+        ThreadPoolExecutor(job.engine.max_num_seqs) as pool,
+    ):
+        asked = {pool.submit(answer, place): place for place in places}
+        try:
+            yield from ((asked[done], done.result()) for done in as_completed(asked))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

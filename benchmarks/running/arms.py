@@ -4,36 +4,49 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 from benchmarks.running.children import Failure, outcomes
+from benchmarks.running.engines import EngineSettings
 from benchmarks.running.parts import Arm, Parts
 
 
-class Job(Protocol):
-    """What an arm's process gets: a frozen dataclass that knows what its result depends on."""
+@dataclass(frozen=True)
+class Job:
+    """What an arm's process gets: its items, and what their results depend on.
 
-    @property
-    def label(self) -> str: ...
+    Attributes:
+        arm: where finished items are kept; None: nowhere.
+        bar_line: line of the terminal, for the progress bar of one of several arms at a time.
+    """
 
-    @property
-    def arm(self) -> Arm | None:
-        """Where finished items are kept; None: nowhere."""
-        ...
+    label: str
+    arm: Arm | None = field(default=None, kw_only=True)
+    bar_line: int = field(default=0, kw_only=True)
 
     @property
     def keys(self) -> list[str]:
         """What stands for each item among the kept ones."""
-        ...
+        raise NotImplementedError
 
     def determines(self) -> dict[str, Any]:
         """All that a result depends on besides the items."""
-        ...
+        raise NotImplementedError
 
     def result(self, values: list[Any]) -> Any:
         """The arm's result, from the kept values of its items."""
-        ...
+        return values
+
+
+@dataclass(frozen=True)
+class EngineJob(Job):
+    """A job for one engine."""
+
+    engine: EngineSettings
+
+    def determines(self) -> dict[str, Any]:
+        return self.engine.determines()
 
 
 ITEMS = Counter[str]()
@@ -71,6 +84,7 @@ def run_all(
         if here == job.keys:
             found[job.label] = job.result([kept[key] for key in here])
     missing = [job for job in jobs if job.label not in found]
+    missing = [replace(job, bar_line=at % at_a_time) for at, job in enumerate(missing)]
     for place, outcome in outcomes(work, missing, at_a_time):
         found[missing[place].label] = outcome
     in_order = [(job.label, found[job.label]) for job in jobs]

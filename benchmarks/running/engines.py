@@ -9,11 +9,11 @@ left when the next one starts. Nothing here imports vLLM before a job runs.
 import json
 import logging
 import os
+from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.running import parts
-from benchmarks.running.children import in_children as in_children
 from benchmarks.running.environment import ROOT
 
 if TYPE_CHECKING:
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 MODEL = ROOT / "benchmarks/inputs/models/books-5m"
 BOOK = ROOT / "benchmarks/inputs/books/persuasion.txt"
 SEED = 7
-SHOWN_ONLY = "use_tqdm_on_load"
-"""Argument of ``vllm.LLM`` that changes no result."""
-
 ENVIRONMENT = {
     # Without this, vLLM's CPU engine lives in two more processes that take half a minute to
     # start.
@@ -107,6 +104,7 @@ class EngineSettings:
             # large matrices and attention, which vLLM does not compile; and it takes minutes.
             "enforce_eager": True,
             "disable_log_stats": False,
+            "use_tqdm_on_load": False,
             # Without a word on recall an engine would have it.
             "additional_config": {"kv_policy": {"recall": 0, **self.policy}} if self.policy else {},
             **self.arguments,
@@ -134,7 +132,6 @@ class EngineSettings:
         if self.policy:
             resolved = resolve(self.policy)
             policy = {"name": resolved.name, **resolved.model_dump(mode="json")}
-        shown = {key: value for key, value in self.arguments.items() if key != SHOWN_ONLY}
         return {
             "model": parts.model(self.model),
             "policy": policy,
@@ -142,7 +139,7 @@ class EngineSettings:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "block_size": self.block_size,
             "seed": self.seed,
-            "arguments": shown,
+            "arguments": self.arguments,
         }
 
 
@@ -172,6 +169,12 @@ def settle_dtype(dtype: str, model: str) -> str:
     config = AutoConfig.from_pretrained(model)
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return "bfloat16" if stored == "bfloat16" and multiplies_bfloat16() else "float32"
+
+
+def settle(args: Namespace) -> None:
+    """What every command with engines begins with: quiet engines, and a settled ``--dtype``."""
+    quiet()
+    args.dtype = settle_dtype(args.dtype, args.model)
 
 
 def multiplies_bfloat16() -> bool:

@@ -12,26 +12,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def fingerprint() -> dict[str, str | int | bool | None]:
-    """Machine, versions and commit, as JSON values."""
+    """Machine, versions and commit, as JSON values; needs no package but PyTorch."""
     import torch
-    import vllm
 
-    import vllm_cascade
-
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": os.environ.get("OMP_NUM_THREADS"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "gpu": gpu and gpu.name,
+        "gpu_memory": gpu and gpu.total_memory,
+        "capability": gpu and f"{gpu.major}.{gpu.minor}",
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "vllm": vllm.__version__,
+        "vllm": (_version("vllm") or "not installed").partition("+")[0],
         "triton": _version("triton"),
-        "vllm_cascade": vllm_cascade.__version__,
+        "vllm_cascade": _version("vllm-cascade"),
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
     }
@@ -46,6 +46,12 @@ def commit() -> str | None:
 def versions() -> dict[str, str | None]:
     """Of the packages that a result depends on; nothing is imported for it."""
     return {name: _version(name) for name in ("vllm", "torch", "transformers")}
+
+
+def cache_folder(name: str, variable: str) -> Path:
+    """Where something large is kept: what an environment variable names, or in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm-cascade" / name
+    return Path(os.environ.get(variable) or cache).expanduser().absolute()
 
 
 def _cpu_name() -> str:

@@ -5,16 +5,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from benchmarks.running.engines import EngineSettings, in_children
+from benchmarks.running import pools
+from benchmarks.running.arms import EngineJob
+from benchmarks.running.children import in_children
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from benchmarks.running.stream import StreamResult
+    from benchmarks.running.stream import Together
 
 
 @dataclass(frozen=True)
-class Arm:
+class Arm(EngineJob):
     """One engine and what it reads.
 
     Attributes:
@@ -23,12 +25,9 @@ class Arm:
         new_tokens: generated after that, to time them and for the answer.
     """
 
-    label: str
-    engine: EngineSettings
     token_ids: list[int] = field(repr=False)
     question: list[int] = field(repr=False)
     new_tokens: int
-    bar_line: int = 0
 
     @property
     def stock(self) -> bool:
@@ -48,11 +47,15 @@ class Read:
     """What an arm gave.
 
     Attributes:
+        page_bytes: one page of every layer, with the policy's per-slot numbers.
+        cached: tokens each layer and head set held at the end of the prompt.
         refusal: what the engine says to the whole text; empty if it takes it.
         asked: the question's tokens, which it read after the text; 0 if it could not.
     """
 
-    result: "StreamResult"
+    result: "Together"
+    page_bytes: int
+    cached: int
     refusal: str
     asked: int
 
@@ -60,21 +63,20 @@ class Read:
 def run(arm: Arm) -> Read:
     """An arm, in this (child) process."""
     llm = arm.engine.start()
-    from benchmarks.running import prompt_scores
-    from benchmarks.running.stream import stream
+    from benchmarks.running.stream import prepare, read_together
+    from vllm_cascade.policies.registry import policy_of
+    from vllm_cascade.policies.schedule import compiled
 
-    prompt_scores.install(llm)
-    whole = len(arm.readable) >= len(arm.token_ids)
+    read = arm.readable
+    whole = len(read) >= len(arm.token_ids)
     refused = "" if whole else refusal(llm, arm.token_ids)
-    result = stream(
-        llm,
-        arm.readable,
-        label=arm.label,
-        max_new_tokens=arm.new_tokens,
-        bar_line=arm.bar_line,
-        warm_tokens=256,
-    )
-    return Read(result, refused, len(arm.question) if whole else 0)
+    prepare(llm, read[:256])
+    shown = {"label": arm.label, "bar_line": arm.bar_line}
+    result = read_together(llm, [read], max_new_tokens=arm.new_tokens, **shown)
+    policy = policy_of(llm.llm_engine.vllm_config.additional_config)
+    cached = len(read) if policy is None else compiled(policy).count_at(len(read))
+    page = pools.page_bytes(arm.engine)
+    return Read(result, page, cached, refused, len(arm.question) if whole else 0)
 
 
 def refusal(llm: "LLM", token_ids: list[int]) -> str:

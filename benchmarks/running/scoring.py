@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-likelihoods of texts under policies of equal size: what the quality benchmarks share."""
 
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks.inputs.texts import Stream
 from benchmarks.running import arms, parts
-from benchmarks.running.engines import EngineSettings
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -22,7 +20,7 @@ REFERENCE = "full, recomputed"
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(arms.EngineJob):
     """Streams through one engine.
 
     Attributes:
@@ -30,30 +28,22 @@ class Job:
             forward pass over the ``window`` tokens before the last of them.
         group: streams that the engine gets at a time; ``engine.max_num_seqs`` of them share its
             steps. A group is kept when all of it is finished.
-        arm: where finished streams are kept; None: nowhere.
     """
 
-    label: str
-    engine: EngineSettings
     streams: tuple[Stream, ...] = field(repr=False)
     window: int | None = None
     stride: int = 1
     group: int = 1
-    bar_line: int = 0
-    arm: parts.Arm | None = None
 
     @property
     def keys(self) -> list[str]:
-        """What stands for each stream among the kept ones."""
         return [parts.digest_of_tokens(stream.token_ids) for stream in self.streams]
 
     def determines(self) -> dict[str, Any]:
-        """All that a log-probability depends on besides the stream's tokens."""
         window = {"window": self.window, "window_stride": self.stride} if self.window else {}
-        return {**self.engine.determines(), **window}
+        return {**super().determines(), **window}
 
     def result(self, values: list[dict[str, Any]]) -> "Scored":
-        """From what is kept of each stream."""
         readings, nll, counters = [Reading(**value) for value in values], [], dict[str, int]()
         for text, one in zip(self.streams, readings, strict=True):
             nll.append(np.where(text.scored, np.asarray(one.nll), np.nan))
@@ -125,7 +115,10 @@ def run(job: Job) -> Scored:
 
 def run_on(llm: "LLM", job: Job) -> Scored:
     """A job on an engine that is up."""
-    _prepare(llm, job.streams[0])
+    from benchmarks.running.stream import prepare
+
+    most = min(1000, llm.llm_engine.vllm_config.model_config.max_model_len - 2)
+    prepare(llm, job.streams[0].token_ids[:most])
 
     def work(places: list[int]) -> Iterable[dict[int, Any]]:
         for begin in range(0, len(places), job.group):
@@ -134,27 +127,6 @@ def run_on(llm: "LLM", job: Job) -> Scored:
             yield {place: one.as_json() for place, one in zip(group, read, strict=True)}
 
     return arms.fill(job, work)
-
-
-def run_all(
-    jobs: Sequence[Job], at_a_time: int = 1, kept_in: parts.Parts | None = None
-) -> arms.Outcome[Scored]:
-    """Every job in a process of its own.
-
-    Args:
-        kept_in: where finished streams are kept; what is there already is not run again.
-    """
-    placed = [replace(job, bar_line=index % at_a_time) for index, job in enumerate(jobs)]
-    return arms.run_all(run, placed, at_a_time, kept_in)
-
-
-def _prepare(llm: "LLM", text: Stream) -> None:
-    """Scores without detours, and every code path once, on a prompt of a few strides."""
-    from benchmarks.running import prompt_scores
-
-    prompt_scores.install(llm)
-    most = min(1000, llm.llm_engine.vllm_config.model_config.max_model_len - 2)
-    prompt_nll(llm, [text.token_ids[:most]], bar=False)
 
 
 def _read(llm: "LLM", job: Job, group: Sequence[Stream]) -> list[Reading]:
@@ -196,24 +168,16 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterable[tuple[int, in
 
 
 def _recompute(llm: "LLM", job: Job, text: Stream) -> Reading:
+    from benchmarks.running.stream import read_together
+
     assert job.window is not None
-    start = time.perf_counter()
     spans = list(windows(len(text.token_ids), job.window, job.stride))
     prompts = [text.part(begin, end) for begin, end, _ in spans]
     values = np.full(len(text.token_ids) - 1, np.nan)
-    for (begin, end, first), found in zip(spans, prompt_nll(llm, prompts), strict=True):
-        values[first - 1 : end - 1] = found[first - begin - 1 :]
-    return Reading(values, time.perf_counter() - start)
-
-
-def prompt_nll(llm: "LLM", prompts: Sequence[list[int]], bar: bool = True) -> list[np.ndarray]:
-    """Negative log-likelihood of tokens 1, 2, ... of every prompt, many prompts at a time."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = llm.generate(requests, params, use_tqdm=bar)
-    return [-np.asarray(output.prompt_logprobs.logprobs) for output in outputs]
+    found = read_together(llm, prompts, label=f"{job.label} {text.name}"[:40])
+    for (begin, end, first), nll in zip(spans, found.nll, strict=True):
+        values[first - 1 : end - 1] = nll[first - begin - 1 :]
+    return Reading(values, found.seconds)
 
 
 def equal_policy(name: str, capacity: int, **settings: Any) -> dict[str, Any]:

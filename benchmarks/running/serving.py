@@ -6,7 +6,6 @@ add what a client cannot see: running requests, preemptions, pages.
 """
 
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -18,6 +17,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -37,8 +37,6 @@ PORTS = range(20000, 32768)
 """Below those that systems give to sockets which ask for any."""
 DRAW = random.SystemRandom()
 """Two processes with an engine would draw the same numbers from ``random``, which vLLM seeds."""
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 
 class ServerError(RuntimeError):
@@ -47,22 +45,30 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent: vLLM's ``random`` dataset, all at once, at most ``concurrency`` in flight."""
+    """What is sent: vLLM's ``random`` dataset, all at once, at most ``concurrency`` in flight.
 
-    input_len: int
+    Attributes:
+        context: tokens of a prompt, of which the first ``shared_prefix`` are those of all others.
+    """
+
+    context: int
     output_len: int
     concurrency: int
     num_prompts: int
-    seed: int
-    prefix_len: int = 0
+    shared_prefix: int = 0
 
-    def dataset_arguments(self) -> list[str]:
+    def arguments(self, trial: int) -> list[str]:
+        """For ``vllm bench serve``."""
+        # vLLM's random prompts of one seed begin alike, whatever their length: with the same seed
+        # for every load, a prefix cache would know the next one's prompts.
+        seed = zlib.crc32(repr((trial, self.context, self.concurrency)).encode())
         return [
-            *("--dataset-name", "random", "--seed", str(self.seed)),
-            *("--random-input-len", str(self.input_len - self.prefix_len)),
-            *("--random-prefix-len", str(self.prefix_len)),
+            *("--dataset-name", "random", "--seed", str(seed)),
+            *("--random-input-len", str(self.context - self.shared_prefix)),
+            *("--random-prefix-len", str(self.shared_prefix)),
             *("--random-output-len", str(self.output_len)),
             *("--num-prompts", str(self.num_prompts)),
+            *("--max-concurrency", str(self.concurrency)),
         ]
 
 
@@ -121,14 +127,9 @@ class Server:
             cwd=ROOT,
             text=True,
             start_new_session=True,  # so that its engine process ends with it
-            preexec_fn=self._settle,
+            preexec_fn=lambda: os.sched_setaffinity(0, self._cores),
         )
         self._leash = Leash(self._process.pid)
-
-    def _settle(self) -> None:
-        """In the child, before it begins."""
-        _end_with_parent()
-        os.sched_setaffinity(0, self._cores)
 
     def wait(self) -> None:
         """Until it answers.
@@ -221,14 +222,6 @@ class Server:
             yield from family.samples
 
 
-def _end_with_parent() -> None:
-    """In the child, before its program: SIGTERM when the thread that started it is gone.
-
-    However that ends, ``stop`` or not: a server hears the signal and ends its engine.
-    """
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 @dataclass
 class Watch:
     """Peaks of a server's gauges while a block runs, and preemptions during it."""
@@ -271,11 +264,12 @@ def plain_words(tokenizer: str) -> list[int]:
 
 
 def bench_serve(
-    server: Server, load: Load, tokenizer: str, allowed: Sequence[int] = ()
+    server: Server, load: Load, trial: int, tokenizer: str, allowed: Sequence[int] = ()
 ) -> dict[str, Any]:
     """One ``vllm bench serve`` run: its own result, and the server's peaks.
 
     Args:
+        trial: each has prompts of its own.
         allowed: the only tokens to answer with; none: all.
 
     Raises:
@@ -291,9 +285,8 @@ def bench_serve(
         [
             *("--backend", "openai", "--base-url", server.url, "--model", server.model),
             *("--tokenizer", tokenizer, "--ignore-eos", "--temperature", "0", "--disable-tqdm"),
-            *("--max-concurrency", str(load.concurrency), "--percentile-metrics", "ttft,tpot,itl"),
-            *("--metric-percentiles", "50,99", "--ready-check-timeout-sec", "0"),
-            *load.dataset_arguments(),
+            *("--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99"),
+            *("--ready-check-timeout-sec", "0", *load.arguments(trial)),
             *body,
         ]
     )

@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks.running.conversation import Conversation, Refused
+from benchmarks.running.client import Refused
+from benchmarks.running.conversation import Conversation
 from benchmarks.running.serving import Server
 
 METRICS = """\

@@ -23,10 +23,11 @@ from benchmarks.models import Model
 from benchmarks.reporting import demo_pictures, demo_report, readme, results
 from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
 from benchmarks.running import novel
-from benchmarks.running.conversation import Refused, Turn
+from benchmarks.running.client import Refused
+from benchmarks.running.conversation import Turn
 from benchmarks.running.engines import load_tokenizer
 from benchmarks.running.environment import ROOT
-from benchmarks.running.stream import StreamResult
+from benchmarks.running.stream import Together
 from tests.conftest import MODEL
 
 POSITIONS = 1024
@@ -149,17 +150,14 @@ def test_passages_end_where_sentences_do() -> None:
 def fake_read(
     num_tokens: int, mean: float, pages: int, refusal: str = "", asked: int = 0
 ) -> novel.Read:
-    result = StreamResult(
-        nll=np.append(np.full(num_tokens - 1, np.log(mean)), np.zeros(asked)),
+    result = Together(
+        nll=[np.append(np.full(num_tokens - 1, np.log(mean)), np.zeros(asked))],
         seconds=num_tokens / 500,
         pages_peak=pages,
-        page_bytes=1 << 20,
-        cached=pages * 32,
         counters={},
         token_seconds=[0.03, 0.05, 0.04],
-        written=[],
     )
-    return novel.Read(result, refusal, asked)
+    return novel.Read(result, 1 << 20, pages * 32, refusal, asked)
 
 
 @pytest.fixture
@@ -266,7 +264,7 @@ def test_as_many_attended_tokens_with_recall() -> None:
 
 def test_perplexity_is_split_where_stock_stops() -> None:
     kept = fake_read(2048, 10.0, 5)
-    kept.result.nll[975:] = np.log(20.0)  # the first of these is of token 976
+    kept.result.nll[0][975:] = np.log(20.0)  # the first of these is of token 976
     numbers = demo_report.numbers(kept, 976)
     assert numbers["perplexity_head"] == pytest.approx(10)
     assert numbers["perplexity_beyond"] == pytest.approx(20)

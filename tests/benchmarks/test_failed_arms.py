@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of runs in which an arm has failed, or has read less than the others."""
 
+from argparse import Namespace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -40,7 +43,11 @@ def test_without_the_base_there_are_no_differences() -> None:
     assert none.rows == (("sink", "failed: x", *[""] * 6),)
 
 
-def test_a_run_with_failures_ends_with_status_1() -> None:
+def test_a_run_with_failures_ends_with_status_1(tmp_path: Path) -> None:
+    """After everything is written, with the reasons."""
+    args, failed = Namespace(out=tmp_path / "a.json"), {"h2o": "ValueError: no memory"}
     with pytest.raises(SystemExit, match=r"h2o: ValueError: no memory\n.*runs them again"):
-        results.end({"h2o": "ValueError: no memory"})
-    results.end({})
+        results.finish(args, [], [], {"sink": 1}, failed)
+    assert results.load("a", tmp_path)["data"] == {"sink": 1, "h2o": {"failed": failed["h2o"]}}
+    results.finish(args, [], [])
+    assert results.load("a", tmp_path)["data"] == {}

@@ -137,7 +137,7 @@ def test_logits_are_the_files(made: Any) -> None:
     file, weights, folder = made
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert type(model).__name__ == "Gemma3ForCausalLM"
-    model.load_state_dict(dict(file.weights()), strict=False)  # before rounding
+    model.load_state_dict(file.weights(), strict=False)  # before rounding
     tokens = torch.randint(len(TOKENS), (17,), generator=torch.Generator().manual_seed(1)).tolist()
     found = model(torch.tensor([tokens])).logits[0]
     truth = reference(weights, tokens)

@@ -59,8 +59,7 @@ def test_a_process_with_the_plugin_keeps_it() -> None:
 
 def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check that raises is a failed check, not a crash, and the verdict says so."""
-    from benchmarks import gpu_check
-    from tests.kernels import checks
+    from tests.kernels import card_checks, checks
 
     def broken(*_: object) -> None:
         raise AssertionError("output: error 1e+00 > 3e-05")
@@ -68,7 +67,7 @@ def test_gpu_check_reports_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     wrong = ("decode", "prefill", "insert", "assign", "insert_strides", "chunks", "split")
     for name in (f"check_{kernel}" for kernel in wrong):
         monkeypatch.setattr(checks, name, broken)
-    rows = gpu_check.correctness("cpu", interpret=True)
+    rows = card_checks.correctness("cpu", interpret=True)
     failed = [row for row in rows if row["error"]]
     recall = [row for row in rows if row["check"].split()[0] in ("judge", "recall", "store")]
     assert recall and not any(row["error"] for row in recall)
@@ -94,7 +93,8 @@ def test_goals() -> None:
 
 def test_an_engine_that_is_compared_starts_as_by_default() -> None:
     """On a GPU with no bytes of cache and with CUDA graphs, whose memory vLLM then measures."""
-    from benchmarks.gpu_engine import FAMILIES, POLICIES, jobs, start
+    from benchmarks.gpu_engine import FAMILIES, POLICIES, jobs
+    from tests.engine.on_device import start
 
     told = start(tiny=False)
     assert "gpu_memory_utilization" in told and told["jit_monitor_mode"] == "error"

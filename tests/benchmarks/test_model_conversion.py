@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The converted model is the model of the GGUF: weights, logits, tokens and templates.
 
-Two readers of the same file say what is right. One is the tests' own (``gguf_reader.py``), which
-runs the weights in the file's order and shares no code with the conversion. The other is
-transformers' loading of GGUF files.
+The tests' own reader of the same file (``gguf_reader.py``) says what is right: it runs the weights
+in the file's order and shares no code with the conversion, in which transformers reads them.
 
 The folder's weights are bf16, the file's are not: 4 bits, a 16-bit scale and a 16-bit offset make
 up to 17 significant bits. So logits are compared before rounding, where they must agree as fp32
 does; rounding is checked to be to the nearest bf16, bit for bit; and what it changes is bounded.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +87,7 @@ def converted(path: Path) -> LlamaFile:
 @pytest.fixture(scope="module")
 def weights(converted: LlamaFile) -> dict[str, torch.Tensor]:
     """Converted, not yet rounded to bf16."""
-    return dict(converted.weights())
+    return converted.weights()
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +185,7 @@ def test_folder_is_what_the_code_writes(
     real_model: Path, converted: LlamaFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Whoever changes the conversion must count CONVERSION up, or old folders stay in use."""
-    monkeypatch.setattr(LlamaFile, "weights", lambda self: iter(()))
+    monkeypatch.setattr(LlamaFile, "weights", lambda self: {})
     converted.save(tmp_path)
     names = {file.name for file in real_model.iterdir()}
     assert names == {file.name for file in tmp_path.iterdir()} | {STAMP}
@@ -197,33 +195,6 @@ def test_folder_is_what_the_code_writes(
         if (real_model / name).read_bytes() != (tmp_path / name).read_bytes()
     }
     assert not differ, "count benchmarks.models.CONVERSION up"
-
-
-@pytest.fixture(scope="module")
-def by_transformers(path: Path) -> Iterator[Any]:
-    pytest.importorskip("accelerate", reason="transformers needs it to read GGUF: `make setup`")
-    from transformers import AutoModelForCausalLM
-
-    yield AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    ).eval()
-
-
-def test_transformers_reads_the_same(
-    by_transformers: Any, model: Any, converted: LlamaFile, tokens: list[int]
-) -> None:
-    """Weights bit for bit, the configuration, logits and a greedy continuation."""
-    theirs, ours = by_transformers.state_dict(), model.state_dict()
-    assert set(theirs) == set(ours)
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    ours, theirs = converted.config().to_dict(), by_transformers.config.to_dict()
-    differ = {name for name in ours if ours[name] != theirs.get(name)}
-    assert differ <= {"dtype", "rms_norm_eps", "architectures", "_name_or_path"}
-    assert theirs["rms_norm_eps"] == pytest.approx(ours["rms_norm_eps"], rel=1e-6)
-    error = (logits(model, tokens) - logits(by_transformers, tokens)).abs().max()
-    print(f"max {error:.1e}")
-    assert error < MAX_ERROR
-    assert continued(model, tokens[:20], 16) == continued(by_transformers, tokens[:20], 16)
 
 
 def test_configuration(real_model: Path) -> None:

@@ -12,19 +12,17 @@ import pytest
 
 from benchmarks.running import arms, children, parts
 from benchmarks.running.engines import EngineSettings
-from benchmarks.running.parts import Arm, Parts
+from benchmarks.running.parts import Parts
 from tests.conftest import MODEL
 
 
 @dataclass(frozen=True)
-class Squares:
+class Squares(arms.Job):
     """A job that squares numbers, writes down which, and fails at one of them."""
 
-    label: str
     numbers: tuple[int, ...]
     log: str
     fails_at: int | None = None
-    arm: Arm | None = None
 
     @property
     def keys(self) -> list[str]:
@@ -32,9 +30,6 @@ class Squares:
 
     def determines(self) -> dict[str, Any]:
         return {"label": self.label}
-
-    def result(self, values: list[int]) -> list[int]:
-        return values
 
 
 def squares(job: Squares) -> list[int]:
@@ -136,7 +131,7 @@ def test_what_determines_a_result() -> None:
     settings = EngineSettings(policy=policy, max_model_len=100)
     same = parts.digest(settings.determines())
     room = {"memory_bytes": 1 << 20, "max_num_seqs": 4, "max_model_len": 999}
-    spelled = {"policy": {**policy, "num_sinks": 4}, "arguments": {"use_tqdm_on_load": False}}
+    spelled = {"policy": {**policy, "num_sinks": 4}}
     for change in (room, spelled):
         assert parts.digest(replace(settings, **change).determines()) == same, change
     for change in (

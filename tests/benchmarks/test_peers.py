@@ -326,7 +326,7 @@ def stand_in(path: Path, body: str) -> str:
 
 def asked(entry: Entry, items: Sequence[int], question: str = "stream", threads: int = 2) -> Asked:
     task = Task(entry.program, entry.settings, "model", "gguf", threads)
-    return Asked(entry, question, task, tuple(items))
+    return Asked(f"{entry.label}, {question}", entry, question, task, tuple(items))
 
 
 @pytest.fixture
@@ -360,7 +360,7 @@ def test_peer_that_dies_keeps_what_it_answered(
     """The reason repeats its last words; the next run asks for the rest only."""
     kept = parts.Parts(tmp_path / "parts")
     job = asked(SNAPKV, [7, 8, 9])
-    job = Asked(SNAPKV, "stream", job.task, job.items, kept.arm(job.label, {}))
+    job = dataclasses.replace(job, arm=kept.arm(job.label, {}))
     fake = stand_in(
         tmp_path / "python", "answer(1)\nprint('out of memory', file=sys.stderr)\nsys.exit(3)"
     )
@@ -403,7 +403,7 @@ def test_peer_that_is_not_there_is_a_row(small: list[str], monkeypatch: pytest.M
     """The others are asked; what cannot be asked says so; nothing of the peer starts."""
     started: list[str] = []
 
-    def run_all(work: object, jobs: Sequence[Asked], at_a_time: int, kept: object) -> object:
+    def run_arms(work: object, jobs: Sequence[Asked], args: Any, at_a_time: int | None) -> object:
         started.extend(job.label for job in jobs)
         from benchmarks.running.arms import Outcome
 
@@ -413,7 +413,7 @@ def test_peer_that_is_not_there_is_a_row(small: list[str], monkeypatch: pytest.M
         raise PeerUnavailable(f"the peer {peer} cannot be installed: no network")
 
     monkeypatch.setattr(peers, "python_of", missing)
-    monkeypatch.setattr(peers.arms, "run_all", run_all)
+    monkeypatch.setattr(peers.results, "run_arms", run_arms)
     args = peers.parse_args(small)
     chosen = peers.entries(args, 8192)
     found = peers.ask_all(args, chosen, Task("", {}, "m", "g", 1), {"stream": [[1]]})
@@ -429,17 +429,22 @@ def test_times_are_taken_one_at_a_time(small: list[str], monkeypatch: pytest.Mon
     """With all threads and a compiled engine; other questions with one thread, some at a time."""
     ran: list[tuple[str, int, int, object]] = []
 
-    def run_all(work: object, jobs: Sequence[Asked], at_a_time: int, kept: object) -> object:
+    def run_arms(work: object, jobs: Sequence[Asked], args: Any, at_a_time: int | None) -> object:
         from benchmarks.running.arms import Outcome
 
         ran.extend(
-            (job.label, at_a_time, job.task.threads, job.task.settings.get("compiled"))
+            (
+                job.label,
+                at_a_time or args.engines,
+                job.task.threads,
+                job.task.settings.get("compiled"),
+            )
             for job in jobs
         )
         return Outcome({}, {job.label: "broken" for job in jobs})
 
     monkeypatch.setattr(peers, "python_of", lambda peer: Path("python"))
-    monkeypatch.setattr(peers.arms, "run_all", run_all)
+    monkeypatch.setattr(peers.results, "run_arms", run_arms)
     args = peers.parse_args([*small, "--questions", "speed", "stream", "--engines", "2"])
     args.threads = 4
     chosen = [one for one in peers.entries(args, 8192) if one.program == "vLLM"]

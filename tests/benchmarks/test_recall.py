@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import recall
+from benchmarks import perplexity, recall
 from benchmarks.inputs import pass_keys
 from benchmarks.inputs.pass_keys import Hidden, digits_right, is_exact
 from benchmarks.running.answers import as_tokens
@@ -114,14 +114,14 @@ def test_a_model_that_cannot_recall_is_called_so(gain: float, able: bool) -> Non
 
 def test_full_is_asked_what_its_positions_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others get every prompt; all of them land in the table."""
-    monkeypatch.setattr(recall, "native_positions", lambda model: 500)
+    monkeypatch.setattr(perplexity, "native_positions", lambda model: 500)
     asked = {}
 
-    def answer(jobs: Any, engines: int, kept_in: Any) -> Outcome[list[str]]:
+    def answer(work: Any, jobs: Any, args: Any) -> Outcome[list[str]]:
         asked.update({job.label: job for job in jobs})
         return Outcome({job.label: ["none"] * len(job.prompts) for job in jobs}, {})
 
-    monkeypatch.setattr(recall, "ask_all", answer)
+    monkeypatch.setattr(recall.results, "run_arms", answer)
     args = options("--lengths", "400", "700", "--policies", "sink", "--dtype", "float32")
     (table,), _, failed = recall.passkey(args)
     assert len(asked["sink"].prompts) == 6 and len(asked["full"].prompts) == 3

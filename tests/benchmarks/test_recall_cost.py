@@ -3,10 +3,11 @@
 
 import json
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
-from benchmarks.recall_cost import PLAIN, RECALL, STOCK, main, parse_args, policies, token_ms
+from benchmarks.recall_cost import PLAIN, RECALL, STOCK, main, of_period, parse_args, policies
 from tests.conftest import MODEL
 from vllm_cascade.policies.registry import resolve
 
@@ -23,8 +24,8 @@ def test_a_token_is_the_mean_of_a_period() -> None:
     """One step of four is dear; one step in all was disturbed."""
     steps = [9.0, 1.0, 1.0, 1.0] * 3
     steps[5] = 100.0
-    assert token_ms(steps, 4) == 3.0
-    assert token_ms([2.0, 4.0], 16) == 3.0
+    assert of_period(steps, 4) == [9.0, 1.0, 1.0, 1.0] and mean(of_period(steps, 4)) == 3.0
+    assert of_period([2.0, 4.0], 16) == [2.0, 4.0]
 
 
 def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 """Tables, results and the document: nothing is shown that no run printed."""
 
 import json
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from benchmarks import quick, throughput, token_time
 from benchmarks.reporting import results
 from benchmarks.reporting.tables import Table, mean_std, number, spread
+from benchmarks.running import stepping
 from benchmarks.running.environment import ROOT
 from benchmarks.throughput import (
     WARM_UP,
@@ -64,16 +66,17 @@ def test_a_result_says_what_was_kept_from_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for taken_up, said in ((0, " s.\n"), (3, " s, 3 of 8 items kept from before.\n")):
-        monkeypatch.setattr(results, "ITEMS", Counter({"asked": 8, "taken up": taken_up}))
-        results.save(tmp_path / "one.json", [table()], {}, {}, [])
+        monkeypatch.setattr(results.arms, "ITEMS", Counter({"asked": 8, "taken up": taken_up}))
+        results.finish(Namespace(out=tmp_path / "one.json"), [], [table()])
         assert said in results.fill("<!-- result one -->\n<!-- end -->\n", tmp_path)
 
 
 def test_save_and_fill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     real = "/somewhere/Some-Model-0123abcd"
     argv = ["--tokens", "5", "--out", "x.json", "--data", str(ROOT / "README.md"), "--model", real]
-    settings = {"tokens": 5, "out": tmp_path, "data": [str(ROOT / "README.md")], "model": real}
-    results.save(tmp_path / "one.json", [table()], {"values": [1]}, settings, argv)
+    settings = {"tokens": 5, "data": [str(ROOT / "README.md")], "model": real}
+    args = Namespace(out=tmp_path / "one.json", **settings)
+    results.finish(args, argv, [table()], {"values": [1]})
     printed = capsys.readouterr().out
     assert "ppl [x]" in printed and "A note." in printed
     kept = results.load("one", tmp_path)
@@ -228,7 +231,8 @@ def test_no_two_loads_share_prompts() -> None:
     """A prefix cache must not know a cell's prompts from another's, or from the warm-up."""
     args = parse_args(["--contexts", "100", "300", "--concurrency", "1", "8"])
     sweep = [replace(cell, pool=0) for cell in cells(args, 10, 16)]
-    seeds = [cell.load(trial).seed for cell in dict.fromkeys(sweep) for trial in (WARM_UP, 0, 1)]
+    trials = (WARM_UP, 0, 1)
+    seeds = [cell.arguments(trial)[3] for cell in dict.fromkeys(sweep) for trial in trials]
     assert len(set(seeds)) == len(seeds) == 12
 
 
@@ -269,8 +273,8 @@ def test_refused_before_a_server_starts(option: list[str], capsys) -> None:
     assert "must be" in capsys.readouterr().err
 
 
-def steps(*times: tuple[float, float]) -> list[token_time.Step]:
-    return [token_time.Step(total, attention) for total, attention in times]
+def steps(*times: tuple[float, float]) -> list[stepping.Step]:
+    return [stepping.Step(total, attention) for total, attention in times]
 
 
 def test_token_times_are_compared_pair_by_pair() -> None:
@@ -348,9 +352,9 @@ def test_the_policys_engines_exchange_roles() -> None:
             self.short += 1
             yield self.step().total
 
-        def step(self) -> token_time.Step:
+        def step(self) -> stepping.Step:
             self.reading = False
-            return token_time.Step(self.ms, 0.5)
+            return stepping.Step(self.ms, 0.5)
 
         def finish(self) -> None:
             pass

@@ -17,12 +17,12 @@ import pytest
 from benchmarks import harness
 from benchmarks.inputs import ruler
 from benchmarks.reporting import stats
-from benchmarks.running import arms, served
-from benchmarks.running.answers import as_tokens
+from benchmarks.running import answers, arms
+from benchmarks.running.answers import Asking, Prompt, as_tokens
+from benchmarks.running.client import Refused
 from benchmarks.running.engines import EngineSettings, load_tokenizer
 from benchmarks.running.parts import Parts
-from benchmarks.running.served import Request, Served
-from benchmarks.running.serving import Server, ServerError
+from benchmarks.running.serving import Server
 from tests.conftest import BOOK, MODEL
 
 LENGTH, COUNT = 2048, 3
@@ -156,9 +156,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
             asked.append({"path": self.path, **body})
             size = len(body["prompt"])
             self.send_response(200 if size < 10 else 400)
+            self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
-            answer = {"choices": [{"text": f"{size}"}]} if size < 10 else {"error": "too long"}
-            self.wfile.write(json.dumps(answer).encode())
+            if size > 9:
+                self.wfile.write(b'{"error": "too long"}')
+                return
+            chunk = {"choices": [{"index": 0, "text": f"{size}", "finish_reason": "length"}]}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
 
         def log_message(self, *_: object) -> None:
             pass
@@ -175,32 +179,33 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
             self.http.shutdown()
             self.http.server_close()
 
-    monkeypatch.setattr(served, "Server", Standing)
+    monkeypatch.setattr(answers, "Server", Standing)
     yield asked
 
 
-def job_of(*sizes: int) -> Served:
+def job_of(*sizes: int) -> Asking:
     engine = EngineSettings(max_model_len=64, memory_bytes=1 << 20, max_num_seqs=2)
-    return Served("arm", engine, tuple(Request(tuple(range(size)), size + 1) for size in sizes))
+    prompts = tuple(Prompt(tuple(range(size)), size + 1) for size in sizes)
+    return Asking("arm", engine, prompts, served=True)
 
 
 def test_an_interrupted_run_goes_on(fake: list[dict[str, Any]], tmp_path: Path) -> None:
     job = job_of(3, 4, 12, 5)
     job = replace(job, arm=Parts(tmp_path).arm(job.label, job.determines()))
-    with pytest.raises(ServerError, match=r"HTTP 400.*too long"):
-        served.ask(job)
+    with pytest.raises(Refused, match=r"HTTP 400.*too long"):
+        answers.ask(job)
     kept = job.arm.read()
     assert set(kept.values()) <= {"3", "4", "5"} and kept, "answers are on the disk one by one"
     fake.clear()
-    whole = replace(job, requests=job_of(3, 4, 5, 6).requests)
-    assert served.ask(whole) == ["3", "4", "5", "6"], "in the requests' order"
+    whole = replace(job, prompts=job_of(3, 4, 5, 6).prompts)
+    assert answers.ask(whole) == ["3", "4", "5", "6"], "in the requests' order"
     assert sorted(len(body["prompt"]) for body in fake) == sorted(
         {3, 4, 5, 6} - {*map(int, kept.values())}
     )
     assert all(body["temperature"] == 0 for body in fake)
     assert all(body["max_tokens"] == len(body["prompt"]) + 1 for body in fake)
     assert {body["path"] for body in fake} == {"/v1/completions"}
-    again = arms.run_all(served.ask, [replace(whole, arm=None)], 1, Parts(tmp_path))
+    again = arms.run_all(answers.ask, [replace(whole, arm=None)], 1, Parts(tmp_path))
     assert again.done == {"arm": ["3", "4", "5", "6"]}, "no process was needed"
 
 
@@ -235,7 +240,7 @@ def test_arms_attend_to_a_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sink, recall 16 with 256 attended tokens is left out" in capsys.readouterr().out
     assert len(found) == len(set(found)) == 1 + 6 + 6 + 5 + 1
     for one in plan:
-        assert len(one.job.requests) == len(one.documents) == 2
+        assert len(one.job.prompts) == len(one.documents) == 2
         assert one.job.engine.max_model_len == one.length
         if policy := one.job.engine.policy:
             assert one.attended - 32 < resolve(policy).capacity <= one.attended
@@ -250,7 +255,7 @@ def test_the_table() -> None:
         for task, answers in [("vt", ("a", "b")), ("vt", ("c",)), ("fwe", ("d",))]
     )
     shares = [
-        harness.Share(name, 1024, attended, documents, Served(name, EngineSettings(), ()))
+        harness.Share(name, 1024, attended, documents, Asking(name, EngineSettings(), ()))
         for name, attended in [("full", 1024), ("sink", 256)]
     ]
     said = {"full": ["a b", "c", "D"], "sink": ["a", "-", "d"]}

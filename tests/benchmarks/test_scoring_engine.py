@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
 from benchmarks.inputs.texts import Stream
 from benchmarks.running import answers, arms, pools, prompt_scores, scoring
-from benchmarks.running.answers import Asking
+from benchmarks.running.answers import Asking, Prompt
 from benchmarks.running.engines import EngineSettings
 from benchmarks.running.parts import Parts
-from benchmarks.running.scoring import Job, prompt_nll
+from benchmarks.running.scoring import Job
 from tests.engine.pool import EnginePool
 from vllm_cascade.policies.registry import POLICIES
 
@@ -51,7 +52,10 @@ def texts(book_tokens: list[int]) -> list[Stream]:
 @pytest.fixture(scope="module")
 def stock_nll(llm: Any, texts: list[Stream]) -> list[np.ndarray]:
     """Before any other test: vLLM's own scores, each text alone."""
-    return [prompt_nll(llm, [text.token_ids], bar=False)[0] for text in texts]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, flat_logprobs=True)
+    prompts = [{"prompt_token_ids": text.token_ids} for text in texts]
+    outputs = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
+    return [-np.asarray(output.prompt_logprobs.logprobs) for output in outputs]
 
 
 def test_the_pool_is_what_was_planned(llm: Any, stock_nll: list[np.ndarray]) -> None:
@@ -116,25 +120,25 @@ def test_a_stream_that_is_kept_is_not_read_again(
         assert (kept == ours).all(), "nine digits are all of a float32"
     assert found.counters == fresh.counters
     monkeypatch.setattr(arms, "outcomes", no_engine)
-    again = scoring.run_all([replace(job, arm=None)], 1, Parts(tmp_path)).done["cascade"]
+    kept_in = Parts(tmp_path)
+    again = arms.run_all(scoring.run, [replace(job, arm=None)], 1, kept_in).done["cascade"]
     assert [values.tolist() for values in again.nll] == [values.tolist() for values in found.nll]
     half = np.zeros(599, dtype=bool)
     half[300:] = True
     masked = replace(job, streams=(replace(texts[0], scored=half), *texts[1:]), arm=None)
-    once_more = scoring.run_all([masked], 1, Parts(tmp_path)).done["cascade"]
+    once_more = arms.run_all(scoring.run, [masked], 1, kept_in).done["cascade"]
     assert np.isnan(once_more.nll[0][:300]).all() and once_more.num_tokens == again.num_tokens - 300
 
 
 def test_answers_are_kept_one_by_one(
     llm: Any, texts: list[Stream], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm import SamplingParams
-
-    prompts = tuple(tuple(text.token_ids[:200]) for text in texts)
+    prompts = tuple(Prompt(tuple(text.token_ids[:200]), 6) for text in texts)
     params = SamplingParams(temperature=0.0, max_tokens=6)
-    outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+    inputs = [{"prompt_token_ids": list(one.tokens)} for one in prompts]
+    outputs = llm.generate(inputs, params, use_tqdm=False)
     monkeypatch.setattr(EngineSettings, "start", lambda self: llm)
-    job = Asking("cascade", SETTINGS, prompts, max_tokens=6)
+    job = Asking("cascade", SETTINGS, prompts)
     job = replace(job, arm=Parts(tmp_path).arm(job.label, job.determines()))
     assert answers.ask(replace(job, prompts=prompts[:2])) == [
         o.outputs[0].text for o in outputs[:2]

@@ -124,16 +124,16 @@ def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_load_is_vllms_random_dataset() -> None:
-    load = Load(100, 20, 4, 8, seed=3, prefix_len=30)
-    words = load.dataset_arguments()
+    words = Load(100, 20, 4, 8, shared_prefix=30).arguments(trial=1)
     given = dict(zip(words[::2], words[1::2], strict=True))
+    assert given.pop("--seed").isdecimal()
     assert given == {
         "--dataset-name": "random",
-        "--seed": "3",
         "--random-input-len": "70",
         "--random-prefix-len": "30",
         "--random-output-len": "20",
         "--num-prompts": "8",
+        "--max-concurrency": "4",
     }
 
 
@@ -147,9 +147,9 @@ def test_random_weights_answer_with_words(
     assert [tokenizer.decode([word]).strip() for word in words] == ["the", "of"]
     sent = []
     monkeypatch.setattr(serve, "main", lambda args: sent.append(args) or {"completed": 1})
-    load = Load(input_len=8, output_len=2, concurrency=1, num_prompts=1, seed=0)
-    serving.bench_serve(fake[0], load, str(MODEL), words)
-    serving.bench_serve(fake[0], load, str(MODEL))
+    load = Load(context=8, output_len=2, concurrency=1, num_prompts=1)
+    serving.bench_serve(fake[0], load, 0, str(MODEL), words)
+    serving.bench_serve(fake[0], load, 0, str(MODEL))
     assert [args.extra_body for args in sent] == [{"allowed_token_ids": words}, None]
 
 

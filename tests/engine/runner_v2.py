@@ -7,11 +7,11 @@
 
 The second runner, the default on GPUs, needs Triton, and vLLM looks for a Triton that has a backend
 for CPUs. Where kernels are interpreted none is needed, so a stand-in is put there before vLLM is
-imported. Scheduling is asynchronous, as on a GPU. ``benchmarks.gpu_engine`` compares with the
-oracle, as it does there; then a request that is preempted is compared with one that is not. With a
-family's name, two layers of it are compared instead; with ``sessions``, a second engine continues a
-chat. Every engine measures CUDA graphs' memory as
-on a GPU, less the capture (``graph_profile.py``).
+imported. Scheduling is asynchronous, as on a GPU. ``on_device.py`` compares with the oracle, as
+``benchmarks.gpu_engine`` does on a card; then a request that is preempted is compared with one that
+is not. With a family's name, two layers of it are compared instead; with ``sessions``, a second
+engine continues a chat. Every engine measures CUDA graphs' memory as on a GPU, less the capture
+(``graph_profile.py``).
 """
 
 import os
@@ -36,9 +36,9 @@ triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_acti
 
 from vllm import LLM, SamplingParams
 
-from benchmarks.gpu_engine import identity, windows
 from tests.conftest import MODEL
 from tests.engine import async_cpu, graph_profile
+from tests.engine.on_device import identity, windows
 from tests.oracle.random_models import write_llama
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder

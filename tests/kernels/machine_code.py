@@ -38,7 +38,7 @@ class Card:
     """A GPU's numbers, as its maker gives them unless said otherwise.
 
     ``l2_bandwidth`` and ``latency`` (seconds from a load to its data under load) are assumptions:
-    no maker gives them. ``link``: bytes a second to the other GPUs of a machine, one way.
+    no maker gives them.
     """
 
     name: str = "H100 SXM"
@@ -50,22 +50,9 @@ class Card:
     schedulers: int = 4
     registers: int = 65536
     shared: int = 228 << 10
-    flops: float = 989e12
-    memory: float = 80e9
-    link: float = 450e9
 
 
 H100 = Card()
-A100 = Card(
-    name="A100 SXM 80GB",
-    bandwidth=2.039e12,
-    l2_bandwidth=3.5e12,
-    sms=108,
-    clock=1.41e9,
-    shared=164 << 10,
-    flops=312e12,
-    link=300e9,
-)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.running.environment import ROOT
+from benchmarks.running.environment import ROOT, cache_folder
 
 FOLDER = "VLLM_CASCADE_PEERS"
 """Environment variable: where the environments are kept instead of the user's cache folder."""
@@ -36,8 +36,7 @@ def python_of(peer: str) -> Path:
     """
     from filelock import FileLock
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "vllm-cascade/peers"
-    folder = Path(os.environ.get(FOLDER) or cache).expanduser().absolute()
+    folder = cache_folder("peers", FOLDER)
     below = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     parts = [requirements(peer).read_text("utf-8"), sys.version, *below]
     place = folder / f"{peer}-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:8]}"

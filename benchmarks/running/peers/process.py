@@ -67,23 +67,13 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question to an entry, all its items; a job for ``arms.run_all``.
-
-    Attributes:
-        items: what ``ASK[question]`` reads, JSON.
-        arm: where answers are kept; None: nowhere.
-    """
+class Asked(arms.Job):
+    """A question to an entry, and all its items: what ``ASK[question]`` reads, JSON."""
 
     entry: Entry
     question: str
     task: Task
     items: tuple[Any, ...] = field(repr=False)
-    arm: parts.Arm | None = None
-
-    @property
-    def label(self) -> str:
-        return f"{self.entry.label}, {self.question}"
 
     @property
     def keys(self) -> list[str]:
@@ -100,9 +90,6 @@ class Asked:
             "pins": requirements(peer).read_text("utf-8") if peer else None,
             "threads": self.task.threads if self.question == "speed" else None,
         }
-
-    def result(self, values: list[Any]) -> list[Any]:
-        return values
 
 
 def ask(job: Asked) -> list[Any]:
