@@ -6,7 +6,8 @@ because the order does not change attention, so nothing is gathered. Keys are ro
 ``rank - born`` as they are read, and shared by the query heads of a group. The new token's key and
 value come from the forward pass, not from a page. The kernel writes raw logits for the score update
 and log-sum-exps for the merge of the parts. Units of a multiple of 16 tokens have another kernel
-(``attend_units.py``). The reference is that of a stride of one token (``prefill.py``).
+(``attend_units.py``), but for those of latent rows. The reference is that of a stride of one token
+(``prefill.py``).
 Source: split-KV decoding as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
 
@@ -24,7 +25,7 @@ from .attend_tiles import (
     words_of,
 )
 from .attend_units import attend_units
-from .configs import TURNED, attend_config
+from .configs import TURNED, attend_config, sharing
 from .tiles import (
     CACHED,
     OLD_SLOTS,
@@ -32,8 +33,10 @@ from .tiles import (
     STEP,
     STREAM,
     check_pages,
+    check_rows,
     check_steps,
     chunk_of,
+    head_size_of,
     load_pair,
     load_rows,
     padded,
@@ -84,7 +87,10 @@ def _attend(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     LEAD: tl.constexpr,
+    SHARED: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     KEEP_LOGITS: tl.constexpr,
@@ -110,6 +116,11 @@ def _attend(
     real = member % LEAD < GROUP
     head = first_head + member // LEAD
     query_head = head * GROUP + member % LEAD
+    first_kv = first_head
+    kv_head = head
+    if SHARED > 1:  # programs that share a KV head
+        first_kv = first_head // SHARED
+        kv_head = head // SHARED
     row64 = row.to(tl.int64)
     out_head = row64 * (NUM_HEADS * GROUP) + query_head
     queries = query + row64 * query_stride + query_head * HEAD
@@ -117,7 +128,7 @@ def _attend(
         scale = scale * tl.load(logit_scale + row)
 
     # Split 0 starts with the new token, the others with no token. Logits are in base 2.
-    new_keys = key + row64 * key_stride + head * HEAD
+    new_keys = key + row64 * key_stride + kv_head * HEAD
     here = real & (split == 0)
     itself = tl.zeros([HEADS * LEAD], tl.float32)
     if HALF > 0:
@@ -137,14 +148,14 @@ def _attend(
         tl.store(own + out_head, itself, mask=here)
     top = tl.reshape(tl.where(split == 0, itself * LOG2_E, LOWEST), [HEADS, LEAD])
     total = tl.zeros([HEADS, LEAD], tl.float32) + tl.where(split == 0, 1.0, 0.0)
-    new_values = value + row64 * value_stride + head * HEAD
-    acc = columns(load_rows(new_values, here, 0, HEAD).to(tl.float32), HEADS, LEAD)
+    new_values = value + row64 * value_stride + kv_head * VALUE
+    acc = columns(load_rows(new_values, here, 0, VALUE).to(tl.float32), HEADS, LEAD)
 
     table += row64 * table_stride
     UNITS: tl.constexpr = PAGE // UNIT
-    rank += first_head % NUM_SETS * UNITS
-    born += first_head % NUM_SETS * UNITS
-    heads = (first_head + tl.arange(0, HEADS)) * (PAGE * 2 * HEAD)
+    rank += first_kv % NUM_SETS * UNITS
+    born += first_kv % NUM_SETS * UNITS
+    heads = (first_kv + tl.arange(0, HEADS)) * (PAGE * ROW)
     of_head = tl.reshape(out_head, [HEADS, LEAD])
     is_real = tl.reshape(real, [HEADS, LEAD])
     per_split = tl.cdiv(tl.cdiv(slots, TILE), splits) * TILE
@@ -163,9 +174,9 @@ def _attend(
         if positions is not None:
             distance -= shift
         distance = tl.where(valid, distance, 0)
-        rows = kv + block * page_stride + tile_offsets(first, PAGE, TILE) * (2 * HEAD)
+        rows = kv + block * page_stride + tile_offsets(first, PAGE, TILE) * ROW
         rows = rows[None, :] + heads[:, None]
-        values = values_of(rows + HEAD, valid, HEAD)
+        values = values_of(rows + (ROW - VALUE), valid, VALUE)
         products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
         if HALF > 0:
             for part in tl.static_range(PARTS):
@@ -183,7 +194,10 @@ def _attend(
                     FLAT=FLAT,
                 )
         if 2 * HALF < HEAD:
-            rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
+            if (2 * HALF == HEAD - VALUE) & (ROW == HEAD):  # latent rows
+                rest = tl.permute(values, (0, 2, 1))
+            else:
+                rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
             products = dots(rest, q3, products, FLAT)
 
         block = next_block.to(tl.int64)
@@ -225,9 +239,9 @@ def _attend(
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None, :]
     lse = tl.where(total > 0.0, (top + tl.log2(total)) * LN_2, float("-inf"))
     place = of_head * splits + split
-    channel = tl.arange(0, padded(HEAD))
-    inside = is_real[:, None, :] & (channel < HEAD)[None, :, None]
-    tl.store(partial + place[:, None, :] * HEAD + channel[None, :, None], acc, mask=inside)
+    channel = tl.arange(0, padded(VALUE))
+    inside = is_real[:, None, :] & (channel < VALUE)[None, :, None]
+    tl.store(partial + place[:, None, :] * VALUE + channel[None, :, None], acc, mask=inside)
     tl.store(partial_lse + place, lse, mask=is_real)
 
 
@@ -254,6 +268,7 @@ def attend(
     splits: int,
     keep_logits: bool,
     positions: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of one token per request, in ``splits`` parts that ``combine.merge`` merges.
 
@@ -272,11 +287,12 @@ def attend(
         keep_logits: whether to return raw logits.
         positions: int64 positions of all tokens of the step, in layers with a window; None: queries
             and keys are at ``cached``. Requires units of one token.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
 
     Returns:
         Four fp32 tensors. Padding rows are not written.
 
-        - Partial outputs ``[B, H * G, splits, D]``.
+        - Partial outputs ``[B, H * G, splits, D]``, of the values' D.
         - Their log-sum-exps ``[B, H * G, splits]``.
         - Logits ``[B, H * G, N]`` by slot: -inf for empty slots, not written beyond ``old_slots``.
           With units, log-sum-exps ``[B, H * G, masses_of(N, unit)]`` of units or parts of units.
@@ -288,18 +304,20 @@ def attend(
     num_rows, num_queries, head_size = query.shape
     num_heads, page = kv.shape[1], kv.shape[2]
     assert steps.shape[0] == num_rows and num_queries % num_heads == 0, query.shape
-    assert query.stride()[1:] == (head_size, 1) and key.stride()[1:] == (head_size, 1)
-    assert value.stride()[1:] == (head_size, 1) and 2 * head_size == kv.shape[3]
+    for rows in (query, key, value):
+        check_rows(rows)
+    value_size = latent or head_size
+    assert head_size == head_size_of(kv, latent) and value.shape[2] == value_size, kv.shape
     assert query.dtype == key.dtype == value.dtype == kv.dtype, (query.dtype, kv.dtype)
     group = num_queries // num_heads
     half = 0 if rotation is None else rotation.shape[2]
     num_slots = table.shape[1] * page
     masses = masses_of(num_slots, unit) if keep_logits else 0
-    outputs = partial, partial_lse, logits, own = _outputs(query, splits, masses)
+    outputs = partial, partial_lse, logits, own = _outputs(query, splits, masses, value_size)
     if num_rows == 0:
         return outputs
     assert positions is None or (unit == 1 and positions.dtype == torch.int64), unit
-    if unit % TURNED == 0:
+    if unit % TURNED == 0 and latent is None:  # of latent rows, few channels turn
         attend_units(
             query=query,
             key=key,
@@ -322,8 +340,10 @@ def attend(
             keep_masses=keep_logits,
         )
         return outputs
-    sets = rank.shape[1]
-    config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, sets)
+    sets, shared = rank.shape[1], sharing(group, latent)
+    group, num_heads = group // shared, num_heads * shared
+    alone = max(sets, shared)  # programs that share a KV head have one each
+    config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, alone)
     _attend[(num_rows, num_heads // heads, splits)](
         query=query,
         key=key,
@@ -355,7 +375,10 @@ def attend(
         HEADS=heads,
         GROUP=group,
         LEAD=triton.next_power_of_2(group),
+        SHARED=shared,
         HEAD=head_size,
+        VALUE=value_size,
+        ROW=kv.shape[3],
         HALF=half,
         INTERLEAVED=interleaved,
         KEEP_LOGITS=keep_logits,
@@ -372,15 +395,15 @@ def attend(
 
 
 def _outputs(
-    query: torch.Tensor, splits: int, masses: int
+    query: torch.Tensor, splits: int, masses: int, value_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows, num_queries, head_size = query.shape
+    num_rows, num_queries, _ = query.shape
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.float32, device=query.device)
 
     return (
-        empty(num_rows, num_queries, splits, head_size),
+        empty(num_rows, num_queries, splits, value_size),
         empty(num_rows, num_queries, splits),
         empty(num_rows, num_queries, masses) if masses else empty(0),
         empty(num_rows, num_queries) if masses else empty(0),

@@ -29,6 +29,7 @@ from .tiles import (
     STRIDES,
     check_pages,
     check_steps,
+    first_part,
     load_rows,
     load_turned,
     page_tile,
@@ -76,6 +77,8 @@ def _attend_chunks(
     GROUP: tl.constexpr,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -105,16 +108,20 @@ def _attend_chunks(
         real = index < length
         token_at = start + index
         position = cached + index
+        FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
         queries, factor = stride_queries(
-            query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD
+            query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD, FIRST
         )
+        rest = None
+        if FIRST < HEAD:  # latent rows
+            rest = load_rows(query + token_at * query_stride + query_head * HEAD, real, FIRST, HEAD)
         slope = None
         if slopes is not None:
             slope = tl.load(slopes + query_head)
         if window is not None:
             shift = shift_of(positions, start, cached)
             hidden = cached + first_query - window  # no query sees this rank or lower ones
-        top, total, acc = empty_softmax(QUERIES, HEAD)
+        top, total, acc = empty_softmax(QUERIES, VALUE)
 
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):
@@ -129,7 +136,7 @@ def _attend_chunks(
                 page_stride=page_stride,
                 word_stride=word_stride,
                 NUM_SETS=NUM_SETS,
-                HEAD=HEAD,
+                ROW=ROW,
                 PAGE=PAGE,
                 TILE=TILE,
                 UNIT=UNIT,
@@ -145,12 +152,19 @@ def _attend_chunks(
                 if window is not None:
                     away -= shift
                 away = tl.where(seen, away, 0)
-                keys = load_turned(rows, seen, rotation, away, HEAD, HALF, INTERLEAVED)
+                keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
                 rank_now = at - moved
-                logits = stride_logits(
-                    queries, keys, position, rank_now, seen, factor, cap, slope, window
-                )
-                values = load_rows(rows + HEAD, seen, 0, HEAD)
+                if FIRST == HEAD:
+                    logits = stride_logits(
+                        queries, keys, position, rank_now, seen, factor, cap, slope, window
+                    )
+                    values = load_rows(rows + (ROW - VALUE), seen, 0, VALUE)
+                else:  # read once
+                    values = load_rows(rows + FIRST, seen, 0, VALUE)
+                    logits = stride_logits(
+                        queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
+                        values,
+                    )  # fmt: skip
                 top, total, acc = online_softmax(top, total, acc, logits, values)
 
         # The chunk's own tokens: sinks, and tokens that are not evicted yet.
@@ -174,17 +188,24 @@ def _attend_chunks(
                 away -= shift
             away = tl.where(seen, away, 0)
             key_rows = key + at * key_stride + head * HEAD
-            keys = load_turned(key_rows, seen, rotation, away, HEAD, HALF, INTERLEAVED)
-            logits = stride_logits(
-                queries, keys, position, rank_now, seen, factor, cap, slope, window
-            )
-            value_rows = value + at * value_stride + head * HEAD
-            values = load_rows(value_rows, seen, 0, HEAD)
+            keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+            if FIRST == HEAD:
+                logits = stride_logits(
+                    queries, keys, position, rank_now, seen, factor, cap, slope, window
+                )
+                value_rows = value + at * value_stride + head * VALUE
+                values = load_rows(value_rows, seen, 0, VALUE)
+            else:
+                values = load_rows(key_rows, seen, FIRST, HEAD)
+                logits = stride_logits(
+                    queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
+                    values,
+                )  # fmt: skip
             top, total, acc = online_softmax(top, total, acc, logits, values)
 
         top, total, acc = with_sink(top, total, acc, sinks, query_head)
         acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
+        store_rows(output + token_at * output_stride + query_head * VALUE, acc, real, 0, VALUE)
 
     # The last program to finish writes, since nothing is read any more.
     tl.debug_barrier()
@@ -208,6 +229,8 @@ def _attend_chunks(
             word_stride=word_stride,
             NUM_SETS=NUM_SETS,
             HEAD=HEAD,
+            VALUE=VALUE,
+            ROW=ROW,
             HALF=HALF,
             INTERLEAVED=INTERLEAVED,
             PAGE=PAGE,
@@ -259,6 +282,7 @@ def attend_chunks(
     output: torch.Tensor,
     sinks: torch.Tensor | None = None,
     window: int | None = None,
+    latent: int | None = None,
 ) -> None:
     """Attend ``K`` strides of ``M`` requests' chunks and write the survivors into the pages.
 
@@ -281,12 +305,13 @@ def attend_chunks(
         sinks: fp32 ``[H * G]``, learned sink logits, or None.
         window: tokens that a query sees, its own included, in layers whose ``positions`` come from
             other layers; None: positions are ranks, and a query sees the whole cache.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
     check_steps(steps, steps)
     check_steps(chunks, table)
-    check_new(query, key, kv)
+    check_new(query, key, kv, latent)
     assert finished.dtype == torch.int32 and finished.is_contiguous()
     assert finished.shape[0] >= len(chunks) and finished.shape[1] == 2 * kv.shape[1]
     if len(steps) == 0 or max_length == 0:
@@ -325,5 +350,5 @@ def attend_chunks(
         RENUMBER=RENUMBERED,
         COPY=COPIED,
         maxnreg=MOST_REGISTERS,
-        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved),
+        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved, latent),
     )

@@ -84,6 +84,8 @@ def write_rows(
     word_stride,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -108,8 +110,8 @@ def write_rows(
         comes = (who >= 0) & (source < length)
         if tl.max(comes.to(tl.int32), axis=0) > 0:
             keys = key + (start + source) * key_stride + head * HEAD
-            values = value + (start + source) * value_stride + head * HEAD
-            slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
+            values = value + (start + source) * value_stride + head * VALUE
+            slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * ROW
             if (HALF > 0) & (UNIT > 1):
                 # An incomplete unit is rotated to its position after the last evictions.
                 begun = (stream + length) // UNIT * UNIT - stream
@@ -118,9 +120,10 @@ def write_rows(
                     at = tl.load(positions + start + begun).to(tl.int32)
                     distance = tl.where(late, at - now * UNIT, 0)
                     turn_rows(keys, slots, rotation, distance, late, HEAD, HALF, INTERLEAVED)
-                    store_rows(slots + HEAD, load_rows(values, late, 0, HEAD), late, 0, HEAD)
+                    if ROW > HEAD:
+                        store_rows(slots + HEAD, load_rows(values, late, 0, HEAD), late, 0, HEAD)
                 comes = comes & (source < begun)
-            copy_rows(keys, values, slots, comes, HEAD)
+            copy_rows(keys, values, slots, comes, HEAD, VALUE, ROW)
 
 
 @triton.jit

@@ -14,13 +14,15 @@ import triton
 import triton.language as tl
 
 from .configs import Config, mass_config
-from .prefill import stride_constants, stride_logits, stride_queries
+from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
 from .strides import Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
     STEP,
     check_pages,
     chunk_of,
+    first_part,
+    head_size_of,
     load_rows,
     load_turned,
     page_tile,
@@ -56,6 +58,8 @@ def _column_sums(
     GROUP: tl.constexpr,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -71,6 +75,8 @@ def _column_sums(
     if pads:
         return
     tile = tl.program_id(0)
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+    rest_of_keys = None
     # The first tiles cover the pages, the others the stride.
     is_old = tile < old_tiles
     if is_old:
@@ -87,19 +93,24 @@ def _column_sums(
             page_stride=page_stride,
             word_stride=word_stride,
             NUM_SETS=NUM_SETS,
-            HEAD=HEAD,
+            ROW=ROW,
             PAGE=PAGE,
             TILE=TILE,
             UNIT=UNIT,
         )
         seen = unit >= 0
         at = unit * UNIT + slot % UNIT
-        keys = load_turned(rows, seen, rotation, distance, HEAD, HALF, INTERLEAVED)
+        keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
+        if FIRST < HEAD:
+            rest_of_keys = load_rows(rows, seen, FIRST, HEAD)
     else:
         place = (tile - old_tiles) * TILE + tl.arange(0, TILE)
         seen = place < length
         at = cached + place
-        keys = load_rows(key + (start + place) * key_stride + head * HEAD, seen, 0, HEAD)
+        rows = key + (start + place) * key_stride + head * HEAD
+        keys = load_rows(rows, seen, 0, FIRST)
+        if FIRST < HEAD:
+            rest_of_keys = load_rows(rows, seen, FIRST, HEAD)
     column = at // CHUNK
     leaves = seen
     if CHUNK > 1:  # one sum per unit, or per part of a unit
@@ -120,9 +131,16 @@ def _column_sums(
             real = index < length
             token = start + index
             queries, factor = stride_queries(
-                query, query_head, token, real, query_stride, scale, logit_scale, HEAD
+                query, query_head, token, real, query_stride, scale, logit_scale, HEAD, FIRST
             )
-            logits = stride_logits(queries, keys, cached + index, at, seen, factor, cap, slope)
+            rest = None
+            if FIRST < HEAD:  # latent rows
+                latents = query + token * query_stride + query_head * HEAD
+                rest = load_rows(latents, real, FIRST, HEAD)
+            logits = stride_logits(
+                queries, keys, cached + index, at, seen, factor, cap, slope, None, rest,
+                rest_of_keys,
+            )  # fmt: skip
             norm = tl.load(lse + token * (NUM_HEADS * GROUP) + query_head, mask=real, other=0.0)
             weight = tl.load(decays + (length - 1 - index), mask=real, other=0.0)
             each += tl.sum(tl.exp(logits - norm[:, None]) * weight[:, None], axis=0)
@@ -145,7 +163,8 @@ class ColumnSums:
     """Weighted attention mass of every key, or unit of keys, of strides in one layer.
 
     Args:
-        kv, rank, born, rotation, interleaved, slopes, num_queries: as for ``StrideAttention``.
+        kv, rank, born, rotation, interleaved, slopes, num_queries, latent: as for
+            ``StrideAttention``.
         reduction: over the query heads of a set, as far as possible here (``reduced``).
 
     Attributes:
@@ -164,11 +183,12 @@ class ColumnSums:
         softcap: float,
         reduction: str,
         num_queries: int,
+        latent: int | None = None,
     ) -> None:
         unit = check_pages(kv, rank, born)
-        config = mass_config(kv.device, kv.dtype, kv.shape[3] // 2, slopes is not None)
+        config = mass_config(kv.device, kv.dtype, head_size_of(kv, latent), slopes is not None)
         self._sums_heads, self.parts = _num_sums(config, num_queries, kv.shape[1], unit, reduction)
-        self._heads, self._tile = heads_of(num_queries, kv), config.tile
+        self._heads, self._tile = heads_of(num_queries, kv, latent), config.tile
         self._fixed = {
             "kv": kv,
             "rank": rank,
@@ -180,10 +200,12 @@ class ColumnSums:
             "page_stride": kv.stride(0),
             "word_stride": rank.stride(0),
         }
+        registers = {} if latent is None else {"maxnreg": MOST_REGISTERS}
         self._constants = {
+            **registers,
             "CHUNK": unit // self.parts,
             "REDUCED": reduced(reduction, self.parts),
-            **stride_constants(config, num_queries, kv, rank, rotation, interleaved),
+            **stride_constants(config, num_queries, kv, rank, rotation, interleaved, latent),
         }
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:

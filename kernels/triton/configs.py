@@ -42,6 +42,17 @@ ENOUGH = 15 / 16
 """Share of busy multiprocessors from which splitting a stride gains nothing."""
 
 
+SHARING = 16
+"""Most query heads of a program in decode where all heads share a latent row, which are many."""
+
+
+def sharing(group: int, latent: int | None) -> int:
+    """Programs that share a KV head in decode; more than one for latent rows only."""
+    if latent is None:
+        return 1
+    return next(group // size for size in range(SHARING, 0, -1) if group % size == 0)
+
+
 def capability(device: torch.device) -> int:
     """10 * major + minor of a CUDA device, 0 elsewhere."""
     if device.type != "cuda":
@@ -76,7 +87,7 @@ def attend_config(
     num_heads: int,
     num_sets: int,
 ) -> tuple[Config, int]:
-    """Decode of single tokens, and of units smaller than ``TURNED``.
+    """Decode of single tokens, of units smaller than ``TURNED``, and of latent rows.
 
     Returns:
         The configuration, and the KV heads per program, one warp each. Heads of one head set share
@@ -89,7 +100,9 @@ def attend_config(
     if dtype.itemsize == 4 or wide > 2048:
         several = long and dtype.itemsize < 4  # warps share a tile of keys
         shared = Config(tile=32, warps=8, stages=2)
-        alone = Config(tile=16, warps=4, stages=2 if long else 3)
+        if head_size > 512:
+            shared = Config(tile=16, warps=8, stages=3)
+        alone = Config(tile=16, warps=4, stages=1 if head_size > 512 else 2 if long else 3)
         return tuned or (shared if several else alone), 1
     few = long or (head_size > 64 and block_shared(device) < ROOM_OF_EIGHT)
     heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if few else 8)
@@ -198,9 +211,10 @@ def mass_config(
     if tuned is not None:
         return tuned
     if dtype.itemsize == 4:
-        return Config(tile=16, queries=32, warps=8, stages=1)
+        return Config(tile=16, queries=32 if head_size <= 512 else 16, warps=8, stages=1)
     if head_size > 128:
-        return Config(tile=32, queries=64 if head_size <= 256 else 32, warps=8, stages=2)
+        stages = 2 if head_size <= 512 else 1
+        return Config(tile=32, queries=64 if head_size <= 256 else 32, warps=8, stages=stages)
     if head_size > 64:
         return Config(tile=64, queries=64 if slopes else 128, warps=8, stages=2)
     return Config(tile=64, queries=64, warps=4, stages=2)

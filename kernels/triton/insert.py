@@ -41,6 +41,7 @@ from .tiles import (
     STEP,
     STREAM,
     check_pages,
+    check_rows,
     check_steps,
     copy_rows,
     slot_tile,
@@ -176,6 +177,8 @@ def _insert(
     NUM_SETS: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HAS_CELLS: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
@@ -302,12 +305,12 @@ def _insert(
     head = head_set * HEADS + member
     real = member < HEADS
     key_rows = key + row * key_stride + head * HEAD
-    value_rows = value + row * value_stride + head * HEAD
+    value_rows = value + row * value_stride + head * VALUE
     slot = target % PAGE
     if UNIT > 1:
         slot = slot * UNIT + stream % UNIT
-    rows = kv + block * page_stride + (head * (PAGE * UNIT) + slot) * (2 * HEAD)
-    copy_rows(key_rows, value_rows, rows, real, HEAD)
+    rows = kv + block * page_stride + (head * (PAGE * UNIT) + slot) * ROW
+    copy_rows(key_rows, value_rows, rows, real, HEAD, VALUE, ROW)
 
 
 def insert(
@@ -347,7 +350,8 @@ def insert(
     unit = check_pages(kv, *words)
     check_steps(steps, table)
     num_rows, num_heads, head_size = key.shape
-    assert key.stride()[1:] == (head_size, 1) and value.stride()[1:] == (head_size, 1)
+    check_rows(key)
+    check_rows(value)
     assert new_score.is_contiguous() and new_score.shape == (num_rows, rank.shape[1])
     assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
     assert rules.dtype == torch.int32 and rules.is_contiguous() and rules.shape[1] == RULE_COLUMNS
@@ -382,6 +386,8 @@ def insert(
         NUM_SETS=num_sets,
         HEADS=heads,
         HEAD=head_size,
+        VALUE=value.shape[2],
+        ROW=kv.shape[3],
         HAS_CELLS=has_cells,
         PAGE=page,
         TILE=tile,

@@ -39,6 +39,7 @@ from .tiles import (
     block_of,
     check_pages,
     copy_rows,
+    head_size_of,
     load_rows,
     slot_tile,
     store_rows,
@@ -152,6 +153,8 @@ def _insert_strides(
     REDUCTION: tl.constexpr,
     PARTS: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -252,8 +255,12 @@ def _insert_strides(
         slot = slot * UNIT + index % UNIT
         block = block_of(table, slot, kept, PAGE * UNIT)
         keys = key + (start + source) * key_stride + head * HEAD
-        new = value + (start + source) * value_stride + head * HEAD
-        slots = kv + block * page_stride + (head * (PAGE * UNIT) + slot % (PAGE * UNIT)) * 2 * HEAD
+        new = value + (start + source) * value_stride + head * VALUE
+        slots = (
+            kv
+            + block * page_stride
+            + (head * (PAGE * UNIT) + slot % (PAGE * UNIT)) * (ROW // HEAD) * HEAD
+        )
         if (HALF > 0) & (UNIT > 1):
             begun = length // UNIT * UNIT  # first token of the incomplete unit
             last = kept & (source >= begun)
@@ -261,9 +268,10 @@ def _insert_strides(
                 stands = (old_stay + survivor + more) * UNIT
                 distance = tl.where(last, cached + begun - stands, 0)
                 turn_rows(keys, slots, rotation, distance, last, HEAD, HALF, INTERLEAVED)
-                store_rows(slots + HEAD, load_rows(new, last, 0, HEAD), last, 0, HEAD)
+                if ROW > HEAD:
+                    store_rows(slots + HEAD, load_rows(new, last, 0, HEAD), last, 0, HEAD)
             kept = kept & (source < begun)
-        copy_rows(keys, new, slots, kept, HEAD)
+        copy_rows(keys, new, slots, kept, HEAD, VALUE, ROW)
 
 
 def num_programs(num_rows: int, num_sets: int) -> int:
@@ -280,6 +288,7 @@ class StrideInsertion:
         interleaved: rotary pairs are (2i, 2i + 1).
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
         salts: int32 ``[num_sets]``, hashed into the host's scores; None: used as they are.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
     """
 
     def __init__(
@@ -293,11 +302,12 @@ class StrideInsertion:
         interleaved: bool,
         reduction: str,
         salts: torch.Tensor | None = None,
+        latent: int | None = None,
     ) -> None:
         words = (rank, born, score) if token is None else (rank, born, score, token)
         unit = check_pages(kv, *words)
         assert reduction in ("mean", "max", "median"), reduction
-        self._heads, self._num_sets = heads_of(0, kv)[1:], rank.shape[1]
+        self._heads, self._num_sets = heads_of(0, kv, latent)[1:], rank.shape[1]
         turned = rotation if unit > 1 else None
         self._fixed = {
             "kv": kv,
@@ -314,7 +324,9 @@ class StrideInsertion:
             "NUM_SETS": self._num_sets,
             "HEADS": kv.shape[1] // self._num_sets,
             "REDUCTION": reduction,
-            "HEAD": kv.shape[3] // 2,
+            "HEAD": head_size_of(kv, latent),
+            "VALUE": latent or head_size_of(kv, latent),
+            "ROW": kv.shape[3],
             "HALF": 0 if turned is None else turned.shape[2],
             "INTERLEAVED": interleaved,
             "PAGE": rank.shape[2],

@@ -22,6 +22,8 @@ from .tiles import (
     OLD_SLOTS,
     STEP,
     check_pages,
+    first_part,
+    head_size_of,
     load_rows,
     load_turned,
     page_tile,
@@ -37,13 +39,29 @@ LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS,
 
 
 @triton.jit
-def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope, window=None):
+def stride_logits(
+    queries,
+    keys,
+    position,
+    key_rank,
+    seen,
+    scale,
+    cap,
+    slope,
+    window=None,
+    rest_of_queries=None,
+    rest_of_keys=None,
+):
     """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
 
     ``scale`` is one number per query; ``seen`` marks existing keys; ``slope`` is ALiBi's, or None;
-    ``window`` is the number of tokens that a query sees, its own included, or None.
+    ``window`` is the number of tokens that a query sees, its own included, or None. The rest is
+    the latent part of queries and keys, or None.
     """
-    logits = soft_cap(dot_keys(queries, keys) * scale[:, None], cap)
+    products = dot_keys(queries, keys)
+    if rest_of_queries is not None:
+        products += dot_keys(rest_of_queries, rest_of_keys)
+    logits = soft_cap(products * scale[:, None], cap)
     if slope is not None:
         logits += slope * (key_rank[None, :] - position[:, None]).to(tl.float32)
     visible = seen[None, :] & (key_rank[None, :] <= position[:, None])
@@ -53,12 +71,22 @@ def stride_logits(queries, keys, position, key_rank, seen, scale, cap, slope, wi
 
 
 @triton.jit
-def stride_queries(query, head, token, real, query_stride, scale, logit_scale, HEAD: tl.constexpr):
-    """One head's queries of some tokens of the step, and the logit factor of each."""
+def stride_queries(
+    query,
+    head,
+    token,
+    real,
+    query_stride,
+    scale,
+    logit_scale,
+    HEAD: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """The first channels of a head's queries of some tokens, and the logit factor of each."""
     factor = tl.zeros(token.shape, tl.float32) + scale
     if logit_scale is not None:
         factor *= tl.load(logit_scale + token, mask=real, other=1.0)
-    return load_rows(query + token * query_stride + head * HEAD, real, 0, HEAD), factor
+    return load_rows(query + token * query_stride + head * HEAD, real, 0, FIRST), factor
 
 
 @triton.jit(do_not_specialize=["line_stride"])
@@ -97,6 +125,8 @@ def _attend_strides(
     GROUP: tl.constexpr,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -126,13 +156,17 @@ def _attend_strides(
     real = index < length
     token_at = start + index
     position = cached + index
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     queries, factor = stride_queries(
-        query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD
+        query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD, FIRST
     )
+    rest = None
+    if FIRST < HEAD:  # latent rows
+        rest = load_rows(query + token_at * query_stride + query_head * HEAD, real, FIRST, HEAD)
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head)
-    top, total, acc = empty_softmax(QUERIES, HEAD)
+    top, total, acc = empty_softmax(QUERIES, VALUE)
 
     slots = tl.load(steps + row * STEP + OLD_SLOTS)
     begin_slot = 0
@@ -154,16 +188,22 @@ def _attend_strides(
             page_stride=page_stride,
             word_stride=word_stride,
             NUM_SETS=NUM_SETS,
-            HEAD=HEAD,
+            ROW=ROW,
             PAGE=PAGE,
             TILE=TILE,
             UNIT=UNIT,
         )
         seen = unit >= 0
-        keys = load_turned(rows, seen, rotation, distance, HEAD, HALF, INTERLEAVED)
+        keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
         at = unit * UNIT + slot % UNIT
-        logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
-        values = load_rows(rows + HEAD, seen, 0, HEAD)
+        if FIRST == HEAD:
+            logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
+            values = load_rows(rows + (ROW - VALUE), seen, 0, VALUE)
+        else:  # read once
+            values = load_rows(rows + FIRST, seen, 0, VALUE)
+            logits = stride_logits(
+                queries, keys, position, at, seen, factor, cap, slope, None, rest, values
+            )
         top, total, acc = online_softmax(top, total, acc, logits, values)
         told = tells & seen & (slot % UNIT == 0)
         tl.store(line + LINE_SLOT * line_stride + unit, slot // UNIT, mask=told)
@@ -179,22 +219,29 @@ def _attend_strides(
         place = begin + tl.arange(0, TILE)
         seen = place < length
         source = (start + place) * key_stride + head * HEAD
-        keys = load_rows(key + source, seen, 0, HEAD)
-        logits = stride_logits(queries, keys, position, cached + place, seen, factor, cap, slope)
-        source = (start + place) * value_stride + head * HEAD
-        values = load_rows(value + source, seen, 0, HEAD)
+        keys = load_rows(key + source, seen, 0, FIRST)
+        at = cached + place
+        if FIRST == HEAD:
+            logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
+            source = (start + place) * value_stride + head * VALUE
+            values = load_rows(value + source, seen, 0, VALUE)
+        else:
+            values = load_rows(key + source, seen, FIRST, HEAD)
+            logits = stride_logits(
+                queries, keys, position, at, seen, factor, cap, slope, None, rest, values
+            )
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
     if SPLITS > 1:
         left_at = (token_at * (NUM_HEADS * GROUP) + query_head) * SPLITS
-        leave_part(partial, marks, left_at + part, real, top, total, acc, HEAD)
+        leave_part(partial, marks, left_at + part, real, top, total, acc, VALUE)
         counter = (start + first_query) * (NUM_HEADS * GROUP) + query_head
         if not is_last(arrived + counter, there):
             return
-        top, total, acc = join_parts(partial, marks, left_at, real, there, QUERIES, HEAD)
+        top, total, acc = join_parts(partial, marks, left_at, real, there, QUERIES, VALUE)
     top, total, acc = with_sink(top, total, acc, sinks, query_head)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    store_rows(output + token_at * output_stride + query_head * HEAD, acc, real, 0, HEAD)
+    store_rows(output + token_at * output_stride + query_head * VALUE, acc, real, 0, VALUE)
     norm = top + tl.log(tl.where(total > 0.0, total, 1.0))
     tl.store(lse + token_at * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
 
@@ -206,15 +253,19 @@ def stride_constants(
     rank: torch.Tensor,
     rotation: torch.Tensor | None,
     interleaved: bool,
+    latent: int | None,
 ) -> dict[str, int]:
     """What the kernels over strides are compiled for; ``num_queries`` is ``H * G``."""
     _, num_heads, page, width = kv.shape
+    head_size = head_size_of(kv, latent)
     assert num_queries % num_heads == 0, (num_queries, num_heads)
     return {
         "NUM_HEADS": num_heads,
         "GROUP": num_queries // num_heads,
         "NUM_SETS": rank.shape[1],
-        "HEAD": width // 2,
+        "HEAD": head_size,
+        "VALUE": latent or head_size,
+        "ROW": width,
         "HALF": 0 if rotation is None else rotation.shape[2],
         "INTERLEAVED": interleaved,
         "PAGE": page,
@@ -226,10 +277,10 @@ def stride_constants(
     }
 
 
-def check_new(query: torch.Tensor, key: torch.Tensor, kv: torch.Tensor) -> None:
+def check_new(query: torch.Tensor, key: torch.Tensor, kv: torch.Tensor, latent: int | None) -> None:
     """New tokens as kernels over strides read them."""
     for tensor in (query, key):
-        assert tensor.stride()[1:] == (kv.shape[3] // 2, 1), tensor.stride()
+        assert tensor.stride()[1:] == (head_size_of(kv, latent), 1), tensor.stride()
     assert query.dtype == key.dtype == kv.dtype, (query.dtype, key.dtype, kv.dtype)
 
 
@@ -244,6 +295,7 @@ class StrideAttention:
         num_queries: query heads, ``H * G``.
         sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
         split: splits attention over keys.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
     """
 
     def __init__(
@@ -261,10 +313,12 @@ class StrideAttention:
         num_queries: int,
         sinks: torch.Tensor | None = None,
         split: Split = WHOLE,
+        latent: int | None = None,
     ) -> None:
         check_pages(kv, *((rank, born, score) if token is None else (rank, born, score, token)))
-        self._heads, self._num_sets = heads_of(num_queries, kv), rank.shape[1]
-        config = prefill_config(kv.device, kv.dtype, kv.shape[3] // 2)
+        self._heads, self._num_sets = heads_of(num_queries, kv, latent), rank.shape[1]
+        head_size = head_size_of(kv, latent)
+        config = prefill_config(kv.device, kv.dtype, head_size)
         self._queries = config.queries
         self._fixed = {
             "kv": kv,
@@ -280,8 +334,8 @@ class StrideAttention:
             "page_stride": kv.stride(0),
             "word_stride": rank.stride(0),
         }
-        constants = stride_constants(config, num_queries, kv, rank, rotation, interleaved)
-        self.split, self._partial = split, (num_queries, split.splits, kv.shape[3] // 2)
+        constants = stride_constants(config, num_queries, kv, rank, rotation, interleaved, latent)
+        self.split, self._partial = split, (num_queries, split.splits, latent or head_size)
         assert split.slots % config.tile == 0, (split, config)
         own = {"maxnreg": MOST_REGISTERS, "SPLITS": split.splits, "SLOTS": split.slots}
         self._constants = {**own, **constants}

@@ -50,10 +50,10 @@ def _integers(channels):
 
 
 @triton.jit
-def _codes(rows, inside, HEAD: tl.constexpr):
-    """int8 rows ``[n, _integers(HEAD)]``, zero outside."""
-    channel = tl.arange(0, _integers(HEAD))
-    there = inside[:, None] & (channel < HEAD)[None, :]
+def _codes(rows, inside, FROM: tl.constexpr, TO: tl.constexpr):
+    """Channels ``[FROM, TO)`` of int8 rows, ``[n, _integers(TO - FROM)]``, zero outside."""
+    channel = FROM + tl.arange(0, _integers(TO - FROM))
+    there = inside[:, None] & (channel < TO)[None, :]
     return tl.load(rows[:, None] + channel[None, :], mask=there, other=0)
 
 
@@ -74,6 +74,7 @@ def _judge(
     ASKING: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
+    FIRST: tl.constexpr,
     QUERIES: tl.constexpr,
     UNITS: tl.constexpr,
     ROOM: tl.constexpr,
@@ -97,7 +98,9 @@ def _judge(
     asks = member % ASKING < tl.load(steps + row * STEP + LENGTH)
     asks = asks & (member < GROUP * ASKING)
     mine = (row * tl.num_programs(1) + head) * (GROUP * ASKING) + member
-    query = _codes(asked + mine * HEAD, asks, HEAD)
+    query = _codes(asked + mine * HEAD, asks, 0, FIRST)
+    if FIRST < HEAD:  # latent rows
+        rest = _codes(asked + mine * HEAD, asks, FIRST, HEAD)
     size = tl.load(sizes + mine, mask=asks, other=0.0)
     place = tl.arange(0, UNITS * ROOM)
     base = head.to(tl.int64) * rings
@@ -107,9 +110,13 @@ def _judge(
         unit = first + place // ROOM
         inside = (unit < number) & (place % ROOM < UNIT)
         key = (base + ring + (oldest + unit) % CAPACITY) * UNIT + place % ROOM
-        keys = tl.trans(_codes(codes + key * HEAD, inside, HEAD))
+        keys = tl.trans(_codes(codes + key * HEAD, inside, 0, FIRST))
         step = tl.load(scales + key, mask=inside, other=0.0)
-        logits = tl.dot(query, keys).to(tl.float32) * (size[:, None] * step[None, :])
+        products = tl.dot(query, keys)
+        if FIRST < HEAD:
+            latents = _codes(codes + key * HEAD, inside, FIRST, HEAD)
+            products += tl.dot(rest, tl.trans(latents))
+        logits = products.to(tl.float32) * (size[:, None] * step[None, :])
         logits = tl.where(inside[None, :], logits, LOWEST)
         logits = tl.reshape(logits, [QUERIES, UNITS, ROOM])
         most = tl.max(logits, axis=2)
@@ -196,6 +203,7 @@ def judge_units(
     capacity: int,
     num_sets: int,
     most_asking: int,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """Evidence of ``R`` requests' queries for each of their stored units.
 
@@ -210,6 +218,7 @@ def judge_units(
         capacity: places of a ring.
         num_sets: head sets.
         most_asking: most queries per stride, evenly spaced, the last one included.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
 
     Returns:
         fp32 ``[R, S, capacity]``, units ``BEGIN .. END - 1`` in order; the rest is not written.
@@ -249,7 +258,8 @@ def judge_units(
         TILE=QUERY_ROWS,
         num_warps=4,
     )
-    queries = min(64, max(16, triton.next_power_of_2(group * most_asking)))
+    most = 64 if head_size <= 512 else 32  # by shared memory
+    queries = min(most, max(16, triton.next_power_of_2(group * most_asking)))
     units, room = tile_of_units(unit)
     _judge[(num_rows, num_heads, spans * triton.cdiv(group * most_asking, queries))](
         asked=asked,
@@ -267,6 +277,7 @@ def judge_units(
         ASKING=most_asking,
         GROUP=group,
         HEAD=head_size,
+        FIRST=head_size - (latent or 0),
         QUERIES=queries,
         UNITS=units,
         ROOM=room,

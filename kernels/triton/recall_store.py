@@ -23,6 +23,7 @@ from .tiles import (
     check_pages,
     check_steps,
     copy_rows,
+    head_size_of,
     padded,
     pair_channels,
     slot_tile,
@@ -153,11 +154,13 @@ def _store_keys(
     position,
     inside,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Copy some rows of a unit, and store their keys before rotation in 8 bits."""
-    copy_rows(keys, values, rows, inside, HEAD)
+    copy_rows(keys, values, rows, inside, HEAD, VALUE, ROW)
     x, y, rest, most = plain_rows(keys, rotation, position, inside, HEAD, HALF, INTERLEAVED)
     step = tl.div_rn(most, LEVELS)
     tl.store(scales, step, mask=inside)
@@ -199,6 +202,8 @@ def _store_units(
     CAPACITY: tl.constexpr,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -235,14 +240,14 @@ def _store_units(
             index = first + tl.arange(0, KEYS)
             inside = index < UNIT
             out = place * UNIT + index
-            row_out = rows + out * (2 * HEAD)
+            row_out = rows + out * ROW
             code_out = codes + out * HEAD
             if source >= 0:
                 slots = kv + block * page_stride
-                slots += ((head * PAGE + source % PAGE) * UNIT + index) * (2 * HEAD)
+                slots += ((head * PAGE + source % PAGE) * UNIT + index) * ROW
                 _store_keys(
                     keys=slots,
-                    values=slots + HEAD,
+                    values=slots + (ROW - VALUE),
                     rows=row_out,
                     codes=code_out,
                     scales=scales + out,
@@ -250,6 +255,8 @@ def _store_units(
                     position=written + index,
                     inside=inside,
                     HEAD=HEAD,
+                    VALUE=VALUE,
+                    ROW=ROW,
                     HALF=HALF,
                     INTERLEAVED=INTERLEAVED,
                 )
@@ -257,7 +264,7 @@ def _store_units(
                 at = start + new * UNIT + index
                 _store_keys(
                     keys=key + at * key_stride + head * HEAD,
-                    values=value + at * value_stride + head * HEAD,
+                    values=value + at * value_stride + head * VALUE,
                     rows=row_out,
                     codes=code_out,
                     scales=scales + out,
@@ -265,6 +272,8 @@ def _store_units(
                     position=written + index,
                     inside=inside,
                     HEAD=HEAD,
+                    VALUE=VALUE,
+                    ROW=ROW,
                     HALF=HALF,
                     INTERLEAVED=INTERLEAVED,
                 )
@@ -327,6 +336,7 @@ def store_units(
     stored_born: torch.Tensor,
     stored_token: torch.Tensor,
     capacity: int,
+    latent: int | None = None,
 ) -> None:
     """Store the units that ``R`` strides evict; rows whose ``STORED`` is 0 store nothing.
 
@@ -345,6 +355,7 @@ def store_units(
         rows, codes, scales, stored_born, stored_token: one layer's store (``judge_units``,
             ``recall_units``), written.
         capacity: places of a ring.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
     """
     unit = check_pages(kv, rank, born, token)
     check_steps(steps, table)
@@ -355,7 +366,8 @@ def store_units(
     assert rows.dtype == kv.dtype and codes.dtype == torch.int8 and scales.dtype == torch.float32
     if num_rows == 0:
         return
-    num_places, rings, head_size = table.shape[1] * page, rows.shape[1], kv.shape[3] // 2
+    num_places, rings, head_size = table.shape[1] * page, rows.shape[1], head_size_of(kv, latent)
+    assert rows.shape[3] == kv.shape[3] and codes.shape[3] == head_size, (rows.shape, codes.shape)
     columns = num_places if keep is None else keep.shape[2]
     keep_stride = 0 if keep is None else keep.stride(1)
     assert keep is None or keep.stride() == (num_sets * keep_stride, keep_stride, 1)
@@ -407,6 +419,8 @@ def store_units(
         CAPACITY=capacity,
         NUM_SETS=num_sets,
         HEAD=head_size,
+        VALUE=latent or head_size,
+        ROW=kv.shape[3],
         HALF=0 if rotation is None else rotation.shape[2],
         INTERLEAVED=interleaved,
         PAGE=page,

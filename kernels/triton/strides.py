@@ -14,7 +14,7 @@ import triton
 
 from .recall_columns import check_recall
 from .split import Partial
-from .tiles import check_steps
+from .tiles import check_rows, check_steps, head_size_of
 
 LINE_WORDS = 3
 """Numbers per cached unit that attention writes (``prefill``)."""
@@ -28,8 +28,9 @@ class Tokens:
 
     Attributes:
         query: ``[num_tokens, H * G, D]``, rotated at cache positions.
-        key, value: ``[num_tokens, H, D]``, keys rotated likewise.
-        output: like ``query``.
+        key, value: ``[num_tokens, H, D]``, keys rotated likewise. Latent rows' values have fewer
+            channels.
+        output: ``[num_tokens, H * G, D]``, of the values' D.
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
         heads: number of query heads (0 without queries), of KV heads, D, and the dtype.
         places: token strides of ``query``, ``key``, ``value`` and ``output`` in elements; 0 for
@@ -43,23 +44,24 @@ class Tokens:
     logit_scale: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        num_heads, self._head_size = self.key.shape[1:]
+        num_heads, head_size = self.key.shape[1:]
         self._dtype = self.key.dtype
         num_queries = 0 if self.query is None else self.query.shape[1]
-        self.heads = num_queries, num_heads, self._head_size, self._dtype
+        self.heads = num_queries, num_heads, head_size, self._dtype
         rows = self.query, self.key, self.value, self.output
         self.places = tuple(0 if one is None else self._place(one) for one in rows)
 
     def _place(self, rows: torch.Tensor) -> int:
-        place, *inner = rows.stride()
-        assert inner == [self._head_size, 1], (rows.stride(), self._head_size)
+        check_rows(rows)
         assert rows.dtype == self._dtype, (rows.dtype, self._dtype)
-        return place
+        return rows.stride(0)
 
 
-def heads_of(num_queries: int, kv: torch.Tensor) -> tuple[int, int, int, torch.dtype]:
+def heads_of(
+    num_queries: int, kv: torch.Tensor, latent: int | None = None
+) -> tuple[int, int, int, torch.dtype]:
     """``Tokens.heads`` of tokens that match the pages ``kv``."""
-    return num_queries, kv.shape[1], kv.shape[3] // 2, kv.dtype
+    return num_queries, kv.shape[1], head_size_of(kv, latent), kv.dtype
 
 
 @dataclass(eq=False)

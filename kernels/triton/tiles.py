@@ -44,6 +44,26 @@ NEVER = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
+def head_size_of(kv: torch.Tensor, latent: int | None) -> int:
+    """Channels of a key in pages ``kv``; ``latent``: those of a latent row's value, or None.
+
+    A latent row is a key, whose last channels are its value; other rows are a key, then a value.
+    """
+    return kv.shape[3] // 2 if latent is None else kv.shape[3]
+
+
+@triton.constexpr_function
+def first_part(head, value, row):
+    """Channels of a key's first tile: all, or those of a latent row before its value."""
+    return head if row > head else head - value
+
+
+def check_rows(rows: torch.Tensor) -> None:
+    """Check the layout of ``[n, H, D]`` new rows: heads and channels are contiguous."""
+    assert rows.stride(2) == 1, rows.stride()
+    assert rows.shape[1] == 1 or rows.stride(1) == rows.shape[2], (rows.shape, rows.stride())
+
+
 def check_pages(kv: torch.Tensor, *words: torch.Tensor) -> int:
     """Check the layout of ``vllm_cascade.cache.layout.Pages``; returns the unit."""
     num_blocks, num_heads, block_size, width = kv.shape
@@ -166,12 +186,24 @@ def store_rows(rows, x, row_inside, FROM: tl.constexpr, TO: tl.constexpr):
 
 
 @triton.jit
-def copy_rows(keys, values, slots, row_inside, HEAD: tl.constexpr):
-    """Copy rows of keys and values to their slots, in which the value follows the key."""
-    key_rows = load_rows(keys, row_inside, 0, HEAD)
-    value_rows = load_rows(values, row_inside, 0, HEAD)
-    store_rows(slots, key_rows, row_inside, 0, HEAD)
-    store_rows(slots + HEAD, value_rows, row_inside, 0, HEAD)
+def copy_rows(
+    keys,
+    values,
+    slots,
+    row_inside,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
+):
+    """Copy rows of keys and values to their slots of ``ROW`` channels, which end with the value.
+
+    The key precedes it, or is the whole latent row.
+    """
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+    key_rows = load_rows(keys, row_inside, 0, FIRST)
+    value_rows = load_rows(values, row_inside, 0, VALUE)
+    store_rows(slots, key_rows, row_inside, 0, FIRST)
+    store_rows(slots + FIRST, value_rows, row_inside, 0, VALUE)
 
 
 @triton.jit
@@ -328,14 +360,14 @@ def page_tile(
     page_stride,
     word_stride,
     NUM_SETS: tl.constexpr,
-    HEAD: tl.constexpr,
+    ROW: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
     """A tile of a request's slots for one head.
 
-    Returns slots, their units' ranks (-1: empty), words, pointers to rows (key, then value), and
+    Returns slots, their units' ranks (-1: empty), words, pointers to rows of ``ROW`` channels, and
     the distance from each rank to the written position.
     """
     slot, inside, block, word = slot_tile(
@@ -344,7 +376,7 @@ def page_tile(
     unit = tl.load(rank + word, mask=inside, other=-1)
     held = unit >= 0
     distance = tl.load(born + word, mask=held, other=0) - tl.where(held, unit, 0) * UNIT
-    rows = kv + block * page_stride + (head * PAGE + slot % PAGE) * (2 * HEAD)
+    rows = kv + block * page_stride + (head * PAGE + slot % PAGE) * ROW
     return slot, unit, word, rows, distance
 
 

@@ -163,11 +163,15 @@ def test_buffers_stay_where_a_graph_found_them() -> None:
     assert layer.builder.positions.buffer[:4].tolist() == [6, 18, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["cascade", "beehive", "dgc", *NO_RULES, "in-units"])
+@pytest.mark.parametrize("name", ["cascade", "beehive", "dgc", *NO_RULES, "in-units", "latent"])
 def test_capture_and_warm_up_write_nothing(name: str) -> None:
     """Block tables of nothing but the null block, decode and prompt: not a byte changes."""
-    settings = {**RULES, **NO_RULES, "in-units": IN_UNITS}[name]
-    layer = PagedLayer(Shape(), {**settings, "prefill_stride": 4}, 3)
+    settings = {**RULES, **NO_RULES, "in-units": IN_UNITS, "latent": CASCADE}[name]
+    shape, heads = Shape(), 2
+    if name == "latent":
+        heads = 1
+        shape = Shape(num_kv_heads=1, group=4, head_size=16, rotary_dim=4, latent=True)
+    layer = PagedLayer(shape, {**settings, "prefill_stride": 4}, 3)
     before = layer.pool.clone()
     table = torch.zeros(3, 2, dtype=torch.int32)
     same = lambda x, _: x  # noqa: E731
@@ -175,7 +179,7 @@ def test_capture_and_warm_up_write_nothing(name: str) -> None:
         total = sum(lengths)
         layer.step(
             *(lengths, [50, 0, 7], prefilling, table, torch.randn(total, 4, 16)),
-            *(torch.randn(total, 2, 16), torch.randn(total, 2, 16), same),
+            *(torch.randn(total, heads, 16), torch.randn(total, heads, 16), same),
         )
     assert torch.equal(layer.pool, before)
 

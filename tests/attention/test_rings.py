@@ -145,6 +145,18 @@ def test_rows_without_a_ring_do_nothing() -> None:
     assert not plan_rings(rings, names, schedules, stream, one).any()
 
 
+def test_a_ring_of_latent_rows() -> None:
+    """Host memory has a row once: its value is part of its key."""
+    shape = replace(shape_of(4, 6), latent=True)
+    rings = Rings(shape, 1, CPU)
+    row = shape.head_size * shape.dtype.itemsize
+    tokens = shape.num_layers * shape.num_kv_heads * shape.most_units * shape.unit
+    on_device, on_host = ring_bytes(shape)
+    assert on_host == rings.rows.nbytes == tokens * row
+    codes = rings.codes.nbytes + rings.scales.nbytes + rings.born.nbytes + rings.token.nbytes
+    assert on_device == codes
+
+
 def test_rings_follow_the_scheduler() -> None:
     rings = Rings(shape_of(4, 6), 2, CPU)
     rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))

@@ -55,27 +55,36 @@ POLICIES: dict[str, dict[str, Any]] = {
                "recall": 2, "recall_store": 24, "recall_every": 3, "recall_queries": 3},
 }  # fmt: skip
 WINDOWED = LayerShape(num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.float32, window=7)
+LATENT = LayerShape(
+    num_heads=3, num_kv_heads=1, head_size=24, dtype=torch.float32, is_neox=False, latent=16
+)
+OTHER_SHAPES = {
+    "window": ("sink", WINDOWED),
+    "latent": ("cascade", LATENT),
+    "latent-sink": ("sink", LATENT),
+    "latent-recall": ("recall", LATENT),
+}
+"""``window``: a layer with one, beside those that run ``sink``."""
 
 
 def check(name: str, backend: Any = CUDAKVPolicyBackend) -> list[Any]:
-    """``window``: a layer with one, beside those that run ``sink``."""
-    policy, shape = (POLICIES["sink"], WINDOWED) if name == "window" else (POLICIES[name], SHAPE)
-    return Check(resolve(policy), shape, backend, CPU, repeats=2).run()
+    policy, shape = OTHER_SHAPES.get(name, (name, SHAPE))
+    return Check(resolve(POLICIES[policy]), shape, backend, CPU, repeats=2).run()
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n != "sink")) for n in (*POLICIES, "window")],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n != "sink")) for n in (*POLICIES, *OTHER_SHAPES)],
 )
 def test_right_kernels_pass(name: str) -> None:
     rows = check(name)
-    assert (name == "recall") == ("stored units" in {row.compared for row in rows})
+    assert name.endswith("recall") == ("stored units" in {row.compared for row in rows})
     assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
     assert {"positions", "output", "kept tokens", "rows"} <= {row.compared for row in rows}
     assert 0 < max(row.error for row in rows) < 1e-5
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "window"])
+@pytest.mark.parametrize("name", [*POLICIES, *OTHER_SHAPES])
 def test_the_cpus_library_passes(name: str) -> None:
     assert check(name, CPUKVPolicyBackend)
 
@@ -254,19 +263,31 @@ def test_a_verdict_is_kept(mode: str, tmp_path: Path, monkeypatch: pytest.Monkey
 )  # fmt: skip
 def test_kinds_of_layers(text: dict[str, Any], windows: list[int | None]) -> None:
     """Layers with a window are checked beside those without."""
-    hf = SimpleNamespace(model_type="llama", max_position_embeddings=4096, **text)
+    config = _config(64, False, model_type="llama", max_position_embeddings=4096, **text)
+    assert [shape.window for shape in certify.shapes_of(config)] == windows
+
+
+def test_latent_rows_are_checked() -> None:
+    """As the model has them: 64 channels of 576 rotate in pairs of neighbours."""
+    config = _config(576, True, model_type="deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64)
+    (shape,) = certify.shapes_of(config)
+    assert (shape.head_size, shape.latent, shape.rotary_dim, shape.is_neox) == (576, 512, 64, False)
+    assert shape.label() == "8/2 heads of 576, bfloat16, latents of 512"
+
+
+def _config(head_size: int, use_mla: bool, **text: Any) -> Any:
     model = SimpleNamespace(
-        hf_text_config=hf,
+        hf_text_config=SimpleNamespace(**text),
         dtype=torch.bfloat16,
         uses_alibi=False,
+        use_mla=use_mla,
         get_num_attention_heads=lambda parallel: 8,
         get_num_kv_heads=lambda parallel: 2,
-        get_head_size=lambda: 64,
+        get_head_size=lambda: head_size,
     )
-    config = SimpleNamespace(
+    return SimpleNamespace(
         model_config=model, parallel_config=None, cache_config=SimpleNamespace(block_size=16)
     )
-    assert [shape.window for shape in certify.shapes_of(config)] == windows
 
 
 def test_a_cards_verdict_holds_for_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:

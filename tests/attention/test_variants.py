@@ -72,11 +72,17 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
     yield seen
 
 
+PLAIN = Shape(dtype=torch.float16)
+LATENT = Shape(
+    num_kv_heads=1, group=5, head_size=48, rotary_dim=16, latent=True, dtype=torch.float16
+)
+
+
 class Served:
     """Prompts as a scheduler would send them, next to a request that decodes."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.shape = Shape(dtype=torch.float16)
+    def __init__(self, settings: dict[str, Any], shape: Shape = PLAIN) -> None:
+        self.shape = shape
         self.pages = 40
         self.layer = PagedLayer(
             self.shape, settings | {"prefill_stride": STRIDE}, 2 * self.pages + 1
@@ -105,6 +111,13 @@ class Served:
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]) -> None:
     everything_is_warm(Served(POLICIES[name]), name, variants)
+
+
+@pytest.mark.parametrize("name", ["cascade", "sink"])
+def test_nothing_is_compiled_for_latent_rows_after_the_warm_up(
+    name: str, variants: set[Variant]
+) -> None:
+    everything_is_warm(Served(POLICIES[name], LATENT), name, variants)
 
 
 def test_nothing_is_compiled_where_strides_are_split(

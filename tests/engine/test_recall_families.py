@@ -106,8 +106,8 @@ def compare(
     assert pool_usage(llm) == 0.0
 
 
-def check_preempted(llm: Any) -> None:
-    """A request that is preempted twice gives what it gives alone; no unit is left behind."""
+def check_replayed(llm: Any) -> None:
+    """A request that is preempted twice gives what it gives alone."""
     prompt = random_tokens(9, 333)
     llm.reset_prefix_cache()
     ((_, *whole),) = answer(llm, [prompt])
@@ -115,6 +115,11 @@ def check_preempted(llm: Any) -> None:
     again = replay(llm, prompt)
     assert again[0] == whole[0]
     np.testing.assert_allclose(again[1], whole[1], atol=1e-4)
+
+
+def check_preempted(llm: Any) -> None:
+    """``check_replayed``, and no unit is left behind."""
+    check_replayed(llm)
     answer(llm, [[5]], 1)  # workers learn of a request's end with the next step
     assert metrics(llm)["recall_memory_bytes"] == counters(llm)["store_bytes"] > 0
     llm.reset_prefix_cache()

@@ -17,7 +17,6 @@ from tests.conftest import MODEL
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine.devices import CUDA, DEVICES, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
-from vllm_cascade.policies.arguments import CHECK
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -173,12 +172,6 @@ FAKED: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
         "set recall_rows to exact",
     ),
-    "check of MLA": (
-        SimpleNamespace(
-            model_config=SimpleNamespace(use_mla=True), additional_config={CHECK: "once"}
-        ),
-        "--kv-policy-check must be off",
-    ),
     "MLA by transformers": (
         SimpleNamespace(
             model_config=SimpleNamespace(use_mla=True, using_transformers_backend=lambda: True)
@@ -302,10 +295,6 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     "pipeline parallelism on CUDA": (
         SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
         "--pipeline-parallel-size",
-    ),
-    "MLA on CUDA": (
-        SimpleNamespace(model_config=SimpleNamespace(use_mla=True)),
-        "run on the CPU only",
     ),
     "recurrent layers on CUDA": (
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
@@ -480,7 +469,9 @@ def test_what_no_kernel_does_is_said(
     importance: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(engine.logger, "propagate", True)
-    config = SimpleNamespace(attention_config=SimpleNamespace())
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(), model_config=SimpleNamespace(use_mla=False)
+    )
     with caplog.at_level("WARNING", logger=engine.logger.name):
         DEVICES["cuda"].configure(config, resolve({"name": "dgc", "importance": importance}))
     assert ("attention runs in PyTorch" in caplog.text) == warned

@@ -22,9 +22,9 @@ from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode
 from tests.oracle import full_attention
 from tests.oracle.families import FAMILIES, run_family, shallow, write_family
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
 
 __all__ = ["experts_in_one_group", "model_of", "written"]  # fixtures
 FAST = ("gemma3", "cascade")
@@ -49,6 +49,7 @@ STRIDES = {"phi3": 32}
 @pytest.fixture(autouse=True)
 def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
+    monkeypatch.setattr(CPULatentBackend, "get_impl_cls", lambda: TritonLatentImpl)
     monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
     yield
 

@@ -35,9 +35,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check(policy: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:
+def check(
+    policy: dict[str, Any], engine: dict[str, Any], family: str | None = None
+) -> dict[str, Any]:
     more = {"distributed_executor_backend": "mp", "enable_prefix_caching": True}
-    case = json.dumps({"policy": policy, "engine": engine | more})
+    case = json.dumps({"policy": policy, "engine": engine | more, "family": family})
     command = [sys.executable, "-m", "tests.engine.triton_cpu", "check", case]
     env = os.environ | cores(2)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)

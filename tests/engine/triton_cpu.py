@@ -11,6 +11,7 @@ decoded, compares it with the oracle, and prints what the workers count.
 
 import os
 import sys
+from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1"}
 
@@ -18,12 +19,13 @@ os.environ |= {"TRITON_INTERPRET": "1"}
 def use_triton() -> None:
     """Every engine of this process from here on."""
     from tests.interpreter import quicken
-    from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-    from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+    from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
+    from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 
     quicken()
     for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
         setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+    CPULatentBackend.get_impl_cls = CUDALatentBackend.get_impl_cls
 
 
 def check(case: dict[str, object]) -> None:
@@ -57,6 +59,36 @@ def check(case: dict[str, object]) -> None:
         pool.close()
 
 
+def check_family(case: dict[str, Any]) -> None:
+    """The same for a family of models: a text is read, and nothing is decoded."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    import numpy as np
+    from vllm import SamplingParams
+
+    from tests.engine.pool import EnginePool, prompt_logprobs
+    from tests.engine.test_families import random_tokens
+    from tests.oracle.families import run_family, shallow, write_family
+    from tests.oracle.full_attention import OWN_MODULES
+
+    policy, pool, family = case["policy"], EnginePool(), shallow(OWN_MODULES[case["family"]])
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_family(Path(folder), family)
+        own = {"max_model_len": 1024, "max_num_batched_tokens": 64, "skip_tokenizer_init": True}
+        llm = pool.get(policy, path, **own, **case["engine"])
+        text = random_tokens(3, 230)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": text}], params)
+        truth = run_family(path, family, text, len(text), policy)
+        error = np.asarray(prompt_logprobs(output)) - np.asarray(truth.logprobs[: len(text) - 1])
+        assert np.abs(error).max() < 2e-4
+        counters = llm.collective_rpc("kv_policy_counters")
+        print("RESULT " + json.dumps({"counters": counters}))
+        pool.close()
+
+
 if __name__ in ("__main__", "__mp_main__"):
     use_triton()
 
@@ -64,7 +96,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "check":
         import json
 
-        check(json.loads(sys.argv[2]))
+        case = json.loads(sys.argv[2])
+        check_family(case) if case["family"] else check(case)
     else:
         from vllm.entrypoints.cli.main import main
 

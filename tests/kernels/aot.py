@@ -234,6 +234,21 @@ SPLIT_SHAPES = (
     replace(SPLIT_SHAPE, alibi=True, softcap=30.0, logit_scale=True),
 )
 """With all that changes the kernel of a stride's attention."""
+LATENT = Shape(
+    head_size=576, latent=512, num_heads=1, group=16, dtype=torch.bfloat16, interleaved=True
+)
+LATENT_SHAPES = (
+    LATENT,
+    replace(LATENT, group=128),
+    replace(LATENT, group=20, unit=16),
+    replace(LATENT, group=64, unit=16),
+    replace(LATENT, group=32, head_size=288, latent=256, interleaved=False),
+    replace(LATENT, dtype=torch.float32),
+    replace(LATENT, unit=4, token=True),
+    replace(LATENT, keep_logits=False),
+)
+"""Latent rows as DeepSeek V2 and V3, GLM-4.7-Flash, Kimi K2 and MiniCPM3 have them."""
+LATENT_SPLIT = replace(LATENT, stride=64, parts=8, only="attend_strides")
 RECALL_SHAPES = (
     Shape(unit=16, recall=8),
     Shape(unit=16, recall=8, dtype=torch.bfloat16, per_head=True),
@@ -247,6 +262,9 @@ RECALL_SHAPES = (
     Shape(unit=64, block_size=64, pages=33, recall=2),
     Shape(unit=128, block_size=128, pages=17, recall=2),
     Shape(unit=16, recall=8, store=1 << 20),
+    replace(LATENT, unit=16, recall=8),
+    replace(LATENT, unit=16, recall=8, group=128),
+    replace(LATENT, unit=4, recall=8, head_size=288, latent=256),
 )
 """Where evicted units come back: head sizes, groups, units, and long stores."""
 TABLED_RECALL = (
@@ -255,6 +273,7 @@ TABLED_RECALL = (
     Shape(unit=16, recall=8, head_size=64),
     Shape(unit=16, recall=8, head_size=256),
     Shape(unit=4, recall=8),
+    replace(LATENT, unit=16, recall=8),
 )
 TABLED_SHAPES = (
     Shape(),
@@ -264,5 +283,7 @@ TABLED_SHAPES = (
     Shape(per_head=True),
     Shape(unit=16),
     SPLIT_SHAPE,
+    LATENT,
+    replace(LATENT, group=128),
 )
 """What the table in the documentation shows."""

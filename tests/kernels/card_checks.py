@@ -20,6 +20,12 @@ from vllm_cascade.kernels.triton.schedule import ScheduleTables, schedule
 Row = dict[str, Any]
 
 
+LATENT: dict[str, Any] = {
+    "num_heads": 1, "head_size": 576, "latent": 512, "rotary_dim": 64, "interleaved": True,
+}  # fmt: skip
+"""Rows of DeepSeek and Kimi, whose value is their key's end."""
+
+
 def cases(interpret: bool) -> dict[str, Any]:
     """Shapes to check: every head size and type, group sizes, and all that changes logits."""
     if interpret:
@@ -51,6 +57,9 @@ def cases(interpret: bool) -> dict[str, Any]:
     }
     for name, option in options.items():
         found[name] = Case(**base, **option)
+    for group, dtype in ((16, torch.bfloat16), (128, torch.bfloat16), (16, torch.float32)):
+        name = f"latent, {group} heads {str(dtype).removeprefix('torch.')}"
+        found[name] = Case(**base | LATENT, group=group, dtype=dtype)
     return found
 
 
@@ -63,8 +72,9 @@ def unit_cases(interpret: bool) -> dict[str, Any]:
         if interpret:
             return {"units": Case(**base, head_size=16, num_heads=1)}
         base |= {"num_heads": 2, "splits": None, "strides": (1, 7, 64, 33, 200)}
-        for option in ({}, {"group": 1}, {"group": 4, "per_head": True}, {"head_size": 128}):
-            found[f"units of {unit} {option}"] = Case(**base, **option)
+        options = {}, {"group": 1}, {"group": 4, "per_head": True}, {"head_size": 128}, LATENT
+        for option in options:
+            found[f"units of {unit} {option}"] = Case(**base | option)
     return found
 
 

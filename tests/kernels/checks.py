@@ -74,6 +74,7 @@ def _expected(
         inv_freq=case.inv_freq,
         interleaved=case.interleaved,
         shift=case.shifts[row],
+        latent=case.latent,
     )
     query, key, value = new
     return old, attend_strides_reference(
@@ -130,8 +131,9 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         splits=splits,
         keep_logits=True,
         positions=dpositions,
+        latent=case.latent,
     )
-    output = torch.full_like(dq, torch.nan)
+    output = torch.full_like(dq[..., : case.value_size], torch.nan).contiguous()
     lse = merge(parts, parts_lse, dsteps, output, sinks)
     same("attend writes no page", ours.pool, before.cpu())
     new_score = update(
@@ -167,7 +169,7 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         ):
             errors[name] = max(errors[name], close(name, found, wanted, tolerance))
     for row in set(range(num_rows)) - set(real_rows(case)):
-        same("output of padding", output[row], torch.zeros_like(query[row]))
+        same("output of padding", output[row], torch.zeros_like(query[row, :, : case.value_size]))
     after = ours.to("cpu")
     after.score.copy_(cache.score)
     same("update writes scores only", after.pool, cache.pool)

@@ -17,6 +17,7 @@ from tests.kernels.random_pool import (
     new_tokens,
     on,
     real_rows,
+    rows_of,
     same,
     table_of,
 )
@@ -52,7 +53,7 @@ class Line:
         size, rank = case.head_size, torch.arange(len(self.kv))[:, None]
         away = self.born - rank - shift
         keys = rotate_reference(self.kv[..., :size], away, case.inv_freq, case.interleaved)
-        return keys.transpose(0, 1), self.kv[..., size:].double().transpose(0, 1)
+        return keys.transpose(0, 1), self.kv[..., -case.value_size :].double().transpose(0, 1)
 
     def append(self, kv: torch.Tensor, first_position: int, unit: int) -> None:
         """New tokens, the first of which opens a unit."""
@@ -138,7 +139,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
     dq, dk, dv, dsteps, dchunks = on(device, query, key, value, strides, chunks)
     dpositions, slopes, sinks = on(device, positions, case.slopes, case.sink_logits)
     (dfactors,) = on(device, factors if case.logit_scale else None)
-    output = torch.full_like(dq, torch.nan)
+    output = dq.new_full((*dq.shape[:2], case.value_size), torch.nan)
     finished = dsteps.new_zeros(len(chunks), 2 * case.num_heads)
     attend_chunks(
         query=dq,
@@ -161,6 +162,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         output=output,
         sinks=sinks,
         window=case.window,
+        latent=case.latent,
     )
     same("counters", finished, torch.zeros_like(finished, device="cpu"))
     after, error = ours.to("cpu"), 0.0
@@ -186,11 +188,11 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
                 window=case.window,
             )
             error = max(error, close("output", output[part], expected, TOLERANCE[case.dtype]))
-            new = torch.cat([key[part], value[part]], dim=2)
+            new = rows_of(case, key[part], value[part])
             line.append(new, step[columns.CACHED] + shift, unit)
             line.delete(gone, unit)
         whole = slice(first[columns.START], first[columns.START] + first[columns.LENGTH])
-        new = torch.cat([key[whole], value[whole]], dim=2)
+        new = rows_of(case, key[whole], value[whole])
         kept, born = line.unit[::unit].tolist(), line.born[::unit, 0].tolist()
         scores = torch.zeros(old_units + -(-len(new) // unit))
         for head_set in range(case.num_sets):

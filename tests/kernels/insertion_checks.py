@@ -14,6 +14,7 @@ from tests.kernels.random_pool import (
     on,
     places_of,
     real_rows,
+    rows_of,
     same,
 )
 from tests.kernels.references import as_int32, assign_reference, salted, survivors_reference
@@ -174,7 +175,7 @@ def _apply(
             slot = final.index(index)
             assert slot not in used and final.count(index) == 1, "a survivor needs one free slot"
             used.add(slot)
-            token, kv = step[columns.STREAM] + r - n, torch.cat([key[r - n], value[r - n]], dim=1)
+            token, kv = step[columns.STREAM] + r - n, rows_of(cache.case, key[r - n], value[r - n])
             born = r + cache.case.shifts[row]
             cache.put(row, head_set, slot, born=born, token=token, kv=kv)
         cache.put(row, head_set, slot, rank=index, score=float(scores[r]))

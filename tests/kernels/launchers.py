@@ -65,10 +65,12 @@ class Shape:
     recall: int = 0
     store: int = 32768
     only: str = ""
+    latent: int | None = None
 
     def label(self) -> str:
         """Differences from the default, in words."""
         words = [f"{self.num_heads * self.group}/{self.num_heads} x {self.head_size}"]
+        words += [f"latents of {self.latent}"] if self.latent else []
         words.append(str(self.dtype).removeprefix("torch."))
         flags = ("per_head", "interleaved", "alibi", "logit_scale", "sinks", "token")
         words += [name for name in flags if getattr(self, name)]
@@ -84,6 +86,17 @@ class Shape:
         words += [] if self.keep_logits else ["no scores"]
         return ", ".join(words)
 
+    @property
+    def row_size(self) -> int:
+        """Channels of a stored row: a key and a value, or a latent row."""
+        return self.head_size if self.latent else 2 * self.head_size
+
+    def value_of(self, key: torch.Tensor) -> torch.Tensor:
+        return key[..., -self.latent :] if self.latent else key
+
+    def output_of(self, query: torch.Tensor) -> torch.Tensor:
+        return query.new_empty(*query.shape[:2], self.latent or self.head_size)
+
 
 def _meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
@@ -98,7 +111,7 @@ class Layer:
         sets = heads if shape.per_head else 1
         blocks = shape.batch * shape.pages + 1
         f32, i32 = torch.float32, torch.int32
-        self.kv = _meta(blocks, heads, page, 2 * size, dtype=shape.dtype)
+        self.kv = _meta(blocks, heads, page, shape.row_size, dtype=shape.dtype)
         units = page // shape.unit
         self.rank = _meta(blocks, sets, units, dtype=i32)
         self.born = torch.empty_like(self.rank)
@@ -113,7 +126,8 @@ class Layer:
         }
         self.table = _meta(shape.batch, shape.pages, dtype=i32)
         self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
-        half = size // 2 if shape.rotary and not shape.alibi else 0
+        turning = size - (shape.latent or 0)  # channels that rotate
+        half = turning // 2 if shape.rotary and not shape.alibi else 0
         self.rotation = _meta(4096, 2, half, dtype=f32) if half else None
         self.decode_rotation = self.rotation
         if self.rotation is not None:
@@ -123,6 +137,7 @@ class Layer:
         self.sinks = _meta(queries, dtype=f32) if shape.sinks else None
         self.query = _meta(shape.batch, queries, size, dtype=shape.dtype)
         self.key = _meta(shape.batch, heads, size, dtype=shape.dtype)
+        self.value = shape.value_of(self.key)
         self.sets, self.queries = sets, queries
 
     def decode(self) -> None:
@@ -146,7 +161,7 @@ class Layer:
         parts, parts_lse, logits, own = attend(
             query=self.query,
             key=self.key,
-            value=self.key,
+            value=self.value,
             kv=self.kv,
             rank=self.rank,
             born=self.born,
@@ -161,8 +176,9 @@ class Layer:
             splits=shape.splits,
             keep_logits=shape.keep_logits,
             positions=shared,
+            latent=shape.latent,
         )
-        output = torch.empty_like(self.query)
+        output = shape.output_of(self.query)
         lse = merge(
             partial=parts, partial_lse=parts_lse, steps=self.steps, output=output, sinks=self.sinks
         )
@@ -180,7 +196,7 @@ class Layer:
         assign(given=given, ranks=ranks, **scored, unit=shape.unit)
         insert(
             key=self.key,
-            value=self.key,
+            value=self.value,
             new_score=_meta(shape.batch, self.sets, dtype=f32),
             **self.words,
             table=self.table,
@@ -197,14 +213,15 @@ class Layer:
         query = _meta(num_tokens, self.queries, shape.head_size, dtype=shape.dtype)
         key = _meta(num_tokens, shape.num_heads, shape.head_size, dtype=shape.dtype)
         scale = _meta(num_tokens, dtype=f32) if shape.logit_scale else None
-        output, width = torch.empty_like(query), (2048 + num_tokens) // shape.unit
+        value, output = shape.value_of(key), shape.output_of(query)
+        width = (2048 + num_tokens) // shape.unit
         split, partial = WHOLE, None
         if shape.parts > 1:
             tile = prefill_config(query.device, shape.dtype, shape.head_size).tile
             split = Split(shape.parts, -(-2048 // (shape.parts * tile)) * tile)
             each = num_tokens, self.queries, shape.parts
             partial = Partial(
-                output=_meta(*each, shape.head_size, dtype=f32),
+                output=_meta(*each, shape.latent or shape.head_size, dtype=f32),
                 marks=_meta(*each, MARKS, dtype=f32),
                 arrived=_meta(num_tokens * self.queries),
             )
@@ -212,7 +229,7 @@ class Layer:
         if shape.keep_logits:
             heads, parts = num_sums(query, shape.num_heads, shape.unit, shape.reduction)
             sums = _meta(1, heads, width * parts, dtype=f32)
-        tokens = Tokens(query=query, key=key, value=key, output=output, logit_scale=scale)
+        tokens = Tokens(query=query, key=key, value=value, output=output, logit_scale=scale)
         strides = Strides(
             steps=steps,
             table=table,
@@ -232,6 +249,7 @@ class Layer:
         )
         reads = {"slopes": self.slopes, "scale": 0.088, "softcap": shape.softcap}
         turning = {"rotation": self.decode_rotation, "interleaved": shape.interleaved}
+        latent = {"latent": shape.latent}
         attention = StrideAttention(
             **self.words,
             **turning,
@@ -239,12 +257,13 @@ class Layer:
             num_queries=self.queries,
             sinks=self.sinks,
             split=split,
+            **latent,
         )
         attention(tokens, strides)
         attend_chunks(
             query=query,
             key=key,
-            value=key,
+            value=value,
             **self.words,
             table=table,
             steps=steps,
@@ -259,11 +278,17 @@ class Layer:
             output=output,
             sinks=self.sinks,
             window=shape.window,
+            **latent,
         )
         if shape.keep_logits:
             read = {name: self.words[name] for name in ("kv", "rank", "born")}
             sums_of = ColumnSums(
-                **read, **turning, **reads, reduction=shape.reduction, num_queries=self.queries
+                **read,
+                **turning,
+                **reads,
+                **latent,
+                reduction=shape.reduction,
+                num_queries=self.queries,
             )
             sums_of(tokens, strides)
         self._insertion(self.words)(tokens, strides)
@@ -275,6 +300,7 @@ class Layer:
             rotation=self.rotation,
             interleaved=shape.interleaved,
             reduction=shape.reduction,
+            latent=shape.latent,
         )
 
     def recall(self, asking: int = 1) -> None:
@@ -282,7 +308,7 @@ class Layer:
         shape, capacity = self.shape, self.shape.store // self.shape.unit
         i32, rings, tokens = torch.int32, shape.batch * capacity, shape.stride
         keys = (shape.num_heads, rings, shape.unit)
-        rows = _meta(*keys, 2 * shape.head_size, dtype=shape.dtype)
+        rows = _meta(*keys, shape.row_size, dtype=shape.dtype)
         codes = _meta(*keys, shape.head_size, dtype=torch.int8)
         scales, words = _meta(*keys, dtype=torch.float32), _meta(self.sets, rings, dtype=i32)
         recall = _meta(shape.batch, RECALL.value, dtype=i32)
@@ -301,6 +327,7 @@ class Layer:
             capacity=capacity,
             num_sets=self.sets,
             most_asking=asking,
+            latent=shape.latent,
         )
         recall_units(
             evidence=evidence,
@@ -323,6 +350,7 @@ class Layer:
             "stored_born": words,
             "stored_token": words,
             "capacity": capacity,
+            "latent": shape.latent,
         }
         if asking == 1:
             ranks = ranks_before(rank=self.rank, **where, unit=shape.unit)
@@ -342,5 +370,6 @@ class Layer:
             values=_meta(shape.batch, self.sets, 8, VALUE_ROWS, width, dtype=torch.float32),
         )
         keep = StrideChoice(own["token"], shape.unit, shape.reduction)(strides)
-        store_units(keep=keep, ranks=None, key=key, value=key, **store)
-        self._insertion(own)(Tokens(query=None, key=key, value=key), strides)
+        value = shape.value_of(key)
+        store_units(keep=keep, ranks=None, key=key, value=value, **store)
+        self._insertion(own)(Tokens(query=None, key=key, value=value), strides)

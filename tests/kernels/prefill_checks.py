@@ -65,6 +65,7 @@ class StrideBatch:
             "scale": case.head_size**-0.5,
             "softcap": case.softcap,
             "num_queries": query.shape[1],
+            "latent": case.latent,
         }
         self.width = (max(n or 0 for n in case.lengths) + self.longest) // case.unit + 2
 
@@ -73,7 +74,8 @@ class StrideBatch:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, log-sum-exps and lines; poison where nothing was written."""
         query, ours = self._tokens.query, self.ours
-        output, lse = torch.full_like(query, torch.nan), query.new_full(query.shape[:2], torch.nan)
+        lse = query.new_full(query.shape[:2], torch.nan)
+        output = query.new_full((*query.shape[:2], self.case.value_size), torch.nan)
         steps = self._steps[rows]
         line = steps.new_full((len(steps), self.case.num_sets, LINE_WORDS, self.width), -9)
         lse = lse.float()
@@ -97,7 +99,7 @@ class StrideBatch:
             return None
         query = self._tokens.query
         shape = *query.shape[:2], split.splits
-        output = torch.full((*shape, query.shape[2]), torch.nan, device=query.device)
+        output = torch.full((*shape, self.case.value_size), torch.nan, device=query.device)
         marks = torch.full((*shape, MARKS), torch.nan, device=query.device)
         arrived = torch.zeros(query.shape[0] * query.shape[1], dtype=torch.int32)
         return Partial(output, marks, arrived.to(query.device))
@@ -149,6 +151,7 @@ def _compare(
             step=step,
             inv_freq=case.inv_freq,
             interleaved=case.interleaved,
+            latent=case.latent,
         )
         expected, norm, probs = attend_strides_reference(
             query=query[rows],

@@ -25,7 +25,7 @@ class Case:
 
     ``holes``: empty units of slots among each request's; 0: a few, at random. ``scored``: whether
     attention makes the scores of strides, or the host. ``window``: tokens that a query sees; other
-    layers say positions then (``shifts``).
+    layers say positions then (``shifts``). ``latent``: channels of a latent row's value.
     """
 
     lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
@@ -52,6 +52,16 @@ class Case:
     scored: bool = True
     sinks: bool = False
     window: int | None = None
+    latent: int | None = None
+
+    @property
+    def row_size(self) -> int:
+        """Channels of a stored row: a key and a value, or a latent row."""
+        return 2 * self.head_size if self.latent is None else self.head_size
+
+    @property
+    def value_size(self) -> int:
+        return self.latent or self.head_size
 
     @property
     def num_sets(self) -> int:
@@ -60,7 +70,7 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of a page; four words a unit of slots and head set follow."""
-        return self.num_heads * self.block_size * 2 * self.head_size * self.dtype.itemsize
+        return self.num_heads * self.block_size * self.row_size * self.dtype.itemsize
 
     @property
     def units(self) -> int:
@@ -107,7 +117,7 @@ class Cache:
     def __post_init__(self) -> None:
         case, page = self.case, self.case.block_size
         rows = self.pool[:, : case.kv_bytes].view(case.dtype)
-        self.kv = rows.unflatten(1, (case.num_heads, page, 2 * case.head_size))
+        self.kv = rows.unflatten(1, (case.num_heads, page, case.row_size))
         words = self.pool[:, case.kv_bytes :].view(torch.int32)
         views = words.unflatten(1, (4, case.num_sets, case.units)).unbind(1)
         self.rank, self.born, score, self.token = views
@@ -221,7 +231,7 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
         slots = members(held, case.unit)[:length]
         block, offset = blocks[slots // page], slots % page
         for head in heads:
-            row_kv = torch.randn(length, 2 * case.head_size, generator=generator)
+            row_kv = torch.randn(length, case.row_size, generator=generator)
             cache.kv[block, head, offset] = row_kv.to(case.dtype)
 
 
@@ -230,13 +240,20 @@ def members(units: torch.Tensor, unit: int) -> torch.Tensor:
     return (units.unsqueeze(-1) * unit + torch.arange(unit)).flatten(-2)
 
 
+def rows_of(case: Case, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Rows ``[..., row_size]`` as pages have them."""
+    return torch.cat([key, value], dim=-1) if case.latent is None else key
+
+
 def new_tokens(case: Case, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of new tokens."""
     generator = torch.Generator().manual_seed(case.seed + 1)
     tokens, heads, size = num_tokens, case.num_heads, case.head_size
     query = torch.randn(tokens, heads * case.group, size, generator=generator)
-    key, value = torch.randn(2, tokens, heads, size, generator=generator)
-    return query.to(case.dtype), key.to(case.dtype), value.to(case.dtype)
+    key, value = torch.randn(2, tokens, heads, size, generator=generator).to(case.dtype)
+    if case.latent is not None:
+        value = key[..., -case.latent :]
+    return query.to(case.dtype), key, value
 
 
 def table_of(

@@ -18,6 +18,7 @@ from tests.kernels.random_pool import (
     new_tokens,
     on,
     real_rows,
+    rows_of,
     same,
     stride_steps,
 )
@@ -44,7 +45,7 @@ class Rings:
         case = self.case
         places = len(case.lengths) * self.capacity
         keys = case.num_heads, places, case.unit
-        self.rows = torch.full((*keys, 2 * case.head_size), torch.nan, dtype=case.dtype)
+        self.rows = torch.full((*keys, case.row_size), torch.nan, dtype=case.dtype)
         self.codes = torch.full((*keys, case.head_size), -128, dtype=torch.int8)
         self.scales = torch.full(keys, torch.nan)
         self.born = torch.full((case.num_sets, places), JUNK, dtype=torch.int32)
@@ -156,7 +157,8 @@ def check_judge(
         plain[row] = _sure_queries(case, query, asking, len(middle), generator)
     tensors = on(device, query, rings.codes, rings.scales, steps, recall)
     found = judge_units(
-        *tensors, rotation, case.interleaved, scale, capacity, case.num_sets, most_asking
+        *(*tensors, rotation, case.interleaved, scale, capacity, case.num_sets, most_asking),
+        latent=case.latent,
     )
     worst = 0.0
     for row in plain:
@@ -181,7 +183,7 @@ def check_recall(
     cache, steps = make_cache(case)
     rings, rng = Rings(case, capacity), random.Random(case.seed + 11)
     generator = torch.Generator().manual_seed(case.seed + 6)
-    num_rows, size = len(case.lengths), case.head_size
+    num_rows = len(case.lengths)
     before, now, number, begin, how = ([0] * num_rows for _ in range(5))
     for row in real_rows(case):
         held = -(-case.lengths[row] // case.unit)
@@ -206,7 +208,7 @@ def check_recall(
     for row in real_rows(case):
         places = [rings.place(row, begin[row] + u) for u in range(number[row])]
         rows = torch.randn(
-            case.num_heads, number[row], case.unit, 2 * size, generator=generator
+            case.num_heads, number[row], case.unit, case.row_size, generator=generator
         ).to(case.dtype)
         rings.rows[:, places] = rows
         for head_set in range(case.num_sets):
@@ -308,7 +310,7 @@ def check_store_tokens(case: Case, device: torch.device | str, capacity: int = 3
     )
     drank, dtable, dsteps, drecall = on(device, cache.rank, cache.table, steps, recall)
     ranks = ranks_before(rank=drank, table=dtable, steps=dsteps, recall=drecall, unit=case.unit)
-    new = torch.randn(len(case.lengths), case.num_heads, 2 * case.head_size).to(case.dtype)
+    new = torch.randn(len(case.lengths), case.num_heads, case.row_size).to(case.dtype)
     gone: dict[tuple[int, int], list[int]] = {}
     for row in real_rows(case):
         order = chronological(cache, row, steps[row].tolist())[0]
@@ -367,6 +369,7 @@ def _store(
         stored_born=born,
         stored_token=token,
         capacity=rings.capacity,
+        latent=cache.case.latent,
     )
     return tensors
 
@@ -416,7 +419,7 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
             first = (u - len(line)) * case.unit
             own = slice(step[columns.START] + first, step[columns.START] + first + case.unit)
             at, heads = rings.place(row, end[row] + i), rings.heads(head_set)
-            rows = torch.cat([key[own], value[own]], dim=2).transpose(0, 1)
+            rows = rows_of(case, key[own], value[own]).transpose(0, 1)
             rings.rows[heads, at] = rows[heads]
             rings.born[head_set, at] = step[columns.CACHED] + first
             rings.token[head_set, at] = step[columns.STREAM] + first

@@ -36,17 +36,20 @@ def gather_reference(
     inv_freq: torch.Tensor | None,
     interleaved: bool,
     shift: int = 0,
+    latent: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """One request: fp64 keys and values ``[H, n, D]``, its units' scores and places ``[S, u]``.
 
-    ``shift``: by how much positions are beyond ranks.
+    ``shift``: by how much positions are beyond ranks. ``latent``: channels of a latent row's value,
+    which is the end of its key.
     """
     cached, old_slots, unit = (
         step[CACHED],
         step[OLD_SLOTS],
         kv.shape[2] // rank.shape[2],
     )
-    num_heads, head_size, count = kv.shape[1], kv.shape[3] // 2, -(-cached // unit)
+    num_heads, count = kv.shape[1], -(-cached // unit)
+    head_size = kv.shape[3] // 2 if latent is None else kv.shape[3]
     ranks = rank[blocks.long()].transpose(0, 1).flatten(1)[:, : old_slots // unit]
     units = ranks.masked_fill(ranks < 0, 2**31 - 1).argsort(dim=1)[:, :count]
     assert (ranks.gather(1, units) == torch.arange(count)).all(), "not a cache of this many tokens"
@@ -59,7 +62,7 @@ def gather_reference(
     distance = moved[:, :cached].expand(num_heads, -1)
     keys = rotate_reference(rows[..., :head_size], distance, inv_freq, interleaved)
     scores = score[blocks.long()].transpose(0, 1).flatten(1).gather(1, units)
-    return keys, rows[..., head_size:], scores.double(), units
+    return keys, rows[..., -(latent or head_size) :], scores.double(), units
 
 
 def attend_strides_reference(

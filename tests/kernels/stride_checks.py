@@ -19,6 +19,7 @@ from tests.kernels.random_pool import (
     new_tokens,
     on,
     real_rows,
+    rows_of,
     same,
     stride_steps,
     table_of,
@@ -128,13 +129,14 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
         interleaved=case.interleaved,
         reduction=case.reduction,
         salts=dsalts,
+        latent=case.latent,
     )
     insertion(Tokens(query=None, key=dk, value=dv), strides)
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()
         own = slice(step[columns.START], step[columns.START] + step[columns.LENGTH])
-        new = torch.cat([key[own], value[own]], dim=2)
+        new = rows_of(case, key[own], value[own])
         for head_set in range(case.num_sets):
             kept = keeps[row][head_set].nonzero()[:, 0].tolist()
             more = int(recall[row, columns.MORE_RECALLED])

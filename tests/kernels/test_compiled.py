@@ -54,10 +54,10 @@ def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-SPILLED = {" x 256": 96, " x 512": 96, "pages of 47": 8}
+SPILLED = {" x 256": 96, " x 512": 96, " x 576": 16, "pages of 47": 8}
 """Bytes a thread that decode may spill where 255 registers are a few too few: long heads, which
 shared out over warps spill nothing and take more than three times the instructions, and pages that
-tiles do not divide. Everything else spills nothing."""
+tiles do not divide. Everything else spills nothing, but fp32 latents, which nobody serves."""
 
 
 def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 0) -> None:
@@ -67,6 +67,8 @@ def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 
         attends = row["kernel"] == "attend"
         most = max(SPILLED[x] if attends and x in row["label"] else 0 for x in SPILLED)
         most += judge * (row["kernel"] == "judge")
+        if {"latents of 512", "float32"} <= set(row["label"].split(", ")):
+            most = 96
         assert row["spilled"] <= most, row
         assert row["registers"] <= 255 and row["shared"] <= MAX_SHARED[row["capability"]], row
         # a block's registers must fit a multiprocessor at least once
@@ -111,6 +113,20 @@ def test_head_sizes(size: int) -> None:
 
 def test_units() -> None:
     check(compiled("[Shape(unit=16)]", 90), IN_UNITS)
+
+
+def test_latent_rows() -> None:
+    """DeepSeek V3's on a rank of eight, also where a block has 99 KB of shared memory."""
+    check(compiled("LATENT_SHAPES[:1]", 90, 89))
+
+
+@pytest.mark.slow
+def test_latent_rows_on_every_gpu() -> None:
+    scored = "[shape for shape in LATENT_SHAPES if shape.keep_logits]"
+    check(compiled(scored, 80, 86, 89, 90, 100, 120))
+    unscored = "[shape for shape in LATENT_SHAPES if not shape.keep_logits]"
+    check(compiled(unscored, 80, 86, 89, 90, 100, 120), UNSCORED)
+    check(compiled("[LATENT_SPLIT]", 80, 89, 90), {"attend_strides"})
 
 
 def test_strides_in_parts() -> None:
@@ -166,4 +182,5 @@ def test_the_table_in_the_docs() -> None:
     for row in rows:
         for cell in row[3:]:
             registers, _, spilled = map(int, cell.rstrip(" |").split(" / "))
-            assert registers <= 255 and spilled == 0, row
+            latent = "latents" in row[1] and "attend" in row[0]
+            assert registers <= 255 and spilled <= 16 * latent, row

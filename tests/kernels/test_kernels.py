@@ -70,6 +70,25 @@ ATTENTION: dict[str, Case] = {
     "fp16": Case(**SMALL, group=4, dtype=FP16),
     "bf16": Case(**SMALL, group=1, dtype=BF16, per_head=True),
 }  # fmt: skip
+ONE = {"num_heads": 1, "rotary_dim": 16}
+LATENT: dict[str, Case] = {
+    # one row for all heads, whose value is its key's end; more heads than one program has
+    "five": Case(**ONE, group=5, head_size=48, latent=32, lengths=(0, 15, None, 40)),
+    "many": Case(**ONE, group=32, head_size=80, latent=64, lengths=(33,), dtype=BF16, splits=2),
+    "interleaved": Case(
+        **ONE, group=16, head_size=40, latent=24, interleaved=True, block_size=32,
+        lengths=(70, 1), reduction="median", logit_scale=True,
+    ),
+    "as-served": Case(
+        num_heads=1, group=16, head_size=576, latent=512, rotary_dim=64, interleaved=True,
+        lengths=(19,), strides=(5,), dtype=BF16, splits=1,
+    ),
+    "units": Case(
+        **ONE, group=32, head_size=48, latent=32, unit=16, lengths=(0, 35), strides=(9, 20),
+        interleaved=True, reduction="max",
+    ),
+    "small-units": Case(**ONE, group=3, head_size=48, latent=32, unit=4, lengths=(22, None)),
+}  # fmt: skip
 WINDOWS: dict[str, Case] = {
     # whose positions are others', above and below ranks; pages of any size; strides longer than
     # the window, and windows that end inside a tile
@@ -98,6 +117,23 @@ WINDOWS: dict[str, Case] = {
 @pytest.mark.parametrize("name", ATTENTION)
 def test_decode(name: str) -> None:
     checks.check_decode(ATTENTION[name], "cpu")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "units")) for n in LATENT]
+)
+def test_latent_rows(name: str) -> None:
+    """Every kernel on rows whose value is part of their key."""
+    case = LATENT[name]
+    checks.check_decode(case, "cpu")
+    checks.check_prefill(at_units(case), "cpu")
+    checks.check_chunks(at_units(case), "cpu")
+    for scored in (True, False):
+        checks.check_insert_strides(at_units(replace(case, scored=scored)), "cpu")
+    if case.unit == 1:
+        checks.check_insert(case, "cpu")
+    else:
+        checks.check_insert_units(case, "cpu")
 
 
 @pytest.mark.parametrize("name", WINDOWS)

@@ -39,6 +39,15 @@ CASES: dict[str, Case] = {
         num_heads=1, head_size=24, rotary_dim=12, interleaved=True, unit=8, lengths=(39,), holes=2,
         dtype=FP16,
     ),
+    # rows whose value is their key's end
+    "latent": Case(
+        num_heads=1, group=5, head_size=48, latent=32, rotary_dim=16, interleaved=True, unit=8,
+        lengths=(15, None, 39), strides=(20, 9), holes=2,
+    ),
+    "latent-as-served": Case(
+        num_heads=1, group=16, head_size=576, latent=512, rotary_dim=64, interleaved=True, unit=16,
+        lengths=(31,), strides=(19,), dtype=BF16, holes=1,
+    ),
     "as-served": Case(
         num_heads=1, group=4, head_size=128, unit=16, lengths=(79,), strides=(35,), dtype=BF16,
         holes=2,

@@ -12,6 +12,7 @@ from tests.kernels.random_pool import (
     new_tokens,
     on,
     real_rows,
+    rows_of,
     same,
 )
 from tests.kernels.references import survivors_reference
@@ -75,7 +76,7 @@ def check_insert_units(case: Case, device: torch.device | str, variant: int = 0)
         for head_set in range(case.num_sets):
             _insert(cache, after, row, head_set, step, order[head_set].tolist(), kept[head_set])
             slot = _slot_of(cache, row, head_set, step, order[head_set].tolist())
-            cache.put(row, head_set, slot, kv=torch.cat([key[row], value[row]], dim=1))
+            cache.put(row, head_set, slot, kv=rows_of(case, key[row], value[row]))
             if step[columns.CACHED] % case.unit == 0:
                 cache.put(row, head_set, slot, score=float(new_score[row, head_set]))
     same("pool", after.pool, cache.pool)

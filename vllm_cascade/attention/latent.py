@@ -14,7 +14,6 @@ models do.
 from typing import Any
 
 import torch
-from vllm.forward_context import get_forward_context
 
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.layer import NewTokens
@@ -25,7 +24,12 @@ class LatentImpl(KVPolicyImpl):
     """One MLA layer, as vLLM's ``MLAAttention`` calls it; mixed into a device's implementation.
 
     The device's metadata counts all tokens as a prompt's, so ``forward_mha`` gets them all.
+
+    Attributes:
+        layer: the layer, which ``connect`` sets.
     """
+
+    layer: Any = None
 
     def __init__(
         self, *, kv_lora_rank: int, qk_nope_head_dim: int, v_head_dim: int, **others: Any
@@ -41,6 +45,13 @@ class LatentImpl(KVPolicyImpl):
     ) -> None:
         """As for other layers; ``kv_cache`` has no axis of heads."""
         super().prepare(spec, kv_cache.unsqueeze(1), *args, **kwargs)
+
+    def reserve(self, query: torch.Tensor) -> None:
+        """As for other layers, and a step's queries and outputs of latent rows."""
+        assert self.latent is not None, "set by __init__"
+        made = query.new_empty(*query.shape[:2], 2 * self.latent)
+        super().reserve(query.new_empty(*query.shape[:2], self.head_size))
+        del made
 
     def forward_mha(
         self,
@@ -61,8 +72,8 @@ class LatentImpl(KVPolicyImpl):
             k_pe: ``[num_tokens, 1, rope]``, rotated.
             output: ``[num_tokens, num_heads * v_head_dim]``, written here.
         """
-        assert self.latent is not None, "set by __init__"
-        layer = get_forward_context().no_compile_layers[self.name]
+        layer = self.layer
+        assert self.latent is not None and layer is not None, "set by __init__ and connect"
         plain, rotated = q[..., : self._unrotated], q[..., self._unrotated :]
         absorbed = torch.bmm(plain.transpose(0, 1), layer.W_UK_T).transpose(0, 1)
         key = torch.cat([k_pe, kv_c_normed.unsqueeze(1)], dim=-1)
@@ -73,9 +84,35 @@ class LatentImpl(KVPolicyImpl):
             value=key[..., k_pe.shape[-1] :],
             output=attended,
         )
-        self.run(self.name, attn_metadata, new, kv_c_and_k_pe_cache)
+        self.run(self.name, attn_metadata, new, kv_c_and_k_pe_cache.unsqueeze(1))
         heads = output.view(-1, self.num_heads, self._value_size).transpose(0, 1)
         torch.bmm(attended.transpose(0, 1), layer.W_UV, out=heads)
 
     def do_kv_cache_update(self, *args: Any) -> None:
         """Do nothing: ``run`` writes the rows that survive."""
+
+
+def connect(layer: Any) -> None:
+    """Let an ``MLAAttention``'s implementation know it, and be asked in vLLM's profiling runs.
+
+    vLLM does not call the implementation there. It allocates what its own prefill would need, which
+    ours does not use.
+    """
+    stock, impl = layer.forward_impl, layer.impl
+    impl.layer = layer
+
+    def forward_impl(
+        q: torch.Tensor,
+        latents: Any,
+        k_pe: Any,
+        cache: Any,
+        metadata: Any,
+        output: torch.Tensor,
+        **others: Any,
+    ) -> torch.Tensor:
+        if metadata is None:
+            impl.reserve(q)
+            return output.fill_(0)
+        return stock(q, latents, k_pe, cache, metadata, output=output, **others)
+
+    layer.forward_impl = forward_impl

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
@@ -79,12 +79,13 @@ class LayerShape:
     Attributes:
         num_heads: query heads.
         block_size: tokens of a page.
-        rotary_dim: rotated channels of a head; None: all.
+        rotary_dim: rotated channels of a head; None: all, but a latent row's value.
         is_neox: whether rotated channels pair in NeoX style.
         slopes: ALiBi slopes of the query heads; None: keys are rotated.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0 disables it.
         sinks: whether the layer has learned attention sinks.
         window: tokens that a query sees, itself included; None: all that the policy keeps.
+        latent: channels of a latent row's value, which is part of its key; None in other layers.
     """
 
     num_heads: int
@@ -98,19 +99,25 @@ class LayerShape:
     softcap: float = 0.0
     sinks: bool = False
     window: int | None = None
+    latent: int | None = None
 
     def label(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         window = "" if self.window is None else f", window of {self.window}"
-        return f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}, {name}{window}"
+        latent = "" if self.latent is None else f", latents of {self.latent}"
+        heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
+        return f"{heads}, {name}{window}{latent}"
 
     @property
     def rotary(self) -> Rotary | None:
-        dim = self.head_size if self.rotary_dim is None else self.rotary_dim
+        dim = self.head_size - (self.latent or 0) if self.rotary_dim is None else self.rotary_dim
         if self.slopes is not None or dim == 0:
             return None
         exponent = torch.arange(0, dim, 2) / dim
         return Rotary(1.0 / 10000.0**exponent, self.is_neox)
+
+    def output_of(self, query: torch.Tensor) -> torch.Tensor:
+        return query.new_full((*query.shape[:2], self.latent or self.head_size), torch.nan)
 
 
 @dataclass(frozen=True)
@@ -162,7 +169,7 @@ class Side:
         self.pool = torch.full(
             (num_pages, spec.page_size_bytes), 0xFF, dtype=torch.uint8, device=device
         )
-        heads, slots, width = shape.num_kv_heads, spec.page_slots, 2 * shape.head_size
+        heads, slots, width = shape.num_kv_heads, spec.page_slots, spec.row_size
         size = shape.dtype.itemsize
         self.cache = torch.as_strided(
             self.pool.view(shape.dtype),
@@ -177,6 +184,7 @@ class Side:
             shape.softcap or None,
             sinks=sinks if shape.sinks else None,
         )
+        self.impl.latent = shape.latent
         rotary = shape.rotary
         if rotary is not None:
             rotary = Rotary(rotary.inv_freq.to(device), rotary.is_neox)
@@ -204,6 +212,7 @@ class Side:
             dtype=spec.dtype,
             most_units=policy.recall_store // policy.unit,
             most_recalled=policy.recall,
+            latent=spec.latent,
         )
         memory = backend.count_stores(units, spec.schedule, 1 << 40, limits, False)
         stores = self.builder.stores = backend.make_stores(units, memory, self.device)
@@ -219,7 +228,7 @@ class Side:
 
     def run(self, metadata: Any, rows: "Rows") -> torch.Tensor:
         query, key, value = (x.to(self.device) for x in (rows.query, rows.key, rows.value))
-        output = torch.full_like(query, torch.nan)
+        output = self.shape.output_of(query)
         layer = SimpleNamespace(layer_name="layer")
         return self.impl.forward(layer, query, key, value, self.cache, metadata, output)
 
@@ -288,9 +297,8 @@ class Check:
             "head_size": shape.head_size,
             "dtype": shape.dtype,
         }
-        full = KVPolicySpec.from_full(
-            FullAttentionSpec(block_size=shape.block_size, **same), policy
-        )
+        kind = FullAttentionSpec if shape.latent is None else MLAAttentionSpec
+        full = KVPolicySpec.from_full(kind(block_size=shape.block_size, **same), policy)
         self.spec = full
         if shape.window is not None:
             own = window_policy(policy, shape.window)
@@ -367,6 +375,8 @@ class Check:
             angle = positions.double()[:, None] * rotary.inv_freq.double()
             turns = torch.stack([angle.cos(), angle.sin()], dim=1).float()[:, None]
             query, key = (rotate(x, turns, rotary.is_neox) for x in (query, key))
+        if shape.latent is not None:
+            value = key[..., -shape.latent :]
         return Rows(*(x.to(shape.dtype) for x in (query, key, value)))
 
     # --- one step ---------------------------------------------------------------------------------
@@ -490,7 +500,8 @@ class Check:
         heads, size, dtype = self.shape.num_kv_heads, self.shape.head_size, self.shape.dtype
         query = torch.zeros(2, self.shape.num_heads, size, dtype=dtype, device=side.device)
         key, value = (torch.zeros(2, heads, size, dtype=dtype, device=side.device) for _ in "kv")
-        output, layer = torch.empty_like(query), SimpleNamespace(layer_name="layer")
+        value = value[..., -(self.shape.latent or size) :]
+        output, layer = self.shape.output_of(query), SimpleNamespace(layer_name="layer")
         empty = Step(last.firsts, last.lengths, torch.zeros_like(self.table))
         if self.recalls:
             side.builder.requests.is_known = False  # rows of a capture are padding

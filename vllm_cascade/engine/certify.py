@@ -35,16 +35,19 @@ def shape_of(config: VllmConfig) -> LayerShape:
     slopes = tuple(2.0 ** (-8 * (i + 1) / heads) for i in range(heads))
     partial = getattr(hf, "partial_rotary_factor", None) or 1.0
     head_size = model.get_head_size()
+    turning = int(head_size * partial) // 2 * 2
     return LayerShape(
         num_heads=heads,
         num_kv_heads=model.get_num_kv_heads(parallel),
         head_size=head_size,
         dtype=model.dtype,
         block_size=config.cache_config.block_size,
-        rotary_dim=int(head_size * partial) // 2 * 2,
+        rotary_dim=hf.qk_rope_head_dim if model.use_mla else turning,
+        is_neox=not model.use_mla,
         slopes=slopes if model.uses_alibi else None,
         softcap=float(getattr(hf, "attn_logit_softcapping", None) or 0.0),
         sinks=hf.model_type == "gpt_oss",
+        latent=hf.kv_lora_rank if model.use_mla else None,
     )
 
 

@@ -42,7 +42,7 @@ class Device:
         slot: vLLM's backend name that our backend is registered under while layers are built.
         backend: name of our backend class, a ``KVPolicyBackend``. It names a ``StepBuilder`` and a
             ``KVPolicyImpl``.
-        latent_slots, latent_backend: the same for multi-head latent attention, if supported.
+        latent_slots, latent_backend: the same for models with multi-head latent attention.
         page_tokens: tokens of a page without ``--block-size``; None: vLLM's configuration has it.
         most_rules: maximum further rules of one request's own policy; None: no limit.
         own_refusals: what this device cannot run. The first that applies is raised.
@@ -80,11 +80,10 @@ class Device:
         )
         return (*self.own_refusals, worker, *REFUSALS)
 
-    @property
-    def backends(self) -> dict[AttentionBackendEnum, str]:
-        """Our backend classes by the name of vLLM's that each replaces."""
-        latent = dict.fromkeys(self.latent_slots, self.latent_backend)
-        return {self.slot: self.backend, **latent}
+    def backends(self, config: VllmConfig) -> dict[AttentionBackendEnum, str]:
+        """Our backend classes for a model, by the name of vLLM's that each replaces."""
+        slots = self.latent_slots if config.model_config.use_mla else ()
+        return {self.slot: self.backend, **dict.fromkeys(slots, self.latent_backend)}
 
     def is_current(self) -> bool:
         """Whether vLLM runs on this device in this process."""
@@ -166,6 +165,8 @@ class CUDA(Device):
     worker = "vllm_cascade.engine.gpu_worker.GPUKVPolicyWorker"
     slot = AttentionBackendEnum.CUSTOM
     backend = "vllm_cascade.attention.cuda.backend.CUDAKVPolicyBackend"
+    latent_slots = (AttentionBackendEnum.CUSTOM,)
+    latent_backend = "vllm_cascade.attention.cuda.backend.CUDALatentBackend"
     most_rules = MOST_RULES
     session_copies = StreamCopies
     default_check = "once"
@@ -205,12 +206,6 @@ class CUDA(Device):
             lambda _, policy: policy.recall > 0 and policy.unit > MOST_UNIT,
             f"recall's kernels take units of {MOST_UNIT} tokens at most; set unit to no more, or "
             "--kv-recall 0",
-        ),
-        Refusal(
-            "MLA on CUDA",
-            lambda config, _: config.model_config.use_mla,
-            "models with multi-head latent attention (DeepSeek V2 and V3, Kimi K2 and others) run "
-            "on the CPU only: kernels for CUDA are not built; use --kv-policy full",
         ),
         Refusal(
             "shared caches on CUDA",
@@ -257,6 +252,10 @@ class CUDA(Device):
 
     def configure(self, config: VllmConfig, policy: Policy) -> None:
         config.attention_config.backend = self.slot
+        if config.model_config.use_mla:
+            # This pass, on by default for quantised models, rotates latent keys in vLLM's kernel
+            # that writes them to its own slots of the cache.
+            config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
         if compiled(policy).moves_tokens:
             logger.warning(
                 "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than "

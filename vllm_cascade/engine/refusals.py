@@ -8,7 +8,6 @@ are in ``devices.py``.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import cast
 
 from vllm.config import ModelConfig, VllmConfig
 from vllm.transformers_utils.config import iter_rope_parameters
@@ -21,7 +20,6 @@ from vllm_cascade.models.architectures import (
     shares_caches,
 )
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
-from vllm_cascade.policies.arguments import CHECK
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.drafts import HOST_DRAFTERS
@@ -239,15 +237,6 @@ REFUSALS: tuple[Refusal, ...] = (
             policy.recall > 0 and policy.recall_rows == "int8" and config.model_config.use_mla
         ),
         "recall stores latent rows of MLA models as they are cached; set recall_rows to exact",
-    ),
-    Refusal(
-        "check of MLA",
-        lambda config, _: (
-            config.model_config.use_mla
-            and cast(dict, config.additional_config).get(CHECK, "off") != "off"
-        ),
-        f"--{CHECK.replace('_', '-')} must be off for models with multi-head latent attention: it "
-        "does not compare their kernels",
     ),
     _model("encoder-decoder", "encoder-decoder models are", lambda m: m.is_encoder_decoder),
     Refusal(

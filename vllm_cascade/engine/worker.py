@@ -19,6 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.block_table import SlotMappingMode
 
+from vllm_cascade.attention.latent import LatentImpl, connect
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.cache.kinds import bounded
 from vllm_cascade.cache.layout import whole_pages
@@ -95,7 +96,7 @@ class KVPolicyWorker(SessionWorker):
     @contextmanager
     def _our_backend(self) -> Iterator[None]:
         """Make layers built in this context use our backend; later engines are not affected."""
-        backends = self.device_entry.backends
+        backends = self.device_entry.backends(self.vllm_config)
         for slot, backend in backends.items():
             register_backend(slot, backend)
         _cached_get_attn_backend.cache_clear()  # vLLM caches its selection
@@ -115,6 +116,8 @@ class KVPolicyWorker(SessionWorker):
         with self._our_backend():
             super().load_model(**kwargs)
         for layer in self._attention_layers().values():
+            if isinstance(layer.impl, LatentImpl):
+                connect(layer)
             if isinstance(layer, ChunkedLocalAttention):
                 # vLLM's backend for chunks splits a request into one for each chunk.
                 layer.attn_backend = resolve_name(self.device_entry.backend)

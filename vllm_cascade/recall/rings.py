@@ -96,7 +96,7 @@ class Rings(UnitStores):
         places = num_requests * shape.most_units
         keys = (shape.num_layers, shape.num_kv_heads, places, shape.unit)
         pinned = device.type == "cuda"
-        self.rows = torch.empty(*keys, 2 * shape.head_size, dtype=shape.dtype, pin_memory=pinned)
+        self.rows = torch.empty(*keys, shape.row_size, dtype=shape.dtype, pin_memory=pinned)
         self.codes = torch.empty(*keys, shape.head_size, dtype=torch.int8, device=device)
         self.scales = torch.empty(keys, device=device)
         words = (shape.num_layers, shape.num_sets, places)
@@ -369,7 +369,7 @@ def ring_bytes(shape: UnitShape) -> tuple[int, int]:
     """Bytes of one ring on the device, and on the host."""
     keys = shape.num_layers * shape.num_kv_heads * shape.most_units * shape.unit
     words = shape.num_layers * shape.num_sets * shape.most_units * 8
-    return keys * (shape.head_size + 4) + words, keys * 2 * shape.head_size * shape.dtype.itemsize
+    return keys * (shape.head_size + 4) + words, keys * shape.row_size * shape.dtype.itemsize
 
 
 def chunk_bytes(shape: UnitShape) -> int:

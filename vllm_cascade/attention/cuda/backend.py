@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import MultipleOf
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
-from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.memory import RecallMemory
@@ -60,3 +60,19 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return head_size % 8 == 0 and head_size <= 256
+
+
+class CUDALatentBackend(CUDAKVPolicyBackend):
+    """The same for layers of multi-head latent attention."""
+
+    @staticmethod
+    def get_impl_cls() -> type[TritonLatentImpl]:
+        return TritonLatentImpl
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size % 8 == 0 and head_size <= 576

@@ -119,7 +119,16 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
                 recall = [self._plan_recall(rows, names, common.num_reqs) for rows in step.waves]
             waves = self._waves(step, scale, table, recall)
         positions = self.positions.buffer if self.windowed else None
-        return TritonMetadata(self.kv_cache_spec, waves, table, self.tables.rules, scale, positions)
+        return TritonMetadata(
+            self.kv_cache_spec,
+            waves,
+            table,
+            self.tables.rules,
+            scale,
+            positions,
+            num_actual_tokens=common.num_actual_tokens,
+            num_prefills=common.num_reqs,
+        )
 
     def _sent(self, array: np.ndarray) -> torch.Tensor:
         return sent(torch.from_numpy(array), self.device)

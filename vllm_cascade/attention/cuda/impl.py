@@ -31,6 +31,7 @@ from vllm_cascade.attention.cuda.workspace import (
     worst_shapes,
 )
 from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.latent import LatentImpl
 from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.kinds import window_slots
@@ -42,7 +43,7 @@ from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
-from vllm_cascade.kernels.triton.configs import LEAST_PART, Split, attend_splits
+from vllm_cascade.kernels.triton.configs import LEAST_PART, Split, attend_splits, sharing
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
@@ -91,7 +92,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if config is None or policy is None:
             return
         limits, device = config.scheduler_config, query.device
-        worst = worst_shapes(policy, limits, query, self.num_kv_heads, self.least_part)
+        worst = worst_shapes(policy, limits, query, self.num_kv_heads, self.least_part, self.latent)
         workspace_of(device).reserve(size_of(worst), counters_of(worst))
         block = config.cache_config.block_size
         pages, slots = -(-policy.capacity // block), block
@@ -99,8 +100,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             slots = max(slots, window_slots(policy, self.window, block))
         slots *= pages
         num, heads = limits.max_num_seqs, self.num_heads
-        splits = attend_splits(device, num, self.num_kv_heads, slots)
-        parts = torch.empty(num, heads, splits, self.head_size + 1, device=device)
+        splits = attend_splits(device, num, self._decode_programs, slots)
+        size = self.latent or self.head_size
+        parts = torch.empty(num, heads, splits, size + 1, device=device)
         logits = torch.empty(num, heads, slots if policy.uses_attention else 0, device=device)
         stored = policy.recall_store // policy.unit if policy.recall else 0
         worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
@@ -170,7 +172,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if self.recall is not None:
             self.recall.choose(new.query, **recall, single=True)
         query, key, value = new.at(rows)
-        place = new.output[rows] if decode.index is None else torch.empty_like(query)
+        place = new.output[rows]
+        if decode.index is not None:  # a copy
+            place = torch.empty_like(place)
         num_slots = decode.table.shape[1] * pages.block_size
         turning: dict[str, Any] = {**self._turning, "rotation": self._decode_rotation}
         parts, parts_lse, logits, own = attend(
@@ -184,9 +188,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             scale=self.scale,
             softcap=self.softcap,
             **turning,
-            splits=attend_splits(query.device, len(query), self.num_kv_heads, num_slots),
+            splits=attend_splits(query.device, len(query), self._decode_programs, num_slots),
             keep_logits=policy.uses_attention,
             positions=metadata.positions,
+            latent=self.latent,
         )
         lse = merge(
             partial=parts,
@@ -225,6 +230,11 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         )
         if self.recall is not None:
             self.recall.store(**recall, ranks=ranks)
+
+    @property
+    def _decode_programs(self) -> int:
+        """Programs of decode attention per row, KV head or more, and split."""
+        return self.num_kv_heads * sharing(self.num_heads // self.num_kv_heads, self.latent)
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -295,7 +305,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def _kernels_of(self, pages: Pages, reduction: str, split: Split) -> StrideKernels:
         turning, num_queries = self._turning, self.num_heads
-        own = {"num_queries": num_queries, "sinks": self._sink_logits, "split": split}
+        latent: dict[str, Any] = {"latent": self.latent}
+        own = {"num_queries": num_queries, "sinks": self._sink_logits, "split": split, **latent}
         common = {
             "slopes": self.alibi_slopes,
             "scale": self.scale,
@@ -305,9 +316,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         read, words = _words(pages, "kv", "rank", "born"), _words(pages)
         return StrideKernels(
             attention=StrideAttention(**words, **common, **own),
-            sums=ColumnSums(**read, **common, reduction=reduction, num_queries=num_queries),
+            sums=ColumnSums(
+                **read, **common, **latent, reduction=reduction, num_queries=num_queries
+            ),
             choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
-            insertion=StrideInsertion(**words, **turning, reduction=reduction, salts=self._salts),
+            insertion=StrideInsertion(
+                **words, **turning, **latent, reduction=reduction, salts=self._salts
+            ),
             num_sets=pages.rank.shape[1],
             unit=pages.unit,
             reduction=reduction,
@@ -344,6 +359,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             unit=kernels.unit,
             reduction=kernels.reduction if scored else None,
             splits=kernels.attention.split.splits,
+            value_size=self.latent,
         )
         made = rows.strides[self.num_heads, self.head_size] = Strides(
             steps=rows.steps,
@@ -403,6 +419,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             output=new.output,
             sinks=self._sink_logits,
             window=metadata.spec.window,
+            latent=self.latent,
         )
 
     def _in_pytorch(
@@ -431,6 +448,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             if step[STREAM] >= 0:
                 blocks = wave.decode.table[row].long()
                 self.recorder.add(layer, pages, blocks, step[NEW_SLOTS], step[STREAM] + 1)
+
+
+class TritonLatentImpl(LatentImpl, TritonKVPolicyImpl):
+    """One layer of multi-head latent attention."""
 
 
 def _words(pages: Pages, *names: str) -> dict[str, Any]:

@@ -126,6 +126,8 @@ class TritonMetadata(AttentionMetadata):
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
         positions: int64, the tokens' positions in layers with a window; None if positions follow
             from the number of cached tokens.
+
+    The last five are for vLLM's layers of multi-head latent attention.
     """
 
     spec: KVPolicySpec
@@ -134,3 +136,8 @@ class TritonMetadata(AttentionMetadata):
     rules: torch.Tensor
     logit_scale: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    num_actual_tokens: int = 0
+    num_prefills: int = 0
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+    prefill: None = None

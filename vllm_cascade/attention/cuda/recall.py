@@ -78,6 +78,7 @@ class LayerRings:
                 capacity=shape.most_units,
                 num_sets=shape.num_sets,
                 most_asking=asking,
+                latent=layer.latent,
             )
             for first in range(0, len(steps), num)
         ]
@@ -143,6 +144,7 @@ class LayerRings:
             stored_born=self._born,
             stored_token=self._token,
             capacity=self._shape.most_units,
+            latent=layer.latent,
         )
 
     # --- a stride that runs in PyTorch ------------------------------------------------------------

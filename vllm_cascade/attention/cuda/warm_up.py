@@ -45,8 +45,10 @@ def warm_up(
                 num, size, dtype = sum(lengths), impl.head_size, impl.cache_dtype
                 query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
                 key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
-                layer, output = SimpleNamespace(layer_name="warm-up"), torch.empty_like(query)
-                impl.forward(layer, query, key, key, kv_cache, metadata, output)
+                value = key[..., -(impl.latent or size) :]  # of latent rows a part of the key
+                output = query.new_empty(num, impl.num_heads, value.shape[2])
+                layer = SimpleNamespace(layer_name="warm-up")
+                impl.forward(layer, query, key, value, kv_cache, metadata, output)
     finally:
         builder.requests, builder.counters = requests, counters
 

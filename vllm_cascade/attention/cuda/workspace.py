@@ -107,6 +107,7 @@ def stride_shapes(
     unit: int,
     reduction: str | None,
     splits: int,
+    value_size: int | None = None,
 ) -> Shapes:
     """Shapes of the tensors that the stride kernels pass to each other.
 
@@ -120,6 +121,7 @@ def stride_shapes(
         unit: tokens per unit.
         reduction: reduction over the query heads of a set; None if attention computes no scores.
         splits: splits of attention over keys.
+        value_size: channels of values; None: as many as queries have.
     """
     shared = num_rows, num_sets, num_programs(num_rows, num_sets)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -133,7 +135,7 @@ def stride_shapes(
         shapes["sums"] = ((num_rows, heads, width * parts), torch.float32)
     if splits > 1:
         each = num_tokens, query.shape[1], splits
-        shapes["partial"] = ((*each, query.shape[2]), torch.float32)
+        shapes["partial"] = ((*each, value_size or query.shape[2]), torch.float32)
         shapes["marks"] = ((*each, MARKS), torch.float32)
     return shapes
 
@@ -153,7 +155,12 @@ def memory_of(workspace: Workspace, shapes: Shapes) -> dict[str, Any]:
 
 
 def worst_shapes(
-    policy: Policy, limits: SchedulerConfig, query: torch.Tensor, num_heads: int, least: int
+    policy: Policy,
+    limits: SchedulerConfig,
+    query: torch.Tensor,
+    num_heads: int,
+    least: int,
+    value_size: int | None = None,
 ) -> Shapes:
     """``stride_shapes`` of the most strides in a wave, one of them of the greatest length."""
     tokens = limits.max_num_batched_tokens
@@ -168,4 +175,5 @@ def worst_shapes(
         unit=policy.unit,
         reduction=policy.head_reduction if policy.uses_attention else None,
         splits=split_of(policy, query, least).splits,
+        value_size=value_size,
     )

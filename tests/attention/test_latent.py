@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of multi-head latent attention between vLLM and the Triton kernels.
+
+Whole engines are in ``tests/engine/test_latent.py`` and ``test_triton_latent.py``.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config.compilation import PassConfig
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from vllm_cascade.attention.cuda import workspace
+from vllm_cascade.attention.cuda.backend import CUDALatentBackend
+from vllm_cascade.attention.cuda.impl import TritonLatentImpl
+from vllm_cascade.attention.latent import connect
+from vllm_cascade.engine.devices import DEVICES
+from vllm_cascade.policies.registry import resolve
+
+BY_DEVICE = {
+    "cpu": (AttentionBackendEnum.CPU_MLA, AttentionBackendEnum.AMX_MLA),
+    "cuda": (AttentionBackendEnum.CUSTOM,),
+}
+
+
+@pytest.mark.parametrize("device", BY_DEVICE)
+def test_only_models_with_latents_get_the_backend(device: str) -> None:
+    found = {}
+    for use_mla in (True, False):
+        config: Any = SimpleNamespace(model_config=SimpleNamespace(use_mla=use_mla))
+        backends = DEVICES[device].backends(config)
+        found[use_mla] = {slot for slot, name in backends.items() if "Latent" in name}
+        assert DEVICES[device].slot in backends
+    assert found == {True: set(BY_DEVICE[device]), False: set()}
+
+
+@pytest.mark.parametrize("use_mla", [True, False])
+def test_vllm_writes_no_latents_itself(use_mla: bool) -> None:
+    """Where a compiler pass would fuse rotation with the write to vLLM's own slots."""
+    passes = PassConfig(fuse_rope_kvcache_cat_mla=None)
+    passes.fuse_rope_kvcache_cat_mla = True
+    config: Any = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=None),
+        compilation_config=SimpleNamespace(pass_config=passes),
+        model_config=SimpleNamespace(use_mla=use_mla),
+    )
+    DEVICES["cuda"].configure(config, resolve({"name": "cascade"}))
+    assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
+    assert passes.fuse_rope_kvcache_cat_mla is not use_mla
+
+
+def test_vllm_accepts_the_backend() -> None:
+    """Rows of DeepSeek and Kimi, of other sizes, and of none that we compile."""
+    reasons = {
+        size: CUDALatentBackend.validate_configuration(
+            head_size=size,
+            dtype=torch.bfloat16,
+            kv_cache_dtype="auto",
+            block_size=16,
+            use_mla=True,
+            has_sink=False,
+            has_sliding_window=False,
+            use_sparse=False,
+            use_mm_prefix=False,
+            use_per_head_quant_scales=False,
+            device_capability=DeviceCapability(9, 0),
+            attn_type="decoder",
+        )
+        for size in (576, 288, 320, 1088)
+    }
+    assert reasons.pop(1088) == ["head_size not supported"]
+    assert not any(reasons.values()), reasons
+
+
+def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM asks the layer only: ours reserves what strides need, vLLM's own prefill nothing."""
+    monkeypatch.setattr(workspace, "_of_devices", {})
+    own = {"kv_lora_rank": 32, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    impl = TritonLatentImpl(
+        num_heads=4, head_size=48, scale=1.0, num_kv_heads=1, alibi_slopes=None,
+        sliding_window=None, kv_cache_dtype="auto", **own,
+    )  # fmt: skip
+    policy = {"name": "cascade", "budget": 64, "num_sinks": 4, "prefill_stride": 16}
+    impl._config = SimpleNamespace(
+        additional_config={"kv_policy": policy},
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=3),
+        cache_config=SimpleNamespace(block_size=16),
+    )
+    impl.least_part = 16  # strides are split, and leave parts of 32 channels
+    calls: list[Any] = []
+    layer = SimpleNamespace(impl=impl, forward_impl=lambda *args, **more: calls.append(args))
+    connect(layer)
+    assert impl.layer is layer
+    query, output = torch.zeros(32, 4, 16), torch.ones(32, 32)
+    layer.forward_impl(query, None, None, None, None, output=output)
+    assert not calls and not output.any()
+    memory, limits = workspace.workspace_of(query.device), impl._config.scheduler_config
+    worst = workspace.worst_shapes(resolve(policy), limits, query.new_empty(1, 4, 48), 1, 16, 32)
+    assert worst["partial"][0][::3] == (32, 32) and worst["partial"][0][2] > 1
+    reserved = workspace.size_of(worst) + 4 * workspace.counters_of(worst)
+    assert memory.num_bytes == reserved
+    layer.forward_impl(query, None, None, None, SimpleNamespace(), output=output)
+    assert len(calls) == 1 and memory.num_bytes == reserved
