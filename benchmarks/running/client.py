@@ -70,10 +70,14 @@ def stream(server: Server, timeout: float = TIMEOUT, **asked: Any) -> Streamed:
     """
     import openai  # takes a second, which neither options nor engines' processes need spend
 
-    answer, start = Streamed(), time.perf_counter()
-    url = f"{server.url}/v1"
+    answer, url = Streamed(), f"{server.url}/v1"
+    if isinstance(asked.get("prompt"), list):
+        # openai looks at each token of a prompt, a second for 100,000, but not at extra fields.
+        asked["extra_body"] = {**asked.get("extra_body", {}), "prompt": asked["prompt"]}
+        asked["prompt"] = ""
     with openai.OpenAI(base_url=url, api_key="none", timeout=timeout, max_retries=0) as client:
         endpoint = client.chat.completions if "messages" in asked else client.completions
+        start = time.perf_counter()
         options = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0}
         try:
             with endpoint.create(model=server.model, **options, **asked) as chunks:
