@@ -9,6 +9,14 @@ from tests.oracle.full_attention import BY_TRANSFORMERS, OTHER_NAMES, OWN_MODULE
 from tests.oracle.recurrent import RECURRENT
 from tests.patches import families
 
+# vLLM 0.33 adds them; the transformers that it needs has no modules to compare with.
+ADDED_BY_NEXT = {
+    "BeamForCausalLM",
+    "DoryForCausalLM",
+    "FlintForCausalLM",
+    "Kolibri1ForCausalLM",
+}
+
 
 def test_the_page_is_up_to_date() -> None:
     """A new release of vLLM shows here what it added."""
@@ -57,4 +65,5 @@ def test_sources_say_why() -> None:
         assert found[name] == ("refused", why)
     for name in ("Zamba2ForCausalLM", "PanguUltraMoEForCausalLM"):
         assert found[name] == ("untested", "")
-    assert sum(status == "untested" for status, _ in found.values()) <= 10
+    untested = {name for name, (status, _) in found.items() if status == "untested"}
+    assert len(untested - ADDED_BY_NEXT) <= 10
