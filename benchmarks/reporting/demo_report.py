@@ -49,9 +49,9 @@ whole conversation so far. A page holds {block} tokens. "Until first" is the tim
 question to the answer's first token, "a token" the time of each token after it.
 """
 
-FORGETS = """\
-The cascade's server goes on because it forgets. It answers from the tokens that are still \
-cached; a question about another one is answered wrongly."""
+EVICTS = """\
+The cascade's server goes on because it evicts. Evicted tokens wait in host memory, and each \
+answer recalls those that its question attends to most. It knows nothing of the others."""
 
 
 def numbers(read: Read, head: int) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def show_chat(chat: Mapping[str, Any]) -> None:
     ]
     last = chat["arms"][CASCADE]["turns"][-1]["answer"]
     memory_ = f"Most memory: {', '.join(share)}."
-    say(f"\n{stopped(chat)}\n{memory_}\nLast answer: {last}\n\n{FORGETS}\n")
+    say(f"\n{stopped(chat)}\n{memory_}\nLast answer: {last}\n\n{EVICTS}\n")
 
 
 def shown(novel: Mapping[str, Any], chat: Mapping[str, Any]) -> list[str]:

@@ -309,7 +309,7 @@ def test_what_is_said_of_the_chat(chat: dict[str, Any], capsys: pytest.CaptureFi
     demo_report.show_chat(chat)
     printed = capsys.readouterr().out
     assert "Last answer: An answer" in printed and "stock vLLM 32.0 MiB, cascade 5.0 MiB" in printed
-    assert "answered wrongly" in printed
+    assert "It knows nothing of the others" in printed
 
 
 def test_the_last_five_lines(read: dict[str, Any], chat: dict[str, Any]) -> None:
@@ -412,10 +412,10 @@ def test_what_the_kept_run_shows() -> None:
     right = {label: arm["right"] for label, arm in arms.items() if label != STOCK}
     assert data["novel"]["note"]["ago"] > positions and "right" not in arms[STOCK]
     assert right.pop(RECALL) and not any(right.values()), "only recall still has it"
-    # What the document on memory says of the store: all evicted rows, and a quarter to an eighth.
+    # What the document on recall says of the store: all evicted rows and 28 %, in whole chunks.
     rows = arms[STOCK]["peak_kv_bytes"] / positions
     evicted = data["novel"]["tokens"] - arms[RECALL]["tokens_cached"]
-    assert 9 / 8 < arms[RECALL]["host_bytes"] / (evicted * rows) < 1.3
+    assert 9 / 8 < arms[RECALL]["host_bytes"] / (evicted * rows) < 1.32
     assert all(arm["host_bytes"] == 0 for label, arm in arms.items() if label != RECALL)
     stock, ours = (data["chat"]["arms"][label] for label in (STOCK, CASCADE))
     assert stock["refused"]["status"] == 400 and stock["turns"][-1]["context"] <= positions
