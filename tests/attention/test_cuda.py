@@ -5,6 +5,7 @@
 do not do: capture with empty block tables, padded batches, buffers that must stay where they are.
 """
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -421,6 +422,31 @@ def test_a_dummy_run_of_the_second_runner_launches_nothing(num_requests: int) ->
     assert not output.any() and builder.counters.tokens == 0
 
 
+def refused(backend: Any, sizes: Sequence[int], of_windows: bool = False) -> dict[int, list[str]]:
+    """vLLM's reasons against a backend, by the size of a layer's heads.
+
+    Args:
+        of_windows: layers have a window and learned sinks.
+    """
+    return {
+        size: backend.validate_configuration(
+            head_size=size,
+            dtype=torch.bfloat16,
+            kv_cache_dtype="auto",
+            block_size=16,
+            use_mla=backend.is_mla(),
+            has_sink=of_windows,
+            has_sliding_window=of_windows,
+            use_sparse=False,
+            use_mm_prefix=False,
+            use_per_head_quant_scales=False,
+            device_capability=DeviceCapability(9, 0),
+            attn_type="decoder",
+        )
+        for size in sizes
+    }
+
+
 def test_vllm_finds_and_accepts_the_backend() -> None:
     device = GPUKVPolicyWorker.device_entry
     register_backend(device.slot, device.backend)
@@ -428,23 +454,7 @@ def test_vllm_finds_and_accepts_the_backend() -> None:
         assert AttentionBackendEnum.CUSTOM.get_class() is CUDAKVPolicyBackend
     finally:
         device.slot.clear_override()
-    reasons = {
-        size: CUDAKVPolicyBackend.validate_configuration(
-            head_size=size,
-            dtype=torch.bfloat16,
-            kv_cache_dtype="auto",
-            block_size=16,
-            use_mla=False,
-            has_sink=True,
-            has_sliding_window=True,
-            use_sparse=False,
-            use_mm_prefix=False,
-            use_per_head_quant_scales=False,
-            device_capability=DeviceCapability(9, 0),
-            attn_type="decoder",
-        )
-        for size in (64, 80, 96, 128, 256, 512)
-    }
+    reasons = refused(CUDAKVPolicyBackend, (64, 80, 96, 128, 256, 512), of_windows=True)
     assert reasons.pop(512) == ["head_size not supported"]
     assert not any(reasons.values()), reasons
     assert CUDAKVPolicyBackend.get_preferred_block_size(16) == 16

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.config.compilation import PassConfig
-from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from tests.attention.test_cuda import refused
 from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.backend import CUDALatentBackend
 from vllm_cascade.attention.cuda.impl import TritonLatentImpl
@@ -54,23 +54,7 @@ def test_vllm_writes_no_latents_itself(use_mla: bool) -> None:
 
 def test_vllm_accepts_the_backend() -> None:
     """Rows of DeepSeek and Kimi, of other sizes, and of none that we compile."""
-    reasons = {
-        size: CUDALatentBackend.validate_configuration(
-            head_size=size,
-            dtype=torch.bfloat16,
-            kv_cache_dtype="auto",
-            block_size=16,
-            use_mla=True,
-            has_sink=False,
-            has_sliding_window=False,
-            use_sparse=False,
-            use_mm_prefix=False,
-            use_per_head_quant_scales=False,
-            device_capability=DeviceCapability(9, 0),
-            attn_type="decoder",
-        )
-        for size in (576, 288, 320, 1088)
-    }
+    reasons = refused(CUDALatentBackend, (576, 288, 320, 1088))
     assert reasons.pop(1088) == ["head_size not supported"]
     assert not any(reasons.values()), reasons
 

@@ -77,9 +77,10 @@ def quality() -> list[str]:
     old, *_, new = distances("recall-passkey-2048", slice(None), -2)
     found = [keys_found("recall-passkey-2048", arm) for arm in ("sink, recall 8", "full")]
     sink, cascade = (keys_found("recall-passkey", a, slice(1, None)) for a in ("sink", "cascade"))
-    ruler = row_of("ruler-4k", "sink, recall 8")["of full's mean"].split(" (")[0]
+    ruler = row_of("ruler-4k", "sink, recall 8")["of full's mean"].replace(" %", "", 1)
+    mean, interval = ruler.split(" ", 1)  # "110.2 (90.3 to 134.0)"
     return [
-        f"attending to a quarter of them with recall scores {ruler} of full attention",
+        f"a quarter of the tokens with recall scores {mean} % {interval} of full attention",
         f"have {less('perplexity-books-516', 'perplexity'):.1f} % less perplexity with 516 cached",
         f"of numbers {near} to {far} tokens back, with 516 cached, sink found {sink} of 16 and "
         f"cascade {cascade} ",

@@ -74,7 +74,7 @@ def test_what_does_not_fit(
 def test_a_host_without_the_memory(
     monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
-    """By default it runs without; whoever asks for recall gets it and a warning."""
+    """The default falls back to none. Recall that was asked for stays on, with a warning."""
     monkeypatch.setattr(recall_memory, "available_bytes", lambda: 100_000)
     assert resolved({"name": "sink"})["recall"] == 0
     assert "more than the 9.31e-05 GiB of host memory that are available" in warnings.text

@@ -71,6 +71,16 @@ def agrees(
     return llm
 
 
+def check_decoding(
+    pool: EnginePool, path: Path, family: Any, settings: dict[str, Any], prompt_len: int, num: int
+) -> None:
+    """Log-probabilities of ``num`` decoded tokens, without a trace, are the oracle's."""
+    tokens, found = decode(engine(pool, path, settings), random_tokens(0, prompt_len), num)
+    truth = run_family(path, family, tokens[:-1], prompt_len, settings)
+    assert np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
+    pool.close()
+
+
 @pytest.mark.slow
 def test_windows(engine_pool: EnginePool, model_of: Any) -> None:
     family, policy = FAST
@@ -85,13 +95,9 @@ def test_graphs_memory_is_profiled(
     """On a cache of the runner's own specs, as GPUs do by default; tokens are right afterwards."""
     found = graph_profile.turn_on(monkeypatch.setattr)
     two_layers = shallow(FAMILIES[family])
-    path, settings = write_family(tmp_path, two_layers), POLICIES["cascade"]
-    llm = engine(engine_pool, path, settings)
+    path = write_family(tmp_path, two_layers)
+    check_decoding(engine_pool, path, two_layers, POLICIES["cascade"], prompt_len=130, num=6)
     assert found == [{"CUDABuilder"}]
-    tokens, logprobs = decode(llm, random_tokens(0, 130), 6)
-    truth = run_family(path, two_layers, tokens[:-1], 130, settings)
-    assert np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
-    engine_pool.close()
 
 
 @pytest.mark.slow
@@ -119,13 +125,9 @@ def check_company(llm: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gpt-oss"])
 def test_chunks_at_once(family: str, engine_pool: EnginePool, model_of: Any) -> None:
-    """Nobody traces, so that all strides of a chunk are one launch; 700 tokens and 60 more."""
+    """Without a trace all strides of a chunk are one launch."""
     path, settings = model_of(family), POLICIES["sink"] | {"prefill_stride": 32}
-    llm = engine(engine_pool, path, settings)
-    tokens, found = decode(llm, random_tokens(0, 700), 61)
-    truth = run_family(path, FAMILIES[family], tokens[:-1], 700, settings)
-    assert np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
-    engine_pool.close()
+    check_decoding(engine_pool, path, FAMILIES[family], settings, prompt_len=700, num=61)
 
 
 @pytest.mark.slow

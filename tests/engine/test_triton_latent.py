@@ -9,21 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.engine import graph_profile
 from tests.engine.pool import EnginePool
-from tests.engine.test_against_oracle import MAX_ERROR
 from tests.engine.test_batching import ForceTokens
-from tests.engine.test_families import POLICIES, random_tokens
+from tests.engine.test_families import POLICIES
 from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_recall_families import POLICIES as RECALLING
 from tests.engine.test_recall_families import check_replayed
 from tests.engine.test_recall_families import compare as compare_recall
-from tests.engine.test_triton_families import agrees, check_company, engine, triton_backend
+from tests.engine.test_triton_families import agrees, check_company, check_decoding, triton_backend
 from tests.engine.test_triton_processes import check as in_processes
-from tests.engine.test_units import decode
 from tests.oracle.families import run_family, shallow, write_family
 from tests.oracle.full_attention import OWN_MODULES
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
@@ -44,13 +41,9 @@ def test_deepseek(engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.M
     """Memory of CUDA graphs is profiled first, on a cache of the runner's own specs."""
     found = graph_profile.turn_on(monkeypatch.setattr)
     family = shallow(OWN_MODULES["deepseek-v2"])
-    path, settings = write_family(tmp_path, family), POLICIES["cascade"]
-    llm = engine(engine_pool, path, settings)
+    path = write_family(tmp_path, family)
+    check_decoding(engine_pool, path, family, POLICIES["cascade"], prompt_len=130, num=6)
     assert found == [{"CUDABuilder"}]
-    tokens, logprobs = decode(llm, random_tokens(0, 130), 6)
-    truth = run_family(path, family, tokens[:-1], 130, settings)
-    assert np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
-    engine_pool.close()
 
 
 @pytest.mark.slow
@@ -71,14 +64,10 @@ def test_policies(family: str, policy: str, engine_pool: EnginePool, tmp_path: P
 
 @pytest.mark.slow
 def test_chunks_at_once(engine_pool: EnginePool, tmp_path: Path) -> None:
-    """Nobody traces, so that all strides of a chunk are one launch; 700 tokens and 60 more."""
+    """Without a trace all strides of a chunk are one launch."""
     family = OWN_MODULES["deepseek-v2"]
     path, settings = write_family(tmp_path, family), POLICIES["sink"] | {"prefill_stride": 32}
-    llm = engine(engine_pool, path, settings)
-    tokens, found = decode(llm, random_tokens(0, 700), 61)
-    truth = run_family(path, family, tokens[:-1], 700, settings)
-    assert np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
-    engine_pool.close()
+    check_decoding(engine_pool, path, family, settings, prompt_len=700, num=61)
 
 
 @pytest.mark.slow

@@ -57,7 +57,8 @@ def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
 SPILLED = {" x 256": 96, " x 512": 96, " x 576": 16, "pages of 47": 8}
 """Bytes a thread that decode may spill where 255 registers are a few too few: long heads, which
 shared out over warps spill nothing and take more than three times the instructions, and pages that
-tiles do not divide. Everything else spills nothing, but fp32 latents, which nobody serves."""
+tiles do not divide. Everything else spills nothing, except latents in fp32, a type that served
+models do not have."""
 
 
 def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 0) -> None:
