@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.oracle import recall as oracle
 from tests.oracle.recall import in_8_bits, may_round_either_way
 from vllm_cascade.attention.cpu import native
 from vllm_cascade.attention.cpu.native import NativePath
@@ -181,6 +182,12 @@ def test_the_judge_in_cpp(
         theirs = set(evidence.most_asked(row, num).tolist())
         least = min(row[list(theirs)])
         assert all(abs(row[u] - least) <= 1e-6 * least for u in mine ^ theirs)
+
+
+def test_numbers_of_candidates() -> None:
+    """Engines have too few units for them in quick tests, so the oracle's numbers are compared."""
+    found = evidence.CANDIDATES, evidence.FILTERING, native.CANDIDATES, native.FILTERING
+    assert found == 2 * (oracle.CANDIDATES, oracle.FILTERING)
 
 
 @settings(max_examples=30, deadline=None)
