@@ -19,6 +19,15 @@ from .chunk_write import write_rows, write_words
 from .configs import prefill_config
 from .prefill import MOST_REGISTERS, check_new, stride_constants, stride_logits, stride_queries
 from .softmax import empty_softmax, online_softmax, with_sink
+from .stored import (
+    Codes,
+    apart,
+    load_scales,
+    load_stored,
+    load_turned,
+    scale_of,
+    scale_of_word,
+)
 from .tiles import (
     CACHED,
     CHUNK,
@@ -31,15 +40,14 @@ from .tiles import (
     check_steps,
     first_part,
     load_rows,
-    load_turned,
     page_tile,
     shift_of,
     store_rows,
     stride_of,
 )
 
-RENUMBERED, COPIED = 1024, 64
-"""Units per renumbered tile, and slots per written tile."""
+RENUMBERED, COPIED, ENCODED = 1024, 64, 16
+"""Units per renumbered tile, slots per copied tile, and per tile that is encoded in registers."""
 
 
 @triton.jit
@@ -52,6 +60,7 @@ def _attend_chunks(
     born,
     score,
     token,
+    scales,
     table,
     steps,
     chunks,
@@ -85,6 +94,8 @@ def _attend_chunks(
     UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     RENUMBER: tl.constexpr,
     COPY: tl.constexpr,
 ):
@@ -125,7 +136,7 @@ def _attend_chunks(
 
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):
-            slot, unit, _word, rows, distance = page_tile(
+            slot, unit, word, rows, distance = page_tile(
                 kv=kv,
                 rank=rank,
                 born=born,
@@ -152,7 +163,16 @@ def _attend_chunks(
                 if window is not None:
                     away -= shift
                 away = tl.where(seen, away, 0)
-                keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+                if CODE is None:
+                    value_scale = None
+                    keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+                else:
+                    place = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+                    key_scale, value_scale = load_scales(place, seen, apart(PAGE, OF_ROWS))
+                    keys = load_turned(
+                        rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
+                        queries.dtype, CODE,
+                    )  # fmt: skip
                 rank_now = at - moved
                 if FIRST == HEAD:
                     logits = stride_logits(
@@ -160,7 +180,9 @@ def _attend_chunks(
                     )
                     values = load_rows(rows + (ROW - VALUE), seen, 0, VALUE)
                 else:  # read once
-                    values = load_rows(rows + FIRST, seen, 0, VALUE)
+                    values = load_stored(
+                        rows + FIRST, seen, value_scale, queries.dtype, 0, VALUE, CODE
+                    )
                     logits = stride_logits(
                         queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
                         values,
@@ -188,7 +210,19 @@ def _attend_chunks(
                 away -= shift
             away = tl.where(seen, away, 0)
             key_rows = key + at * key_stride + head * HEAD
-            keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+            if CODE is None:
+                value_scale, own = None, None
+                keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+            else:  # tokens of earlier strides are what pages will say of them
+                own = place >= stream - begun
+                wide_keys = load_rows(key_rows, seen, 0, FIRST).to(tl.float32)
+                key_scale = scale_of(wide_keys, scales, CODE, OF_ROWS)
+                keys = load_turned(
+                    key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
+                    queries.dtype, CODE, own,
+                )  # fmt: skip
+                latents = load_rows(key_rows, seen, FIRST, HEAD).to(tl.float32)
+                value_scale = scale_of(latents, scales + 1, CODE, OF_ROWS)
             if FIRST == HEAD:
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window
@@ -196,7 +230,9 @@ def _attend_chunks(
                 value_rows = value + at * value_stride + head * VALUE
                 values = load_rows(value_rows, seen, 0, VALUE)
             else:
-                values = load_rows(key_rows, seen, FIRST, HEAD)
+                values = load_stored(
+                    key_rows, seen, value_scale, queries.dtype, FIRST, HEAD, CODE, own
+                )
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
                     values,
@@ -218,6 +254,7 @@ def _attend_chunks(
             value=value,
             kv=kv,
             rank=rank,
+            scales=scales,
             table=table,
             chunk=chunk,
             positions=positions,
@@ -236,6 +273,8 @@ def _attend_chunks(
             PAGE=PAGE,
             UNIT=UNIT,
             TILE=COPY,
+            CODE=CODE,
+            OF_ROWS=OF_ROWS,
         )
         tl.debug_barrier()
         head_set = head % NUM_SETS
@@ -283,6 +322,7 @@ def attend_chunks(
     sinks: torch.Tensor | None = None,
     window: int | None = None,
     latent: int | None = None,
+    stored: Codes | None = None,
 ) -> None:
     """Attend ``K`` strides of ``M`` requests' chunks and write the survivors into the pages.
 
@@ -306,12 +346,13 @@ def attend_chunks(
         window: tokens that a query sees, its own included, in layers whose ``positions`` come from
             other layers; None: positions are ranks, and a query sees the whole cache.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
     check_steps(steps, steps)
     check_steps(chunks, table)
-    check_new(query, key, kv, latent)
+    check_new(query, key, kv, latent, stored)
     assert finished.dtype == torch.int32 and finished.is_contiguous()
     assert finished.shape[0] >= len(chunks) and finished.shape[1] == 2 * kv.shape[1]
     if len(steps) == 0 or max_length == 0:
@@ -348,7 +389,7 @@ def attend_chunks(
         word_stride=rank.stride(0),
         table_stride=table.stride(0),
         RENUMBER=RENUMBERED,
-        COPY=COPIED,
+        COPY=COPIED if stored is None else ENCODED,
         maxnreg=MOST_REGISTERS,
-        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved, latent),
+        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved, latent, stored),
     )
