@@ -360,17 +360,16 @@ def _store_units(
             code_out = codes + out * HEAD
             if CODE is not None:
                 slots = kv + block * page_stride + (source % PAGE * UNIT + index) * ROW
-                place = scale_place(
-                    scales, block, source % PAGE * UNIT + index, word_stride, OF_ROWS
-                )
-                kept = place
+                offset = source % PAGE * UNIT + index
+                scaled = scale_place(scales, block, offset, word_stride, OF_ROWS)
+                kept = scaled
                 if OF_ROWS:
                     kept = row_scales + out * 2
                 if source >= 0:
                     _store_coded(
                         keys=slots,
                         values=slots + (ROW - VALUE),
-                        place=place,
+                        place=scaled,
                         rows=row_out,
                         row_scales=kept,
                         codes=code_out,
@@ -392,7 +391,7 @@ def _store_units(
                     _store_coded(
                         keys=key + at * key_stride,
                         values=value + at * value_stride,
-                        place=place,
+                        place=scaled,
                         rows=row_out,
                         row_scales=kept,
                         codes=code_out,
@@ -417,7 +416,7 @@ def _store_units(
                     values=slots + (ROW - VALUE),
                     rows=row_out,
                     codes=code_out,
-                    scales=scales + out,
+                    scales=key_scales + out,
                     rotation=rotation,
                     position=written + index,
                     inside=inside,
@@ -434,7 +433,7 @@ def _store_units(
                     values=value + at * value_stride + head * VALUE,
                     rows=row_out,
                     codes=code_out,
-                    scales=scales + out,
+                    scales=key_scales + out,
                     rotation=rotation,
                     position=written + index,
                     inside=inside,

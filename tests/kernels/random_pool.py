@@ -84,7 +84,7 @@ class Case:
         """
         quantiser = self.quantiser
         if quantiser is None:
-            return rows.to(self.dtype), rows.new_empty(*rows.shape[:-1], 0)
+            return rows.to(self.dtype), torch.empty(*rows.shape[:-1], 0)
         codes, scales = [], []
         for part, numbers in enumerate(rows.float().split(self.parts, -1)):
             scale = quantiser.scale(numbers, part)
