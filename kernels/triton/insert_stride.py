@@ -273,9 +273,7 @@ def _insert_strides(
                 keys=keys,
                 values=new,
                 slots=slots,
-                place=scale_place(
-                    scales, block, slot % (PAGE * UNIT), word_stride, OF_ROWS
-                ),
+                place=scale_place(scales, block, slot % (PAGE * UNIT), word_stride, OF_ROWS),
                 inside=kept,
                 rotation=rotation,
                 distance=tl.where(last, cached + begun - stands, 0),

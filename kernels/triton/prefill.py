@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .configs import WHOLE, Config, Split, prefill_config
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
+from .split import is_last, join_parts, leave_part, slots_of_part
 from .stored import (
     Codes,
     apart,
@@ -27,7 +28,6 @@ from .stored import (
     load_turned,
     scale_of_word,
 )
-from .split import is_last, join_parts, leave_part, slots_of_part
 from .strides import LINE_WORDS, Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,

@@ -107,7 +107,9 @@ def scale_place(scales, block, offset, word_stride, OF_ROWS: tl.constexpr):
 
 
 @triton.jit
-def scale_of_word(scales, word, slot, PAGE: tl.constexpr, UNIT: tl.constexpr, OF_ROWS: tl.constexpr):
+def scale_of_word(
+    scales, word, slot, PAGE: tl.constexpr, UNIT: tl.constexpr, OF_ROWS: tl.constexpr
+):
     """``scale_place`` of slots by the places of their words (``tiles.slot_tile``)."""
     place = word - slot % PAGE // UNIT + slot % PAGE
     if not OF_ROWS:

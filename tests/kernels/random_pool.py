@@ -243,9 +243,7 @@ class Cache:
         for which, value in words.items():
             if which == "kv":
                 codes, scale = value[heads], words.get("scale")
-                codes, scale = (
-                    self.case.encode(codes) if scale is None else (codes, scale[heads])
-                )
+                codes, scale = self.case.encode(codes) if scale is None else (codes, scale[heads])
                 self.kv[block, heads, offset] = codes
                 self.scale[block, heads, offset] = scale
             elif which == "scale":

@@ -55,6 +55,13 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+CASES |= {
+    f"{name} {cache_dtype}": replace(CASES[name], cache_dtype=cache_dtype)
+    for name, cache_dtype in (
+        ("latent", "int8_per_token_head"), ("latent", "fp8"),
+        ("latent-as-served", "fp8_per_token_head"),
+    )
+}  # fmt: skip
 OFTEN = ("3", "4-heads", "16", "interleaved")
 
 

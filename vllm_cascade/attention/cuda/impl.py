@@ -337,9 +337,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         read, words = _words(pages, "kv", "rank", "born"), _words(pages)
         return StrideKernels(
             attention=StrideAttention(**words, **common, **own),
-            sums=ColumnSums(
-                **read, **common, **rows, reduction=reduction, num_queries=num_queries
-            ),
+            sums=ColumnSums(**read, **common, **rows, reduction=reduction, num_queries=num_queries),
             choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
             insertion=StrideInsertion(
                 **words, **turning, **rows, reduction=reduction, salts=self._salts
