@@ -11,6 +11,8 @@ In layers with a window, positions differ from ranks (``shift_of``), and a strid
 the window: keys outside a query's window are masked.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,7 @@ from .stored import (
     load_turned,
     scale_of,
     scale_of_word,
+    wide,
 )
 from .tiles import (
     CACHED,
@@ -167,8 +170,8 @@ def _attend_chunks(
                     value_scale = None
                     keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
                 else:
-                    place = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
-                    key_scale, value_scale = load_scales(place, seen, apart(PAGE, OF_ROWS))
+                    scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+                    key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
                     keys = load_turned(
                         rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
                         queries.dtype, CODE,
@@ -211,18 +214,18 @@ def _attend_chunks(
             away = tl.where(seen, away, 0)
             key_rows = key + at * key_stride + head * HEAD
             if CODE is None:
-                value_scale, own = None, None
                 keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
             else:  # tokens of earlier strides are what pages will say of them
                 own = place >= stream - begun
+                latents = load_rows(key_rows, seen, FIRST, HEAD).to(tl.float32)
+                value_scale = scale_of(latents, scales + 1, CODE, OF_ROWS)
+                values = wide(latents, value_scale, CODE, own).to(queries.dtype)
                 wide_keys = load_rows(key_rows, seen, 0, FIRST).to(tl.float32)
                 key_scale = scale_of(wide_keys, scales, CODE, OF_ROWS)
                 keys = load_turned(
                     key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
                     queries.dtype, CODE, own,
                 )  # fmt: skip
-                latents = load_rows(key_rows, seen, FIRST, HEAD).to(tl.float32)
-                value_scale = scale_of(latents, scales + 1, CODE, OF_ROWS)
             if FIRST == HEAD:
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window
@@ -230,9 +233,8 @@ def _attend_chunks(
                 value_rows = value + at * value_stride + head * VALUE
                 values = load_rows(value_rows, seen, 0, VALUE)
             else:
-                values = load_stored(
-                    key_rows, seen, value_scale, queries.dtype, FIRST, HEAD, CODE, own
-                )
+                if CODE is None:
+                    values = load_rows(key_rows, seen, FIRST, HEAD)
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
                     values,
@@ -358,6 +360,8 @@ def attend_chunks(
     if len(steps) == 0 or max_length == 0:
         return
     config = prefill_config(query.device, query.dtype, query.shape[2])
+    if stored is not None:  # encoding needs the registers of other queries
+        config = replace(config, queries=16)
     _attend_chunks[(triton.cdiv(max_length, config.queries), query.shape[1], len(steps))](
         query=query,
         key=key,

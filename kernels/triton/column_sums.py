@@ -107,8 +107,8 @@ def _column_sums(
             value_scale = None
             keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
         else:
-            place = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
-            key_scale, value_scale = load_scales(place, seen, apart(PAGE, OF_ROWS))
+            scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
             keys = load_turned(
                 rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,
                 key.dtype.element_ty, CODE,
@@ -121,10 +121,10 @@ def _column_sums(
         place = (tile - old_tiles) * TILE + tl.arange(0, TILE)
         seen = place < length
         at = cached + place
-        rows = key + (start + place) * key_stride + head * HEAD
-        keys = load_rows(rows, seen, 0, FIRST)
+        new = key + (start + place) * key_stride + head * HEAD
+        keys = load_rows(new, seen, 0, FIRST)
         if FIRST < HEAD:
-            rest_of_keys = load_rows(rows, seen, FIRST, HEAD)
+            rest_of_keys = load_rows(new, seen, FIRST, HEAD)
     column = at // CHUNK
     leaves = seen
     if CHUNK > 1:  # one sum per unit, or per part of a unit

@@ -211,8 +211,8 @@ def _attend_strides(
             value_scale = None
             keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
         else:
-            place = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
-            key_scale, value_scale = load_scales(place, seen, apart(PAGE, OF_ROWS))
+            scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
             keys = load_turned(
                 rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,
                 queries.dtype, CODE,
