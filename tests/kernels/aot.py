@@ -309,5 +309,9 @@ TABLED_SHAPES = (
     SPLIT_SHAPE,
     LATENT,
     replace(LATENT, group=128),
+    *(
+        replace(STORED, only=kernel)
+        for kernel in ("attend", "attend_strides", "attend_chunks", "column_sums")
+    ),
 )
 """What the table in the documentation shows."""
