@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..columns import RULE_COLUMNS
+from .drafts import Saved, check_saved, heads_at_once, save_slot
 from .tiles import (
     CACHED,
     CELL,
@@ -168,6 +169,9 @@ def _insert(
     rules,
     values,
     positions,
+    saves,
+    saved_rows,
+    saved_words,
     key_stride,
     value_stride,
     page_stride,
@@ -180,6 +184,7 @@ def _insert(
     VALUE: tl.constexpr,
     ROW: tl.constexpr,
     HAS_CELLS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CELL_TILE: tl.constexpr,
@@ -289,6 +294,30 @@ def _insert(
         target = home
         fresh = opens  # a joining token writes its K/V row only
         own = tl.maximum(own, 0)
+    if saves is not None:
+        place = tl.load(saves + row).to(tl.int64)
+        if place >= 0:  # a draft
+            slot = tl.where((own < 0) | (target == NEVER), -1, target * UNIT + stream % UNIT)
+            save_slot(
+                place=place,
+                slot=slot,
+                table=table,
+                head_set=head_set,
+                kv=kv,
+                born=born,
+                token=token,
+                saved_rows=saved_rows,
+                saved_words=saved_words,
+                page_stride=page_stride,
+                word_stride=word_stride,
+                NUM_SETS=NUM_SETS,
+                HEADS=HEADS,
+                ROW=ROW,
+                AT_ONCE=AT_ONCE,
+                PAGE=PAGE,
+                UNIT=UNIT,
+            )
+        tl.debug_barrier()  # what was saved is overwritten after this
     if (own < 0) | (target == NEVER):
         return  # a rule deleted the new token
     block = tl.load(table + target // PAGE).to(tl.int64)
@@ -327,6 +356,8 @@ def insert(
     rules: torch.Tensor,
     has_cells: bool,
     positions: torch.Tensor | None = None,
+    saves: torch.Tensor | None = None,
+    saved: Saved | None = None,
 ) -> None:
     """Insert one token per request, evicting by the rules in ``steps`` and ``rules``.
 
@@ -345,6 +376,8 @@ def insert(
         has_cells: whether any rule may have cells.
         positions: int64 key positions of all tokens of the step, in layers with a window; None:
             keys are at ``cached``.
+        saves: int32 ``[>= B]``, places of drafts, -1 for other tokens; None: there are no drafts.
+        saved: with ``saves``, what the drafts replace; written.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
@@ -359,6 +392,9 @@ def insert(
         return
     num_sets, page = rank.shape[1:]
     heads = num_heads // num_sets
+    if saves is not None:
+        assert saved is not None and saves.dtype == torch.int32 and len(saves) >= num_rows
+        check_saved(saved, kv, num_sets)
     # One program per request and head set. Latency dominates: one tile for all slots if possible.
     num_places = table.shape[1] * page
     tile = min(4096, triton.next_power_of_2(num_places))
@@ -377,6 +413,9 @@ def insert(
         rules=rules,
         values=values,
         positions=positions,
+        saves=saves,
+        saved_rows=None if saves is None else saved.rows,
+        saved_words=None if saves is None else saved.words,
         key_stride=key.stride(0),
         value_stride=value.stride(0),
         page_stride=kv.stride(0),
@@ -389,6 +428,7 @@ def insert(
         VALUE=value.shape[2],
         ROW=kv.shape[3],
         HAS_CELLS=has_cells,
+        AT_ONCE=1 if saves is None else heads_at_once(heads, kv.shape[3]),
         PAGE=page,
         TILE=tile,
         CELL_TILE=min(tile, 512),
