@@ -200,7 +200,7 @@ def _check_versions(versions: torch.Tensor, rank: torch.Tensor) -> int:
     return versions.shape[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # as wide as the longest of the requests needs
 def _undo(
     undone,
     table,

@@ -4,13 +4,14 @@
     python -m tests.engine.runner_v2 '{"name": "cascade"}'
     python -m tests.engine.runner_v2 '{"name": "cascade"}' gemma3
     python -m tests.engine.runner_v2 '{"name": "cascade"}' sessions
+    python -m tests.engine.runner_v2 '{"name": "cascade"}' drafts
 
 The second runner, the default on GPUs, needs Triton, and vLLM looks for a Triton that has a backend
 for CPUs. Where kernels are interpreted none is needed, so a stand-in is put there before vLLM is
 imported. Scheduling is asynchronous, as on a GPU. ``on_device.py`` compares with the oracle, as
 ``benchmarks.gpu_engine`` does on a card; then a request that is preempted is compared with one that
 is not. With a family's name, two layers of it are compared instead; with ``sessions``, a second
-engine continues a chat. Every engine measures CUDA graphs' memory as on a GPU, less the capture
+engine continues a chat; with ``drafts``, answers with and without vLLM's n-gram drafts. Every engine measures CUDA graphs' memory as on a GPU, less the capture
 (``graph_profile.py``).
 """
 
@@ -60,7 +61,7 @@ def like_a_gpu() -> None:
     )
 
 
-def small_engine(folder: str, policy: dict[str, Any]) -> LLM:
+def small_engine(folder: str, policy: dict[str, Any], **settings: Any) -> LLM:
     """A random model of one layer, whose cache is full after 36 tokens."""
     return LLM(
         str(write_llama(folder, head_dim=16, num_layers=1, tokenizer_from=MODEL)),
@@ -72,7 +73,7 @@ def small_engine(folder: str, policy: dict[str, Any]) -> LLM:
         kv_cache_memory_bytes=16 << 20,
         max_num_seqs=4,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        **{"enable_prefix_caching": False, **settings},
     )
 
 
@@ -151,11 +152,63 @@ def sessions(policy: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def drafts(policy: dict[str, Any]) -> dict[str, Any]:
+    """Requests that come and are aborted, with n-gram drafts and without; one is preempted twice.
+
+    A second batch starts from snapshots.
+    """
+    from tests.engine.pool import clean_up
+
+    phrase = [11, 52, 97, 203, 344, 18, 25]
+    prompts = [phrase * 6, [*range(30, 50), *phrase * 2], [7] * 5, list(range(60, 93))]
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
+    params = SamplingParams(max_tokens=40, logprobs=0, temperature=0.0, ignore_eos=True)
+    found: dict[str, Any] = {"answers": [], "reused": [], "evicted": [], "runner": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for speculative in (None, config):
+            settings = {"speculative_config": speculative, "enable_prefix_caching": True}
+            llm = small_engine(folder, policy, disable_log_stats=False, **settings)
+            core = llm.llm_engine.engine_core.engine_core
+            answers: dict[str, Any] = {}
+            for batch in "ab":
+                for number, prompt in enumerate(prompts):
+                    request = {"prompt_token_ids": prompt}
+                    llm.llm_engine.add_request(f"{batch}{number}", request, params)
+                step = 0
+                while llm.llm_engine.has_unfinished_requests():
+                    answers |= {out.request_id: out for out in llm.llm_engine.step()}
+                    step += 1
+                    if (batch, step) in (("a", 9), ("a", 14)):
+                        assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+                    if step == 8:
+                        llm.llm_engine.abort_request([f"{batch}3"])
+            done = [answers[name].outputs[0] for name in sorted(answers) if name[1] != "3"]
+            texts = [list(one.token_ids) for one in done]
+            logprobs = [[next(iter(x.values())).logprob for x in one.logprobs] for one in done]
+            found["answers"].append([texts, logprobs])
+            found["reused"].append(core.scheduler.snapshot_counters.hits)
+            core.step_fn()  # in which workers hear of the last drafts
+            (counters,) = llm.collective_rpc("kv_policy_counters")
+            found["evicted"].append(counters["evicted_tokens"])
+            runner = llm.llm_engine.vllm_config.use_v2_model_runner
+            found["runner"].append("V2" if runner else "V1")
+            metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+            for name in ("accepted", "draft"):
+                found[name] = metrics.get(f"vllm:spec_decode_num_{name}_tokens", 0)
+            core.shutdown()
+            del llm, core
+            clean_up()
+    return found
+
+
 if __name__ == "__main__":
     like_a_gpu()
     settings = json.loads(sys.argv[1])
     if sys.argv[2:] == ["sessions"]:
         print("RESULT " + json.dumps(sessions(settings)))
+        sys.exit()
+    if sys.argv[2:] == ["drafts"]:
+        print("RESULT " + json.dumps(drafts(settings)))
         sys.exit()
     if len(sys.argv) > 2:
         (found,) = windows(settings, label=sys.argv[2], tiny=True)

@@ -300,10 +300,6 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",
     ),
-    "speculative decoding on CUDA": (
-        SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
-        "do not undo rejected drafts yet; remove it",
-    ),
     "shared caches on CUDA": (
         SimpleNamespace(
             model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_kv_shared_layers=2))

@@ -55,6 +55,10 @@ GROUPS: dict[str, list[Check]] = {
         *on_cpu(checks.check_insert_units, *UNITS.values()),
         *(partial(checks.check_insert_units, RULES, "cpu", v) for v in range(checks.NUM_RULES)),
     ],
+    "drafts": [
+        *(partial(checks.check_drafts, SHORT[name], "cpu", v) for name in SHORT for v in (4, 10)),
+        *on_cpu(checks.check_drafts, *UNITS.values()),
+    ],
     "assign": on_cpu(checks.check_assign, *kernels.INSERTION.values(), *UNITS.values()),
     "insert_strides": on_cpu(
         check_insert_strides,
@@ -77,7 +81,7 @@ GROUPS: dict[str, list[Check]] = {
     "store-strides": on_cpu(recall_checks.check_store_strides, *at_units(recall.CASES)),
     "recall-strides": on_cpu(check_insert_strides, *at_units(recall.CASES), recalls=True),
 }
-QUICK = {"decode": 2, "chunks": 1, "insert": 4, "insert-units": 1, "insert_strides": 1, "split": 1,
+QUICK = {"decode": 2, "chunks": 1, "insert": 4, "drafts": 2, "insert-units": 1, "insert_strides": 1, "split": 1,
          "recall": 1, "store-tokens": 1}  # fmt: skip
 """Checks of a group in every run."""
 
@@ -123,7 +127,7 @@ def check_group(group: list[Check]) -> None:
 IN_UNITS = ("_unit_of:0",)
 OTHERS = {
     "choose": "insert_strides", "keep": "insert_strides", "insert_stride": "insert_strides",
-    "insert": "insert", "split": "split", "chunk": "chunks", "recall_choose": "recall",
+    "insert": "insert", "drafts": "drafts", "split": "split", "chunk": "chunks", "recall_choose": "recall",
     "recall_store": "store-tokens",
 }  # fmt: skip
 """A group of checks that runs a file's barriers."""

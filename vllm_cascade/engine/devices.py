@@ -230,12 +230,6 @@ class CUDA(Device):
             "models with recurrent layers run on the CPU only: vLLM's CUDA kernels for such layers "
             "have not run on a policy's pages; use --kv-policy full",
         ),
-        Refusal(
-            "speculative decoding on CUDA",
-            lambda config, _: config.speculative_config is not None,
-            "--speculative-config cannot be combined with --kv-policy on CUDA: the kernels do not "
-            "undo rejected drafts yet; remove it",
-        ),
     )
 
     def is_current(self) -> bool:
