@@ -274,7 +274,7 @@ def test_a_prompt_as_long_as_a_row_is_no_uniform_decode(
     ids=lambda policy: policy["name"],
 )
 def test_second_runner(policy: dict[str, Any]) -> None:
-    """vLLM's n-gram drafter on the device, whose drafts the host does not know."""
+    """Drafts that vLLM's drafter makes on the device, and the host does not know."""
     found = run(policy, "drafts")
     assert found["runner"] == ["V2", "V2"]
     (texts, logprobs), (drafted, their) = found["answers"]
