@@ -5,6 +5,7 @@ Two layers see the same streams: one a token at a time, the other in rows with d
 are other tokens. Outputs of accepted tokens and all that a request's pages hold must be byte-equal.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,12 +30,14 @@ from tests.attention.test_paged import (
     PagedLayer,
     Shape,
 )
+from tests.attention.test_selfcheck import broken
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.kernels.triton import drafts, schedule
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.step.drafts import Drafted, Drafts
 from vllm_cascade.step.plan import describe
@@ -43,6 +46,8 @@ from vllm_cascade.step.rows import RequestTokens, Step
 MOST_REQUESTS = 3
 WORDS = ("rank", "born", "score", "token")
 
+ON_CUDA = ("h2o-heads", "units", "latent")
+"""Cases that run in Triton's interpreter in every run; 8-bit rows are refused on CUDA."""
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "window": (Shape(group=1), {"name": "window", "budget": 17, "prefill_stride": 16}),
     "sink": (Shape(), {"name": "sink", "budget": 13, "num_sinks": 3, "prefill_stride": 8}),
@@ -85,7 +90,7 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(params=[*CHOICES, "triton"])
+@pytest.fixture(params=CHOICES)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The implementation that layers built in this test get; Triton's is interpreted."""
     if request.param == "triton":
@@ -302,7 +307,18 @@ def run_to_the_end(streams: Streams, right: float) -> Streams:
     return streams
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("path", "case"),
+    [
+        *itertools.product(CHOICES, CASES),
+        *(
+            pytest.param("triton", case, marks=[pytest.mark.slow] * (case not in ON_CUDA))
+            for case, (shape, _) in CASES.items()
+            if shape.cache_dtype == "auto"
+        ),
+    ],
+    indirect=["path"],
+)
 def test_nothing_is_left_of_rejected_drafts(path: str, case: str) -> None:
     calls = load().calls["undone"]
     streams = run(case, most=4, right=0.6, seed=1)
@@ -444,6 +460,48 @@ def test_a_broken_part_is_caught(
     breakage(monkeypatch)
     with pytest.raises((AssertionError, IndexError)):  # a slot that was not saved is any number
         run("small-window", 7, 0.5, seed=5)
+
+
+def nothing_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonKVPolicyImpl, "undo", lambda self, undone: None)
+
+
+def kernel(function: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A kernel with something else in place of ``old``."""
+    module = schedule if function == "_schedule" else drafts
+
+    def breakage(monkeypatch: pytest.MonkeyPatch) -> None:
+        broken(module, function, old, new, monkeypatch)
+
+    breakage.__name__ = f"{function}: {new}"
+    return breakage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        one_too_few,
+        first_draft_not_saved,
+        positions_of_rows,
+        nothing_undone,
+        kernel("_save_versions", "place % MOST", "0 * place"),  # a version too few
+        kernel("_save_versions", "tl.load(score + word", "tl.load(rank + word"),
+        kernel("save_slot", "own, ROW, HEADS", "own + ROW, ROW, HEADS"),  # a row over a victim
+        kernel("save_slot", "tl.load(born + word)", "1 + tl.load(born + word)"),
+        kernel("_undo", "(num - 1 - i)", "i"),  # the oldest first
+        kernel("_schedule", "positions + row, cached", "positions + row, 0 * cached + 3"),
+    ],
+    ids=lambda breakage: breakage.__name__,
+)
+def test_a_broken_part_is_caught_on_cuda(
+    breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    breakage(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        run("small-window", 5, 0.5, seed=5)
 
 
 # --- the host's part ------------------------------------------------------------------------------

@@ -247,7 +247,7 @@ def test_rows_with_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not alike or not planning.waiting
         assert [wave.decode.saves is None for wave in metadata.waves] == [True, *[False] * most]
         kernels, operations = count_layer(layer, metadata, sum(lengths))
-        expected = {kernel: 1 + most for kernel in one} | {"save_versions": most}
+        expected = dict.fromkeys(one, 1 + most) | {"save_versions": most}
         assert kernels == expected and not operations.waiting
         assert not alike or not operations.launches
     rejected = [Rejected(str(row), 102, 2, row * most + 1) for row in range(rows)]

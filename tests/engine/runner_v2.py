@@ -11,8 +11,8 @@ for CPUs. Where kernels are interpreted none is needed, so a stand-in is put the
 imported. Scheduling is asynchronous, as on a GPU. ``on_device.py`` compares with the oracle, as
 ``benchmarks.gpu_engine`` does on a card; then a request that is preempted is compared with one that
 is not. With a family's name, two layers of it are compared instead; with ``sessions``, a second
-engine continues a chat; with ``drafts``, answers with and without vLLM's n-gram drafts. Every engine measures CUDA graphs' memory as on a GPU, less the capture
-(``graph_profile.py``).
+engine continues a chat; with ``drafts``, there are answers with and without n-gram drafts. Every
+engine measures CUDA graphs' memory as on a GPU, less the capture (``graph_profile.py``).
 """
 
 import os

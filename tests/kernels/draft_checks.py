@@ -4,7 +4,16 @@
 import torch
 
 from tests.kernels.insertion_checks import rules_of
-from tests.kernels.random_pool import POISON, Cache, Case, make_cache, new_tokens, on, real_rows, same
+from tests.kernels.random_pool import (
+    POISON,
+    Cache,
+    Case,
+    make_cache,
+    new_tokens,
+    on,
+    real_rows,
+    same,
+)
 from tests.kernels.unit_checks import unit_rules_of
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.drafts import Saved, save_versions, undo

@@ -81,8 +81,8 @@ GROUPS: dict[str, list[Check]] = {
     "store-strides": on_cpu(recall_checks.check_store_strides, *at_units(recall.CASES)),
     "recall-strides": on_cpu(check_insert_strides, *at_units(recall.CASES), recalls=True),
 }
-QUICK = {"decode": 2, "chunks": 1, "insert": 4, "drafts": 2, "insert-units": 1, "insert_strides": 1, "split": 1,
-         "recall": 1, "store-tokens": 1}  # fmt: skip
+QUICK = {"decode": 2, "chunks": 1, "insert": 4, "drafts": 2, "insert-units": 1,
+         "insert_strides": 1, "split": 1, "recall": 1, "store-tokens": 1}  # fmt: skip
 """Checks of a group in every run."""
 
 
@@ -127,8 +127,8 @@ def check_group(group: list[Check]) -> None:
 IN_UNITS = ("_unit_of:0",)
 OTHERS = {
     "choose": "insert_strides", "keep": "insert_strides", "insert_stride": "insert_strides",
-    "insert": "insert", "drafts": "drafts", "split": "split", "chunk": "chunks", "recall_choose": "recall",
-    "recall_store": "store-tokens",
+    "insert": "insert", "drafts": "drafts", "split": "split", "chunk": "chunks",
+    "recall_choose": "recall", "recall_store": "store-tokens",
 }  # fmt: skip
 """A group of checks that runs a file's barriers."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows with drafts, all of which are rejected, for the comparison of a device with the reference."""
+"""Rows with drafts, all of which are rejected, for the check of a device."""
 
 from collections.abc import Sequence
 
@@ -33,9 +33,7 @@ class EveryDraft(Drafts):
         """All drafts of rows of these lengths; None if there are none."""
         rows = [
             (row * self.most, length - 1, schedule.peak_at(first + 1), first + 1)
-            for row, (first, length) in enumerate(
-                zip(self._firsts.tolist(), lengths, strict=True)
-            )
+            for row, (first, length) in enumerate(zip(self._firsts.tolist(), lengths, strict=True))
             if length > 1
         ]
         which = [row for row, length in enumerate(lengths) if length > 1]

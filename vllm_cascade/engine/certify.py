@@ -141,9 +141,7 @@ def _facts(entry: Device) -> dict[str, Any]:
     return facts
 
 
-def _verdict_file(
-    policy: Policy, shapes: Sequence[LayerShape], entry: Device, drafts: int
-) -> Path:
+def _verdict_file(policy: Policy, shapes: Sequence[LayerShape], entry: Device, drafts: int) -> Path:
     key = _facts(entry) | {
         "shapes": repr(tuple(shapes)),
         "policy": [policy.name, policy.model_dump()],

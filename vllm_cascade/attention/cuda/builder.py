@@ -3,10 +3,11 @@
 
 A batch of single tokens is described by persistent buffers that the kernel ``schedule`` rewrites
 from the sequence lengths, so that a captured CUDA graph finds the next step in the same memory and
-the host reads nothing back. With speculative decoding this is also a batch in which every request
-has equally many drafts: wave after wave of single tokens. A step with a prompt in it is planned on the host as for any device
-(``step/plan.py``), wave by wave, and runs outside full graphs; so does every step of a policy
-that moves tokens, which rules do not say and PyTorch runs on the device.
+the host reads nothing back. So is a batch in which every request has a known token and equally many
+drafts (speculative decoding): as waves, each with one token of every request. A step with a prompt
+in it is planned on the host as for any device (``step/plan.py``), wave by wave, and runs outside
+full graphs; so does every step of a policy that moves tokens, which rules do not say and PyTorch
+runs on the device.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,6 @@ from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.inputs import NO_RANK, strides_of
 from vllm_cascade.step.recall import plan_rings
 from vllm_cascade.step.rows import Step, StrideRows, split
-
 
 ALIGNED = 16
 """Rows of a wave's buffers are a multiple of this. A pointer's alignment selects a variant."""
