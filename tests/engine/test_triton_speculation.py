@@ -169,7 +169,7 @@ QUICK = ("cascade-heads", "recall")
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
 )
 def test_every_policy(name: str, engine_pool: EnginePool, llama: Path) -> None:
-    check_case(engine_pool, name, llama, [0.7] if name != "cascade-heads" else [0.0, 0.6, 1.0])
+    check_case(engine_pool, name, llama, [0.7])
 
 
 @pytest.mark.slow
@@ -202,35 +202,35 @@ def test_layers_of_other_kinds(architecture: str, engine_pool: EnginePool, tmp_p
 
 def test_snapshots_preemptions_and_aborts(engine_pool: EnginePool, llama: Path) -> None:
     """Requests that come and go; a second batch starts from snapshots of the first one's."""
-    asked = ASKED["cascade"]
-    prompts = [TOKENS[9 * i :][: 1 + 11 * i % 37] for i in range(8)]
-    prompts[7] = TOKENS[:3] * 4 + prompts[7]
-    own = [asked[i % 3] for i in range(8)]
-    plain = engine(engine_pool, CASCADE, 0, llama, enable_prefix_caching=True)
-    truth = answers(plain, prompts, own, num=24)
-    llm = engine(engine_pool, CASCADE, 5, llama, enable_prefix_caching=True)
+    num, policy = 14, {**CASCADE, "budget": 16, "trace": False}
+    asked = [{}, {"kv_budget": 12}, {"kv_policy": "h2o", "kv_budget": 12}]
+    prompts = [TOKENS[9 * i :][: 1 + 11 * i] for i in range(4)]
+    own = [asked[i % 3] for i in range(4)]
+    plain = engine(engine_pool, policy, 0, llama, enable_prefix_caching=True)
+    truth = answers(plain, prompts, own, num=num)
+    llm = engine(engine_pool, policy, 3, llama, enable_prefix_caching=True)
     script(prompts, truth, 0.7)
     core, found = llm.llm_engine.engine_core.engine_core, {}
     for batch in range(2):
         for i, prompt in enumerate(prompts):
             params = SamplingParams(
-                max_tokens=24, temperature=0, logprobs=0, ignore_eos=True, extra_args=own[i]
+                max_tokens=num, temperature=0, logprobs=0, ignore_eos=True, extra_args=own[i]
             )
             llm.llm_engine.add_request(f"{batch}.{i}", {"prompt_token_ids": prompt}, params)
         step = 0
         while llm.llm_engine.has_unfinished_requests():
             found |= {out.request_id: out.outputs[0] for out in llm.llm_engine.step()}
             step += 1
-            if step in (6, 9):
-                llm.llm_engine.abort_request([f"{batch}.{step - 3}"])  # requests 3 and 6
-            if (batch, step) == (0, 8):
+            if step == 4:
+                llm.llm_engine.abort_request([f"{batch}.1"])
+            if (batch, step) == (1, 5):
                 assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
     for batch in range(2):
-        for i in set(range(8)) - {3, 6}:
+        for i in (0, 2, 3):
             one = found[f"{batch}.{i}"]
             logprobs = [next(iter(entry.values())).logprob for entry in one.logprobs]
             compare([(list(one.token_ids), logprobs)], truth[i : i + 1])
-    assert metrics(llm)["snapshot_hits"] > 2 and spec_metric(llm, "num_accepted_tokens") > 50
+    assert metrics(llm)["snapshot_hits"] > 1 and spec_metric(llm, "num_accepted_tokens") > 15
     flush(llm)
     assert pool_usage(llm) == 0.0 and len(worker_drafts(llm)._free) == 16
     engine_pool.close()

@@ -75,7 +75,8 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
     _check_saved(ours, cache, steps, saves)
 
     undone = torch.zeros(len(drafts) + 1, 4, dtype=torch.int32)  # the last row undoes nothing
-    undone[:-1, 0], undone[:-1, 1] = saves[drafts], 1
+    undone[:-1, 0] = saves[drafts]
+    undone[:-1, 1] = torch.tensor([_replace_again(ours, row, int(saves[row])) for row in drafts])
     undone[:-1, 2] = steps[drafts, columns.OLD_SLOTS]
     table = torch.cat([cache.table[drafts], torch.zeros_like(cache.table[:1])])
     dundone, dtable = on(device, undone, table)
@@ -91,6 +92,25 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
         _check_row(case, ours.cache, expected, row, int(steps[row, columns.OLD_SLOTS]))
     same("null block", ours.cache.pool[0], cache.pool[0])
     return 0.0
+
+
+def _replace_again(ours: Pool, row: int, place: int) -> int:
+    """Let the next draft, if there may be one, have replaced the same slots; returns their number.
+
+    What it would have saved is what the first one has written.
+    """
+    if (place + 1) % MOST == 0:
+        return 1
+    case, cache, (rows, words) = ours.cache.case, ours.cache, ours.saved
+    words[place + 1, 0] = words[place, 0]
+    for head_set, slot in enumerate(words[place, 0].tolist()):
+        if slot >= 0:
+            block, offset = cache.table[row, slot // case.block_size], slot % case.block_size
+            heads = slice(head_set, head_set + 1) if case.per_head else slice(None)
+            rows[place + 1, heads] = cache.kv[block, heads, offset]
+            for number, word in enumerate((cache.born, cache.token)):
+                words[place + 1, 1 + number, head_set] = word[block, head_set, offset // case.unit]
+    return 2
 
 
 def _check_versions(ours: Pool, cache: Cache, steps: torch.Tensor, saves: torch.Tensor) -> None:

@@ -124,7 +124,7 @@ def check_group(group: list[Check]) -> None:
         assert not conflicts(launch), summary([launch])
 
 
-IN_UNITS = ("_unit_of:0",)
+OF_OTHER_GROUPS = {"_unit_of:0": "insert-units", "_insert:1": "drafts"}
 OTHERS = {
     "choose": "insert_strides", "keep": "insert_strides", "insert_stride": "insert_strides",
     "insert": "insert", "drafts": "drafts", "split": "split", "chunk": "chunks",
@@ -136,7 +136,7 @@ OTHERS = {
 def missed(barrier: str) -> Counter[object]:
     """What is found without a barrier, until something is."""
     file = barriers()[barrier].split(".")[0]
-    group = GROUPS["insert-units" if barrier in IN_UNITS else OTHERS[file]]
+    group = GROUPS[OF_OTHER_GROUPS.get(barrier, OTHERS[file])]
     found: Counter[object] = Counter()
     for check in group[:40]:
         with detected(orders=0, without=barrier) as detector:

@@ -19,6 +19,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, KVPolicyError
 from vllm_cascade.sessions.copies import Copies, StreamCopies
+from vllm_cascade.step.drafts import HOST_DRAFTERS
 
 WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
 """Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
@@ -229,6 +230,15 @@ class CUDA(Device):
             lambda config, _: config.model_config.is_hybrid,
             "models with recurrent layers run on the CPU only: vLLM's CUDA kernels for such layers "
             "have not run on a policy's pages; use --kv-policy full",
+        ),
+        Refusal(
+            "drafting models on CUDA",
+            lambda config, _: (
+                (drafts := config.speculative_config) is not None
+                and drafts.method not in HOST_DRAFTERS
+            ),
+            "--speculative-config has a method whose drafts come from a model or a device, which "
+            "is not built for CUDA; set its method to ngram or suffix",
         ),
     )
 
