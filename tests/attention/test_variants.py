@@ -127,6 +127,7 @@ class Served:
             if length > 1
         }
         self.run(lengths, firsts, [False] * len(lengths))
+        builder.drafts._drafted.clear()
         rejected = [Rejected(n, f + 1, num - 1, 0) for n, num, f in rows if num > 1]
         pages = [list(range(1, 2 + first % self.pages)) for first in firsts]
         undone = builder.undone(rejected, pages[: len(rejected)])
