@@ -485,11 +485,12 @@ def kernel(function: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], 
         first_draft_not_saved,
         positions_of_rows,
         nothing_undone,
-        kernel("_save_versions", "place % MOST", "0 * place"),  # a version too few
+        # A version too few, a row over a victim, the oldest first.
+        kernel("_save_versions", "place % MOST", "0 * place"),
         kernel("_save_versions", "tl.load(score + word", "tl.load(rank + word"),
-        kernel("save_slot", "own, ROW, HEADS", "own + ROW, ROW, HEADS"),  # a row over a victim
+        kernel("save_slot", "own, ROW, HEADS, ROW,", "own, ROW, HEADS, ROW // 2,"),
         kernel("save_slot", "tl.load(born + word)", "1 + tl.load(born + word)"),
-        kernel("_undo", "(num - 1 - i)", "i"),  # the oldest first
+        kernel("_undo", "(num - 1 - i)", "i"),
         kernel("_schedule", "positions + row, cached", "positions + row, 0 * cached + 3"),
     ],
     ids=lambda breakage: breakage.__name__,

@@ -225,7 +225,7 @@ DRAFTING: list[tuple[str, str, str, str]] = [
     ("h2o", "_save_versions", "tl.load(score + word", "tl.load(rank + word"),
     ("cascade", "save_slot", "note, slot)", "note, slot * 0)"),
     ("cascade", "save_slot", "tl.load(born + word)", "1 + tl.load(born + word)"),
-    ("cascade", "save_slot", "own, ROW, HEADS", "own + ROW, ROW, HEADS"),
+    ("cascade", "save_slot", "own, ROW, HEADS, ROW,", "own, ROW, HEADS, ROW // 2,"),
     ("cascade", "_undo", "(num - 1 - i)", "i"),
     ("sink", "_undo", "tl.store(rank + word,", "tl.store(versions + word,"),
 ]
