@@ -485,13 +485,14 @@ def kernel(function: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], 
         first_draft_not_saved,
         positions_of_rows,
         nothing_undone,
-        # A version too few, a row over a victim, the oldest first.
+        # A version too few, a row over a victim, the oldest first; and positions that continue from
+        # a row's first token, so that they depend on what was accepted before.
         kernel("_save_versions", "place % MOST", "0 * place"),
         kernel("_save_versions", "tl.load(score + word", "tl.load(rank + word"),
         kernel("save_slot", "own, ROW, HEADS, ROW,", "own, ROW, HEADS, ROW // 2,"),
         kernel("save_slot", "tl.load(born + word)", "1 + tl.load(born + word)"),
         kernel("_undo", "(num - 1 - i)", "i"),
-        kernel("_schedule", "positions + row, cached", "positions + row, 0 * cached + 3"),
+        kernel("_schedule", "row, cached.to(", "row, (cached + row % WAVES).to("),
     ],
     ids=lambda breakage: breakage.__name__,
 )
