@@ -226,7 +226,7 @@ DRAFTING: list[tuple[str, str, str, str]] = [
     ("cascade", "save_slot", "note, slot)", "note, slot * 0)"),
     ("cascade", "save_slot", "tl.load(born + word)", "1 + tl.load(born + word)"),
     ("cascade", "save_slot", "own, ROW, HEADS, ROW,", "own, ROW, HEADS, ROW // 2,"),
-    ("cascade", "_undo", "(num - 1 - i)", "i"),
+    ("cascade", "_undo", "range(num)", "range(num - 1)"),
     ("sink", "_undo", "tl.store(rank + word,", "tl.store(versions + word,"),
 ]
 """The same of the kernels for drafts, which are in one file."""
