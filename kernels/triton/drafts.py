@@ -29,10 +29,24 @@ class Saved(NamedTuple):
     Attributes:
         rows: ``[places, H, row_size]``, as in the pages.
         words: int32 ``[places, 3, S]``.
+        scale: fp32 ``[places, H, 2]``, and ``page_scale``: the ``Pages`` view that it is from; None
+            if rows have no scales of their own.
     """
 
     rows: torch.Tensor
     words: torch.Tensor
+    scale: torch.Tensor | None = None
+    page_scale: torch.Tensor | None = None
+
+
+def slot_arguments(saved: Saved | None) -> dict[str, torch.Tensor | None]:
+    """By name, as kernels take them; scales as they are, whatever their bits mean."""
+    if saved is None:
+        return dict.fromkeys(("saved_rows", "saved_words", "saved_scale", "scale"))
+    scales = saved.scale, saved.page_scale
+    own, page = (None if x is None else x.view(torch.int32) for x in scales)
+    names = {"saved_rows": saved.rows, "saved_words": saved.words}
+    return {**names, "saved_scale": own, "scale": page}
 
 
 def heads_at_once(heads: int, row_size: int) -> int:
@@ -58,6 +72,37 @@ def _copy_heads(
 
 
 @triton.jit
+def _copy_scales(
+    source,
+    target,
+    place,
+    head_set,
+    at,
+    NUM_SETS: tl.constexpr,
+    HEADS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SAVES: tl.constexpr,
+):
+    """Copy the two scales of a row in each head of a set, to a draft's place or from it.
+
+    Args:
+        place: of the draft, int64.
+        at: offset of the slot's first scale in the first head's.
+    """
+    head = head_set * HEADS + tl.arange(0, triton.next_power_of_2(HEADS))
+    inside = head < (head_set + 1) * HEADS
+    own = (place * (NUM_SETS * HEADS) + head) * 2
+    for which in tl.static_range(2):
+        page = at + head * (2 * SLOTS) + which * SLOTS
+        if SAVES:
+            bits = tl.load(source + page, mask=inside)
+            tl.store(target + own + which, bits, mask=inside)
+        else:
+            bits = tl.load(source + own + which, mask=inside)
+            tl.store(target + page, bits, mask=inside)
+
+
+@triton.jit
 def _where(
     slot,
     table,
@@ -69,11 +114,13 @@ def _where(
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """A slot's offsets in the pages: its unit's words, and its row in the set's first head."""
+    """A slot's offsets in the pages: its unit's words, its row in the set's first head, and its
+    first scale in the layer's first head."""
     block = tl.load(table + slot // (PAGE * UNIT)).to(tl.int64)
     within = slot % (PAGE * UNIT)
     word = block * word_stride + head_set * PAGE + within // UNIT
-    return word, block * page_stride + (head_set * (HEADS * PAGE * UNIT) + within) * ROW
+    row = block * page_stride + (head_set * (HEADS * PAGE * UNIT) + within) * ROW
+    return word, row, block * word_stride + within
 
 
 @triton.jit
@@ -85,8 +132,10 @@ def save_slot(
     kv,
     born,
     token,
+    scale,
     saved_rows,
     saved_words,
+    saved_scale,
     page_stride,
     word_stride,
     NUM_SETS: tl.constexpr,
@@ -106,12 +155,19 @@ def save_slot(
     note = saved_words + place * (SLOT_WORDS * NUM_SETS) + head_set
     tl.store(note, slot)
     if slot >= 0:
-        word, row = _where(slot, table, head_set, page_stride, word_stride, HEADS, ROW, PAGE, UNIT)
+        word, row, first_scale = _where(
+            slot, table, head_set, page_stride, word_stride, HEADS, ROW, PAGE, UNIT
+        )
         tl.store(note + NUM_SETS, tl.load(born + word))
         if token is not None:
             tl.store(note + 2 * NUM_SETS, tl.load(token + word))
         own = saved_rows + (place * NUM_SETS + head_set) * (HEADS * ROW)
         _copy_heads(kv + row, PAGE * UNIT * ROW, own, ROW, HEADS, ROW, AT_ONCE)
+        if scale is not None:
+            slots: tl.constexpr = PAGE * UNIT
+            _copy_scales(
+                scale, saved_scale, place, head_set, first_scale, NUM_SETS, HEADS, slots, True
+            )
 
 
 @triton.jit
@@ -209,9 +265,11 @@ def _undo(
     born,
     score,
     token,
+    scale,
     versions,
     saved_rows,
     saved_words,
+    saved_scale,
     page_stride,
     word_stride,
     table_stride,
@@ -235,7 +293,7 @@ def _undo(
         note = saved_words + at * (SLOT_WORDS * NUM_SETS) + head_set
         slot = tl.load(note)
         if slot >= 0:
-            word, target = _where(
+            word, target, first_scale = _where(
                 slot, table, head_set, page_stride, word_stride, HEADS, ROW, PAGE, UNIT
             )
             tl.store(born + word, tl.load(note + NUM_SETS))
@@ -243,6 +301,11 @@ def _undo(
                 tl.store(token + word, tl.load(note + 2 * NUM_SETS))
             rows = saved_rows + (at * NUM_SETS + head_set) * (HEADS * ROW)
             _copy_heads(rows, ROW, kv + target, PAGE * UNIT * ROW, HEADS, ROW, AT_ONCE)
+            if scale is not None:
+                page: tl.constexpr = PAGE * UNIT
+                _copy_scales(
+                    saved_scale, scale, at, head_set, first_scale, NUM_SETS, HEADS, page, False
+                )
         tl.debug_barrier()  # the next one may restore the same slot
     version = versions + place % MOST * (2 * NUM_SETS * PAGE)
     for first in range(0, slots, TILE):
@@ -276,7 +339,7 @@ def undo(
     most, num_heads, row_size = _check_versions(versions, rank), kv.shape[1], kv.shape[3]
     assert undone.dtype == table.dtype == torch.int32 and undone.is_contiguous()
     assert undone.shape[1] == UNDONE_COLUMNS and len(table) >= num_rows and table.stride(1) == 1
-    check_saved(saved, kv, num_sets)
+    check_saved(saved, kv, rank)
     if num_rows == 0:
         return
     heads = num_heads // num_sets
@@ -289,8 +352,7 @@ def undo(
         score=score.view(torch.int32),
         token=token,
         versions=versions,
-        saved_rows=saved.rows,
-        saved_words=saved.words,
+        **slot_arguments(saved),
         page_stride=kv.stride(0),
         word_stride=rank.stride(0),
         table_stride=table.stride(0),
@@ -306,9 +368,16 @@ def undo(
     )
 
 
-def check_saved(saved: Saved, kv: torch.Tensor, num_sets: int) -> None:
-    """Check the memory for slots that drafts replace in pages ``kv``."""
-    rows, words = saved
-    assert rows.shape[1:] == (kv.shape[1], kv.shape[3]) and rows.dtype == kv.dtype, rows.shape
-    assert words.shape == (len(rows), SLOT_WORDS.value, num_sets) and words.dtype == torch.int32
-    assert rows.is_contiguous() and words.is_contiguous()
+def check_saved(saved: Saved, kv: torch.Tensor, rank: torch.Tensor) -> None:
+    """Check the memory for slots that drafts replace in pages."""
+    rows, words, scale, page_scale = saved
+    blocks, heads, slots, row_size = kv.shape
+    assert rows.shape[1:] == (heads, row_size) and rows.dtype == kv.dtype, rows.shape
+    assert words.shape == (len(rows), SLOT_WORDS.value, rank.shape[1])
+    assert words.dtype == torch.int32 and rows.is_contiguous() and words.is_contiguous()
+    assert (scale is None) == (page_scale is None)
+    if scale is not None and page_scale is not None:
+        assert scale.shape == (len(rows), heads, 2) and scale.is_contiguous(), scale.shape
+        assert page_scale.shape == (blocks, heads, slots, 2), page_scale.shape
+        assert page_scale.stride() == (rank.stride(0), 2 * slots, 1, slots), page_scale.stride()
+        assert scale.dtype == page_scale.dtype == torch.float32

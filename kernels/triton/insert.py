@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from ..columns import RULE_COLUMNS
-from .drafts import Saved, check_saved, heads_at_once, save_slot
+from .drafts import Saved, check_saved, heads_at_once, save_slot, slot_arguments
 from .tiles import (
     CACHED,
     CELL,
@@ -170,8 +170,10 @@ def _insert(
     values,
     positions,
     saves,
+    scale,
     saved_rows,
     saved_words,
+    saved_scale,
     key_stride,
     value_stride,
     page_stride,
@@ -306,8 +308,10 @@ def _insert(
                 kv=kv,
                 born=born,
                 token=token,
+                scale=scale,
                 saved_rows=saved_rows,
                 saved_words=saved_words,
+                saved_scale=saved_scale,
                 page_stride=page_stride,
                 word_stride=word_stride,
                 NUM_SETS=NUM_SETS,
@@ -394,7 +398,7 @@ def insert(
     heads = num_heads // num_sets
     if saves is not None:
         assert saved is not None and saves.dtype == torch.int32 and len(saves) >= num_rows
-        check_saved(saved, kv, num_sets)
+        check_saved(saved, kv, rank)
     # One program per request and head set. Latency dominates: one tile for all slots if possible.
     num_places = table.shape[1] * page
     tile = min(4096, triton.next_power_of_2(num_places))
@@ -414,8 +418,7 @@ def insert(
         values=values,
         positions=positions,
         saves=saves,
-        saved_rows=None if saves is None else saved.rows,
-        saved_words=None if saves is None else saved.words,
+        **slot_arguments(None if saves is None else saved),
         key_stride=key.stride(0),
         value_stride=value.stride(0),
         page_stride=kv.stride(0),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft tokens against their reference: what is saved, and that undoing one leaves no trace."""
 
+from collections.abc import Iterator
+
 import torch
 
 from tests.kernels.insertion_checks import rules_of
@@ -29,16 +31,25 @@ class Pool:
     def __init__(self, cache: Cache, device: torch.device | str) -> None:
         case, (blocks, size) = cache.case, cache.pool.shape
         versions = MOST * 2 * case.num_sets * case.units
-        self.pool = torch.full((blocks, size + 4 * versions), POISON, dtype=torch.uint8)
+        scales = 2 * case.num_heads * case.block_size
+        self.pool = torch.full((blocks, size + 4 * (versions + scales)), POISON, dtype=torch.uint8)
         self.pool[:, :size] = cache.pool
+        generator = torch.Generator().manual_seed(case.seed)
+        values = torch.rand(blocks, scales, generator=generator)
+        self.pool[:, size + 4 * versions :] = values.view(torch.uint8)
         self.pool = self.pool.to(device)
         self.cache = Cache(case, self.pool[:, :size], cache.table.to(device), cache.slots)
-        self.versions = self.pool[:, size:].view(torch.int32)
-        self.versions = self.versions.unflatten(1, (MOST, 2, case.num_sets, case.units))
+        words = self.pool[:, size:].view(torch.int32)
+        self.versions = words[:, :versions].unflatten(1, (MOST, 2, case.num_sets, case.units))
+        scale = words[:, versions:].view(torch.float32)
+        scale = scale.unflatten(1, (case.num_heads, 2, case.block_size)).transpose(2, 3)
         places = MOST * len(case.lengths)
         rows = torch.full((places, case.num_heads, case.row_size), torch.nan, dtype=case.dtype)
         words = torch.full((places, 3, case.num_sets), -99, dtype=torch.int32)
         self.saved = Saved(rows.to(device), words.to(device))
+        if case.seed % 2 == 0:  # rows with scales of their own
+            own = torch.full((places, case.num_heads, 2), torch.nan, device=device)
+            self.saved = self.saved._replace(scale=own, page_scale=scale)
 
 
 def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> float:
@@ -73,6 +84,9 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
     insert(**told, **ours.cache.views(), has_cells=True, saves=dsaves, saved=ours.saved)
     same("pages after a draft", ours.cache.pool, plain.cache.pool.cpu())
     _check_saved(ours, cache, steps, saves)
+    scales = None if ours.saved.page_scale is None else ours.saved.page_scale.cpu()
+    for row in drafts:
+        _write_scales(ours, row, int(saves[row]))
 
     undone = torch.zeros(len(drafts) + 1, 4, dtype=torch.int32)  # the last row undoes nothing
     undone[:-1, 0] = saves[drafts]
@@ -91,7 +105,31 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
         expected = cache if row in drafts else plain.cache
         _check_row(case, ours.cache, expected, row, int(steps[row, columns.OLD_SLOTS]))
     same("null block", ours.cache.pool[0], cache.pool[0])
+    if scales is not None:
+        same("scales of rows", ours.saved.page_scale, scales)
     return 0.0
+
+
+def _slots(ours: Pool, row: int, place: int) -> Iterator[tuple[int, int, int, slice]]:
+    """Of a draft that is written: head sets, blocks, places in these, and heads of the set."""
+    case = ours.cache.case
+    for head_set, slot in enumerate(ours.saved.words[place, 0].tolist()):
+        if slot >= 0:
+            block = int(ours.cache.table[row, slot // case.block_size])
+            heads = slice(head_set, head_set + 1) if case.per_head else slice(None)
+            yield head_set, block, slot % case.block_size, heads
+
+
+def _write_scales(ours: Pool, row: int, place: int) -> None:
+    """Scales of the draft's own row, as an insertion into quantised pages writes them."""
+    saved = ours.saved
+    if saved.scale is None or saved.page_scale is None:
+        return
+    for _, block, offset, heads in _slots(ours, row, place):
+        same(
+            "saved scales", saved.scale[place, heads], saved.page_scale[block, heads, offset].cpu()
+        )
+        saved.page_scale[block, heads, offset] = 7.0
 
 
 def _replace_again(ours: Pool, row: int, place: int) -> int:
@@ -101,15 +139,14 @@ def _replace_again(ours: Pool, row: int, place: int) -> int:
     """
     if (place + 1) % MOST == 0:
         return 1
-    case, cache, (rows, words) = ours.cache.case, ours.cache, ours.saved
-    words[place + 1, 0] = words[place, 0]
-    for head_set, slot in enumerate(words[place, 0].tolist()):
-        if slot >= 0:
-            block, offset = cache.table[row, slot // case.block_size], slot % case.block_size
-            heads = slice(head_set, head_set + 1) if case.per_head else slice(None)
-            rows[place + 1, heads] = cache.kv[block, heads, offset]
-            for number, word in enumerate((cache.born, cache.token)):
-                words[place + 1, 1 + number, head_set] = word[block, head_set, offset // case.unit]
+    unit, cache, saved = ours.cache.case.unit, ours.cache, ours.saved
+    saved.words[place + 1, 0] = saved.words[place, 0]
+    for head_set, block, offset, heads in _slots(ours, row, place):
+        saved.rows[place + 1, heads] = cache.kv[block, heads, offset]
+        for number, word in enumerate((cache.born, cache.token)):
+            saved.words[place + 1, 1 + number, head_set] = word[block, head_set, offset // unit]
+        if saved.scale is not None and saved.page_scale is not None:
+            saved.scale[place + 1, heads] = saved.page_scale[block, heads, offset]
     return 2
 
 
@@ -130,7 +167,7 @@ def _check_versions(ours: Pool, cache: Cache, steps: torch.Tensor, saves: torch.
 def _check_saved(ours: Pool, cache: Cache, steps: torch.Tensor, saves: torch.Tensor) -> None:
     """The slot of each draft, and what was in it."""
     case, after = cache.case, ours.cache.to("cpu")
-    rows, words = (tensor.cpu() for tensor in ours.saved)
+    rows, words = ours.saved.rows.cpu(), ours.saved.words.cpu()
     taken = [int(saves[row]) for row in real_rows(case) if saves[row] >= 0]
     others = torch.tensor([place not in taken for place in range(len(rows))])
     assert rows[others].isnan().all() and (words[others] == -99).all(), "another place is written"

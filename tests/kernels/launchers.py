@@ -230,9 +230,17 @@ class Layer:
         own["score"] = words[:, 2].view(torch.float32)
         own["token"] = words[:, 3] if shape.token else None
         versions = words[:, 4:].unflatten(1, (most, 2))
+        heads, slots = shape.num_heads, shape.block_size
+        own_scales = None
+        if shape.token:  # rows with scales of their own
+            words_of_page = _meta(blocks, 2 * (most + 2) * sets * units, dtype=torch.float32)
+            strides = (words_of_page.stride(0), 2 * slots, 1, slots)
+            own_scales = words_of_page.as_strided((blocks, heads, slots, 2), strides)
         saved = Saved(
-            rows=_meta(places, shape.num_heads, shape.row_size, dtype=shape.dtype),
+            rows=_meta(places, heads, shape.row_size, dtype=shape.dtype),
             words=_meta(places, 3, sets, dtype=i32),
+            scale=None if own_scales is None else _meta(places, heads, 2, dtype=torch.float32),
+            page_scale=own_scales,
         )
         scored = {name: own[name] for name in ("rank", "score")}
         where = {"table": self.table, "steps": self.steps}

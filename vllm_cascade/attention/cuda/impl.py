@@ -84,7 +84,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     _decode_rotation: torch.Tensor | None = None
     _stride_kernels: StrideKernels | None = None
     recall: LayerRings | None = None
-    _journal: Journal | None = None
+    _saved: Saved | None = None
     _held: torch.Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -113,21 +113,21 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         stored = policy.recall_store // policy.unit if policy.recall else 0
         worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
         del parts, logits, worth
-        if self._journal is None and (drafts := most_drafts(config)):
+        if self._saved is None and (drafts := most_drafts(config)):
             row = 2 * self.head_size if self.latent is None else self.head_size
-            num_bytes = num * drafts * self.num_kv_heads * (row * query.element_size() + 12)
+            num_bytes = num * drafts * self.num_kv_heads * (row * query.element_size() + 20)
             self._held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def keep_drafts(self, most_requests: int) -> None:
         assert self._pages is not None, "prepare comes first"
         self._held = None  # the profile has counted it
-        self._journal = Journal(self._pages, most_requests)
+        own = Journal(self._pages, most_requests)
+        self._saved = Saved(own.rows, own.words, own.scale, self._pages.scale)
 
     def undo(self, undone: Undone) -> None:
-        assert self._pages is not None and self._journal is not None, "keep_drafts comes first"
-        saved = Saved(self._journal.rows, self._journal.words)
+        assert self._pages is not None and self._saved is not None, "keep_drafts comes first"
         words = _words(self._pages, "kv", *TRACE_WORDS, "versions")
-        undo_drafts(undone=undone.rows, table=undone.table, **words, saved=saved)
+        undo_drafts(undone=undone.rows, table=undone.table, **words, saved=self._saved)
         self._forget(undone)
 
     def prepare(
@@ -189,8 +189,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         policy = metadata.spec.policy
         where: dict[str, Any] = {"table": decode.table, "steps": decode.steps}
-        rows, journal = decode.index, self._journal
-        saves = None if journal is None else decode.saves  # none before there are pages
+        rows = decode.index
+        saves = None if self._saved is None else decode.saves  # none before there are pages
         if saves is not None:
             save_versions(
                 saves=saves, **_words(pages, "rank", "score", "versions"), **where, unit=pages.unit
@@ -255,7 +255,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             has_cells=policy.uses_attention,
             positions=metadata.positions,
             saves=saves,
-            saved=None if journal is None else Saved(journal.rows, journal.words),
+            saved=self._saved,
         )
         if self.recall is not None:
             self.recall.store(**recall, ranks=ranks)
