@@ -162,7 +162,7 @@ def near_the_oracle(truth: list[Any], policy: dict[str, Any], model: Path) -> No
         assert np.abs(np.asarray(found) - expected).max() < 2e-4
 
 
-QUICK = ("cascade-heads", "recall")
+QUICK = ("cascade-heads",)
 
 
 @pytest.mark.parametrize(
