@@ -251,11 +251,10 @@ def test_a_prompt_as_long_as_a_row_is_no_uniform_decode(
         seen.append((numbers["num_tokens"], numbers["num_reqs"], ours(**numbers)))
         return seen[-1][2]
 
+    prompts, Scripted.answers = [TOKENS[:4], TOKENS[10:14]], []
+    script(prompts, answers(llm, prompts, num=9), 1.0)
     runner._is_uniform_decode = noted
-    prompts = [TOKENS[:4], TOKENS[10:14]]
-    Scripted.answers = [prompt + [5] * 9 for prompt in prompts]
-    Scripted.right = 1.0
-    answers(llm, prompts, num=6)
+    answers(llm, prompts, num=9)
     assert seen[0] == (8, 2, False) and (8, 2, True) in seen[1:], seen
     assert ours(
         max_num_scheduled_tokens=4,
