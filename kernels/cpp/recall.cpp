@@ -10,19 +10,15 @@
 // exchange between lanes.
 #include <functional>
 
-#include "layer.h"
+#include "units.h"
 
-// A request's stored units, in chunks that hold all layers, and the tokens that ask.
-struct Store {
-  // [num_chunks] addresses of [layers, H, chunk_units, D/4, unit, 4] int8, [layers, H, chunk_units,
-  // unit] fp32, [layers, H, D/4, chunk_units, 4] int8 and [layers, H, chunk_units] fp32
-  const int64_t *codes, *scales, *centres, *centre_scales;
-  int64_t num_chunks, chunk_units, begin, end;  // units begin .. end - 1 of all chunks' are there
+// The tokens that ask, and for what.
+struct Asking {
   const int64_t *places, *positions;  // [num_asking], of tokens in the step, and of their queries
-  int64_t num_asking;
+  int64_t num;             // of these tokens
   int64_t num_candidates;  // units that are judged by all of their keys, at most
   int64_t num_filtering;   // queries that select them, evenly spread, at most
-  int64_t num;             // units to choose
+  int64_t num_chosen;
 };
 
 namespace {
@@ -36,23 +32,25 @@ constexpr float LOG2E = 1.44269504f;
 
 struct Judge {
   const Layer& layer;
-  const Store& store;
+  const Units& units;
+  const Asking& asking;
   int64_t index;  // of the layer
-  int64_t num_units() const { return store.end - store.begin; }
+  LayerUnits stored() const { return {layer, units, index}; }
+  int64_t num_units() const { return units.end - units.begin; }
   int64_t words() const { return layer.head_size / 4; }
   // Queries of one KV head: those of a query head follow each other.
-  int64_t rows() const { return layer.group * store.num_asking; }
+  int64_t rows() const { return layer.group * asking.num; }
   // Units that are judged by all of their keys, in panels of W.
-  int64_t judged() const { return std::min(num_units(), store.num_candidates); }
+  int64_t judged() const { return std::min(num_units(), asking.num_candidates); }
   int64_t panels() const { return (judged() + W - 1) / W; }
   int64_t columns() const { return panels() * W; }
   // Panels of all units' centres, from the first unit of all chunks on.
-  int64_t centre_panels() const { return store.num_chunks * store.chunk_units / W; }
+  int64_t centre_panels() const { return units.num_chunks * units.chunk_units / W; }
   int64_t centre_columns() const { return centre_panels() * W; }
   // Queries of a query head that select candidates.
-  int64_t filtering() const { return std::min(store.num_asking, store.num_filtering); }
+  int64_t filtering() const { return std::min(asking.num, asking.num_filtering); }
   int64_t filtering_row(int64_t i) const {
-    return (i + 1) * store.num_asking / filtering() - 1;
+    return (i + 1) * asking.num / filtering() - 1;
   }
   int64_t heads_of_set() const { return layer.num_heads / layer.num_sets; }
 };
@@ -97,10 +95,10 @@ void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries)
   float* query = scratch.take(round_up(size, W));
   int64_t row = 0;
   for (int64_t head = 0; head < layer.num_queries(); head++)
-    for (int64_t i = 0; i < judge.store.num_asking; i++, row++) {
-      const T* from = (const T*)rows.query + judge.store.places[i] * rows.query_stride;
+    for (int64_t i = 0; i < judge.asking.num; i++, row++) {
+      const T* from = (const T*)rows.query + judge.asking.places[i] * rows.query_stride;
       widen_row(query, from + head * size, size);
-      if (layer.rotation) rotate(layer, query, judge.store.positions[i]);
+      if (layer.rotation) rotate(layer, query, judge.asking.positions[i]);
       for (int64_t c = 0; c < size; c++) query[c] *= layer.scale;
       round_query(judge, query, queries.words + row * judge.words(), queries.less + row,
                   queries.step + row);
@@ -114,7 +112,7 @@ void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries)
 template <int Rows>
 inline void multiply_centres(const Judge& judge, const Queries& queries, int64_t row, int64_t first,
                              const int32_t* centre, vf scale, vi valid, float* logits) {
-  const int64_t words = judge.words(), units = judge.store.chunk_units;
+  const int64_t words = judge.words(), units = judge.units.chunk_units;
   int64_t at[Rows];
   vi sums[Rows];
 #pragma GCC unroll 8
@@ -140,15 +138,13 @@ inline void multiply_centres(const Judge& judge, const Queries& queries, int64_t
 void judge_centres(const Judge& judge, const Queries& queries, int64_t head, int64_t panel,
                    float* logits) {
   const Layer& layer = judge.layer;
-  const int64_t units = judge.store.chunk_units, chunk = panel * W / units, lane = panel * W % units;
   const vi number = lanes() + (int32_t)(panel * W);
-  const vi valid = (number >= (int32_t)judge.store.begin) & (number < (int32_t)judge.store.end);
-  const int64_t at = judge.index * layer.num_heads + head;
-  const auto* centre = (const int32_t*)judge.store.centres[chunk] + at * judge.words() * units + lane;
-  const vf scale = load((const float*)judge.store.centre_scales[chunk] + at * units + lane);
+  const vi valid = (number >= (int32_t)judge.units.begin) & (number < (int32_t)judge.units.end);
+  const auto* centre = (const int32_t*)judge.stored().centre(head, panel * W);
+  const vf scale = load(judge.stored().centre_scale(head, panel * W));
   const int64_t num = judge.filtering(), columns = judge.centre_columns();
   for (int64_t q = head * layer.group; q < (head + 1) * layer.group; q++) {
-    const int64_t row = q * judge.store.num_asking;
+    const int64_t row = q * judge.asking.num;
     float* to = logits + q * num * columns + panel * W;
     int64_t i = 0;
     for (; i + 8 <= num; i += 8)
@@ -259,16 +255,13 @@ void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const i
 void judge_panel(const Judge& judge, const Found& found, const Queries& queries, int64_t head,
                  int64_t panel, const int64_t* units) {
   static thread_local Scratch scratch;
-  const int64_t unit = judge.layer.unit, words = judge.words(), per_chunk = judge.store.chunk_units;
+  const int64_t unit = judge.layer.unit, words = judge.words();
   const vi valid = lanes() + (int32_t)(panel * W) < (int32_t)judge.judged();
   const int32_t *codes[W], *scales[W];
   for (int u = 0; u < W; u++) {
-    const int64_t number = judge.store.begin + units[std::min(panel * W + u, judge.judged() - 1)];
-    const int64_t chunk = number / per_chunk;
-    const int64_t at =
-        (judge.index * judge.layer.num_heads + head) * per_chunk + number % per_chunk;
-    codes[u] = (const int32_t*)judge.store.codes[chunk] + at * words * unit;
-    scales[u] = (const int32_t*)judge.store.scales[chunk] + at * unit;
+    const int64_t number = judge.units.begin + units[std::min(panel * W + u, judge.judged() - 1)];
+    codes[u] = (const int32_t*)judge.stored().codes(head, number);
+    scales[u] = (const int32_t*)judge.stored().scales(head, number);
   }
   float* scale = scratch.take((words + 1) * unit * W);
   int32_t* keys = (int32_t*)(scale + unit * W);
@@ -335,7 +328,7 @@ void list_candidates(const Judge& judge, const Queries& queries, float* logits, 
   }
 #pragma omp for schedule(static)
   for (int64_t set = 0; set < layer.num_sets; set++)
-    choose(judge, asked + judge.store.begin, columns, judge.num_units(), set, judge.judged(),
+    choose(judge, asked + judge.units.begin, columns, judge.num_units(), set, judge.judged(),
            listed + set * judge.judged());
 }
 
@@ -343,7 +336,7 @@ template <class T>
 void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, int64_t* chosen) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
-  const int64_t heads = layer.num_heads, n = judge.judged(), asking = judge.store.num_asking;
+  const int64_t heads = layer.num_heads, n = judge.judged(), asking = judge.asking.num;
   const int64_t columns = judge.columns(), queries = heads * judge.rows();
   const bool filters = n < judge.num_units();
   const int64_t centres =
@@ -378,22 +371,23 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
     }
 #pragma omp for schedule(static)
     for (int64_t set = 0; set < layer.num_sets; set++) {
-      int64_t* mine = chosen + set * judge.store.num;
-      choose(judge, asked, n, n, set, judge.store.num, mine);
-      for (int64_t i = 0; i < judge.store.num; i++) mine[i] = listed[set * n + mine[i]];
+      int64_t* mine = chosen + set * judge.asking.num_chosen;
+      choose(judge, asked, n, n, set, judge.asking.num_chosen, mine);
+      for (int64_t i = 0; i < judge.asking.num_chosen; i++) mine[i] = listed[set * n + mine[i]];
     }
   }
 }
 
 }  // namespace
 
-extern "C" int64_t store_size() { return sizeof(Store); }
+extern "C" int64_t asking_size() { return sizeof(Asking); }
 
 // `asked`: [H * G, judged], the most that any token asks of `listed`: [S, judged], where all units or
-// `num_candidates` are judged; and `chosen`: [S, num]. Units count from `begin` and ascend.
-extern "C" void recall_units(const Layer* layer, const Rows* rows, const Store* store,
-                             int64_t index, float* asked, int64_t* listed, int64_t* chosen) {
-  const Judge judge{*layer, *store, index};
+// `num_candidates` are judged; and `chosen`: [S, num_chosen]. Units count from `begin` and ascend.
+extern "C" void recall_units(const Layer* layer, const Rows* rows, const Units* units,
+                             const Asking* asking, int64_t index, float* asked, int64_t* listed,
+                             int64_t* chosen) {
+  const Judge judge{*layer, *units, *asking, index};
   if (layer->dtype == FP32) run<float>(judge, *rows, asked, listed, chosen);
   if (layer->dtype == BF16) run<bf16>(judge, *rows, asked, listed, chosen);
 #ifdef HAS_FP16
