@@ -59,10 +59,8 @@ void rotate_apart(const Layer& layer, float* x, int64_t distance) {
 
 // A vector in 8 bits, in steps of a 127th of its largest number.
 float encode_vector(const float* from, int64_t size, int8_t* to) {
-  float most = 0;
-  for (int64_t c = 0; c < size; c++) most = std::max(most, std::fabs(from[c]));
-  const float scale = most / KEY_LEVELS, step = std::max(scale, __FLT_MIN__);
-  for (int64_t c = 0; c < size; c++) to[c] = (int8_t)std::nearbyint(from[c] / step);
+  const float scale = largest_magnitude(from, size) / KEY_LEVELS, step = std::max(scale, __FLT_MIN__);
+  for (int64_t c = 0; c < size; c++) to[c] = (int8_t)std::rint(from[c] / step);
   return scale;
 }
 
