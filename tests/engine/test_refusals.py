@@ -14,6 +14,8 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine.devices import CUDA, DEVICES, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
@@ -320,10 +322,10 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     ),
     "cache type on CUDA": (
         SimpleNamespace(
-            model_config=SimpleNamespace(dtype="torch.bfloat16"),
-            cache_config=SimpleNamespace(cache_dtype="float16"),
+            model_config=SimpleNamespace(dtype="torch.bfloat16", use_mla=False),
+            cache_config=SimpleNamespace(cache_dtype="fp8"),
         ),
-        "--kv-cache-dtype",
+        "in 8 bits only the rows of multi-head latent attention",
     ),
 }
 ENVIRONMENT = {"Model Runner V2 on the CPU"}
@@ -399,6 +401,22 @@ def test_refused_on_cuda(name: str) -> None:
     refusal = refusal_of(name, "cuda")
     assert refusal.applies(config, resolve({"name": "cascade"}))
     assert message in refusal.message
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "float16", *CODES])
+@pytest.mark.parametrize("use_mla", [True, False])
+def test_cache_types_on_cuda(cache_dtype: str, use_mla: bool) -> None:
+    """The model's own type, and of latent rows also codes."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype="torch.bfloat16", use_mla=use_mla),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+    works = cache_dtype in ("auto", "bfloat16") or (use_mla and cache_dtype in CODES)
+    refusal = refusal_of("cache type on CUDA", "cuda")
+    assert refusal.applies(config, resolve({"name": "cascade"})) != works
+    backend = CUDALatentBackend if use_mla else CUDAKVPolicyBackend
+    if works:
+        assert backend.supports_kv_cache_dtype(cache_dtype)
 
 
 RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {

@@ -42,7 +42,7 @@ def warm_up(
             builder.requests = _Alike(schedule)
             for firsts, lengths in _steps(builder):
                 metadata = builder.build(0, _common(firsts, lengths, width, kv_cache.device))
-                num, size, dtype = sum(lengths), impl.head_size, impl.cache_dtype
+                num, size, dtype = sum(lengths), impl.head_size, impl.row_dtype
                 query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
                 key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
                 value = key[..., -(impl.latent or size) :]  # of latent rows a part of the key
