@@ -22,7 +22,7 @@ from vllm_cascade.models.architectures import (
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.step.drafts import HOST_DRAFTERS
+from vllm_cascade.step.drafts import HOST_DRAFTERS, MODEL_DRAFTERS
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
@@ -119,11 +119,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "other drafters",
         lambda config, _: (
-            (drafts := config.speculative_config) is not None and drafts.method not in HOST_DRAFTERS
+            (drafts := config.speculative_config) is not None
+            and drafts.method not in (*HOST_DRAFTERS, *MODEL_DRAFTERS)
         ),
-        "--speculative-config has a method whose drafts come from a model (a draft model, EAGLE, "
-        "MTP, Medusa) or a device: such a model would need a bounded cache of its own; set its "
-        "method to ngram or suffix",
+        "--speculative-config has a method whose drafts come from layers behind the target's "
+        "(EAGLE, MTP, Medusa) or from a device: such layers would need a bounded cache of their "
+        "own; set its method to draft_model, ngram or suffix",
     ),
     Refusal(
         "drafts of scores by text",
