@@ -35,7 +35,8 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
         if ours is not None:
             self._drafter = runner.drafter = ours(self.vllm_config, runner.device, runner)
         super().load_model(**kwargs)
-        rotate_latent_keys_natively(self.model_runner.get_model())
+        for model in self._models():
+            rotate_latent_keys_natively(model)
 
     def _drafting(self) -> DraftingLayers:
         if self._drafter is None:

@@ -115,7 +115,7 @@ class KVPolicyWorker(SessionWorker):
         certify_engine(self.vllm_config, policy, self.device_entry, self.device)
         with self._our_backend():
             super().load_model(**kwargs)
-        for layer in self._attention_layers().values():
+        for layer in self._all_layers().values():
             if isinstance(layer.impl, LatentImpl):
                 connect(layer)
             if isinstance(layer, ChunkedLocalAttention):
