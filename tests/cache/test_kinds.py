@@ -251,7 +251,8 @@ def test_layers_of_a_drafting_model() -> None:
     rows, words = 16 * 4 * 16 * 2, (3 + 2 * 6) * 4  # a page is one unit
     assert draft.page_size_bytes == -(-(rows + words) // 64) * 64
     for tokens in (1, 96, 2000):
-        assert target.num_pages(tokens) == draft.num_pages(tokens) == min(-(-tokens // 16), 8)
+        alone = KVPolicySpec.from_full(full, run).num_pages(tokens)
+        assert target.num_pages(tokens) == draft.num_pages(tokens) == alone
     drafting = DraftingLayers(drafting.names, 6)
     *_, limited = bounded(made, run, 16, None, 3, drafting).values()
     assert (limited.window, limited.page_slots, limited.drafts) == (49, 6, 6)

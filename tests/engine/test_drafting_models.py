@@ -43,7 +43,10 @@ from tests.oracle.model import load_model, stream
 from tests.oracle.random_models import write_llama
 from tests.oracle.settings import oracle_settings
 from vllm_cascade.engine.drafter import BoundedDrafter
+from vllm_cascade.policies.registry import resolve
+from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.step.drafts import ModelDrafts
+from vllm_cascade.step.requests import DraftingRequests
 
 SLOTS = 32
 """Requests of an engine that run at once."""
@@ -404,10 +407,8 @@ def lost_version(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = ModelDrafts.note
     monkeypatch.setattr(ModelDrafts, "note", lambda self, output: note(self, output)[:0])
-
-
-note = ModelDrafts.note
 
 
 def positions_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,6 +425,16 @@ def positions_in_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
             del builder.positions.fill
 
     monkeypatch.setattr(BoundedDrafter, "_run", off)
+
+
+def another_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model's layers evict by other rules on the same pages."""
+    settings = {"name": "sink", "budget": 64, "head_policy": "per_kv_head", **SMALL}
+    other = compiled(resolve(settings))
+    monkeypatch.setattr(
+        DraftingRequests, "schedules", lambda self, common: [other] * common.num_reqs
+    )
+    monkeypatch.setattr(DraftingRequests, "schedule_of", lambda self, name: other)
 
 
 def sampled_token_in_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,6 +454,7 @@ def sampled_token_in_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         lost_version,
         nothing_undone,
         positions_in_the_stream,
+        another_policy,
         sampled_token_in_the_prompt,
     ],
 )
