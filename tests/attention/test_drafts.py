@@ -33,7 +33,7 @@ from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.policies.per_request import PerRequest
-from vllm_cascade.step.drafts import Drafted, Drafts, ModelDrafts
+from vllm_cascade.step.drafts import Drafted, Drafts
 from vllm_cascade.step.plan import describe
 from vllm_cascade.step.rows import RequestTokens, Step
 
@@ -174,15 +174,19 @@ class Streams:
         self.note(row, lengths, drafted)
         outputs = self.run(self.drafting, row, tokens)
         for ((r, first, num), extra), found in zip(tokens, outputs, strict=True):
-            ends = [first + num] if first < self.prompts[r] else range(first + 1, first + num + 1)
-            expected, begin = [], first
-            for end in ends:
-                expected += self.run(self.plain, [r], [((r, begin, end - begin), 0)])
-                begin = end
-            self.same(found[:num], torch.cat(expected), (r, first, num))
+            self.same(found[:num], self.alone(r, first, num), (r, first, num))
             self.done[r] += num
             self.accepted += num - 1 if first >= self.prompts[r] else 0
             self.rejected += extra
+
+    def alone(self, r: int, first: int, num: int) -> torch.Tensor:
+        """What a request's true tokens give in the layer without drafts."""
+        ends = [first + num] if first < self.prompts[r] else range(first + 1, first + num + 1)
+        expected, begin = [], first
+        for end in ends:
+            expected += self.run(self.plain, [r], [((r, begin, end - begin), 0)])
+            begin = end
+        return torch.cat(expected)
 
     def same(self, mine: torch.Tensor, other: torch.Tensor, where: Any) -> None:
         """Byte-equal; floats in PyTorch are close, whose sums depend on a step's other rows."""
@@ -245,9 +249,9 @@ class Streams:
             self.same(mine, other, (r, done))
 
 
-def run(case: str, most: int, right: float, seed: int, totals: list[int] | None = None) -> Streams:
+def run(case: str, most: int, right: float, seed: int, kind: type[Streams] = Streams) -> Streams:
     """Streams to their ends; then nothing of their drafts is left."""
-    streams = Streams(case, most, totals or [150, 90, 120], seed)
+    streams = kind(case, most, [150, 90, 120], seed)
     null_page = streams.drafting.pool[0].clone()
     while any(d < t for d, t in zip(streams.done, streams.totals, strict=True)):
         streams.step(right)
@@ -388,18 +392,18 @@ def positions_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_cascade.step.builder.describe", plan)
 
 
-@pytest.mark.parametrize(
-    "breakage",
-    [
-        lost_version,
-        row_over_a_victim,
-        lost_birth,
-        one_too_few,
-        oldest_first,
-        first_draft_not_saved,
-        positions_of_rows,
-    ],
-)
+BREAKAGES = [
+    lost_version,
+    row_over_a_victim,
+    lost_birth,
+    one_too_few,
+    oldest_first,
+    first_draft_not_saved,
+    positions_of_rows,
+]
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
 def test_a_broken_part_is_caught(
     breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,47 +424,3 @@ def test_places_of_drafts() -> None:
         ["a", "b", None], np.asarray([0, 1, 1, 1, 2]), np.asarray([11, 10, 11, 12, 5])
     )
     assert saves.tolist() == [-1, -1, 3, 4, -1] and saves.dtype == np.int32
-
-
-def step_of(begin: int, num: int, drafts: int, ended: int | None = None) -> SchedulerOutput:
-    """A step with one request's row of ``num`` tokens, the last of them drafts."""
-    output = SchedulerOutput.make_empty()
-    if ended is not None:
-        output.ended, output.finished_req_ids = {"a": ended}, {"a"}
-        return output
-    cached = replace(output.scheduled_cached_reqs, req_ids=["a"], num_computed_tokens=[begin])
-    spec = {"a": [1] * drafts} if drafts else {}
-    return replace(
-        output,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={"a": num},
-        scheduled_spec_decode_tokens=spec,
-    )
-
-
-def test_a_drafting_models_rows_go_on_behind_the_targets() -> None:
-    """Three drafts: a prompt of ten tokens, a row of which one draft is right, and an end."""
-    drafts = ModelDrafts(2, 3)
-    assert drafts.most == ModelDrafts.saved(3) == 6
-    assert drafts.note(step_of(0, 10, 0)) == []
-    drafts.ran("a", 13)  # the sampled token, and two drafts
-    # All of these run again, known token, accepted draft and rejected ones.
-    (undone,) = drafts.note(step_of(10, 4, 3))
-    assert (undone.begin, undone.num, undone.place % 6) == (10, 3, 0)
-    saved = drafts.saves(["a"], np.zeros(6, dtype=int), np.arange(10, 16))
-    assert (saved % 6).tolist() == [5, 0, 1, 2, 3, 4]  # -1: not saved; token 10 is known
-    drafts.ran("a", 15)
-    # The target has accepted one draft, 11, but the answer ended before it.
-    (undone,) = drafts.note(step_of(0, 0, 0, ended=11))
-    assert (undone.begin, undone.num, undone.place % 6) == (11, 4, 0)
-    assert sorted(drafts._free) == [0, 1]
-
-
-def test_a_drafting_models_row_is_undone_up_to_what_ran() -> None:
-    drafts = ModelDrafts(1, 2)
-    drafts.note(step_of(0, 5, 0))
-    drafts.ran("a", 5)  # no room for another token
-    assert drafts.note(step_of(5, 1, 0)) == []
-    drafts.ran("a", 7)
-    (undone,) = drafts.note(step_of(6, 1, 0))
-    assert (undone.begin, undone.num) == (6, 1)

@@ -201,7 +201,7 @@ FAKED: dict[str, tuple[Any, str]] = {
     ),
     "other drafters": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="medusa")),
-        "set its method to one of ngram, .*draft_model, eagle, eagle3, mtp",
+        "set its method to one of ngram, suffix, custom_class, draft_model, eagle, eagle3, mtp",
     ),
     "drafters of their own kind": (
         SimpleNamespace(
@@ -212,11 +212,11 @@ FAKED: dict[str, tuple[Any, str]] = {
                 draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(n_predict=2)),
             )
         ),
-        "of which a model has several are not built; .*draft_model, ngram or suffix",
+        "set its method to draft_model, ngram or suffix",
     ),
     "parallel drafts": (
         SimpleNamespace(speculative_config=SimpleNamespace(parallel_drafting=True)),
-        "parallel_drafting .*set it to false",
+        "set it to false",
     ),
     "drafts of another vocabulary": (
         SimpleNamespace(speculative_config=SimpleNamespace(use_heterogeneous_vocab=True)),
@@ -224,7 +224,7 @@ FAKED: dict[str, tuple[Any, str]] = {
     ),
     "drafts cached in another type": (
         SimpleNamespace(speculative_config=SimpleNamespace(kv_cache_dtype="fp8")),
-        "kv_cache_dtype in --speculative-config .*remove it",
+        "remove it, and the drafting model's cache has the type of --kv-cache-dtype",
     ),
     "drafts of scores by text": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
