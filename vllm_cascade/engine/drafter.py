@@ -182,7 +182,8 @@ class BoundedDrafter(_Base):
 
     def _combined(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's hidden states as the drafting model takes them."""
-        return self.model.combine_hidden_states(hidden) if self.method == "eagle3" else hidden
+        model: Any = self.model
+        return model.combine_hidden_states(hidden) if self.method == "eagle3" else hidden
 
     def _run_one_more(
         self,
