@@ -105,7 +105,9 @@ def test_policies_differ_by_every_setting_that_states_depend_on() -> None:
 
 def test_sessions_of_another_drafting_model_are_foreign(tmp_path: Path) -> None:
     """Its layers' states are on the same pages as the model's."""
-    other = write_llama(tmp_path / "other", num_layers=1, vocab_size=4096)
+    other = write_llama(
+        tmp_path / "other", num_layers=1, vocab_size=4096, max_position_embeddings=1024
+    )
     found = []
     for drafts in (None, MODEL, other):
         config = None

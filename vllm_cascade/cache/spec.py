@@ -150,7 +150,7 @@ class KVPolicySpec(AttentionSpec):
     def frame_schedule(self) -> Schedule:
         """The schedule that sets token positions in this layer's model."""
         engine = self.engine_schedule
-        return compiled(engine.policy.without_recall) if self.drafting else engine
+        return engine.without_recall if self.drafting else engine
 
     @cached_property
     def windows(self) -> tuple[tuple[Schedule, int], ...]:

@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_cascade.policies.per_request import PerRequest
-from vllm_cascade.policies.schedule import Schedule, compiled
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.text_importance import TokenImportance
 
 
@@ -85,17 +85,13 @@ class DraftingRequests(Requests):
         self._requests = requests
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
-        return [_without_recall(schedule) for schedule in self._requests.schedules(common)]
+        return [schedule.without_recall for schedule in self._requests.schedules(common)]
 
     def schedule_of(self, name: str) -> Schedule:
-        return _without_recall(self._requests.schedule_of(name))
+        return self._requests.schedule_of(name).without_recall
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         return self._requests.names(common)
-
-
-def _without_recall(schedule: Schedule) -> Schedule:
-    return compiled(schedule.policy.without_recall) if schedule.policy.recall else schedule
 
 
 class RunnerV1Requests(RunnerRequests):
