@@ -270,6 +270,19 @@ def test_recall(engine_pool: EnginePool, book_tokens: list[int]) -> None:
 
 
 @pytest.mark.slow
+def test_sampled_drafts(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """A draft is accepted with the ratio of both models' probabilities, here 1."""
+    config = {**speculative(4), "draft_sample_method": "probabilistic"}
+    llm = engine(engine_pool, CASES["h2o"][0], 4, speculative_config=config)
+    params = SamplingParams(max_tokens=150, temperature=1.0, ignore_eos=True)
+    prompts = [{"prompt_token_ids": tokens} for tokens in texts(book_tokens)]
+    llm.generate(prompts, params, use_tqdm=False)
+    seen, accepted = drafted(llm)
+    assert accepted > 0.99 * seen > 300
+    check_released(llm)
+
+
+@pytest.mark.slow
 def test_a_compiled_model(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     policy, prompts = CASES["cascade"][0], texts(book_tokens)
     truth = answers(engine(engine_pool, policy, enforce_eager=False), prompts)
