@@ -219,14 +219,20 @@ def test_sixteen_requests_with_aborts_and_preemptions(
 
 
 def test_a_pool_with_no_page_to_spare(engine_pool: EnginePool, book_tokens: list[int]) -> None:
-    """What vLLM sets aside for looking ahead takes no page that admission did not count."""
+    """What vLLM sets aside for looking ahead takes no page that admission did not count.
+
+    The second request ends where a page does. Drafts behind it would be on vLLM's null block.
+    """
     policy = {"name": "sink", "budget": 252, "num_sinks": 4}
     prompts = [book_tokens[:60], book_tokens[500:570]]
     settings = {"num_gpu_blocks_override": 1 + 2 * 3, "max_model_len": 1024}
     truth = answers(engine(engine_pool, policy, **settings), prompts, num=26)
     llm = engine(engine_pool, policy, 7, **settings)
+    null_blocks = [pages[0] for pages in worker(llm).model_runner.kv_caches]
+    before = [block.clone() for block in null_blocks]
     with always_right(llm):
         compare(answers(llm, prompts, num=26), truth)
+    assert all(map(torch.equal, null_blocks, before)) and len(before) == 12
     (preempted,) = [m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
     assert preempted == 0
 
@@ -371,6 +377,7 @@ def test_against_the_oracle(
     elif method != "mtp":
         other = write_drafting(tmp_path / "draft", method)
     settings = {"model": target, "max_model_len": 1024, "skip_tokenizer_init": True}
+    settings["max_num_batched_tokens"] = 64  # so a prompt has several chunks
     truth = answers(engine(engine_pool, policy, **settings), [prompt], num=80)
     config = speculative(drafts, other, method)
     llm = engine(engine_pool, policy, drafts, speculative_config=config, **settings)
