@@ -123,7 +123,7 @@ def _layer(width: int, biases: bool = False) -> dict[str, Tensor]:
     """A decoder layer whose attention has inputs of ``width`` channels."""
     rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
     weights = {
-        f"self_attn.{name}_proj.weight": _normal(num, width, seed=i, std=0.15)
+        f"self_attn.{name}_proj.weight": _normal(num, width, seed=i, std=0.06)
         for i, (name, num) in enumerate(rows.items())
     }
     if biases:
