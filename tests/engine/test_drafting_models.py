@@ -351,6 +351,7 @@ POLICIES = {
     "sink": {"name": "sink", "budget": 60, "num_sinks": 4},
     "cascade": {"name": "cascade", "budget": 64, "num_subcaches": 2},
     "h2o": {"name": "h2o", "budget": 64},
+    "recall": {"name": "sink", "budget": 96, "unit": 16, "recall": 3},
 }
 
 
@@ -358,6 +359,7 @@ POLICIES = {
     ("method", "name"),
     [
         ("draft_model", "cascade"),
+        ("draft_model", "recall"),
         pytest.param("draft_model", "h2o", marks=pytest.mark.slow),
         ("eagle", "cascade"),
         pytest.param("eagle", "h2o", marks=pytest.mark.slow),
@@ -368,7 +370,10 @@ POLICIES = {
 def test_against_the_oracle(
     method: str, name: str, engine_pool: EnginePool, tmp_path: Path
 ) -> None:
-    """Drafting layers see the target's accepted tokens under the same policy, then their own."""
+    """Drafting layers see the target's accepted tokens under the same policy, then their own.
+
+    They recall nothing.
+    """
     policy, drafts, prompt = {**SMALL, **POLICIES[name]}, 4, random_tokens(203, 1)
     target = write_target(tmp_path / "target", method)
     other = None
@@ -386,7 +391,7 @@ def test_against_the_oracle(
     seen, accepted = drafted(llm)
     assert 0.2 * seen < accepted < 0.8 * seen
     check_released(llm)
-    against = {"prompt_len": len(prompt), **oracle_settings(policy)}
+    against = {"prompt_len": len(prompt), **oracle_settings({**policy, "recall": 0})}
     checked = watched.seen[:2] + watched.seen[2:-2:7]
     assert len(checked) > 4
     for text, drafted_tokens, logits in checked:

@@ -97,7 +97,7 @@ def write_drafting(path: Path, method: str) -> Path:
         }
         weights = {f"midlayer.{name}": w for name, w in layer.items()}
         weights |= {
-            "fc.weight": _normal(HIDDEN, len(AUX_LAYERS) * HIDDEN, seed=11),
+            "fc.weight": _normal(HIDDEN, len(AUX_LAYERS) * HIDDEN, seed=11, std=0.01),
             "norm.weight": _gains(14),
             "lm_head.weight": _normal(512, HIDDEN, seed=15),
         }

@@ -16,6 +16,7 @@ from vllm_cascade.engine.seeds import unfinished_prompts_draw_nothing
 from vllm_cascade.engine.stages import expect_hidden_states
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.models.rotary import rotate_latent_keys_natively
+from vllm_cascade.patches import rejection_sampler
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.drafts import Drafts, ModelDrafts, Rejected, most_drafts
 from vllm_cascade.step.requests import DraftingRequests
@@ -30,6 +31,8 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     _drafter: BoundedDrafter | None = None
 
     def load_model(self, **kwargs: Any) -> None:
+        if most_drafts(self.vllm_config):
+            rejection_sampler.apply()
         runner: Any = self.model_runner
         ours = BOUNDED.get(type(getattr(runner, "drafter", None)))
         if ours is not None:
