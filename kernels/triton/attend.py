@@ -22,10 +22,12 @@ from .attend_tiles import (
     parted,
     turned_products,
     values_of,
+    wide_of,
     words_of,
 )
 from .attend_units import attend_units
 from .configs import TURNED, attend_config, sharing
+from .stored import Codes, apart, codes_arguments, load_scales, scale_place
 from .tiles import (
     CACHED,
     OLD_SLOTS,
@@ -63,6 +65,7 @@ def _attend(
     kv,
     rank,
     born,
+    scales,
     table,
     steps,
     rotation,
@@ -100,6 +103,8 @@ def _attend(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     FLAT: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     PARTS: tl.constexpr = 1 if HALF <= MOST_PAIRS else 4
     row = tl.program_id(0)
@@ -177,6 +182,12 @@ def _attend(
         rows = kv + block * page_stride + tile_offsets(first, PAGE, TILE) * ROW
         rows = rows[None, :] + heads[:, None]
         values = values_of(rows + (ROW - VALUE), valid, VALUE)
+        key_scale = None
+        if CODE is not None:
+            offset = tile_offsets(first, PAGE, TILE)
+            at = scale_place(scales, block, offset, word_stride, OF_ROWS)
+            key_scale, value_scale = load_scales(at, valid, apart(PAGE, OF_ROWS))
+            values = wide_of(values, value_scale[None, None, :], CODE).to(q3.dtype)
         products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
         if HALF > 0:
             for part in tl.static_range(PARTS):
@@ -192,12 +203,19 @@ def _attend(
                     HALF=HALF,
                     INTERLEAVED=INTERLEAVED,
                     FLAT=FLAT,
+                    scale=None if CODE is None else key_scale[None, :, None],
+                    CODE=CODE,
                 )
         if 2 * HALF < HEAD:
             if (2 * HALF == HEAD - VALUE) & (ROW == HEAD):  # latent rows
                 rest = tl.permute(values, (0, 2, 1))
             else:
                 rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
+                if CODE is not None:
+                    channel = 2 * HALF + tl.arange(0, padded(HEAD - 2 * HALF))
+                    of_key = (channel < HEAD - VALUE)[None, None, :]
+                    of_row = key_scale[None, :, None], value_scale[None, :, None]
+                    rest = wide_of(rest, tl.where(of_key, *of_row), CODE).to(q3.dtype)
             products = dots(rest, q3, products, FLAT)
 
         block = next_block.to(tl.int64)
@@ -269,6 +287,7 @@ def attend(
     keep_logits: bool,
     positions: torch.Tensor | None = None,
     latent: int | None = None,
+    stored: Codes | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of one token per request, in ``splits`` parts that ``combine.merge`` merges.
 
@@ -288,6 +307,7 @@ def attend(
         positions: int64 positions of all tokens of the step, in layers with a window; None: queries
             and keys are at ``cached``. Requires units of one token.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` is stored in 8 bits; None: in the queries' type.
 
     Returns:
         Four fp32 tensors. Padding rows are not written.
@@ -308,7 +328,8 @@ def attend(
         check_rows(rows)
     value_size = latent or head_size
     assert head_size == head_size_of(kv, latent) and value.shape[2] == value_size, kv.shape
-    assert query.dtype == key.dtype == value.dtype == kv.dtype, (query.dtype, kv.dtype)
+    assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype)
+    assert stored is not None or query.dtype == kv.dtype, (query.dtype, kv.dtype)
     group = num_queries // num_heads
     half = 0 if rotation is None else rotation.shape[2]
     num_slots = table.shape[1] * page
@@ -388,6 +409,7 @@ def attend(
         TILE=config.tile,
         STAGES=config.stages,
         FLAT=config.warps > heads,
+        **codes_arguments(stored, kv, rank, latent),
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from .stored import factor_of, widened
 from .tiles import dot, padded, tile_offsets
 
 
@@ -65,6 +66,8 @@ def turned_products(
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FLAT: tl.constexpr,
+    scale,
+    CODE: tl.constexpr,
 ):
     """Add the products of some pairs of channels to ``products [h, n, q]``.
 
@@ -72,6 +75,7 @@ def turned_products(
 
     Args:
         q1, q2: ``[h, w, q]``, both halves of the queries' pairs from ``FROM`` on.
+        scale: ``[1, n, 1]``, of keys that are codes (``stored.py``), or None.
     """
     WIDTH: tl.constexpr = q1.shape[1]
     TO: tl.constexpr = min(FROM + WIDTH, HALF)
@@ -82,10 +86,20 @@ def turned_products(
     else:
         x = keys_of(rows, valid, FROM, TO, WIDTH)
         y = keys_of(rows + HALF, valid, FROM, TO, WIDTH)
-    a = x.to(tl.float32)
-    b = y.to(tl.float32)
-    products = dots((a * cos - b * sin).to(x.dtype), q1, products, FLAT)
-    return dots((b * cos + a * sin).to(x.dtype), q2, products, FLAT)
+    a = wide_of(x, scale, CODE)
+    b = wide_of(y, scale, CODE)
+    products = dots((a * cos - b * sin).to(q1.dtype), q1, products, FLAT)
+    return dots((b * cos + a * sin).to(q2.dtype), q2, products, FLAT)
+
+
+@triton.jit
+def wide_of(x, scale, CODE: tl.constexpr):
+    """Loaded channels in fp32; ``scale``: of codes, as wide, or None."""
+    if CODE is None:
+        x = x.to(tl.float32)
+    else:
+        x = widened(x, CODE) * factor_of(scale, CODE)
+    return x
 
 
 @triton.jit

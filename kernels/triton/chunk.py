@@ -11,6 +11,8 @@ In layers with a window, positions differ from ranks (``shift_of``), and a strid
 the window: keys outside a query's window are masked.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,16 @@ from .chunk_write import write_rows, write_words
 from .configs import prefill_config
 from .prefill import MOST_REGISTERS, check_new, stride_constants, stride_logits, stride_queries
 from .softmax import empty_softmax, online_softmax, with_sink
+from .stored import (
+    Codes,
+    apart,
+    load_scales,
+    load_stored,
+    load_turned,
+    scale_of,
+    scale_of_word,
+    wide,
+)
 from .tiles import (
     CACHED,
     CHUNK,
@@ -31,15 +43,14 @@ from .tiles import (
     check_steps,
     first_part,
     load_rows,
-    load_turned,
     page_tile,
     shift_of,
     store_rows,
     stride_of,
 )
 
-RENUMBERED, COPIED = 1024, 64
-"""Units per renumbered tile, and slots per written tile."""
+RENUMBERED, COPIED, ENCODED = 1024, 64, 16
+"""Units per renumbered tile, slots per copied tile, and per tile that is encoded in registers."""
 
 
 @triton.jit
@@ -52,6 +63,7 @@ def _attend_chunks(
     born,
     score,
     token,
+    scales,
     table,
     steps,
     chunks,
@@ -85,6 +97,8 @@ def _attend_chunks(
     UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     RENUMBER: tl.constexpr,
     COPY: tl.constexpr,
 ):
@@ -125,7 +139,7 @@ def _attend_chunks(
 
         slots = tl.load(chunk + OLD_SLOTS)
         for first in range(0, slots, TILE):
-            slot, unit, _word, rows, distance = page_tile(
+            slot, unit, word, rows, distance = page_tile(
                 kv=kv,
                 rank=rank,
                 born=born,
@@ -152,7 +166,16 @@ def _attend_chunks(
                 if window is not None:
                     away -= shift
                 away = tl.where(seen, away, 0)
-                keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+                if CODE is None:
+                    value_scale = None
+                    keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+                else:
+                    scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+                    key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
+                    keys = load_turned(
+                        rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
+                        queries.dtype, CODE,
+                    )  # fmt: skip
                 rank_now = at - moved
                 if FIRST == HEAD:
                     logits = stride_logits(
@@ -160,7 +183,9 @@ def _attend_chunks(
                     )
                     values = load_rows(rows + (ROW - VALUE), seen, 0, VALUE)
                 else:  # read once
-                    values = load_rows(rows + FIRST, seen, 0, VALUE)
+                    values = load_stored(
+                        rows + FIRST, seen, value_scale, queries.dtype, 0, VALUE, CODE
+                    )
                     logits = stride_logits(
                         queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
                         values,
@@ -188,7 +213,19 @@ def _attend_chunks(
                 away -= shift
             away = tl.where(seen, away, 0)
             key_rows = key + at * key_stride + head * HEAD
-            keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+            if CODE is None:
+                keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+            else:  # tokens of earlier strides are what pages will say of them
+                own = place >= stream - begun
+                latents = load_rows(key_rows, seen, FIRST, HEAD).to(tl.float32)
+                value_scale = scale_of(latents, scales + 1, CODE, OF_ROWS)
+                values = wide(latents, value_scale, CODE, own).to(queries.dtype)
+                wide_keys = load_rows(key_rows, seen, 0, FIRST).to(tl.float32)
+                key_scale = scale_of(wide_keys, scales, CODE, OF_ROWS)
+                keys = load_turned(
+                    key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
+                    queries.dtype, CODE, own,
+                )  # fmt: skip
             if FIRST == HEAD:
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window
@@ -196,7 +233,8 @@ def _attend_chunks(
                 value_rows = value + at * value_stride + head * VALUE
                 values = load_rows(value_rows, seen, 0, VALUE)
             else:
-                values = load_rows(key_rows, seen, FIRST, HEAD)
+                if CODE is None:
+                    values = load_rows(key_rows, seen, FIRST, HEAD)
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
                     values,
@@ -218,6 +256,7 @@ def _attend_chunks(
             value=value,
             kv=kv,
             rank=rank,
+            scales=scales,
             table=table,
             chunk=chunk,
             positions=positions,
@@ -236,6 +275,8 @@ def _attend_chunks(
             PAGE=PAGE,
             UNIT=UNIT,
             TILE=COPY,
+            CODE=CODE,
+            OF_ROWS=OF_ROWS,
         )
         tl.debug_barrier()
         head_set = head % NUM_SETS
@@ -283,6 +324,7 @@ def attend_chunks(
     sinks: torch.Tensor | None = None,
     window: int | None = None,
     latent: int | None = None,
+    stored: Codes | None = None,
 ) -> None:
     """Attend ``K`` strides of ``M`` requests' chunks and write the survivors into the pages.
 
@@ -306,17 +348,20 @@ def attend_chunks(
         window: tokens that a query sees, its own included, in layers whose ``positions`` come from
             other layers; None: positions are ranks, and a query sees the whole cache.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
     check_steps(steps, steps)
     check_steps(chunks, table)
-    check_new(query, key, kv, latent)
+    check_new(query, key, kv, latent, stored)
     assert finished.dtype == torch.int32 and finished.is_contiguous()
     assert finished.shape[0] >= len(chunks) and finished.shape[1] == 2 * kv.shape[1]
     if len(steps) == 0 or max_length == 0:
         return
     config = prefill_config(query.device, query.dtype, query.shape[2])
+    if stored is not None:  # encoding needs the registers of other queries
+        config = replace(config, queries=16)
     _attend_chunks[(triton.cdiv(max_length, config.queries), query.shape[1], len(steps))](
         query=query,
         key=key,
@@ -348,7 +393,7 @@ def attend_chunks(
         word_stride=rank.stride(0),
         table_stride=table.stride(0),
         RENUMBER=RENUMBERED,
-        COPY=COPIED,
+        COPY=COPIED if stored is None else ENCODED,
         maxnreg=MOST_REGISTERS,
-        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved, latent),
+        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved, latent, stored),
     )

@@ -9,6 +9,7 @@ these functions.
 import triton
 import triton.language as tl
 
+from .stored import apart, scale_of_word, write_codes
 from .tiles import (
     CACHED,
     LEFT,
@@ -73,6 +74,7 @@ def write_rows(
     value,
     kv,
     rank,
+    scales,
     table,
     chunk,
     positions,
@@ -91,6 +93,8 @@ def write_rows(
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     """Write one head's keys and values of the chunk's survivors into their slots."""
     survivors = _survivors(chunk, UNIT)
@@ -112,7 +116,30 @@ def write_rows(
             keys = key + (start + source) * key_stride + head * HEAD
             values = value + (start + source) * value_stride + head * VALUE
             slots = kv + block * page_stride + (head * PAGE + slot % PAGE) * ROW
-            if (HALF > 0) & (UNIT > 1):
+            if CODE is not None:
+                distance = slot * 0
+                if UNIT > 1:
+                    begun = (stream + length) // UNIT * UNIT - stream
+                    at = tl.load(positions + start + begun, mask=begun < length, other=0)
+                    late = comes & (source >= begun)
+                    distance = tl.where(late, at.to(tl.int32) - now * UNIT, 0)
+                write_codes(
+                    keys=keys,
+                    values=values,
+                    slots=slots,
+                    place=scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS),
+                    inside=comes,
+                    rotation=rotation,
+                    distance=distance,
+                    HEAD=HEAD,
+                    VALUE=VALUE,
+                    HALF=HALF if UNIT > 1 else 0,
+                    INTERLEAVED=INTERLEAVED,
+                    APART=apart(PAGE, OF_ROWS),
+                    CODE=CODE,
+                    OF_ROWS=OF_ROWS,
+                )
+            elif (HALF > 0) & (UNIT > 1):
                 # An incomplete unit is rotated to its position after the last evictions.
                 begun = (stream + length) // UNIT * UNIT - stream
                 late = comes & (source >= begun)
@@ -123,7 +150,8 @@ def write_rows(
                     if ROW > HEAD:
                         store_rows(slots + HEAD, load_rows(values, late, 0, HEAD), late, 0, HEAD)
                 comes = comes & (source < begun)
-            copy_rows(keys, values, slots, comes, HEAD, VALUE, ROW)
+            if CODE is None:
+                copy_rows(keys, values, slots, comes, HEAD, VALUE, ROW)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from .configs import Config, mass_config
 from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
+from .stored import Codes, apart, load_scales, load_stored, load_turned, scale_of_word
 from .strides import Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
@@ -24,7 +25,6 @@ from .tiles import (
     first_part,
     head_size_of,
     load_rows,
-    load_turned,
     page_tile,
     stride_of,
 )
@@ -37,6 +37,7 @@ def _column_sums(
     kv,
     rank,
     born,
+    scales,
     table,
     lse,
     decays,
@@ -66,6 +67,8 @@ def _column_sums(
     UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     REDUCED: tl.constexpr,
 ):
@@ -82,7 +85,7 @@ def _column_sums(
     if is_old:
         slots = tl.load(steps + row * STEP + OLD_SLOTS)
         pages = table + row.to(tl.int64) * table_stride
-        slot, unit, _, rows, distance = page_tile(
+        slot, unit, word, rows, distance = page_tile(
             kv=kv,
             rank=rank,
             born=born,
@@ -100,17 +103,28 @@ def _column_sums(
         )
         seen = unit >= 0
         at = unit * UNIT + slot % UNIT
-        keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
+        if CODE is None:
+            value_scale = None
+            keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
+        else:
+            scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
+            keys = load_turned(
+                rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,
+                key.dtype.element_ty, CODE,
+            )  # fmt: skip
         if FIRST < HEAD:
-            rest_of_keys = load_rows(rows, seen, FIRST, HEAD)
+            rest_of_keys = load_stored(
+                rows, seen, value_scale, key.dtype.element_ty, FIRST, HEAD, CODE
+            )
     else:
         place = (tile - old_tiles) * TILE + tl.arange(0, TILE)
         seen = place < length
         at = cached + place
-        rows = key + (start + place) * key_stride + head * HEAD
-        keys = load_rows(rows, seen, 0, FIRST)
+        new = key + (start + place) * key_stride + head * HEAD
+        keys = load_rows(new, seen, 0, FIRST)
         if FIRST < HEAD:
-            rest_of_keys = load_rows(rows, seen, FIRST, HEAD)
+            rest_of_keys = load_rows(new, seen, FIRST, HEAD)
     column = at // CHUNK
     leaves = seen
     if CHUNK > 1:  # one sum per unit, or per part of a unit
@@ -163,7 +177,7 @@ class ColumnSums:
     """Weighted attention mass of every key, or unit of keys, of strides in one layer.
 
     Args:
-        kv, rank, born, rotation, interleaved, slopes, num_queries, latent: as for
+        kv, rank, born, rotation, interleaved, slopes, num_queries, latent, stored, dtype: as for
             ``StrideAttention``.
         reduction: over the query heads of a set, as far as possible here (``reduced``).
 
@@ -184,11 +198,14 @@ class ColumnSums:
         reduction: str,
         num_queries: int,
         latent: int | None = None,
+        stored: Codes | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         unit = check_pages(kv, rank, born)
-        config = mass_config(kv.device, kv.dtype, head_size_of(kv, latent), slopes is not None)
+        head_size, new = head_size_of(kv, latent), dtype or kv.dtype
+        config = mass_config(kv.device, new, head_size, slopes is not None)
         self._sums_heads, self.parts = _num_sums(config, num_queries, kv.shape[1], unit, reduction)
-        self._heads, self._tile = heads_of(num_queries, kv, latent), config.tile
+        self._heads, self._tile = heads_of(num_queries, kv, latent, dtype), config.tile
         self._fixed = {
             "kv": kv,
             "rank": rank,
@@ -205,7 +222,9 @@ class ColumnSums:
             **registers,
             "CHUNK": unit // self.parts,
             "REDUCED": reduced(reduction, self.parts),
-            **stride_constants(config, num_queries, kv, rank, rotation, interleaved, latent),
+            **stride_constants(
+                config, num_queries, kv, rank, rotation, interleaved, latent, stored
+            ),
         }
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:

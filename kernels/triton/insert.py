@@ -24,6 +24,7 @@ import triton.language as tl
 
 from ..columns import RULE_COLUMNS
 from .drafts import Saved, check_saved, heads_at_once, save_slot, slot_arguments
+from .stored import Codes, apart, codes_arguments, scale_place, write_codes
 from .tiles import (
     CACHED,
     CELL,
@@ -164,6 +165,7 @@ def _insert(
     born,
     score,
     token,
+    scales,
     table,
     steps,
     rules,
@@ -191,6 +193,8 @@ def _insert(
     TILE: tl.constexpr,
     CELL_TILE: tl.constexpr,
     UNIT: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
@@ -343,7 +347,25 @@ def _insert(
     if UNIT > 1:
         slot = slot * UNIT + stream % UNIT
     rows = kv + block * page_stride + (head * (PAGE * UNIT) + slot) * ROW
-    copy_rows(key_rows, value_rows, rows, real, HEAD, VALUE, ROW)
+    if CODE is None:
+        copy_rows(key_rows, value_rows, rows, real, HEAD, VALUE, ROW)
+    else:
+        write_codes(
+            keys=key_rows,
+            values=value_rows,
+            slots=rows,
+            place=scale_place(scales, block, slot + member, word_stride, OF_ROWS),
+            inside=real,
+            rotation=None,
+            distance=None,
+            HEAD=HEAD,
+            VALUE=VALUE,
+            HALF=0,
+            INTERLEAVED=False,
+            APART=apart(PAGE * UNIT, OF_ROWS),
+            CODE=CODE,
+            OF_ROWS=OF_ROWS,
+        )
 
 
 def insert(
@@ -360,6 +382,8 @@ def insert(
     rules: torch.Tensor,
     has_cells: bool,
     positions: torch.Tensor | None = None,
+    latent: int | None = None,
+    stored: Codes | None = None,
     saves: torch.Tensor | None = None,
     saved: Saved | None = None,
 ) -> None:
@@ -380,6 +404,8 @@ def insert(
         has_cells: whether any rule may have cells.
         positions: int64 key positions of all tokens of the step, in layers with a window; None:
             keys are at ``cached``.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
         saves: int32 ``[>= B]``, places of drafts, -1 for other tokens; None: there are no drafts.
         saved: with ``saves``, what the drafts replace; written.
     """
@@ -390,7 +416,7 @@ def insert(
     check_rows(key)
     check_rows(value)
     assert new_score.is_contiguous() and new_score.shape == (num_rows, rank.shape[1])
-    assert key.dtype == kv.dtype, (key.dtype, kv.dtype)
+    assert stored is not None or key.dtype == kv.dtype, (key.dtype, kv.dtype)
     assert rules.dtype == torch.int32 and rules.is_contiguous() and rules.shape[1] == RULE_COLUMNS
     if num_rows == 0:
         return
@@ -436,6 +462,7 @@ def insert(
         TILE=tile,
         CELL_TILE=min(tile, 512),
         UNIT=unit,
+        **codes_arguments(stored, kv, rank, latent),
         # With fewer elements than threads all warps would load a rank that one of them rewrites.
         num_warps=max(min(tile // 32, 8 if tile > 1024 else 4), 1),
         maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more

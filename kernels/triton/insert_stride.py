@@ -28,6 +28,7 @@ from .keep import (
 )
 from .prefill import LINE, LINE_SLOT
 from .recall_columns import MORE_RECALLED, RECALL
+from .stored import Codes, apart, codes_arguments, scale_place, write_codes
 from .strides import Strides, Tokens, heads_of
 from .tiles import (
     CACHED,
@@ -46,8 +47,8 @@ from .tiles import (
     turn_rows,
 )
 
-COPIED = 32
-"""Rows per copied tile."""
+COPIED, ENCODED = 32, 16
+"""Rows per copied tile, and per tile that is encoded in registers."""
 MOST_PROGRAMS = 64
 """Most programs that share a launch's copies."""
 
@@ -131,6 +132,7 @@ def _insert_strides(
     born,
     score,
     token,
+    scales,
     table,
     steps,
     plans,
@@ -162,6 +164,8 @@ def _insert_strides(
     TILE: tl.constexpr,
     SCORE_TILE: tl.constexpr,
     ROWS: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
@@ -261,7 +265,27 @@ def _insert_strides(
             + block * page_stride
             + (head * (PAGE * UNIT) + slot % (PAGE * UNIT)) * (ROW // HEAD) * HEAD
         )
-        if (HALF > 0) & (UNIT > 1):
+        if CODE is not None:
+            begun = length // UNIT * UNIT
+            stands = (old_stay + survivor + more) * UNIT
+            last = kept & (source >= begun)  # the incomplete unit
+            write_codes(
+                keys=keys,
+                values=new,
+                slots=slots,
+                place=scale_place(scales, block, slot % (PAGE * UNIT), word_stride, OF_ROWS),
+                inside=kept,
+                rotation=rotation,
+                distance=tl.where(last, cached + begun - stands, 0),
+                HEAD=HEAD,
+                VALUE=VALUE,
+                HALF=HALF,
+                INTERLEAVED=INTERLEAVED,
+                APART=apart(PAGE * UNIT, OF_ROWS),
+                CODE=CODE,
+                OF_ROWS=OF_ROWS,
+            )
+        elif (HALF > 0) & (UNIT > 1):
             begun = length // UNIT * UNIT  # first token of the incomplete unit
             last = kept & (source >= begun)
             if tl.max(last.to(tl.int32), axis=0) > 0:
@@ -271,7 +295,8 @@ def _insert_strides(
                 if ROW > HEAD:
                     store_rows(slots + HEAD, load_rows(new, last, 0, HEAD), last, 0, HEAD)
             kept = kept & (source < begun)
-        copy_rows(keys, new, slots, kept, HEAD, VALUE, ROW)
+        if CODE is None:
+            copy_rows(keys, new, slots, kept, HEAD, VALUE, ROW)
 
 
 def num_programs(num_rows: int, num_sets: int) -> int:
@@ -289,6 +314,8 @@ class StrideInsertion:
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
         salts: int32 ``[num_sets]``, hashed into the host's scores; None: used as they are.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
+        dtype: of new tokens; None: that of ``kv``.
     """
 
     def __init__(
@@ -303,11 +330,13 @@ class StrideInsertion:
         reduction: str,
         salts: torch.Tensor | None = None,
         latent: int | None = None,
+        stored: Codes | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         words = (rank, born, score) if token is None else (rank, born, score, token)
         unit = check_pages(kv, *words)
         assert reduction in ("mean", "max", "median"), reduction
-        self._heads, self._num_sets = heads_of(0, kv, latent)[1:], rank.shape[1]
+        self._heads, self._num_sets = heads_of(0, kv, latent, dtype)[1:], rank.shape[1]
         turned = rotation if unit > 1 else None
         self._fixed = {
             "kv": kv,
@@ -332,9 +361,10 @@ class StrideInsertion:
             "PAGE": rank.shape[2],
             "UNIT": unit,
             "TILE": 1024,
-            "ROWS": COPIED,
+            "ROWS": COPIED if stored is None else ENCODED,
             "num_warps": 8,
             "maxnreg": 128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
+            **codes_arguments(stored, kv, rank, latent),
         }
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:

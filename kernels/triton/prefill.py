@@ -10,6 +10,8 @@ Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691); strided prefill of 
 (https://arxiv.org/abs/2406.17808).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,15 @@ import triton.language as tl
 from .configs import WHOLE, Config, Split, prefill_config
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
 from .split import is_last, join_parts, leave_part, slots_of_part
+from .stored import (
+    Codes,
+    apart,
+    codes_arguments,
+    load_scales,
+    load_stored,
+    load_turned,
+    scale_of_word,
+)
 from .strides import LINE_WORDS, Strides, Tokens, heads_of
 from .tiles import (
     OLD_SLOTS,
@@ -25,7 +36,6 @@ from .tiles import (
     first_part,
     head_size_of,
     load_rows,
-    load_turned,
     page_tile,
     soft_cap,
     store_rows,
@@ -99,6 +109,7 @@ def _attend_strides(
     born,
     score,
     token,
+    scales,
     table,
     steps,
     rotation,
@@ -133,6 +144,8 @@ def _attend_strides(
     UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -194,13 +207,22 @@ def _attend_strides(
             UNIT=UNIT,
         )
         seen = unit >= 0
-        keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
+        if CODE is None:
+            value_scale = None
+            keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
+        else:
+            scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
+            keys = load_turned(
+                rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,
+                queries.dtype, CODE,
+            )  # fmt: skip
         at = unit * UNIT + slot % UNIT
         if FIRST == HEAD:
             logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
             values = load_rows(rows + (ROW - VALUE), seen, 0, VALUE)
         else:  # read once
-            values = load_rows(rows + FIRST, seen, 0, VALUE)
+            values = load_stored(rows + FIRST, seen, value_scale, queries.dtype, 0, VALUE, CODE)
             logits = stride_logits(
                 queries, keys, position, at, seen, factor, cap, slope, None, rest, values
             )
@@ -254,7 +276,8 @@ def stride_constants(
     rotation: torch.Tensor | None,
     interleaved: bool,
     latent: int | None,
-) -> dict[str, int]:
+    stored: Codes | None,
+) -> dict[str, Any]:
     """What the kernels over strides are compiled for; ``num_queries`` is ``H * G``."""
     _, num_heads, page, width = kv.shape
     head_size = head_size_of(kv, latent)
@@ -274,14 +297,22 @@ def stride_constants(
         "TILE": config.tile,
         "num_warps": config.warps,
         "num_stages": config.stages,
+        **codes_arguments(stored, kv, rank, latent),
     }
 
 
-def check_new(query: torch.Tensor, key: torch.Tensor, kv: torch.Tensor, latent: int | None) -> None:
+def check_new(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    kv: torch.Tensor,
+    latent: int | None,
+    stored: Codes | None,
+) -> None:
     """New tokens as kernels over strides read them."""
     for tensor in (query, key):
         assert tensor.stride()[1:] == (head_size_of(kv, latent), 1), tensor.stride()
-    assert query.dtype == key.dtype == kv.dtype, (query.dtype, key.dtype, kv.dtype)
+    assert query.dtype == key.dtype, (query.dtype, key.dtype)
+    assert stored is not None or key.dtype == kv.dtype, (key.dtype, kv.dtype)
 
 
 class StrideAttention:
@@ -296,6 +327,8 @@ class StrideAttention:
         sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
         split: splits attention over keys.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
+        dtype: of new tokens; None: that of ``kv``.
     """
 
     def __init__(
@@ -314,11 +347,13 @@ class StrideAttention:
         sinks: torch.Tensor | None = None,
         split: Split = WHOLE,
         latent: int | None = None,
+        stored: Codes | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         check_pages(kv, *((rank, born, score) if token is None else (rank, born, score, token)))
-        self._heads, self._num_sets = heads_of(num_queries, kv, latent), rank.shape[1]
+        self._heads, self._num_sets = heads_of(num_queries, kv, latent, dtype), rank.shape[1]
         head_size = head_size_of(kv, latent)
-        config = prefill_config(kv.device, kv.dtype, head_size)
+        config = prefill_config(kv.device, dtype or kv.dtype, head_size)
         self._queries = config.queries
         self._fixed = {
             "kv": kv,
@@ -334,7 +369,9 @@ class StrideAttention:
             "page_stride": kv.stride(0),
             "word_stride": rank.stride(0),
         }
-        constants = stride_constants(config, num_queries, kv, rank, rotation, interleaved, latent)
+        constants = stride_constants(
+            config, num_queries, kv, rank, rotation, interleaved, latent, stored
+        )
         self.split, self._partial = split, (num_queries, split.splits, latent or head_size)
         assert split.slots % config.tile == 0, (split, config)
         own = {"maxnreg": MOST_REGISTERS, "SPLITS": split.splits, "SLOTS": split.slots}

@@ -23,6 +23,7 @@ from .recall_columns import (
     SINKS,
     check_recall,
 )
+from .stored import Codes, apart, check_scales, codes_arguments, scale_place
 from .tiles import NEVER, OLD_SLOTS, STEP, check_pages, check_steps, slot_tile
 
 MOST_TILE = 1024
@@ -175,12 +176,15 @@ def _choose(
 @triton.jit
 def _bring(
     rows,
+    row_scales,
     kv,
+    scales,
     table,
     recall,
     chosen,
     moves,
     page_stride,
+    word_stride,
     table_stride,
     rings,
     CAPACITY: tl.constexpr,
@@ -189,6 +193,9 @@ def _bring(
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    LEAD: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     """Keys and values of one unit and head: ``SIZE`` numbers that lie together on both sides."""
     row = tl.program_id(0).to(tl.int64)
@@ -209,6 +216,13 @@ def _bring(
         index = first + tl.arange(0, TILE)
         inside = index < SIZE
         tl.store(target + index, tl.load(source + index, mask=inside), mask=inside)
+    if OF_ROWS:
+        token = tl.arange(0, LEAD)
+        inside = token < UNIT
+        kept = row_scales + ((head.to(tl.int64) * rings + place) * UNIT + token) * 2
+        at = scale_place(scales, block, slot % PAGE * UNIT + token, word_stride, OF_ROWS)
+        tl.store(at, tl.load(kept, mask=inside), mask=inside)
+        tl.store(at + apart(PAGE * UNIT, OF_ROWS), tl.load(kept + 1, mask=inside), mask=inside)
 
 
 def recall_units(
@@ -226,6 +240,9 @@ def recall_units(
     recall: torch.Tensor,
     exchanged: torch.Tensor,
     most: int,
+    latent: int | None = None,
+    stored: Codes | None = None,
+    row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Recall the units with the most evidence behind the sinks of ``R`` requests.
 
@@ -240,6 +257,10 @@ def recall_units(
         recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is 0 are skipped.
         exchanged: int32 ``[1]``, counter to which newly recalled units are added.
         most: most units that any request recalls.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
+        row_scales: fp32 ``[1, rings, unit, 2]``, scales of ``rows`` beside them; None if rows have
+            no scales of their own.
 
     Returns:
         int32 ``[R, S, room]``: numbers of the recalled units in stream order; ``room >= most``.
@@ -253,6 +274,8 @@ def recall_units(
     assert rows.shape[2:] == (unit, kv.shape[3]) and num_heads == kv.shape[1], rows.shape
     assert stored_born.shape == stored_token.shape == (num_sets, rings), stored_born.shape
     assert stored_born.is_contiguous() and stored_token.is_contiguous()
+    coded = codes_arguments(stored, kv, rank, latent)
+    check_scales(row_scales, rows, coded["OF_ROWS"])
     room = triton.next_power_of_2(most)
     chosen = recall.new_empty(num_rows, num_sets, room)
     if num_rows == 0:
@@ -289,12 +312,15 @@ def recall_units(
     size = unit * kv.shape[3]
     _bring[(num_rows, num_heads, most)](
         rows=rows,
+        row_scales=row_scales,
         kv=kv,
+        scales=coded["scales"] if coded["OF_ROWS"] else None,
         table=table,
         recall=recall,
         chosen=chosen,
         moves=moves,
         page_stride=kv.stride(0),
+        word_stride=rank.stride(0),
         table_stride=table.stride(0),
         rings=rings,
         CAPACITY=capacity,
@@ -303,6 +329,9 @@ def recall_units(
         PAGE=page,
         SIZE=size,
         TILE=min(COPIED, triton.next_power_of_2(size)),
+        UNIT=unit,
+        LEAD=triton.next_power_of_2(unit),
+        OF_ROWS=coded["OF_ROWS"],
         num_warps=4,
     )
     return chosen

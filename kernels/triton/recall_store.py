@@ -12,7 +12,20 @@ import triton
 import triton.language as tl
 
 from .recall_columns import END, RECALL, RING, STORED, check_recall
-from .recall_vectors import LEVELS, TINY, plain_rows, to_nearest
+from .recall_vectors import LEVELS, TINY, most_of, plain_rows
+from .stored import (
+    Codes,
+    apart,
+    as_stored,
+    check_scales,
+    codes_arguments,
+    factor_of,
+    load_scales,
+    scale_place,
+    to_nearest,
+    widened,
+    write_codes,
+)
 from .tiles import (
     CACHED,
     LENGTH,
@@ -23,10 +36,15 @@ from .tiles import (
     check_pages,
     check_steps,
     copy_rows,
+    first_part,
     head_size_of,
+    load_pair,
+    load_rows,
     padded,
     pair_channels,
+    rotate_pair,
     slot_tile,
+    store_rows,
 )
 
 LINE = 1024
@@ -162,6 +180,23 @@ def _store_keys(
     """Copy some rows of a unit, and store their keys before rotation in 8 bits."""
     copy_rows(keys, values, rows, inside, HEAD, VALUE, ROW)
     x, y, rest, most = plain_rows(keys, rotation, position, inside, HEAD, HALF, INTERLEAVED)
+    _store_plain(x, y, rest, most, codes, scales, inside, HEAD, HALF, INTERLEAVED)
+
+
+@triton.jit
+def _store_plain(
+    x,
+    y,
+    rest,
+    most,
+    codes,
+    scales,
+    inside,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Store what ``plain_rows`` returns in 8 bits."""
     step = tl.div_rn(most, LEVELS)
     tl.store(scales, step, mask=inside)
     if HALF > 0:
@@ -175,12 +210,90 @@ def _store_keys(
         _store_codes(codes, rest, channel, step, inside[:, None] & (channel < HEAD)[None, :])
 
 
+@triton.jit
+def _read(x, scale, CODE: tl.constexpr, NEW: tl.constexpr):
+    """Loaded codes in fp32, or what new numbers are once they are codes."""
+    if NEW:
+        x = as_stored(x.to(tl.float32), scale, CODE)
+    else:
+        x = widened(x, CODE) * factor_of(scale, CODE)
+    return x
+
+
+@triton.jit
+def _store_coded(
+    keys,
+    values,
+    place,
+    rows,
+    row_scales,
+    codes,
+    scales,
+    rotation,
+    position,
+    inside,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    APART: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    NEW: tl.constexpr,
+):
+    """``_store_keys`` for a cache of codes; rows are codes or, if ``NEW``, those of the step.
+
+    Args:
+        place, row_scales: addresses of the rows' first scales, in pages and in the ring.
+    """
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, HEAD)
+    if NEW:
+        first, second = write_codes(
+            keys=keys,
+            values=values,
+            slots=rows,
+            place=row_scales,
+            inside=inside,
+            rotation=None,
+            distance=None,
+            HEAD=HEAD,
+            VALUE=VALUE,
+            HALF=0,
+            INTERLEAVED=False,
+            APART=1,
+            CODE=CODE,
+            OF_ROWS=OF_ROWS,
+        )
+    else:
+        store_rows(rows, load_rows(keys, inside, 0, FIRST), inside, 0, FIRST)
+        store_rows(rows + FIRST, load_rows(values, inside, 0, VALUE), inside, 0, VALUE)
+        first, second = load_scales(place, inside, APART)
+        if OF_ROWS:
+            tl.store(row_scales, first, mask=inside)
+            tl.store(row_scales + 1, second, mask=inside)
+    x = tl.zeros([keys.shape[0], 16], tl.float32)
+    y = x
+    if HALF > 0:  # all channels before the value
+        x, y = load_pair(keys, inside, HALF, INTERLEAVED)
+        x = _read(x, first[:, None], CODE, NEW)
+        y = _read(y, first[:, None], CODE, NEW)
+        x, y = rotate_pair(x, y, rotation, position, inside, HALF)
+        rest = _read(load_rows(values, inside, 0, VALUE), second[:, None], CODE, NEW)
+    else:
+        of_key = (tl.arange(0, padded(HEAD)) < FIRST)[None, :]
+        scale = tl.where(of_key, first[:, None], second[:, None])
+        rest = _read(load_rows(keys, inside, 0, HEAD), scale, CODE, NEW)
+    most = tl.maximum(tl.maximum(most_of(x), most_of(y)), most_of(rest))
+    _store_plain(x, y, rest, most, codes, scales, inside, HEAD, HALF, INTERLEAVED)
+
+
 @triton.jit(do_not_specialize=["columns_stride"])
 def _store_units(
     key,
     value,
     sources,
     kv,
+    scales,
     born,
     token,
     table,
@@ -188,8 +301,9 @@ def _store_units(
     recall,
     rotation,
     rows,
+    row_scales,
     codes,
-    scales,
+    key_scales,
     stored_born,
     stored_token,
     key_stride,
@@ -209,6 +323,8 @@ def _store_units(
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
     KEYS: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     """Store one head of some of a request's evicted units."""
     row = tl.program_id(0).to(tl.int64)
@@ -242,7 +358,57 @@ def _store_units(
             out = place * UNIT + index
             row_out = rows + out * ROW
             code_out = codes + out * HEAD
-            if source >= 0:
+            if CODE is not None:
+                slots = kv + block * page_stride + (source % PAGE * UNIT + index) * ROW
+                offset = source % PAGE * UNIT + index
+                scaled = scale_place(scales, block, offset, word_stride, OF_ROWS)
+                kept = scaled
+                if OF_ROWS:
+                    kept = row_scales + out * 2
+                if source >= 0:
+                    _store_coded(
+                        keys=slots,
+                        values=slots + (ROW - VALUE),
+                        place=scaled,
+                        rows=row_out,
+                        row_scales=kept,
+                        codes=code_out,
+                        scales=key_scales + out,
+                        rotation=rotation,
+                        position=written + index,
+                        inside=inside,
+                        HEAD=HEAD,
+                        VALUE=VALUE,
+                        HALF=HALF,
+                        INTERLEAVED=INTERLEAVED,
+                        APART=apart(PAGE * UNIT, OF_ROWS),
+                        CODE=CODE,
+                        OF_ROWS=OF_ROWS,
+                        NEW=False,
+                    )
+                elif key is not None:
+                    at = start + new * UNIT + index
+                    _store_coded(
+                        keys=key + at * key_stride,
+                        values=value + at * value_stride,
+                        place=scaled,
+                        rows=row_out,
+                        row_scales=kept,
+                        codes=code_out,
+                        scales=key_scales + out,
+                        rotation=rotation,
+                        position=written + index,
+                        inside=inside,
+                        HEAD=HEAD,
+                        VALUE=VALUE,
+                        HALF=HALF,
+                        INTERLEAVED=INTERLEAVED,
+                        APART=apart(PAGE * UNIT, OF_ROWS),
+                        CODE=CODE,
+                        OF_ROWS=OF_ROWS,
+                        NEW=True,
+                    )
+            elif source >= 0:
                 slots = kv + block * page_stride
                 slots += ((head * PAGE + source % PAGE) * UNIT + index) * ROW
                 _store_keys(
@@ -250,7 +416,7 @@ def _store_units(
                     values=slots + (ROW - VALUE),
                     rows=row_out,
                     codes=code_out,
-                    scales=scales + out,
+                    scales=key_scales + out,
                     rotation=rotation,
                     position=written + index,
                     inside=inside,
@@ -267,7 +433,7 @@ def _store_units(
                     values=value + at * value_stride + head * VALUE,
                     rows=row_out,
                     codes=code_out,
-                    scales=scales + out,
+                    scales=key_scales + out,
                     rotation=rotation,
                     position=written + index,
                     inside=inside,
@@ -337,6 +503,8 @@ def store_units(
     stored_token: torch.Tensor,
     capacity: int,
     latent: int | None = None,
+    stored: Codes | None = None,
+    row_scales: torch.Tensor | None = None,
 ) -> None:
     """Store the units that ``R`` strides evict; rows whose ``STORED`` is 0 store nothing.
 
@@ -356,6 +524,9 @@ def store_units(
             ``recall_units``), written.
         capacity: places of a ring.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
+        row_scales: fp32 ``[1, rings, unit, 2]``, scales of ``rows``, written; None if rows have no
+            scales of their own.
     """
     unit = check_pages(kv, rank, born, token)
     check_steps(steps, table)
@@ -366,6 +537,8 @@ def store_units(
     assert rows.dtype == kv.dtype and codes.dtype == torch.int8 and scales.dtype == torch.float32
     if num_rows == 0:
         return
+    coded = codes_arguments(stored, kv, rank, latent)
+    check_scales(row_scales, rows, coded["OF_ROWS"])
     num_places, rings, head_size = table.shape[1] * page, rows.shape[1], head_size_of(kv, latent)
     assert rows.shape[3] == kv.shape[3] and codes.shape[3] == head_size, (rows.shape, codes.shape)
     columns = num_places if keep is None else keep.shape[2]
@@ -405,8 +578,9 @@ def store_units(
         recall=recall,
         rotation=rotation,
         rows=rows,
+        row_scales=row_scales,
         codes=codes,
-        scales=scales,
+        key_scales=scales,
         stored_born=stored_born,
         stored_token=stored_token,
         key_stride=0 if key is None else key.stride(0),
@@ -426,6 +600,7 @@ def store_units(
         PAGE=page,
         UNIT=unit,
         KEYS=min(KEYS, triton.next_power_of_2(unit)),
+        **coded,
         num_warps=4,
         maxnreg=255,  # as above
     )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .recall_columns import HOW, JUDGED, NOW, RECALL, SINKS
+from .stored import to_nearest
 from .tiles import (
     LENGTH,
     START,
@@ -23,18 +24,10 @@ from .tiles import (
 LEVELS = tl.constexpr(127.0)
 """Levels up to a key's or query's largest channel."""
 TINY = tl.constexpr(1e-37)
-ROUNDS = tl.constexpr(12582912.0)
-"""1.5 * 2**23: adding it to a small fp32 number rounds that to the nearest even integer."""
 
 
 @triton.jit
-def to_nearest(x):
-    """Round fp32 numbers below 2**22 to the nearest integers, ties to even."""
-    return (x + ROUNDS) - ROUNDS
-
-
-@triton.jit
-def _most(x):
+def most_of(x):
     """The largest magnitude of each row."""
     return tl.max(tl.abs(x), axis=1)
 
@@ -58,7 +51,7 @@ def plain_rows(
         x, y = rotate_pair(x, y, rotation, position, inside, HALF)
     if 2 * HALF < HEAD:
         rest = load_rows(source, inside, 2 * HALF, HEAD).to(tl.float32)
-    most = tl.maximum(tl.maximum(_most(x), _most(y)), _most(rest))
+    most = tl.maximum(tl.maximum(most_of(x), most_of(y)), most_of(rest))
     return x, y, rest, most
 
 

@@ -58,10 +58,13 @@ class Tokens:
 
 
 def heads_of(
-    num_queries: int, kv: torch.Tensor, latent: int | None = None
+    num_queries: int,
+    kv: torch.Tensor,
+    latent: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[int, int, int, torch.dtype]:
-    """``Tokens.heads`` of tokens that match the pages ``kv``."""
-    return num_queries, kv.shape[1], head_size_of(kv, latent), kv.dtype
+    """``Tokens.heads`` of tokens that match the pages ``kv``; ``dtype``: theirs, if another."""
+    return num_queries, kv.shape[1], head_size_of(kv, latent), dtype or kv.dtype
 
 
 @dataclass(eq=False)

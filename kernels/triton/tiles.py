@@ -313,42 +313,6 @@ def turn_rows(
 
 
 @triton.jit
-def load_turned(
-    rows,
-    inside,
-    rotation,
-    distance,
-    HEAD: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """Load rows of keys ``[n, padded(HEAD)]``, each rotated back by its ``distance``.
-
-    Each channel is loaded beside the other channel of its pair, so that the rows stay one tile for
-    one product with the queries.
-    """
-    keys = load_rows(rows, inside, 0, HEAD)
-    if HALF > 0:
-        channel = tl.arange(0, padded(HEAD))
-        if INTERLEAVED:
-            pair = channel // 2
-            is_first = channel % 2 == 0
-            other = tl.where(is_first, channel + 1, channel - 1)
-        else:
-            is_first = channel < HALF
-            pair = tl.where(is_first, channel, channel - HALF)
-            other = tl.where(is_first, channel + HALF, channel - HALF)
-        turns = inside[:, None] & (channel < 2 * HALF)[None, :]
-        others = tl.load(rows[:, None] + other[None, :], mask=turns, other=0.0).to(tl.float32)
-        base = rotation + distance[:, None] * (2 * HALF) + pair[None, :]
-        cos = tl.load(base, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(base + HALF, mask=turns, other=0.0).to(tl.float32)
-        others *= tl.where(is_first, -1.0, 1.0)[None, :]
-        keys = (keys.to(tl.float32) * cos + others * sin).to(keys.dtype)
-    return keys
-
-
-@triton.jit
 def page_tile(
     kv,
     rank,

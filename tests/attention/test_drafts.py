@@ -208,15 +208,19 @@ class Streams:
         self.note(row, lengths, drafted)
         outputs = self.run(self.drafting, row, tokens)
         for ((r, first, num), extra), found in zip(tokens, outputs, strict=True):
-            ends = [first + num] if first < self.prompts[r] else range(first + 1, first + num + 1)
-            expected, begin = [], first
-            for end in ends:
-                expected += self.run(self.plain, [r], [((r, begin, end - begin), 0)])
-                begin = end
-            self.same(found[:num], torch.cat(expected), (r, first, num))
+            self.same(found[:num], self.alone(r, first, num), (r, first, num))
             self.done[r] += num
             self.accepted += num - 1 if first >= self.prompts[r] else 0
             self.rejected += extra
+
+    def alone(self, r: int, first: int, num: int) -> torch.Tensor:
+        """What a request's true tokens give in the layer without drafts."""
+        ends = [first + num] if first < self.prompts[r] else range(first + 1, first + num + 1)
+        expected, begin = [], first
+        for end in ends:
+            expected += self.run(self.plain, [r], [((r, begin, end - begin), 0)])
+            begin = end
+        return torch.cat(expected)
 
     def same(self, mine: torch.Tensor, other: torch.Tensor, where: Any) -> None:
         """Byte-equal; floats are close outside of C++: sums depend on a step's other rows."""
@@ -279,11 +283,11 @@ class Streams:
             self.same(mine, other, (r, done))
 
 
-def run(case: str, most: int, right: float, seed: int, totals: list[int] | None = None) -> Streams:
+def run(case: str, most: int, right: float, seed: int, kind: type[Streams] = Streams) -> Streams:
     """``run_to_the_end`` of new streams."""
     interpreted = test_paged.CPUKVPolicyImpl is TritonKVPolicyImpl  # and slow
-    totals = totals or ([48, 30] if interpreted else [150, 90, 120])
-    return run_to_the_end(Streams(case, most, totals, seed), right)
+    totals = [48, 30] if interpreted else [150, 90, 120]
+    return run_to_the_end(kind(case, most, totals, seed), right)
 
 
 def run_to_the_end(streams: Streams, right: float) -> Streams:
@@ -440,18 +444,18 @@ def positions_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_cascade.step.builder.describe", plan)
 
 
-@pytest.mark.parametrize(
-    "breakage",
-    [
-        lost_version,
-        row_over_a_victim,
-        lost_birth,
-        one_too_few,
-        oldest_first,
-        first_draft_not_saved,
-        positions_of_rows,
-    ],
-)
+BREAKAGES = [
+    lost_version,
+    row_over_a_victim,
+    lost_birth,
+    one_too_few,
+    oldest_first,
+    first_draft_not_saved,
+    positions_of_rows,
+]
+
+
+@pytest.mark.parametrize("breakage", BREAKAGES)
 def test_a_broken_part_is_caught(
     breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,14 +145,22 @@ def test_rows_without_a_ring_do_nothing() -> None:
     assert not plan_rings(rings, names, schedules, stream, one).any()
 
 
-def test_a_ring_of_latent_rows() -> None:
-    """Host memory has a row once: its value is part of its key."""
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_a_ring_of_latent_rows(in_8_bits: bool) -> None:
+    """Host memory has a row once: its value is part of its key. Codes come with two scales."""
     shape = replace(shape_of(4, 6), latent=True)
+    if in_8_bits:
+        shape = replace(shape, dtype=torch.uint8, row_scales=2)
     rings = Rings(shape, 1, CPU)
     row = shape.head_size * shape.dtype.itemsize
     tokens = shape.num_layers * shape.num_kv_heads * shape.most_units * shape.unit
     on_device, on_host = ring_bytes(shape)
-    assert on_host == rings.rows.nbytes == tokens * row
+    assert rings.rows.nbytes == tokens * row
+    if in_8_bits:
+        assert rings.row_scales is not None and rings.row_scales.nbytes == tokens * 8
+        begin = rings.rows.data_ptr() + rings.rows.nbytes
+        assert rings.row_scales.data_ptr() == begin, "they share an allocation"
+    assert on_host == tokens * (row + 8 * in_8_bits)
     codes = rings.codes.nbytes + rings.scales.nbytes + rings.born.nbytes + rings.token.nbytes
     assert on_device == codes
 
@@ -175,10 +183,14 @@ def test_rings_follow_the_scheduler() -> None:
     assert not rings.rings and rings.num_bytes == rings.num_units == 0
 
 
-def test_rings_follow_snapshots() -> None:
+@pytest.mark.parametrize("row_scales", [0, 2])
+def test_rings_follow_snapshots(row_scales: int) -> None:
     """A snapshot keeps its request's units as they were, and others begin with them."""
-    rings = Rings(shape_of(4, 40), 3, CPU, num_chunks=5)
-    tensors = rings.rows, rings.codes, rings.scales, rings.born, rings.token
+    rings = Rings(replace(shape_of(4, 40), row_scales=row_scales), 3, CPU, num_chunks=5)
+    tensors = [rings.rows, rings.codes, rings.scales, rings.born, rings.token]
+    if rings.row_scales is not None:
+        tensors.append(rings.row_scales)
+    assert len(tensors) == 5 + (row_scales > 0)
     generator = torch.Generator().manual_seed(0)
 
     def fill(number: int, end: int) -> list[torch.Tensor]:

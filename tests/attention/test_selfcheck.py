@@ -8,6 +8,7 @@ import inspect
 import linecache
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -59,13 +60,21 @@ WINDOWED = LayerShape(num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.floa
 LATENT = LayerShape(
     num_heads=3, num_kv_heads=1, head_size=24, dtype=torch.float32, is_neox=False, latent=16
 )
+STORED = {
+    f"latent-{cache_dtype}": replace(LATENT, cache_dtype=cache_dtype)
+    for cache_dtype in ("int8_per_token_head", "fp8", "fp8_e5m2")
+}
 OTHER_SHAPES = {
     "window": ("sink", WINDOWED),
     "latent": ("cascade", LATENT),
     "latent-sink": ("sink", LATENT),
     "latent-recall": ("recall", LATENT),
+    "stored": ("cascade", STORED["latent-int8_per_token_head"]),
+    "stored-sink": ("sink", STORED["latent-fp8"]),
+    "stored-units": ("units", STORED["latent-fp8_e5m2"]),
+    "stored-recall": ("recall", STORED["latent-int8_per_token_head"]),
 }
-"""``window``: a layer with one, beside those that run ``sink``."""
+"""``window``: a layer with one, beside those that run ``sink``. ``stored``: rows in 8 bits."""
 
 
 def check(name: str, backend: Any = CUDAKVPolicyBackend, drafts: int = 0) -> list[Any]:

@@ -14,6 +14,8 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine import configure as engine
 from vllm_cascade.engine.devices import CUDA, DEVICES, current_platform
 from vllm_cascade.engine.refusals import Refusal, check
@@ -200,8 +202,31 @@ FAKED: dict[str, tuple[Any, str]] = {
         "set --kv-cache-dtype to auto",
     ),
     "other drafters": (
-        SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
-        "set its method to ngram or suffix",
+        SimpleNamespace(speculative_config=SimpleNamespace(method="medusa")),
+        "set its method to one of ngram, suffix, custom_class, draft_model, eagle, eagle3, mtp",
+    ),
+    "drafters of their own kind": (
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                method="mtp",
+                use_gemma4_mtp=lambda: False,
+                use_step3p5_mtp=lambda: False,
+                draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(n_predict=2)),
+            )
+        ),
+        "set its method to draft_model, ngram or suffix",
+    ),
+    "parallel drafts": (
+        SimpleNamespace(speculative_config=SimpleNamespace(parallel_drafting=True)),
+        "set it to false",
+    ),
+    "drafts of another vocabulary": (
+        SimpleNamespace(speculative_config=SimpleNamespace(use_heterogeneous_vocab=True)),
+        "use a draft model with the model's own vocabulary",
+    ),
+    "drafts cached in another type": (
+        SimpleNamespace(speculative_config=SimpleNamespace(kv_cache_dtype="fp8")),
+        "remove it, and the drafting model's cache has the type of --kv-cache-dtype",
     ),
     "drafts of scores by text": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
@@ -320,17 +345,17 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     ),
     "cache type on CUDA": (
         SimpleNamespace(
-            model_config=SimpleNamespace(dtype="torch.bfloat16"),
-            cache_config=SimpleNamespace(cache_dtype="float16"),
+            model_config=SimpleNamespace(dtype="torch.bfloat16", use_mla=False),
+            cache_config=SimpleNamespace(cache_dtype="fp8"),
         ),
-        "--kv-cache-dtype",
+        "in 8 bits only the rows of multi-head latent attention",
     ),
 }
 ENVIRONMENT = {"Model Runner V2 on the CPU"}
 
 
-def create(model: Path, **kwargs: Any) -> Any:
-    policy = {"name": "cascade", "budget": 128, "prefill_stride": 64}
+def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
+    policy = {"name": "cascade", "budget": budget, "prefill_stride": 64}
     return EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -399,6 +424,22 @@ def test_refused_on_cuda(name: str) -> None:
     refusal = refusal_of(name, "cuda")
     assert refusal.applies(config, resolve({"name": "cascade"}))
     assert message in refusal.message
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "float16", *CODES])
+@pytest.mark.parametrize("use_mla", [True, False])
+def test_cache_types_on_cuda(cache_dtype: str, use_mla: bool) -> None:
+    """The model's own type, and of latent rows also codes."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype="torch.bfloat16", use_mla=use_mla),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+    works = cache_dtype in ("auto", "bfloat16") or (use_mla and cache_dtype in CODES)
+    refusal = refusal_of("cache type on CUDA", "cuda")
+    assert refusal.applies(config, resolve({"name": "cascade"})) != works
+    backend = CUDALatentBackend if use_mla else CUDAKVPolicyBackend
+    if works:
+        assert backend.supports_kv_cache_dtype(cache_dtype)
 
 
 RECALL_ON_CUDA: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -487,6 +528,43 @@ def test_drafts_are_accepted_where_tokens_stay(importance: str) -> None:
     assert not refusal_of("drafting models on CUDA", "cuda").applies(config, policy)
     made = create(MODEL, speculative_config=NGRAM)
     assert not made.scheduler_config.async_scheduling  # as vLLM decides for such drafters
+
+
+def draft_of(path: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a draft model that is a configuration without weights."""
+    (path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 4096, **changes}))
+    return {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}},
+            "the drafting model of --speculative-config: .*dynamic NTK",
+        ),
+        (LATENT, "multi-head latent attention beside one without it"),
+        (
+            {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "index_topk": 8},
+            "the drafting model of --speculative-config: .*layers choose the tokens",
+        ),
+    ],
+)
+def test_a_draft_model_is_checked_like_a_model(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KVPolicyError, match=says):
+        create(MODEL, speculative_config=draft_of(tmp_path, **{**changes, "vocab_size": 4096}))
+
+
+def test_a_policy_fits_in_the_positions_of_both_models(tmp_path: Path) -> None:
+    """The model has 1,024 positions, the draft model 256."""
+    drafts = draft_of(tmp_path, max_position_embeddings=256)
+    create(MODEL, budget=512)
+    with pytest.raises(KVPolicyError, match="256"):
+        create(MODEL, budget=512, speculative_config=drafts)
+    made = create(MODEL, budget=128, speculative_config=drafts)
+    assert not made.scheduler_config.async_scheduling  # as vLLM decides for its CPU platform
 
 
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:

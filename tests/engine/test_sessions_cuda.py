@@ -2,7 +2,8 @@
 """Sessions on the CUDA backend's code, interpreted: byte-equal to an uninterrupted stream.
 
 Copies go the way that they go on a GPU (``sessions/copies.py``), through streams that do nothing.
-``tests/sessions/test_copies.py`` has streams that are late. Evicted units lie in rings.
+``tests/sessions/test_copies.py`` has streams that are late. Evicted units lie in rings, of latent
+rows in 8 bits with the rows' scales.
 """
 
 import time
@@ -16,6 +17,8 @@ import pytest
 from tests.conftest import MODEL
 from tests.engine import async_cpu
 from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_full_attention import experts_in_one_group
+from tests.engine.test_latent import V2
 from tests.engine.test_runner_v2 import run
 from tests.engine.test_sessions import (
     ask,
@@ -28,12 +31,14 @@ from tests.engine.test_sessions import (
     wait_for_files,
 )
 from tests.engine.test_triton_recall import CASCADE, EACH
+from tests.oracle.families import shallow, write_family
 from tests.oracle.random_models import write_llama
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
-from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
 from vllm_cascade.engine.devices import CPU, CUDA
 from vllm_cascade.sessions.copies import StreamCopies
 
+__all__ = ["experts_in_one_group"]  # a fixture
 pytestmark = pytest.mark.slow
 
 TOKENS = np.random.default_rng(8).integers(1, 500, 3000).tolist()
@@ -53,6 +58,14 @@ CASES: dict[str, dict[str, Any]] = {
     "h2o": {"name": "h2o", "budget": 24, "prefill_stride": 16, **EACH},
 }
 """``recall``'s store overflows within a turn."""
+LATENT = [
+    ("cascade", "auto"),
+    ("recall", "auto"),
+    ("h2o", "fp8"),
+    ("recall", "int8_per_token_head"),
+    ("recall-heads", "fp8"),
+]
+"""Policies on latent rows, by the type of the cache."""
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +73,8 @@ def like_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     async_cpu.turn_on(monkeypatch.setattr)
     for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
         monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+    latent = CUDALatentBackend.get_impl_cls
+    monkeypatch.setattr(CPULatentBackend, "get_impl_cls", latent)
     monkeypatch.setattr(CPU, "session_copies", CUDA.session_copies)
     yield
 
@@ -70,7 +85,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
 
 
-def start(pool: EnginePool, name: str, folder: Path, model: Path) -> Any:
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_family(tmp_path_factory.mktemp("deepseek"), shallow(V2))
+
+
+def start(pool: EnginePool, name: str, folder: Path, model: Path, **kwargs: Any) -> Any:
     pool.close()
     return engine(
         pool,
@@ -81,6 +101,7 @@ def start(pool: EnginePool, name: str, folder: Path, model: Path) -> Any:
         max_num_batched_tokens=64,
         max_num_seqs=4,
         block_size=16,
+        **kwargs,
     )
 
 
@@ -88,8 +109,29 @@ def start(pool: EnginePool, name: str, folder: Path, model: Path) -> Any:
 def test_memory_and_a_new_engine(
     name: str, engine_pool: EnginePool, tmp_path: Path, model: Path
 ) -> None:
+    check_chat(engine_pool, name, tmp_path, model)
+
+
+@pytest.mark.parametrize(("name", "cache_dtype"), LATENT)
+def test_latent_rows(
+    name: str, cache_dtype: str, engine_pool: EnginePool, tmp_path: Path, latent_model: Path
+) -> None:
+    llm = check_chat(
+        engine_pool,
+        name,
+        tmp_path,
+        latent_model,
+        kv_cache_dtype=cache_dtype,
+        skip_tokenizer_init=True,
+    )
+    assert llm.llm_engine.vllm_config.model_config.use_mla
+
+
+def check_chat(
+    engine_pool: EnginePool, name: str, tmp_path: Path, model: Path, **kwargs: Any
+) -> Any:
     """A turn from memory, and one from the folder of an engine that is gone."""
-    llm = start(engine_pool, name, tmp_path, model)
+    llm = start(engine_pool, name, tmp_path, model, **kwargs)
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     assert type(worker._sessions._copies) is StreamCopies
     truth = uninterrupted(llm, TOKENS, TURNS)
@@ -102,13 +144,14 @@ def test_memory_and_a_new_engine(
     wait_for_files(tmp_path, TURNS - 1)
     engine_pool.close()
 
-    llm = start(engine_pool, name, tmp_path, model)
+    llm = start(engine_pool, name, tmp_path, model, **kwargs)
     index = index_of(llm)
     history = [t for n in range(TURNS - 1) for t in says(TOKENS, n) + answers[n][0]]
     cached, last = ask(llm, history + says(TOKENS, TURNS - 1))
     assert cached == len(history) - 1 and index.counters.hits == {"disk": 1}
     assert [*answers, last] == truth and pool_usage(llm) == 0.0
     engine_pool.close()
+    return llm
 
 
 @pytest.mark.parametrize("name", ["cascade", "recall"])

@@ -22,6 +22,7 @@ from tests.engine.test_prefix_caching import ask
 from tests.engine.test_units import decode
 from tests.oracle import full_attention
 from tests.oracle.families import FAMILIES, run_family, shallow, write_family
+from tests.oracle.quantised import Quantiser
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
@@ -54,12 +55,11 @@ def triton_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def engine(pool: EnginePool, path: Path, policy: dict[str, Any]) -> Any:
+def engine(pool: EnginePool, path: Path, policy: dict[str, Any], **kwargs: Any) -> Any:
     """An engine of its own: the pool's others use the CPU's paths."""
     pool.close()
-    return pool.get(
-        policy, path, max_model_len=2048, max_num_batched_tokens=100, skip_tokenizer_init=True
-    )
+    own = {"max_model_len": 2048, "max_num_batched_tokens": 100, "skip_tokenizer_init": True}
+    return pool.get(policy, path, **own, **kwargs)
 
 
 def agrees(
@@ -72,11 +72,19 @@ def agrees(
 
 
 def check_decoding(
-    pool: EnginePool, path: Path, family: Any, settings: dict[str, Any], prompt_len: int, num: int
+    pool: EnginePool,
+    path: Path,
+    family: Any,
+    settings: dict[str, Any],
+    prompt_len: int,
+    num: int,
+    cache_dtype: str = "auto",
 ) -> None:
     """Log-probabilities of ``num`` decoded tokens, without a trace, are the oracle's."""
-    tokens, found = decode(engine(pool, path, settings), random_tokens(0, prompt_len), num)
-    truth = run_family(path, family, tokens[:-1], prompt_len, settings)
+    llm = engine(pool, path, settings, kv_cache_dtype=cache_dtype)
+    tokens, found = decode(llm, random_tokens(0, prompt_len), num)
+    quantised = {"quantiser": Quantiser.of(cache_dtype)}
+    truth = run_family(path, family, tokens[:-1], prompt_len, settings, **quantised)
     assert np.abs(np.asarray(found[:-1]) - np.asarray(truth.logprobs)).max() < MAX_ERROR
     pool.close()
 

@@ -9,20 +9,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.engine import graph_profile
 from tests.engine.pool import EnginePool
+from tests.engine.stored_rows import StoredRows
+from tests.engine.test_against_oracle import MAX_ERROR
 from tests.engine.test_batching import ForceTokens
-from tests.engine.test_families import POLICIES
+from tests.engine.test_families import POLICIES, compare, random_tokens
 from tests.engine.test_full_attention import experts_in_one_group
+from tests.engine.test_recall import read
 from tests.engine.test_recall_families import POLICIES as RECALLING
 from tests.engine.test_recall_families import check_replayed
 from tests.engine.test_recall_families import compare as compare_recall
-from tests.engine.test_triton_families import agrees, check_company, check_decoding, triton_backend
+from tests.engine.test_triton_families import (
+    agrees,
+    check_company,
+    check_decoding,
+    engine,
+    triton_backend,
+)
 from tests.engine.test_triton_processes import check as in_processes
+from tests.engine.test_units import kept_sets
 from tests.oracle.families import run_family, shallow, write_family
-from tests.oracle.full_attention import OWN_MODULES
+from tests.oracle.full_attention import LATENT, OWN_MODULES
+from tests.oracle.quantised import Quantiser
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.recall.rings import Rings
@@ -62,12 +74,51 @@ def test_policies(family: str, policy: str, engine_pool: EnginePool, tmp_path: P
     engine_pool.close()
 
 
+@pytest.mark.parametrize(
+    ("cache_dtype", "policy"),
+    [
+        ("int8_per_token_head", "cascade"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("fp8", "h2o"),
+                ("fp8_per_token_head", "units"),
+                ("int8_per_token_head", "sink"),
+                ("fp8_e5m2", "cascade"),
+            )
+        ),
+    ],
+)
+def test_rows_in_8_bits(
+    cache_dtype: str, policy: str, engine_pool: EnginePool, tmp_path: Path
+) -> None:
+    """Against an oracle that quantises for itself and compares every code."""
+    family, settings, prompt = OWN_MODULES["deepseek-v2"], POLICIES[policy], 170
+    path = write_family(tmp_path, family)
+    llm = engine(engine_pool, path, {**settings, "trace": True}, kv_cache_dtype=cache_dtype)
+    with StoredRows(llm, prompt + 61) as rows:
+
+        def truth_of(tokens: list[int]) -> Any:
+            written = {"quantiser": Quantiser.of(cache_dtype), "stored": rows.layers}
+            return run_family(path, family, tokens, prompt, settings, **written)
+
+        error, grown = compare(llm, cache_dtype, truth_of, prompt, settings["budget"] + 16)
+    assert error.max() < MAX_ERROR and not grown["native_calls"]
+    compared, others = (sum(getattr(r, n) for r in rows.layers) for n in ("compared", "others"))
+    print(f"{others} of {compared} codes by rounding")
+    width = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
+    assert compared > 2 * 100 * width and others < 1e-3 * compared
+    check_company(llm)
+    engine_pool.close()
+
+
 @pytest.mark.slow
-def test_chunks_at_once(engine_pool: EnginePool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache_dtype", ["auto", "int8_per_token_head"])
+def test_chunks_at_once(cache_dtype: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     """Without a trace all strides of a chunk are one launch."""
     family = OWN_MODULES["deepseek-v2"]
     path, settings = write_family(tmp_path, family), POLICIES["sink"] | {"prefill_stride": 32}
-    check_decoding(engine_pool, path, family, settings, prompt_len=700, num=61)
+    check_decoding(engine_pool, path, family, settings, 700, 61, cache_dtype)
 
 
 @pytest.mark.slow
@@ -94,6 +145,35 @@ def test_recall(policy: str, engine_pool: EnginePool, tmp_path: Path) -> None:
     compare_recall(
         llm, "deepseek-v3", truth_of, settings, native=False, prompt=prompt, total=prompt + 45
     )
+    check_company(llm)
+    check_replayed(llm)
+    engine_pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache_dtype", "policy"), [("int8_per_token_head", "sink"), ("fp8", "cascade-heads")]
+)
+def test_recall_in_8_bits(
+    cache_dtype: str, policy: str, engine_pool: EnginePool, tmp_path: Path
+) -> None:
+    """Units come back as the codes that they were."""
+    family, settings, prompt = OWN_MODULES["deepseek-v3"], RECALLING[policy], 301
+    path = write_family(tmp_path, family)
+    forced = {"logits_processors": [ForceTokens], "kv_cache_dtype": cache_dtype}
+    llm = engine(engine_pool, path, {**settings, "trace": True}, **forced)
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    text = random_tokens(0, prompt + 46)
+    with StoredRows(llm, len(text)) as rows:
+        logprobs = read(llm, text, prompt)
+    kept = kept_sets(llm)
+    quantised = {"quantiser": Quantiser.of(cache_dtype), "stored": rows.layers}
+    truth = run_family(path, family, text[:-1], prompt, settings, kept, **quantised)
+    error = np.abs(np.asarray(logprobs[:-1]) - np.asarray(truth.logprobs))
+    choices, near = truth.recalls
+    print(f"max {error.max():.1e}, mean {error.mean():.1e}; {near} of {choices} by rounding")
+    assert kept == truth.kept and error.max() < MAX_ERROR
+    assert choices > 10 and near <= 0.1 * choices
     check_company(llm)
     check_replayed(llm)
     engine_pool.close()

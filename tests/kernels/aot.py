@@ -31,7 +31,13 @@ SMALL_BLOCKS = (86, 89, 120)
 MAX_SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10} | dict.fromkeys(SMALL_BLOCKS, 99 << 10)
 """Bytes of shared memory that one block may use."""
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-_TYPES |= {torch.int8: "i8", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
+_TYPES |= {
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.bool: "i1",
+}
 
 
 @dataclass(frozen=True)
@@ -255,6 +261,21 @@ LATENT_SHAPES = (
 )
 """Latent rows as DeepSeek V2 and V3, GLM-4.7-Flash, Kimi K2 and MiniCPM3 have them."""
 LATENT_SPLIT = replace(LATENT, stride=64, parts=8, only="attend_strides")
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STORED = replace(LATENT, code=_E4M3)
+STORED_SHAPES = (
+    STORED,
+    replace(LATENT, code=torch.int8),
+    replace(STORED, row_scales=False),
+    replace(LATENT, code=_E5M2, row_scales=False),
+    replace(STORED, group=128),
+    replace(LATENT, code=torch.int8, group=20, unit=16),
+    replace(STORED, group=32, head_size=288, latent=256, interleaved=False),
+    replace(STORED, dtype=torch.float16),
+    replace(STORED, unit=4, token=True, row_scales=False),
+    replace(STORED, keep_logits=False),
+)
+"""The same rows in 8 bits."""
 RECALL_SHAPES = (
     Shape(unit=16, recall=8),
     Shape(unit=16, recall=8, dtype=torch.bfloat16, per_head=True),
@@ -271,6 +292,9 @@ RECALL_SHAPES = (
     replace(LATENT, unit=16, recall=8),
     replace(LATENT, unit=16, recall=8, group=128),
     replace(LATENT, unit=4, recall=8, head_size=288, latent=256),
+    replace(STORED, unit=16, recall=8),
+    replace(LATENT, code=torch.int8, unit=4, recall=8),
+    replace(STORED, row_scales=False, unit=16, recall=8),
 )
 """Where evicted units come back: head sizes, groups, units, and long stores."""
 DRAFT_SHAPES = (
@@ -301,5 +325,9 @@ TABLED_SHAPES = (
     SPLIT_SHAPE,
     LATENT,
     replace(LATENT, group=128),
+    *(
+        replace(STORED, only=kernel)
+        for kernel in ("attend", "attend_strides", "attend_chunks", "column_sums")
+    ),
 )
 """What the table in the documentation shows."""

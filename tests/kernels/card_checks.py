@@ -60,6 +60,9 @@ def cases(interpret: bool) -> dict[str, Any]:
     for group, dtype in ((16, torch.bfloat16), (128, torch.bfloat16), (16, torch.float32)):
         name = f"latent, {group} heads {str(dtype).removeprefix('torch.')}"
         found[name] = Case(**base | LATENT, group=group, dtype=dtype)
+    for dtype in ("fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"):
+        name = f"latent, {dtype}"
+        found[name] = Case(**base | LATENT, group=16, dtype=torch.bfloat16, cache_dtype=dtype)
     return found
 
 
@@ -72,7 +75,8 @@ def unit_cases(interpret: bool) -> dict[str, Any]:
         if interpret:
             return {"units": Case(**base, head_size=16, num_heads=1)}
         base |= {"num_heads": 2, "splits": None, "strides": (1, 7, 64, 33, 200)}
-        options = {}, {"group": 1}, {"group": 4, "per_head": True}, {"head_size": 128}, LATENT
+        options = [{}, {"group": 1}, {"group": 4, "per_head": True}, {"head_size": 128}, LATENT]
+        options += [LATENT | {"cache_dtype": dtype} for dtype in ("fp8", "int8_per_token_head")]
         for option in options:
             found[f"units of {unit} {option}"] = Case(**base | option)
     return found

@@ -71,7 +71,8 @@ def _expected(
     """What ``gather_reference`` and, for the new tokens, ``attend_strides_reference`` return."""
     case = cache.case
     old = gather_reference(
-        **cache.views("kv", "rank", "born", "score"),
+        kv=cache.decoded,
+        **cache.views("rank", "born", "score"),
         blocks=cache.table[row],
         step=step,
         inv_freq=case.inv_freq,
@@ -135,6 +136,7 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         keep_logits=True,
         positions=dpositions,
         latent=case.latent,
+        stored=ours.codes,
     )
     output = torch.full_like(dq[..., : case.value_size], torch.nan).contiguous()
     lse = merge(parts, parts_lse, dsteps, output, sinks)

@@ -78,7 +78,7 @@ def _line(cache: Cache, row: int, step: list[int]) -> Line:
     slots = members(order, case.unit)
     heads = slots.expand(case.num_heads, -1)
     block, offset = blocks[heads // case.block_size], heads % case.block_size
-    kv = cache.kv[block, torch.arange(case.num_heads)[:, None], offset].transpose(0, 1)
+    kv = cache.decoded[block, torch.arange(case.num_heads)[:, None], offset].transpose(0, 1)
     births = cache.words("born", row).gather(1, order)[..., None] + torch.arange(case.unit)
     born = births.flatten(1).expand(case.num_heads, -1).T
     return Line(kv, born, torch.arange(len(kv)) // case.unit, order.shape[1])
@@ -163,6 +163,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
         sinks=sinks,
         window=case.window,
         latent=case.latent,
+        stored=ours.codes,
     )
     same("counters", finished, torch.zeros_like(finished, device="cpu"))
     after, error = ours.to("cpu"), 0.0
@@ -189,7 +190,7 @@ def check_chunks(case: Case, device: torch.device | str, num_strides: int = 4) -
             )
             error = max(error, close("output", output[part], expected, TOLERANCE[case.dtype]))
             new = rows_of(case, key[part], value[part])
-            line.append(new, step[columns.CACHED] + shift, unit)
+            line.append(case.read(new), step[columns.CACHED] + shift, unit)
             line.delete(gone, unit)
         whole = slice(first[columns.START], first[columns.START] + first[columns.LENGTH])
         new = rows_of(case, key[whole], value[whole])

@@ -92,6 +92,8 @@ def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> fl
         rules=dmore,
         has_cells=True,
         positions=dpositions,
+        latent=case.latent,
+        stored=ours.codes,
     )
     after = ours.to("cpu")
     for row in real_rows(case):

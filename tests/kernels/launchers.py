@@ -27,6 +27,7 @@ from vllm_cascade.kernels.triton.schedule import (
     schedule,
 )
 from vllm_cascade.kernels.triton.split import MARKS, Partial
+from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
     NUMBER_ROWS,
@@ -68,12 +69,17 @@ class Shape:
     store: int = 32768
     only: str = ""
     latent: int | None = None
+    code: torch.dtype | None = None
+    row_scales: bool = True
 
     def label(self) -> str:
         """Differences from the default, in words."""
         words = [f"{self.num_heads * self.group}/{self.num_heads} x {self.head_size}"]
         words += [f"latents of {self.latent}"] if self.latent else []
         words.append(str(self.dtype).removeprefix("torch."))
+        if self.code is not None:
+            words.append(f"stored as {str(self.code).removeprefix('torch.')}")
+            words += [] if self.row_scales else ["a layer's scales"]
         flags = ("per_head", "interleaved", "alibi", "logit_scale", "sinks", "token")
         words += [name for name in flags if getattr(self, name)]
         words += ["soft cap"] if self.softcap else []
@@ -93,6 +99,13 @@ class Shape:
     def row_size(self) -> int:
         """Channels of a stored row: a key and a value, or a latent row."""
         return self.head_size if self.latent else 2 * self.head_size
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of rows in pages: of codes that are floats, of their bits."""
+        if self.code in (None, torch.int8):
+            return self.code or self.dtype
+        return torch.uint8
 
     def value_of(self, key: torch.Tensor) -> torch.Tensor:
         return key[..., -self.latent :] if self.latent else key
@@ -114,7 +127,7 @@ class Layer:
         sets = heads if shape.per_head else 1
         blocks = shape.batch * shape.pages + 1
         f32, i32 = torch.float32, torch.int32
-        self.kv = _meta(blocks, heads, page, shape.row_size, dtype=shape.dtype)
+        self.kv = _meta(blocks, heads, page, shape.row_size, dtype=shape.stored_dtype)
         units = page // shape.unit
         self.rank = _meta(blocks, sets, units, dtype=i32)
         self.born = torch.empty_like(self.rank)
@@ -127,6 +140,14 @@ class Layer:
             "score": self.score,
             "token": token,
         }
+        self.stored = None
+        if shape.code is not None:
+            scales = _meta(2, dtype=f32)
+            if shape.row_scales:
+                where = (sets * units, 2 * page, 1, page)
+                scales = _meta(1, dtype=f32).as_strided((blocks, 1, page, 2), where)
+            self.stored = Codes(shape.code, scales)
+        self.rows = {"latent": shape.latent, "stored": self.stored}
         self.table = _meta(shape.batch, shape.pages, dtype=i32)
         self.steps = _meta(shape.batch, STEP_COLUMNS, dtype=i32)
         turning = size - (shape.latent or 0)  # channels that rotate
@@ -179,7 +200,7 @@ class Layer:
             splits=shape.splits,
             keep_logits=shape.keep_logits,
             positions=shared,
-            latent=shape.latent,
+            **self.rows,
         )
         output = shape.output_of(self.query)
         lse = merge(
@@ -207,6 +228,7 @@ class Layer:
             rules=_meta(9, 4, dtype=i32),
             has_cells=shape.keep_logits,
             positions=shared,
+            **self.rows,
         )
 
     def drafting(self) -> None:
@@ -302,7 +324,7 @@ class Layer:
         )
         reads = {"slopes": self.slopes, "scale": 0.088, "softcap": shape.softcap}
         turning = {"rotation": self.decode_rotation, "interleaved": shape.interleaved}
-        latent = {"latent": shape.latent}
+        rows = {**self.rows, "dtype": shape.dtype}
         attention = StrideAttention(
             **self.words,
             **turning,
@@ -310,7 +332,7 @@ class Layer:
             num_queries=self.queries,
             sinks=self.sinks,
             split=split,
-            **latent,
+            **rows,
         )
         attention(tokens, strides)
         attend_chunks(
@@ -331,7 +353,7 @@ class Layer:
             output=output,
             sinks=self.sinks,
             window=shape.window,
-            **latent,
+            **self.rows,
         )
         if shape.keep_logits:
             read = {name: self.words[name] for name in ("kv", "rank", "born")}
@@ -339,7 +361,7 @@ class Layer:
                 **read,
                 **turning,
                 **reads,
-                **latent,
+                **rows,
                 reduction=shape.reduction,
                 num_queries=self.queries,
             )
@@ -353,7 +375,8 @@ class Layer:
             rotation=self.rotation,
             interleaved=shape.interleaved,
             reduction=shape.reduction,
-            latent=shape.latent,
+            dtype=shape.dtype,
+            **self.rows,
         )
 
     def recall(self, asking: int = 1) -> None:
@@ -361,7 +384,10 @@ class Layer:
         shape, capacity = self.shape, self.shape.store // self.shape.unit
         i32, rings, tokens = torch.int32, shape.batch * capacity, shape.stride
         keys = (shape.num_heads, rings, shape.unit)
-        rows = _meta(*keys, shape.row_size, dtype=shape.dtype)
+        rows = _meta(*keys, shape.row_size, dtype=shape.stored_dtype)
+        row_scales = None
+        if self.stored is not None and self.stored.of_rows:
+            row_scales = _meta(*keys, 2, dtype=torch.float32)
         codes = _meta(*keys, shape.head_size, dtype=torch.int8)
         scales, words = _meta(*keys, dtype=torch.float32), _meta(self.sets, rings, dtype=i32)
         recall = _meta(shape.batch, RECALL.value, dtype=i32)
@@ -391,6 +417,8 @@ class Layer:
             **where,
             exchanged=_meta(1, dtype=i32),
             most=shape.recall,
+            row_scales=row_scales,
+            **self.rows,
         )
         line = {name: own[name] for name in ("kv", "rank", "born", "token")}
         store = {
@@ -403,7 +431,8 @@ class Layer:
             "stored_born": words,
             "stored_token": words,
             "capacity": capacity,
-            "latent": shape.latent,
+            "row_scales": row_scales,
+            **self.rows,
         }
         if asking == 1:
             ranks = ranks_before(rank=self.rank, **where, unit=shape.unit)

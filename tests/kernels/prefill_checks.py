@@ -66,6 +66,8 @@ class StrideBatch:
             "softcap": case.softcap,
             "num_queries": query.shape[1],
             "latent": case.latent,
+            "stored": self.ours.codes,
+            "dtype": case.dtype,
         }
         self.width = (max(n or 0 for n in case.lengths) + self.longest) // case.unit + 2
 
@@ -146,7 +148,8 @@ def _compare(
         rows = slice(start, start + step[columns.LENGTH])
         written[rows] = True
         old_keys, old_values, *_ = gather_reference(
-            **cache.views("kv", "rank", "born", "score"),
+            kv=cache.decoded,
+            **cache.views("rank", "born", "score"),
             blocks=cache.table[row],
             step=step,
             inv_freq=case.inv_freq,

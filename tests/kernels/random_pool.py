@@ -6,17 +6,21 @@ byte.
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
+from tests.oracle.quantised import INT8, Quantiser
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.rotate import rotation_table
+from vllm_cascade.kernels.triton.stored import Codes
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 POISON = 0xFF
 """Byte of fresh memory: NaN as fp16, bf16 and fp32, -1 as int32 (also a rank that means empty)."""
+SCALES = (0.011, 0.006)
+"""A layer's scales of 8-bit keys and values; some random numbers are too large for them."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Case:
     ``holes``: empty units of slots among each request's; 0: a few, at random. ``scored``: whether
     attention makes the scores of strides, or the host. ``window``: tokens that a query sees; other
     layers say positions then (``shifts``). ``latent``: channels of a latent row's value.
+    ``cache_dtype``: of latent rows, as vLLM calls it.
     """
 
     lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
@@ -53,6 +58,70 @@ class Case:
     sinks: bool = False
     window: int | None = None
     latent: int | None = None
+    cache_dtype: str = "auto"
+
+    @property
+    def quantiser(self) -> Quantiser | None:
+        """Of rows in 8 bits."""
+        return Quantiser.of(self.cache_dtype, SCALES)
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of rows in pages."""
+        if self.quantiser is None:
+            return self.dtype
+        return torch.int8 if self.quantiser.grid is INT8 else torch.uint8
+
+    @property
+    def row_scales(self) -> int:
+        """Scales of a row in pages: two, or none."""
+        return 2 * self.cache_dtype.endswith("per_token_head")
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes of rows ``[..., row_size]``, and scales ``[..., 2]``; rows as they are, and none.
+
+        Products and quotients are those of ``cache/quantised.py``, or some codes would differ.
+        """
+        quantiser = self.quantiser
+        if quantiser is None:
+            return rows.to(self.dtype), torch.empty(*rows.shape[:-1], 0)
+        codes, scales = [], []
+        for part, numbers in enumerate(rows.float().split(self.parts, -1)):
+            scale = quantiser.scale(numbers, part)
+            most = quantiser.grid[-1]
+            steps = (numbers * (1 / scale)).clamp(-most, most)
+            code = torch.searchsorted(quantiser.grid, quantiser.nearest(steps).abs())
+            if quantiser.grid is INT8:
+                code = torch.where(steps < 0, -code, code)
+            else:
+                code = code + 128 * steps.signbit()
+            codes.append(code.to(self.stored_dtype))
+            scales.append(scale.expand(*rows.shape[:-1], 1))
+        return torch.cat(codes, -1), torch.cat(scales, -1)[..., : self.row_scales]
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """fp32 rows; ``scales``: ``[..., 2]`` of rows that have their own."""
+        quantiser = self.quantiser
+        if quantiser is None:
+            return codes
+        if quantiser.scales is not None:
+            scales = torch.tensor(quantiser.scales).expand(*codes.shape[:-1], 2)
+        if quantiser.grid is not INT8:  # junk may be no number
+            nan = torch.full((128 - len(quantiser.grid),), torch.nan)
+            quantiser = replace(quantiser, grid=torch.cat([quantiser.grid, nan]))
+        parts = zip(codes.split(self.parts, -1), scales.unbind(-1), strict=True)
+        read = [quantiser.numbers(code.contiguous()) * scale[..., None] for code, scale in parts]
+        return torch.cat(read, -1)
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """What new rows are read as once they are in pages."""
+        return self.decode(*self.encode(rows))
+
+    @property
+    def parts(self) -> list[int]:
+        """Channels of a latent row before its value, and of its value."""
+        assert self.latent is not None, "codes are those of latent rows"
+        return [self.head_size - self.latent, self.latent]
 
     @property
     def row_size(self) -> int:
@@ -70,7 +139,7 @@ class Case:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of a page; four words a unit of slots and head set follow."""
-        return self.num_heads * self.block_size * self.row_size * self.dtype.itemsize
+        return self.num_heads * self.block_size * self.row_size * self.stored_dtype.itemsize
 
     @property
     def units(self) -> int:
@@ -116,10 +185,13 @@ class Cache:
 
     def __post_init__(self) -> None:
         case, page = self.case, self.case.block_size
-        rows = self.pool[:, : case.kv_bytes].view(case.dtype)
+        rows = self.pool[:, : case.kv_bytes].view(case.stored_dtype)
         self.kv = rows.unflatten(1, (case.num_heads, page, case.row_size))
-        words = self.pool[:, case.kv_bytes :].view(torch.int32)
+        tail = self.pool[:, case.kv_bytes :].view(torch.int32)
+        words, scales = tail.tensor_split([4 * case.num_sets * case.units], dim=1)
         views = words.unflatten(1, (4, case.num_sets, case.units)).unbind(1)
+        of_rows = scales.view(torch.float32).unflatten(1, (case.num_heads, case.row_scales, page))
+        self.scale = of_rows.transpose(2, 3)
         self.rank, self.born, score, self.token = views
         self.score = score.view(torch.float32)
 
@@ -127,6 +199,22 @@ class Cache:
         """A copy, also on the same device."""
         pool = self.pool.to(device, copy=True)
         return Cache(self.case, pool, self.table.to(device), self.slots)
+
+    @property
+    def codes(self) -> Codes | None:
+        """How kernels find codes and scales."""
+        quantiser = self.case.quantiser
+        if quantiser is None:
+            return None
+        scales, kinds = self.scale, {127: torch.int8, 448: torch.float8_e4m3fn}
+        if quantiser.scales is not None:
+            scales = torch.tensor(quantiser.scales, device=self.pool.device)
+        return Codes(kinds.get(int(quantiser.grid[-1]), torch.float8_e5m2), scales)
+
+    @property
+    def decoded(self) -> torch.Tensor:
+        """``kv`` as it is read."""
+        return self.case.decode(self.kv, self.scale)
 
     def views(self, *names: str) -> dict[str, torch.Tensor]:
         """Views of the pool as arguments of a kernel; all five without names."""
@@ -145,13 +233,21 @@ class Cache:
         getattr(self, which)[blocks] = paged.to(getattr(self, which).dtype)
 
     def put(self, row: int, head_set: int, slot: int, **words: float | torch.Tensor) -> None:
-        """Write words of one slot by name; ``kv`` is ``[H, 2 * D]``, of which the set's heads."""
+        """Write words of one slot by name; ``kv`` is ``[H, 2 * D]``, of which the set's heads.
+
+        ``kv`` is encoded, or are codes if ``scale`` comes with it.
+        """
         block, offset = self.table[row, slot // self.case.block_size], slot % self.case.block_size
         unit = offset // self.case.unit
         heads = slice(head_set, head_set + 1) if self.case.per_head else slice(None)
         for which, value in words.items():
             if which == "kv":
-                self.kv[block, heads, offset] = value[heads]
+                codes, scale = value[heads], words.get("scale")
+                codes, scale = self.case.encode(codes) if scale is None else (codes, scale[heads])
+                self.kv[block, heads, offset] = codes
+                self.scale[block, heads, offset] = scale
+            elif which == "scale":
+                continue
             else:
                 getattr(self, which)[block, head_set, unit] = value
 
@@ -177,6 +273,7 @@ def _make_cache(case: Case) -> tuple[Cache, torch.Tensor]:
     pages = -(-per_row // case.block_size)
     num_blocks = 1 + pages * len(case.lengths)
     page_bytes = case.kv_bytes + 4 * 4 * case.num_sets * case.units
+    page_bytes += 4 * case.row_scales * case.num_heads * case.block_size
     pool = torch.full((num_blocks, page_bytes), POISON, dtype=torch.uint8)
     order = torch.randperm(num_blocks - 1, generator=generator).int() + 1
     table = order.view(len(case.lengths), pages)
@@ -232,7 +329,8 @@ def _fill(cache: Cache, row: int, length: int, stream: int, generator: torch.Gen
         block, offset = blocks[slots // page], slots % page
         for head in heads:
             row_kv = torch.randn(length, case.row_size, generator=generator)
-            cache.kv[block, head, offset] = row_kv.to(case.dtype)
+            cache.kv[block, head, offset], scale = case.encode(row_kv.to(case.dtype))
+            cache.scale[block, head, offset] = scale
 
 
 def members(units: torch.Tensor, unit: int) -> torch.Tensor:

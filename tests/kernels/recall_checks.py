@@ -45,7 +45,10 @@ class Rings:
         case = self.case
         places = len(case.lengths) * self.capacity
         keys = case.num_heads, places, case.unit
-        self.rows = torch.full((*keys, case.row_size), torch.nan, dtype=case.dtype)
+        junk = -1 if case.stored_dtype == torch.int8 else 255
+        fill = torch.nan if case.quantiser is None else junk
+        self.rows = torch.full((*keys, case.row_size), fill, dtype=case.stored_dtype)
+        self.row_scales = torch.full((*keys, case.row_scales), torch.nan)
         self.codes = torch.full((*keys, case.head_size), -128, dtype=torch.int8)
         self.scales = torch.full(keys, torch.nan)
         self.born = torch.full((case.num_sets, places), JUNK, dtype=torch.int32)
@@ -59,12 +62,19 @@ class Rings:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.rows, self.codes, self.scales, self.born, self.token
+        return self.rows, self.row_scales, self.codes, self.scales, self.born, self.token
 
     def on(self, device: torch.device | str) -> list[torch.Tensor]:
-        """``tensors`` as an engine has them: rows in the host's memory."""
-        rows = self.rows.pin_memory() if torch.device(device).type == "cuda" else self.rows
-        return [rows, *(tensor.to(device) for tensor in self.tensors[1:])]
+        """``tensors`` as an engine has them: rows and their scales in the host's memory."""
+        host, others = self.tensors[:2], self.tensors[2:]
+        if torch.device(device).type == "cuda":
+            host = tuple(tensor.pin_memory() for tensor in host)
+        return [*host, *(tensor.to(device) for tensor in others)]
+
+    @property
+    def decoded(self) -> torch.Tensor:
+        """``rows`` as they are read."""
+        return self.case.decode(self.rows, self.row_scales)
 
 
 def _columns(case: Case, **values: list[int]) -> torch.Tensor:
@@ -210,7 +220,7 @@ def check_recall(
         rows = torch.randn(
             case.num_heads, number[row], case.unit, case.row_size, generator=generator
         ).to(case.dtype)
-        rings.rows[:, places] = rows
+        rings.rows[:, places], rings.row_scales[:, places] = case.encode(rows)
         for head_set in range(case.num_sets):
             _, _, tokens = chronological(cache, row, steps[row].tolist())
             shown = tokens[head_set, sinks : sinks + before[row]].tolist()
@@ -226,7 +236,7 @@ def check_recall(
                 0, 200, (number[row],), generator=generator
             ).int()
     ours, exchanged = cache.to(device), torch.zeros(1, dtype=torch.int32, device=device)
-    rows, _, _, born, token = rings.on(device)
+    rows, row_scales, _, _, born, token = rings.on(device)
     devidence, dsteps, drecall = on(device, evidence, steps, recall)
     chosen = recall_units(
         evidence=devidence,
@@ -239,6 +249,9 @@ def check_recall(
         recall=drecall,
         exchanged=exchanged,
         most=most,
+        latent=case.latent,
+        stored=ours.codes,
+        row_scales=row_scales if case.row_scales else None,
     ).cpu()
     came = 0
     for row in real_rows(case):
@@ -286,7 +299,8 @@ def _place(
         words = {"born": rings.born[head_set, source], "token": rings.token[head_set, source]}
         cache.put(row, head_set, place * unit, rank=sinks + j, score=0.0, **words)
         for i in range(unit):
-            cache.put(row, head_set, place * unit + i, kv=rings.rows[:, source, i])
+            stored = {"kv": rings.rows[:, source, i], "scale": rings.row_scales[:, source, i]}
+            cache.put(row, head_set, place * unit + i, **stored)
     assert len(free) >= len(coming), "the case has no room"
     return len(coming)
 
@@ -347,7 +361,7 @@ def _store(
     value: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Launch ``store_units``; returns the tensors of ``rings`` on the device."""
-    rows, codes, scales, born, token = tensors = rings.on(device)
+    rows, row_scales, codes, scales, born, token = tensors = rings.on(device)
     dsteps, drecall = on(device, steps, recall)
     store_units(
         keep=keep,
@@ -370,6 +384,8 @@ def _store(
         stored_token=token,
         capacity=rings.capacity,
         latent=cache.case.latent,
+        stored=cache.codes,
+        row_scales=row_scales if cache.case.row_scales else None,
     )
     return tensors
 
@@ -380,6 +396,7 @@ def _note(cache: Cache, rings: Rings, row: int, head_set: int, number: int, plac
     at, heads = rings.place(row, number), rings.heads(head_set)
     block, offset = cache.table[row, place * unit // page], place * unit % page
     rings.rows[heads, at] = cache.kv[block, heads, offset : offset + unit]
+    rings.row_scales[heads, at] = cache.scale[block, heads, offset : offset + unit]
     rings.born[head_set, at] = cache.words("born", row)[head_set, place]
     rings.token[head_set, at] = cache.words("token", row)[head_set, place]
 
@@ -420,7 +437,7 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
             own = slice(step[columns.START] + first, step[columns.START] + first + case.unit)
             at, heads = rings.place(row, end[row] + i), rings.heads(head_set)
             rows = rows_of(case, key[own], value[own]).transpose(0, 1)
-            rings.rows[heads, at] = rows[heads]
+            rings.rows[heads, at], rings.row_scales[heads, at] = case.encode(rows[heads])
             rings.born[head_set, at] = step[columns.CACHED] + first
             rings.token[head_set, at] = step[columns.STREAM] + first
     return _same_rings(rings, tensors)
@@ -429,8 +446,9 @@ def check_store_strides(case: Case, device: torch.device | str, capacity: int = 
 def _same_rings(rings: Rings, tensors: list[torch.Tensor]) -> float:
     """Rows and words to the byte; codes within half a step of the keys before rotation."""
     case, size = rings.case, rings.case.head_size
-    rows, codes, scales, born, token = (tensor.cpu() for tensor in tensors)
+    rows, row_scales, codes, scales, born, token = (tensor.cpu() for tensor in tensors)
     same("rows", rows.view(torch.uint8), rings.rows.view(torch.uint8))
+    same("their scales", row_scales.view(torch.int32), rings.row_scales.view(torch.int32))
     same("born", born, rings.born)
     same("token", token, rings.token)
     written = rings.born != JUNK
@@ -439,7 +457,7 @@ def _same_rings(rings: Rings, tensors: list[torch.Tensor]) -> float:
     assert (codes[~written] == -128).all() and scales[~written].isnan().all(), "wrote elsewhere"
     position = births[written][:, None] + torch.arange(case.unit)
     plain = rotate_reference(
-        rings.rows[..., :size][written], position, case.inv_freq, case.interleaved
+        rings.decoded[..., :size][written], position, case.inv_freq, case.interleaved
     )
     worst = close("scales", scales[written] * 127, plain.abs().amax(-1), 3e-5)
     step = scales[written].double()[..., None]

@@ -130,6 +130,8 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
         reduction=case.reduction,
         salts=dsalts,
         latent=case.latent,
+        stored=ours.codes,
+        dtype=case.dtype,
     )
     insertion(Tokens(query=None, key=dk, value=dv), strides)
     after = ours.to("cpu")
@@ -265,15 +267,16 @@ def insert_literally(
             assert place not in used and final.count(rank) == 1, "a survivor needs one free place"
             used.add(place)
             first = r * unit - n
-            part = new[first : first + unit]
+            part, scales = new[first : first + unit], None
             born = r * unit if born_at is None else born_at[rank]
             if len(part) < unit:
                 away, born = born - (rank + more) * unit, (rank + more) * unit
-                part = _turned(cache, after, row, head_set, place, part, away)
+                part, scales = _turned(cache, after, row, head_set, place, part, away)
             token = step[columns.STREAM] + first
             cache.put(row, head_set, place * unit, born=born, token=token)
             for i, kv in enumerate(part):
-                cache.put(row, head_set, place * unit + i, kv=kv)
+                of_row = {} if scales is None else {"scale": scales[i]}
+                cache.put(row, head_set, place * unit + i, kv=kv, **of_row)
         cache.put(row, head_set, place * unit, rank=rank, score=float(scores[r]))
 
 
@@ -285,19 +288,31 @@ def _turned(
     place: int,
     part: torch.Tensor,
     distance: int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Rows ``[t, H, 2 * D]`` of a unit that is not complete, where its rank says it stands.
 
-    They are ours, once they were found close to an fp64 rotation.
+    They are ours, once they were found close to an fp64 rotation. Those of codes come with scales.
     """
     case, size = cache.case, cache.case.head_size
     if case.inv_freq is None or distance == 0:
-        return part
+        return part, None
     slots = place * case.unit + torch.arange(len(part))
     block, offset = cache.table[row].long()[slots // case.block_size], slots % case.block_size
-    ours = after.kv[block, :, offset]  # [t, H, 2D]
+    ours, scale = after.decoded[block, :, offset], after.scale[block, :, offset]  # [t, H, 2D]
     heads = slice(head_set, head_set + 1) if case.per_head else slice(None)
     away = torch.full(part.shape[:2], distance)
     turned = rotate_reference(part[..., :size], away, case.inv_freq, case.interleaved)
+    if case.quantiser is not None:
+        _close_codes(case, ours, scale, turned.float())
+        return after.kv[block, :, offset], scale
     close("turned keys", ours[:, heads, :size], turned[:, heads], TOLERANCE[case.dtype])
-    return torch.cat([ours[..., :size], part[..., size:]], dim=2)
+    return torch.cat([ours[..., :size], part[..., size:]], dim=2), None
+
+
+def _close_codes(case: Case, ours: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) -> None:
+    """Latent rows as they are read, and their scales, are those of ``rows``, up to rounding."""
+    doubt = 1e-5 * (1 + rows.abs())
+    least, most = case.read(rows - doubt), case.read(rows + doubt)
+    spread = torch.maximum(least, most) + doubt, torch.minimum(least, most) - doubt
+    assert ((ours <= spread[0]) & (ours >= spread[1])).all(), "codes that are not their rows'"
+    close("scales", scale, case.encode(rows)[1].double(), 1e-6)

@@ -131,6 +131,20 @@ def test_latent_rows_on_every_gpu() -> None:
     check(compiled("[LATENT_SPLIT]", 80, 89, 90), {"attend_strides"})
 
 
+def test_latent_rows_in_8_bits() -> None:
+    check(compiled("STORED_SHAPES[:1]", 90, 89))
+
+
+@pytest.mark.slow
+def test_latent_rows_in_8_bits_on_every_gpu() -> None:
+    scored = "[shape for shape in STORED_SHAPES if shape.keep_logits]"
+    check(compiled(scored, 80, 86, 89, 90, 100, 120))
+    unscored = "[shape for shape in STORED_SHAPES if not shape.keep_logits]"
+    check(compiled(unscored, 80, 86, 89, 90, 100, 120), UNSCORED)
+    split = "[replace(LATENT_SPLIT, code=code) for code in (_E4M3, torch.int8)]"
+    check(compiled(split, 80, 89, 90), {"attend_strides"})
+
+
 def test_strides_in_parts() -> None:
     check(compiled("SPLIT_SHAPES[:1]", 90), {"attend_strides"})
 

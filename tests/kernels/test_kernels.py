@@ -88,7 +88,17 @@ LATENT: dict[str, Case] = {
         interleaved=True, reduction="max",
     ),
     "small-units": Case(**ONE, group=3, head_size=48, latent=32, unit=4, lengths=(22, None)),
+    "unrotated": Case(
+        num_heads=1, group=2, head_size=40, latent=24, alibi=True, lengths=(0, 21), strides=(9, 18),
+    ),
 }  # fmt: skip
+STORED = [
+    # every code, with scales of rows and of the layer, and every case
+    ("five", "fp8_e5m2"), ("many", "int8_per_token_head"), ("interleaved", "fp8"),
+    ("as-served", "fp8_per_token_head"), ("units", "int8_per_token_head"),
+    ("small-units", "fp8_per_token_head"), ("small-units", "fp8"), ("unrotated", "fp8"),
+    ("unrotated", "int8_per_token_head"),
+]  # fmt: skip
 WINDOWS: dict[str, Case] = {
     # whose positions are others', above and below ranks; pages of any size; strides longer than
     # the window, and windows that end inside a tile
@@ -124,7 +134,19 @@ def test_decode(name: str) -> None:
 )
 def test_latent_rows(name: str) -> None:
     """Every kernel on rows whose value is part of their key."""
-    case = LATENT[name]
+    check_latent(LATENT[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "cache_dtype"),
+    [pytest.param(n, d, marks=[pytest.mark.slow] * (n == "units")) for n, d in STORED],
+)
+def test_latent_rows_in_8_bits(name: str, cache_dtype: str) -> None:
+    """What is read are codes, and what is written are the same codes as PyTorch's."""
+    check_latent(replace(LATENT[name], cache_dtype=cache_dtype))
+
+
+def check_latent(case: Case) -> None:
     checks.check_decode(case, "cpu")
     checks.check_prefill(at_units(case), "cpu")
     checks.check_chunks(at_units(case), "cpu")

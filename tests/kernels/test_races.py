@@ -41,6 +41,10 @@ def at_units(cases: dict[str, Case]) -> list[Case]:
 
 
 ATTENTION, WINDOWS, UNITS = kernels.ATTENTION, kernels.WINDOWS, kernels.UNITS
+STORED = [
+    replace(kernels.LATENT[name], cache_dtype=cache_dtype) for name, cache_dtype in kernels.STORED
+]
+"""Latent rows in 8 bits."""
 EVICTED = list(recall.CASES.values())
 GROUPS: dict[str, list[Check]] = {
     "decode": on_cpu(checks.check_decode, *ATTENTION.values(), *WINDOWS.values(), *UNITS.values()),
@@ -79,10 +83,18 @@ GROUPS: dict[str, list[Check]] = {
     "recall": on_cpu(recall_checks.check_recall, *EVICTED),
     "store-tokens": on_cpu(recall_checks.check_store_tokens, *EVICTED),
     "store-strides": on_cpu(recall_checks.check_store_strides, *at_units(recall.CASES)),
+    "stored": [
+        *on_cpu(checks.check_decode, *STORED),
+        *on_cpu(checks.check_prefill, *map(kernels.at_units, STORED)),
+        *on_cpu(checks.check_chunks, *map(kernels.at_units, STORED)),
+        *on_cpu(check_insert_strides, *map(kernels.at_units, STORED)),
+        *on_cpu(checks.check_insert, *(case for case in STORED if case.unit == 1)),
+        *on_cpu(checks.check_insert_units, *(case for case in STORED if case.unit > 1)),
+    ],
     "recall-strides": on_cpu(check_insert_strides, *at_units(recall.CASES), recalls=True),
 }
 QUICK = {"decode": 2, "chunks": 1, "insert": 4, "drafts": 2, "insert-units": 1,
-         "insert_strides": 1, "split": 1, "recall": 1, "store-tokens": 1}  # fmt: skip
+         "insert_strides": 1, "split": 1, "recall": 1, "store-tokens": 1, "stored": 1}  # fmt: skip
 """Checks of a group in every run."""
 
 

@@ -44,6 +44,10 @@ CASES: dict[str, Case] = {
         num_heads=1, group=5, head_size=48, latent=32, rotary_dim=16, interleaved=True, unit=8,
         lengths=(15, None, 39), strides=(20, 9), holes=2,
     ),
+    "latent-unrotated": Case(
+        num_heads=1, group=2, head_size=40, latent=24, alibi=True, unit=4, lengths=(11, 27),
+        strides=(14,), holes=2,
+    ),
     "latent-as-served": Case(
         num_heads=1, group=16, head_size=576, latent=512, rotary_dim=64, interleaved=True, unit=16,
         lengths=(31,), strides=(19,), dtype=BF16, holes=1,
@@ -55,6 +59,14 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+CASES |= {
+    f"{name} {cache_dtype}": replace(CASES[name], cache_dtype=cache_dtype)
+    for name, cache_dtype in (
+        ("latent", "int8_per_token_head"), ("latent", "fp8"),
+        ("latent-as-served", "fp8_per_token_head"), ("latent-unrotated", "int8_per_token_head"),
+        ("latent-unrotated", "fp8_e5m2"),
+    )
+}  # fmt: skip
 OFTEN = ("3", "4-heads", "16", "interleaved")
 
 

@@ -63,6 +63,8 @@ def check_insert_units(case: Case, device: torch.device | str, variant: int = 0)
         steps=dsteps,
         rules=dmore,
         has_cells=True,
+        latent=case.latent,
+        stored=ours.codes,
     )
     after = ours.to("cpu")
     for row in real_rows(case):

@@ -20,7 +20,11 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    get_kv_quant_mode,
+)
 
 from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
@@ -30,8 +34,9 @@ from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.selfcheck_drafts import EveryDraft
 from vllm_cascade.attention.selfcheck_stores import Named, closest, opened
 from vllm_cascade.cache.kinds import kinds_of, window_policy, window_slots
-from vllm_cascade.cache.layout import Pages, page_views
-from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.cache.layout import Pages
+from vllm_cascade.cache.quantised import CODES
+from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.kernels.columns import LENGTH
 from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.policy import Policy
@@ -41,6 +46,10 @@ from vllm_cascade.step.inputs import Undone
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error by dtype, relative to the largest number of the reference."""
+SCALES = (0.25, 0.125)
+"""A layer's scales of keys and values in 8 bits, where rows have none of their own."""
+STEP = {torch.int8: 1 / 127, torch.float8_e4m3fn: 1 / 14, torch.float8_e5m2: 1 / 7}
+"""Largest difference of neighbouring codes, relative to the largest number."""
 SUSPECTS = {
     "decode": {
         "step rows": "schedule",
@@ -94,6 +103,7 @@ class LayerShape:
         sinks: whether the layer has learned attention sinks.
         window: tokens that a query sees, itself included; None: all that the policy keeps.
         latent: channels of a latent row's value, which is part of its key; None in other layers.
+        cache_dtype: ``--kv-cache-dtype`` of rows in 8 bits; ``auto``: they have ``dtype``.
     """
 
     num_heads: int
@@ -108,13 +118,15 @@ class LayerShape:
     sinks: bool = False
     window: int | None = None
     latent: int | None = None
+    cache_dtype: str = "auto"
 
     def label(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
         window = "" if self.window is None else f", window of {self.window}"
         latent = "" if self.latent is None else f", latents of {self.latent}"
         heads = f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_size}"
-        return f"{heads}, {name}{window}{latent}"
+        stored = "" if self.cache_dtype == "auto" else f", {self.cache_dtype} cache"
+        return f"{heads}, {name}{window}{latent}{stored}"
 
     @property
     def rotary(self) -> Rotary | None:
@@ -178,9 +190,9 @@ class Side:
             (num_pages, spec.page_size_bytes), 0xFF, dtype=torch.uint8, device=device
         )
         heads, slots, width = shape.num_kv_heads, spec.page_slots, spec.row_size
-        size = shape.dtype.itemsize
+        size = spec.dtype.itemsize
         self.cache = torch.as_strided(
-            self.pool.view(shape.dtype),
+            self.pool.view(spec.dtype),
             (num_pages, heads, slots, width),
             (spec.page_size_bytes // size, slots * width, width, 1),
         )
@@ -192,12 +204,13 @@ class Side:
             shape.softcap or None,
             sinks=sinks if shape.sinks else None,
         )
-        self.impl.latent = shape.latent
+        self.impl.latent, self.impl.kv_cache_dtype = shape.latent, shape.cache_dtype
         rotary = shape.rotary
         if rotary is not None:
             rotary = Rotary(rotary.inv_freq.to(device), rotary.is_neox)
-        self.impl.prepare(spec, self.cache, rotary, 1, shape.dtype, (1.0, 1.0))
-        self.pages: Pages = page_views(self.cache, spec)
+        self.impl.prepare(spec, self.cache, rotary, 1, shape.dtype, SCALES)
+        assert self.impl._pages is not None, "prepare() sets it"
+        self.pages: Pages = self.impl._pages
         config = SimpleNamespace(scheduler_config=limits)
         self.builder = builder(spec, ["layer"], config, device)
         self.others = None
@@ -220,6 +233,7 @@ class Side:
             dtype=spec.dtype,
             most_units=policy.recall_store // policy.unit,
             most_recalled=policy.recall,
+            row_scales=ROW_SCALES if spec.kv_quant_mode.is_per_token_head else 0,
             latent=spec.latent,
         )
         memory = backend.count_stores(units, spec.schedule, 1 << 40, limits, False)
@@ -309,8 +323,11 @@ class Check:
         same = {
             "num_kv_heads": shape.num_kv_heads,
             "head_size": shape.head_size,
-            "dtype": shape.dtype,
+            "dtype": CODES.get(shape.cache_dtype, shape.dtype),
+            "kv_quant_mode": get_kv_quant_mode(shape.cache_dtype),
         }
+        if shape.cache_dtype.startswith("fp8"):
+            same["dtype"] = torch.uint8
         kind = FullAttentionSpec if shape.latent is None else MLAAttentionSpec
         full = KVPolicySpec.from_full(kind(block_size=shape.block_size, **same), policy, drafts)
         self.spec = full
@@ -446,16 +463,17 @@ class Check:
             output = self.ours.run(metadata, rows)
             runs.append([x.clone() for x in (output, *state())])
         tolerance = TOLERANCE[self.shape.dtype]
+        bounds = {"kept tokens": 0.0, "rows": tolerance + self._step}
         if self.recalls:
             pages = dict(self._pages(step))
             yield self._row(step, "recalled and kept tokens", pages["kept tokens"], 0)
-            yield self._row(step, "recalled and kept rows", pages["rows"], tolerance)
+            yield self._row(step, "recalled and kept rows", pages["rows"], bounds["rows"])
             yield self._row(step, "stored units", self._stored(len(step.firsts)), tolerance)
         yield self._row(step, "output", _error(runs[0][0], expected), tolerance)
         for compared, error in self._pages(step):
             if compared == "scores" and self.spec.schedule.keeps_newest is not None:
                 continue  # no kernel reads them
-            yield self._row(step, compared, error, 0 if compared == "kept tokens" else tolerance)
+            yield self._row(step, compared, error, bounds.get(compared, tolerance))
         differ = [
             not torch.equal(_bits(x), _bits(first))
             for run in runs
@@ -485,7 +503,13 @@ class Check:
         for compared, error in self._pages(known):
             if compared != "scores" or self.spec.schedule.keeps_newest is None:
                 name = f"{compared.removeprefix('kept ')} without drafts"
-                yield self._row(step, name, error, TOLERANCE[self.shape.dtype])
+                bound = TOLERANCE[self.shape.dtype] + self._step * (compared == "rows")
+                yield self._row(step, name, error, bound)
+
+    @property
+    def _step(self) -> float:
+        """By how much rows may differ that are rotated before they become codes."""
+        return STEP.get(CODES.get(self.shape.cache_dtype), 0.0) if self.policy.unit > 1 else 0.0
 
     def _state(self) -> list[torch.Tensor]:
         """All that a step changes on our side."""
@@ -510,8 +534,8 @@ class Check:
                 return 1.0
             if (ours.codes.int() - theirs.codes.int()).abs().max() > 1:
                 return 1.0
-            errors = [_error(getattr(ours, x), getattr(theirs, x)) for x in ("rows", "scale")]
-            worst = max(worst, *errors)
+            rows = (self.plain.pages.read(x.rows, x.row_scale) for x in (ours, theirs))
+            worst = max(worst, _error(*rows), _error(ours.scale, theirs.scale))
         return worst
 
     def _copy(self, num_requests: int) -> None:
@@ -636,7 +660,7 @@ def _kept(pages: Pages, blocks: torch.Tensor, slots: int) -> list[dict[str, torc
         for name in ("rank", "born", "score", "token")
         if getattr(pages, name) is not None
     }
-    kv = pages.kv[blocks.to(pages.kv.device)].cpu().transpose(0, 1).flatten(1, 2)
+    kv = pages.rows(blocks.to(pages.kv.device)).cpu().transpose(0, 1).flatten(1, 2)
     kv = kv.unflatten(1, (-1, unit))
     for head_set in range(num_sets):
         rank = words["rank"][head_set, : slots // unit]

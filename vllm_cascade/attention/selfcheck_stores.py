@@ -34,9 +34,13 @@ class Named(Requests):
 
 
 class Units(NamedTuple):
-    """Consecutive units: rows as in the pages, codes ``[H, n, unit, D]``, and their words."""
+    """Consecutive units: rows as in the pages, codes ``[H, n, unit, D]``, and their words.
+
+    ``row_scale`` is None if rows have no scales of their own.
+    """
 
     rows: torch.Tensor
+    row_scale: torch.Tensor | None
     codes: torch.Tensor
     scale: torch.Tensor
     born: torch.Tensor
@@ -61,17 +65,21 @@ class LogUnits:
         pieces = [
             (
                 chunk.rows[0, :, which],
+                chunk.row_scale[0, :, which],
                 evidence.by_keys(chunk.codes[0, :, which]),
                 *(x[0, :, which] for x in (chunk.scale, chunk.born, chunk.token)),
             )
             for chunk, which, _ in self._part(request, begin, end).pieces()
         ]
-        return Units(*(torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)))
+        units = Units(*(torch.cat(parts, dim=1) for parts in zip(*pieces, strict=True)))
+        return units if self._stores.shape.row_scales else units._replace(row_scale=None)
 
     def write(self, request: int, begin: int, units: Units) -> None:
         part = self._part(request, begin, begin + units.born.shape[1])
         for chunk, to, place in part.pieces():
             chunk.rows[0, :, to] = units.rows[:, place]
+            if units.row_scale is not None:
+                chunk.row_scale[0, :, to] = units.row_scale[:, place]
             evidence.write_keys(chunk, 0, to, units.codes[:, place], units.scale[:, place])
             chunk.born[0, :, to], chunk.token[0, :, to] = (
                 units.born[:, place],
@@ -91,11 +99,13 @@ class RingUnits:
     def __init__(self, rings: Rings) -> None:
         self._rings = rings
 
-    def _all(self) -> list[torch.Tensor]:
+    def _all(self) -> list[torch.Tensor | None]:
         rings = self._rings
         if rings.device.type == "cuda":  # kernels access the host's memory
             torch.cuda.synchronize()
-        return [rings.rows, rings.codes, rings.scales, rings.born, rings.token]
+        return [
+            rings.rows, rings.row_scales, rings.codes, rings.scales, rings.born, rings.token,
+        ]  # fmt: skip
 
     def tensors(self) -> list[torch.Tensor]:
         """All that a planned step may change, and what it may read."""
@@ -104,7 +114,7 @@ class RingUnits:
             slice(number * most, number * most + min(int(rings.end[number]), most))
             for number in rings.rings.values()
         ]
-        return [x[0][:, places] for x in self._all() for places in used]
+        return [x[0][:, places] for x in self._all() if x is not None for places in used]
 
     def _places(self, request: int, begin: int, end: int) -> torch.Tensor:
         most = self._rings.shape.most_units
@@ -113,12 +123,16 @@ class RingUnits:
 
     def read(self, request: int, begin: int, end: int) -> Units:
         places = self._places(request, begin, end)
-        return Units(*(x[0][:, places.to(x.device)].cpu() for x in self._all()))
+        parts: list[Any] = [
+            None if x is None else x[0][:, places.to(x.device)].cpu() for x in self._all()
+        ]
+        return Units(*parts)
 
     def write(self, request: int, begin: int, units: Units) -> None:
         places = self._places(request, begin, begin + units.born.shape[1])
         for x, now in zip(self._all(), units, strict=True):
-            x[0][:, places.to(x.device)] = now.to(x.device)
+            if x is not None and now is not None:
+                x[0][:, places.to(x.device)] = now.to(x.device)
 
 
 def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUnits:

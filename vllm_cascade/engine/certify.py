@@ -19,6 +19,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch, Row
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.devices import Device
 from vllm_cascade.kernels.cpp.build import cache_folder
 from vllm_cascade.log import logger
@@ -37,6 +38,7 @@ def shape_of(config: VllmConfig) -> LayerShape:
     partial = getattr(hf, "partial_rotary_factor", None) or 1.0
     head_size = model.get_head_size()
     turning = int(head_size * partial) // 2 * 2
+    cache_dtype = config.cache_config.cache_dtype
     return LayerShape(
         num_heads=heads,
         num_kv_heads=model.get_num_kv_heads(parallel),
@@ -49,6 +51,7 @@ def shape_of(config: VllmConfig) -> LayerShape:
         softcap=float(getattr(hf, "attn_logit_softcapping", None) or 0.0),
         sinks=hf.model_type == "gpt_oss",
         latent=hf.kv_lora_rank if model.use_mla else None,
+        cache_dtype=cache_dtype if cache_dtype in CODES else "auto",
     )
 
 

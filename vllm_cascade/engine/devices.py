@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.refusals import REFUSALS, Refusal, chunked
 from vllm_cascade.kernels.columns import MOST_RULES, MOST_UNIT
 from vllm_cascade.log import logger
@@ -197,10 +198,15 @@ class CUDA(Device):
             "cache type on CUDA",
             lambda config, _: (
                 config.cache_config.cache_dtype
-                not in ("auto", str(config.model_config.dtype).removeprefix("torch."))
+                not in (
+                    "auto",
+                    str(config.model_config.dtype).removeprefix("torch."),
+                    *(CODES if config.model_config.use_mla else ()),
+                )
             ),
             "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys and "
-            "values in the model's own type",
+            "values in the model's own type, and in 8 bits only the rows of multi-head latent "
+            "attention",
         ),
         Refusal(
             "recall of long units on CUDA",

@@ -78,8 +78,8 @@ class Rings(UnitStores):
 
     Attributes:
         shape: sizes of the units; a ring holds ``shape.most_units``.
-        rows, codes, scales, born, token: ``[layers, ...]``, each layer's store as described in
-            ``kernels/triton/recall*.py``.
+        rows, codes, scales, born, token, row_scales: ``[layers, ...]``, each layer's store as
+            described in ``kernels/triton/recall*.py``; ``row_scales`` is None if rows have none.
         rings: ring numbers of running requests, by name.
         end: int64 ``[num_requests]``, units evicted so far by the request of each ring.
         shown: int64 ``[num_requests]``, recalled units in its pages.
@@ -95,8 +95,14 @@ class Rings(UnitStores):
         check_memory(shape, num_requests, device, num_chunks=num_chunks)
         places = num_requests * shape.most_units
         keys = (shape.num_layers, shape.num_kv_heads, places, shape.unit)
-        pinned = device.type == "cuda"
-        self.rows = torch.empty(*keys, shape.row_size, dtype=shape.dtype, pin_memory=pinned)
+        pinned, most = device.type == "cuda", num_requests * ring_bytes(shape)[1]
+        # One allocation, because PyTorch rounds each up.
+        host = torch.empty(most, dtype=torch.uint8, pin_memory=pinned)
+        rows = math.prod(keys) * shape.row_size * shape.dtype.itemsize
+        self.rows = host[:rows].view(shape.dtype).view(*keys, shape.row_size)
+        self.row_scales = None
+        if shape.row_scales:
+            self.row_scales = host[rows:].view(torch.float32).view(*keys, shape.row_scales)
         self.codes = torch.empty(*keys, shape.head_size, dtype=torch.int8, device=device)
         self.scales = torch.empty(keys, device=device)
         words = (shape.num_layers, shape.num_sets, places)
@@ -111,10 +117,11 @@ class Rings(UnitStores):
         self._resumed: dict[int, RingCopy] = {}
         self._read: list[tuple[torch.cuda.Event, list[torch.Tensor]]] = []  # by kernels under way
         self._free_chunks = list(range(num_chunks))[::-1]
-        stores = self.rows, self.codes, self.scales, self.born, self.token
+        stores = self.rows, self.codes, self.scales, self.born, self.token, self.row_scales
         self._words = [
             store.view(math.prod(store.shape[:2]), store.shape[2], -1).view(torch.int32)
             for store in stores
+            if store is not None
         ]
         self._kept_words = self._kept_memory(num_chunks) if num_chunks else []
         for restores in (False, True) if num_chunks else ():
@@ -369,7 +376,8 @@ def ring_bytes(shape: UnitShape) -> tuple[int, int]:
     """Bytes of one ring on the device, and on the host."""
     keys = shape.num_layers * shape.num_kv_heads * shape.most_units * shape.unit
     words = shape.num_layers * shape.num_sets * shape.most_units * 8
-    return keys * (shape.head_size + 4) + words, keys * shape.row_size * shape.dtype.itemsize
+    row = shape.row_size * shape.dtype.itemsize + 4 * shape.row_scales
+    return keys * (shape.head_size + 4) + words, keys * row
 
 
 def chunk_bytes(shape: UnitShape) -> int:

@@ -49,7 +49,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
 
     Attributes:
         schedule: schedule of this builder's layers: the engine's, or that of their window.
-        engine_schedule: the engine's schedule.
+        engine_schedule: the engine's schedule; without recall for a drafting model.
         requests: maps a step's rows to requests; set by the worker.
         positions: cache positions, which the model sees instead of vLLM's positions.
         stores: evicted units; set by the worker for policies with recall.
@@ -73,13 +73,15 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.schedule = kv_cache_spec.schedule
-        self.engine_schedule = kv_cache_spec.engine_schedule
+        self.engine_schedule = kv_cache_spec.frame_schedule
         self.requests = Requests()
-        most = vllm_config.scheduler_config.max_num_batched_tokens
+        limits = vllm_config.scheduler_config
+        # A drafting model also gets the token that each request has sampled.
+        most = limits.max_num_batched_tokens + kv_cache_spec.drafting * limits.max_num_seqs
         self.positions = CachePositions(most, device)
         self.publishes = True
         self.counters = StepCounters()
-        self.make_tables(vllm_config.scheduler_config)
+        self.make_tables(limits)
 
     def follow(self, first: "StepBuilder") -> None:
         """Share the positions that ``first``, the builder of another kind of layer, writes."""
@@ -134,13 +136,25 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         )
         counters.moved_reads -= int(schedule.moved(tokens).sum())
 
+    def peaks(self, common: CommonAttentionMetadata, ends: np.ndarray) -> np.ndarray:
+        """Slots that rows use in these layers after ``ends`` tokens: int ``[B]`` each."""
+        schedules = self._frames(common, len(ends))
+        if self.kv_cache_spec.window is not None:
+            schedules = [self.schedule] * len(ends)
+        peaks = [schedule.peak_at(t) for schedule, t in zip(schedules, ends.tolist(), strict=True)]
+        return np.asarray(peaks)
+
+    def _frames(self, common: CommonAttentionMetadata, num_rows: int) -> list[Schedule]:
+        """The rows' schedules, which set positions."""
+        schedules = self.requests.schedules(common)[:num_rows]
+        return schedules + [self.engine_schedule] * (num_rows - len(schedules))
+
     def _tokens(self, common: CommonAttentionMetadata) -> RequestTokens:
         offsets = common.query_start_loc_cpu.numpy().astype(np.int64)
         length = np.diff(offsets)
         assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
         ends = common.seq_lens_cpu_upper_bound.numpy()[: len(length)].astype(np.int64)
-        schedules = self.requests.schedules(common)[: len(length)]
-        schedules += [self.engine_schedule] * (len(length) - len(schedules))
+        schedules = self._frames(common, len(length))
         prefilling = self.requests.prefilling(common)
         tokens = RequestTokens(schedules, ends - length, length, offsets[:-1], prefilling)
         if self.kv_cache_spec.window is not None:

@@ -82,6 +82,22 @@ class RunnerRequests(Requests):
         return self._schedules[name]
 
 
+class DraftingRequests(Requests):
+    """The same requests in the layers of a drafting model, which recall nothing."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
+        return [schedule.without_recall for schedule in self._requests.schedules(common)]
+
+    def schedule_of(self, name: str) -> Schedule:
+        return self._requests.schedule_of(name).without_recall
+
+    def names(self, common: CommonAttentionMetadata) -> list[str | None]:
+        return self._requests.names(common)
+
+
 class RunnerV1Requests(RunnerRequests):
     """The rows of vLLM's first model runner, the only one on CPUs."""
 

@@ -39,10 +39,12 @@ class CPUMetadata(AttentionMetadata):
 
     Attributes:
         singles: the waves' single tokens, if they have nothing else; empty otherwise.
+        recalls: whether any stride selects units or stores evicted ones.
     """
 
     waves: list[CPUWave]
     singles: list[Singles]
+    recalls: bool
     table: torch.Tensor
     num_actual_tokens: int
     num_prefills: int
@@ -91,4 +93,6 @@ class CPUBuilder(StepBuilder[CPUMetadata]):
         singles = [wave.singles for wave in waves if wave.singles is not None and not wave.strides]
         singles = singles if len(singles) == len(waves) else []
         common = common_attn_metadata
-        return CPUMetadata(waves, singles, table, common.num_actual_tokens, common.num_reqs)
+        recalls = any(plan.moves for planned in recall for plan in planned.values())
+        counts = common.num_actual_tokens, common.num_reqs
+        return CPUMetadata(waves, singles, recalls, table, *counts)

@@ -37,6 +37,7 @@ from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.kinds import window_slots
 from vllm_cascade.cache.layout import Pages, page_views
+from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
@@ -52,6 +53,7 @@ from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import policy_of
@@ -83,6 +85,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     knows_windows = knows_sinks = True
     _decode_rotation: torch.Tensor | None = None
     _stride_kernels: StrideKernels | None = None
+    _stored: Codes | None = None
     recall: LayerRings | None = None
     _saved: Saved | None = None
     _held: torch.Tensor | None = None
@@ -140,19 +143,20 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         super().prepare(spec, kv_cache, rotary, *args, **kwargs)
         assert self._pages is not None
-        self._stride_kernels = None
+        self._stride_kernels, self._stored = None, stored_of(self._pages)
         if rotary is not None:
             self._decode_rotation = rotation_table(
                 rotary.inv_freq,
                 spec.max_distance,
                 kv_cache.device,
-                dtype=decode_dtype(self._pages.kv.dtype),
+                dtype=decode_dtype(self.row_dtype),
                 forward=spec.policy.recalled,
             )
 
     def recall_from(self, stores: Rings, index: int, most_queries: int) -> None:
         assert self._layer is not None and self._pages is not None, "prepare comes first"
-        self.recall = LayerRings(self._layer, self._pages, stores, index, most_queries)
+        where = self._layer, self._pages, self._stored
+        self.recall = LayerRings(*where, stores, index, most_queries)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
@@ -165,7 +169,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         # Before the real pool exists, vLLM measures what graphs need on one that it throws away:
         # its block tables are empty, so every row is padding.
-        pages = self._pages or page_views(kv_cache, metadata.spec)
+        pages = self._pages or self._thrown_away(kv_cache, metadata.spec)
         strides = None
         if not metadata.waves:  # a dummy run
             new.output.zero_()
@@ -183,6 +187,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 self._in_pytorch(pages, stride, recall, new)
             if self.recorder is not None:
                 self._record(name, pages, metadata, wave)
+
+    def _thrown_away(self, kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
+        """Views of a page pool on which vLLM measures memory; of codes that it may call floats."""
+        quantised = Quantised.of(self.kv_cache_dtype, (1.0, 1.0), self.latent)
+        pages = page_views(kv_cache.view(spec.dtype), spec, quantised)
+        self._stored = stored_of(pages)
+        return pages
 
     def _decode(
         self, pages: Pages, metadata: TritonMetadata, decode: DecodeRows, new: NewTokens
@@ -218,7 +229,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             splits=attend_splits(query.device, len(query), self._decode_programs, num_slots),
             keep_logits=policy.uses_attention,
             positions=metadata.positions,
-            latent=self.latent,
+            **self._rows,
         )
         lse = merge(
             partial=parts,
@@ -256,6 +267,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             positions=metadata.positions,
             saves=saves,
             saved=self._saved,
+            **self._rows,
         )
         if self.recall is not None:
             self.recall.store(**recall, ranks=ranks)
@@ -266,9 +278,15 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         return self.num_kv_heads * sharing(self.num_heads // self.num_kv_heads, self.latent)
 
     @property
-    def cache_dtype(self) -> torch.dtype:
-        assert self._pages is not None, "prepare comes first"
-        return self._pages.kv.dtype
+    def row_dtype(self) -> torch.dtype:
+        """Of new tokens' rows."""
+        assert self._pages is not None and self._layer is not None, "prepare comes first"
+        return self._layer.dtype or self._pages.kv.dtype
+
+    @property
+    def _rows(self) -> dict[str, Any]:
+        """What rows in pages are: latent rows, and codes."""
+        return {"latent": self.latent, "stored": self._stored}
 
     @property
     def _turning(self) -> dict[str, Any]:
@@ -327,15 +345,18 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         kernels = self._stride_kernels
         if kernels is None:
             split = split_of(metadata.spec.policy, new.query, self.least_part)
-            kernels = self._kernels_of(pages, metadata.spec.policy.head_reduction, split)
+            reduction = metadata.spec.policy.head_reduction
+            kernels = self._kernels_of(pages, reduction, split, new.key.dtype)
             if pages is self._pages:
                 self._stride_kernels = kernels
         return kernels, Tokens(**new._asdict(), logit_scale=metadata.logit_scale)
 
-    def _kernels_of(self, pages: Pages, reduction: str, split: Split) -> StrideKernels:
+    def _kernels_of(
+        self, pages: Pages, reduction: str, split: Split, dtype: torch.dtype
+    ) -> StrideKernels:
         turning, num_queries = self._turning, self.num_heads
-        latent: dict[str, Any] = {"latent": self.latent}
-        own = {"num_queries": num_queries, "sinks": self._sink_logits, "split": split, **latent}
+        rows = {**self._rows, "dtype": dtype}
+        own = {"num_queries": num_queries, "sinks": self._sink_logits, "split": split, **rows}
         common = {
             "slopes": self.alibi_slopes,
             "scale": self.scale,
@@ -345,12 +366,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         read, words = _words(pages, "kv", "rank", "born"), _words(pages)
         return StrideKernels(
             attention=StrideAttention(**words, **common, **own),
-            sums=ColumnSums(
-                **read, **common, **latent, reduction=reduction, num_queries=num_queries
-            ),
+            sums=ColumnSums(**read, **common, **rows, reduction=reduction, num_queries=num_queries),
             choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
             insertion=StrideInsertion(
-                **words, **turning, **latent, reduction=reduction, salts=self._salts
+                **words, **turning, **rows, reduction=reduction, salts=self._salts
             ),
             num_sets=pages.rank.shape[1],
             unit=pages.unit,
@@ -448,7 +467,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             output=new.output,
             sinks=self._sink_logits,
             window=metadata.spec.window,
-            latent=self.latent,
+            **self._rows,
         )
 
     def _in_pytorch(
@@ -481,6 +500,21 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
 class TritonLatentImpl(LatentImpl, TritonKVPolicyImpl):
     """One layer of multi-head latent attention."""
+
+    knows_codes = True
+
+
+def stored_of(pages: Pages) -> Codes | None:
+    """How kernels read and write the rows of pages in 8 bits; None: rows are not quantised."""
+    quantised = pages.quantised
+    if quantised is None:
+        return None
+    scales = pages.scale
+    if scales is None:  # made on the device, which may be capturing a graph
+        assert quantised.scales is not None, "rows or the layer have scales"
+        own = {"dtype": torch.float32, "device": pages.kv.device}
+        scales = torch.cat([torch.full((1,), scale, **own) for scale in quantised.scales])
+    return Codes(quantised.code, scales)
 
 
 def _words(pages: Pages, *names: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from vllm_cascade.kernels.columns import END, RING, STORED
 from vllm_cascade.kernels.triton.recall import judge_units
 from vllm_cascade.kernels.triton.recall_choose import recall_units
 from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.inputs import Stride
 
@@ -25,14 +26,24 @@ class LayerRings:
     """One layer's part of the rings.
 
     Args:
+        stored: how the pages' rows are stored in 8 bits, or None.
         index: of the layer in them.
         most_queries: tokens of a stride that choose.
     """
 
     def __init__(
-        self, layer: LayerConfig, pages: Pages, rings: Rings, index: int, most_queries: int
+        self,
+        layer: LayerConfig,
+        pages: Pages,
+        stored: Codes | None,
+        rings: Rings,
+        index: int,
+        most_queries: int,
     ) -> None:
         self._layer, self._pages, self._most_queries = layer, pages, most_queries
+        scales = rings.row_scales
+        self._row_scales = None if scales is None else scales[index]
+        self._kept = {"latent": layer.latent, "stored": stored, "row_scales": self._row_scales}
         self._shape, self._num_requests = rings.shape, rings.num_requests
         self._rows, self._codes, self._scales = (
             tensor[index] for tensor in (rings.rows, rings.codes, rings.scales)
@@ -100,6 +111,7 @@ class LayerRings:
             recall=recall,
             exchanged=self._exchanged,
             most=shape.most_recalled,
+            **self._kept,
         )
 
     def ranks(self, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor) -> torch.Tensor:
@@ -144,7 +156,7 @@ class LayerRings:
             stored_born=self._born,
             stored_token=self._token,
             capacity=self._shape.most_units,
-            latent=layer.latent,
+            **self._kept,
         )
 
     # --- a stride that runs in PyTorch ------------------------------------------------------------
@@ -170,8 +182,12 @@ class LayerRings:
         place = ring + (end + torch.arange(len(gone))[last]) % room
         sets = torch.arange(layer.num_kv_heads) % layer.num_sets
         position = gone.born[sets].unsqueeze(-1) + torch.arange(self._pages.unit)
-        keys = evidence.unrotated(layer, gone.rows[..., : layer.head_size], position)
+        rows = self._pages.read(gone.rows, gone.scale)
+        keys = evidence.unrotated(layer, rows[..., : layer.head_size], position)
         codes, scale = evidence.encode(keys)
-        self._rows[:, place.to(self._rows.device)] = gone.rows[:, last].to(self._rows.device)
+        host = self._rows.device
+        self._rows[:, place.to(host)] = gone.rows[:, last].to(host)
+        if self._row_scales is not None and gone.scale is not None:
+            self._row_scales[:, place.to(host)] = gone.scale[:, last].to(host)
         self._codes[:, place], self._scales[:, place] = codes[:, last], scale[:, last]
         self._born[:, place], self._token[:, place] = gone.born[:, last], gone.token[:, last]

@@ -50,7 +50,7 @@ def warm_up(
                 builder.drafts = None if prompts else _AllDrafts(len(lengths), most_drafts)
                 step = _common(firsts, lengths, prompts, width, kv_cache.device)
                 metadata = builder.build(0, step)
-                num, size, dtype = sum(lengths), impl.head_size, impl.cache_dtype
+                num, size, dtype = sum(lengths), impl.head_size, impl.row_dtype
                 query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
                 key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
                 value = key[..., -(impl.latent or size) :]  # of latent rows a part of the key

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Latent rows that pages store in 8 bits.
+
+A row's channels before its value and its value have a scale each. The scales of a row lie in its
+page, or the layer has two. ``vllm_cascade/cache/quantised.py`` defines codes and scales, and these
+functions write the same bytes. A row is encoded from fp32 once, when it is written, and decoded to
+fp32 before it is rotated. Floats of 8 bits are converted by their bits, because GPUs before compute
+capability 8.9 do not convert e4m3.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .tiles import first_part, load_rows, padded, store_rows
+
+NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+LEAST_SCALE = tl.constexpr(1e-6)
+ROUNDS = tl.constexpr(12582912.0)
+"""1.5 * 2**23: adding it to a small fp32 number rounds that to the nearest even integer."""
+
+
+@dataclass(frozen=True, eq=False)
+class Codes:
+    """How a layer's pages store latent rows in 8 bits.
+
+    Attributes:
+        code: dtype of a channel's code; pages hold int8, or uint8 for a float of 8 bits.
+        scales: fp32 ``[num_blocks, 1, block_size, 2]``, those of each slot's row as
+            ``Pages.scale``; or ``[2]``, the layer's.
+    """
+
+    code: torch.dtype
+    scales: torch.Tensor
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether each row has scales of its own."""
+        return self.scales.dim() > 1
+
+
+def codes_arguments(
+    stored: Codes | None, kv: torch.Tensor, rank: torch.Tensor, latent: int | None
+) -> dict[str, Any]:
+    """Arguments of a kernel that reads or writes the rows of pages, checked."""
+    if stored is None:
+        return {"scales": None, "CODE": None, "OF_ROWS": False}
+    assert latent is not None and kv.shape[1] == 1, "codes are those of latent rows"
+    assert kv.dtype == (torch.int8 if stored.code == torch.int8 else torch.uint8), kv.dtype
+    scales, page = stored.scales, kv.shape[2]
+    assert scales.dtype == torch.float32
+    if stored.of_rows:
+        assert scales.shape == (len(kv), 1, page, 2), scales.shape
+        assert scales.stride() == (rank.stride(0), 2 * page, 1, page), scales.stride()
+    else:
+        assert scales.shape == (2,), scales.shape
+    return {"scales": scales, "CODE": NAMES[stored.code], "OF_ROWS": stored.of_rows}
+
+
+def check_scales(row_scales: torch.Tensor | None, rows: torch.Tensor, of_rows: bool) -> None:
+    """Check a ring's scales ``[1, rings, unit, 2]`` of its rows."""
+    assert (row_scales is not None) == of_rows
+    if row_scales is not None:
+        assert row_scales.shape == (*rows.shape[:3], 2), row_scales.shape
+        assert row_scales.is_contiguous() and row_scales.dtype == torch.float32
+
+
+@triton.constexpr_function
+def largest(code):
+    """The largest number of a code."""
+    return {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}[code]
+
+
+@triton.constexpr_function
+def mantissa(code):
+    return {"e4m3": 3, "e5m2": 2}[code]
+
+
+@triton.constexpr_function
+def rebias(code):
+    """By how much exponents of a code are smaller than those of fp32."""
+    return {"e4m3": 120, "e5m2": 112}[code]
+
+
+@triton.constexpr_function
+def apart(slots, of_rows):
+    """Distance in a page, or among a layer's scales, of a row's second scale from its first."""
+    return slots if of_rows else 1
+
+
+@triton.jit
+def to_nearest(x):
+    """Round fp32 numbers below 2**22 to the nearest integers, ties to even."""
+    return (x + ROUNDS) - ROUNDS
+
+
+@triton.jit
+def scale_place(scales, block, offset, word_stride, OF_ROWS: tl.constexpr):
+    """Addresses of rows' first scales; ``offset``: of their slots in the pages ``block``."""
+    place = block * word_stride + offset
+    if not OF_ROWS:
+        place = place * 0
+    return scales + place
+
+
+@triton.jit
+def scale_of_word(
+    scales, word, slot, PAGE: tl.constexpr, UNIT: tl.constexpr, OF_ROWS: tl.constexpr
+):
+    """``scale_place`` of slots by the places of their words (``tiles.slot_tile``)."""
+    place = word - slot % PAGE // UNIT + slot % PAGE
+    if not OF_ROWS:
+        place = place * 0
+    return scales + place
+
+
+@triton.jit
+def factor_of(scale, CODE: tl.constexpr):
+    """Factors of what ``widened`` returns, from scales."""
+    if CODE == "e4m3":
+        scale = scale * 256.0
+    return scale
+
+
+@triton.jit
+def load_scales(place, inside, APART: tl.constexpr):
+    """Scales of rows' first channels, and of their values."""
+    first = tl.load(place, mask=inside, other=0.0)
+    return first, tl.load(place + APART, mask=inside, other=0.0)
+
+
+@triton.jit
+def widened(codes, CODE: tl.constexpr):
+    """Codes as fp32 numbers; those of e4m3 are 256 times too small.
+
+    A float of 8 bits becomes an fp16 number, whose exponents are up to 8 larger.
+    """
+    if CODE == "int8":
+        x = codes.to(tl.float32)
+    else:
+        bits = codes.to(tl.uint16)
+        if CODE == "e5m2":
+            bits = bits << 8
+        else:
+            tl.static_assert(CODE == "e4m3")
+            bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        x = bits.to(tl.float16, bitcast=True).to(tl.float32)
+    return x
+
+
+@triton.jit
+def wide(x, scale, CODE: tl.constexpr, new=None):
+    """Loaded channels ``[n, d]`` in fp32.
+
+    Args:
+        scale: of codes, ``[n]``, or None.
+        new: bool ``[n]``, rows that no page has yet; the others are what pages will say of them.
+            None: all are read from pages.
+    """
+    if CODE is None:
+        x = x.to(tl.float32)
+    elif new is None:
+        x = widened(x, CODE) * factor_of(scale, CODE)[:, None]
+    else:
+        x = x.to(tl.float32)
+        x = tl.where(new[:, None], x, as_stored(x, scale[:, None], CODE))
+    return x
+
+
+@triton.jit
+def load_stored(
+    rows, inside, scale, dtype, FROM: tl.constexpr, TO: tl.constexpr, CODE: tl.constexpr, new=None
+):
+    """``tiles.load_rows``; with ``CODE``, ``wide`` in another type."""
+    x = load_rows(rows, inside, FROM, TO)
+    if CODE is not None:
+        x = wide(x, scale, CODE, new).to(dtype)
+    return x
+
+
+@triton.jit
+def load_turned(
+    rows,
+    inside,
+    rotation,
+    distance,
+    HEAD: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    scale=None,
+    dtype=None,
+    CODE: tl.constexpr = None,
+    new=None,
+):
+    """Load rows of keys ``[n, padded(HEAD)]``, each rotated back by its ``distance``.
+
+    Each channel is loaded beside the other channel of its pair, so that the rows stay one tile for
+    one product with the queries.
+
+    Args:
+        scale, new: as for ``wide``.
+        dtype: of the result, which is rounded once; None: the rows'.
+    """
+    keys = load_rows(rows, inside, 0, HEAD)
+    if dtype is not None:
+        keys = wide(keys, scale, CODE, new)
+    if HALF > 0:
+        channel = tl.arange(0, padded(HEAD))
+        if INTERLEAVED:
+            pair = channel // 2
+            is_first = channel % 2 == 0
+            other = tl.where(is_first, channel + 1, channel - 1)
+        else:
+            is_first = channel < HALF
+            pair = tl.where(is_first, channel, channel - HALF)
+            other = tl.where(is_first, channel + HALF, channel - HALF)
+        turns = inside[:, None] & (channel < 2 * HALF)[None, :]
+        others = tl.load(rows[:, None] + other[None, :], mask=turns, other=0.0)
+        others = wide(others, scale, CODE, new)
+        base = rotation + distance[:, None] * (2 * HALF) + pair[None, :]
+        cos = tl.load(base, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(base + HALF, mask=turns, other=0.0).to(tl.float32)
+        others *= tl.where(is_first, -1.0, 1.0)[None, :]
+        keys = (keys.to(tl.float32) * cos + others * sin).to(keys.dtype)
+    if dtype is not None:
+        keys = keys.to(dtype)
+    return keys
+
+
+@triton.jit
+def scale_of(x, place, CODE: tl.constexpr, OF_ROWS: tl.constexpr):
+    """Scales with which rows ``[n, d]`` in fp32 are encoded: their own, or the layer's."""
+    if OF_ROWS:
+        most = tl.max(tl.abs(x), axis=1)
+        scale = tl.div_rn(most, tl.full(most.shape, largest(CODE), tl.float32))
+        scale = tl.maximum(scale, LEAST_SCALE)
+    else:
+        scale = tl.load(place + tl.zeros([x.shape[0]], tl.int32))
+    return scale
+
+
+@triton.jit
+def encoded(x, scale, CODE: tl.constexpr):
+    """Codes of fp32 numbers in steps of ``scale``, to nearest, ties to even."""
+    most: tl.constexpr = largest(CODE)
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    x = tl.minimum(tl.maximum(x * inverse, -most), most)
+    if CODE == "int8":
+        codes = to_nearest(x).to(tl.int8)
+    else:
+        drop: tl.constexpr = 23 - mantissa(CODE)
+        bias: tl.constexpr = rebias(CODE)
+        magic: tl.constexpr = (bias + 1 + drop) << 23
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = (size + ((1 << (drop - 1)) - 1) + ((size >> drop) & 1)) >> drop
+        normal -= bias << mantissa(CODE)
+        # Below the least normal number codes are multiples of one step, to which an fp32 number
+        # of this size rounds.
+        raised = tl.full(x.shape, magic, tl.int32).to(tl.float32, bitcast=True) + tl.abs(x)
+        tiny = raised.to(tl.int32, bitcast=True) - magic
+        code = tl.where(size < ((bias + 1) << 23), tiny, normal)
+        codes = (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    return codes
+
+
+@triton.jit
+def as_stored(x, scale, CODE: tl.constexpr):
+    """What fp32 numbers are once they are codes, in steps of ``scale``."""
+    return widened(encoded(x, scale, CODE), CODE) * factor_of(scale, CODE)
+
+
+@triton.jit
+def write_codes(
+    keys,
+    values,
+    slots,
+    place,
+    inside,
+    rotation,
+    distance,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    APART: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+):
+    """Store new latent rows in their slots, rotated back by ``distance`` first; returns the scales.
+
+    Args:
+        place: addresses of the slots' first scales.
+        rotation, distance: unused if ``HALF`` is 0.
+    """
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, HEAD)
+    turned = load_turned(
+        keys, inside, rotation, distance, FIRST, HALF, INTERLEAVED, dtype=tl.float32
+    )
+    scale = scale_of(turned, place, CODE, OF_ROWS)
+    store_rows(slots, encoded(turned, scale[:, None], CODE), inside, 0, FIRST)
+    latents = load_rows(values, inside, 0, VALUE).to(tl.float32)
+    value_scale = scale_of(latents, place + APART, CODE, OF_ROWS)
+    store_rows(slots + FIRST, encoded(latents, value_scale[:, None], CODE), inside, 0, VALUE)
+    if OF_ROWS:
+        tl.store(place, scale, mask=inside)
+        tl.store(place + APART, value_scale, mask=inside)
+    return scale, value_scale
