@@ -23,7 +23,8 @@ class NativeLength:
     """The model's position range.
 
     Attributes:
-        max_len: tokens of the longest stream it allows; 0 until vLLM has checked the model.
+        max_len: tokens of the longest stream it allows; 0 until vLLM has checked the model. With a
+            drafting model, the smaller of both.
     """
 
     max_len: int = 0
@@ -52,7 +53,8 @@ def apply() -> None:
         native = _recording.get()
         if native is None:
             return original(max_model_len=max_model_len, **kwargs)
-        native.max_len = original(max_model_len=None, **kwargs)
-        return native.max_len if max_model_len in (None, -1) else max_model_len
+        own = original(max_model_len=None, **kwargs)
+        native.max_len = min(native.max_len or own, own)
+        return own if max_model_len in (None, -1) else max_model_len
 
     vllm_model_config._get_and_verify_max_len = _get_and_verify_max_len

@@ -112,14 +112,45 @@ class Undone(ctypes.Structure):
     _fields_: ClassVar = [*_of(c_int64, "count num_pages"), *_of(c_void_p, "rows pages")]
 
 
-class Store(ctypes.Structure):
-    """A request's stored units, and the queries that select from them."""
+class Units(ctypes.Structure):
+    """Consecutive units of a request's store: addresses of its chunks' tensors, ``[8, chunks]``."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "codes scales centres centre_scales"),
-        *_of(c_int64, "num_chunks chunk_units begin end"),
+        *_of(c_void_p, "addresses"),
+        *_of(c_int64, "num_chunks chunk_units begin end in_8_bits"),
+    ]
+
+
+class Asking(ctypes.Structure):
+    """The queries that select from a store, and how many units."""
+
+    _fields_: ClassVar = [
         *_of(c_void_p, "places positions"),
-        *_of(c_int64, "num_asking num_candidates num_filtering num"),
+        *_of(c_int64, "num num_candidates num_filtering num_chosen"),
+    ]
+
+
+class Exchange(ctypes.Structure):
+    """Units that replace the recalled ones in a request's pages."""
+
+    _fields_: ClassVar = [
+        *_of(c_void_p, "pages chosen shown"),
+        *_of(c_int64, "shown_stride num_units before now sinks"),
+    ]
+
+
+class Gone(ctypes.Structure):
+    """Evicted units, on their way to a store."""
+
+    _fields_: ClassVar = [*_of(c_void_p, "rows scale born token"), *_of(c_int64, "num")]
+
+
+class Freed(ctypes.Structure):
+    """Evicted units that are still in the slots that they freed."""
+
+    _fields_: ClassVar = [
+        *_of(c_void_p, "pages before"),
+        *_of(c_int64, "before_stride num_before num_units"),
     ]
 
 
@@ -129,6 +160,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.calls = {"tokens": 0, "strides": 0, "recalls": 0, "undone": 0}
+        self.calls |= {"exchanges": 0, "stores": 0}
         try:
             native = ctypes.CDLL(str(path))
         except OSError as error:
@@ -138,7 +170,11 @@ class Library:
             ("stride", Stride),
             ("layer", Layer),
             ("rows", Rows),
-            ("store", Store),
+            ("units", Units),
+            ("asking", Asking),
+            ("exchange", Exchange),
+            ("gone", Gone),
+            ("freed", Freed),
             ("undone", Undone),
         ):
             size = getattr(native, f"{name}_size")
@@ -154,14 +190,22 @@ class Library:
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
         self._recall = native.recall_units
+        self._exchange = native.exchange_units
+        self._store, self._store_freed = native.store_units, native.store_freed_units
         self._undo = native.undo_tokens
         layer, rows = POINTER(Layer), POINTER(Rows)
         self._tokens.argtypes = [layer, POINTER(POINTER(Tokens)), c_int64, rows]
         self._stride.argtypes = [layer, POINTER(Stride), rows]
-        self._recall.argtypes = [layer, rows, POINTER(Store), c_int64, *[c_void_p] * 3]
+        units = POINTER(Units)
+        self._recall.argtypes = [layer, rows, units, POINTER(Asking), c_int64, *[c_void_p] * 3]
+        self._exchange.argtypes = [layer, units, c_int64, POINTER(Exchange)]
+        self._store.argtypes = [layer, units, c_int64, POINTER(Gone)]
+        self._store_freed.argtypes = [layer, units, c_int64, POINTER(Freed)]
         self._undo.argtypes = [layer, POINTER(Undone)]
-        for function in (self._tokens, self._stride, self._recall, self._undo):
+        for function in (self._tokens, self._stride, self._recall, self._undo, self._store):
             function.restype = None
+        for function in (self._exchange, self._store_freed):
+            function.restype = c_int64
 
     def attend_and_insert_tokens(self, layer: Layer, batches: Batches, rows: Rows) -> None:
         """Attend, update scores, apply each row's rules, and insert, for single tokens."""
@@ -182,7 +226,8 @@ class Library:
         self,
         layer: Layer,
         rows: Rows,
-        store: Store,
+        units: Units,
+        asking: Asking,
         index: int,
         asked: int,
         listed: int,
@@ -190,7 +235,25 @@ class Library:
     ) -> None:
         """Select the units that queries attend to most; writes to the addresses given."""
         self.calls["recalls"] += 1
-        self._recall(layer, rows, store, index, asked, listed, chosen)
+        self._recall(layer, rows, units, asking, index, asked, listed, chosen)
+
+    def exchange_units(self, layer: Layer, units: Units, index: int, exchange: Exchange) -> int:
+        """Put selected units into pages; returns how many were not there."""
+        self.calls["exchanges"] += 1
+        came = self._exchange(layer, units, index, exchange)
+        assert came >= 0, "recalled units are missing, or there is no room for them"
+        return came
+
+    def store_units(self, layer: Layer, units: Units, index: int, gone: Gone) -> None:
+        """Write evicted units to a store."""
+        self.calls["stores"] += 1
+        self._store(layer, units, index, gone)
+
+    def store_freed_units(self, layer: Layer, units: Units, index: int, freed: Freed) -> None:
+        """Write units to a store that single tokens have just evicted."""
+        self.calls["stores"] += 1
+        num = self._store_freed(layer, units, index, freed)
+        assert num >= 0, "the token evicted another number of units"
 
 
 @lru_cache(maxsize=1)

@@ -10,19 +10,15 @@
 // exchange between lanes.
 #include <functional>
 
-#include "layer.h"
+#include "units.h"
 
-// A request's stored units, in chunks that hold all layers, and the tokens that ask.
-struct Store {
-  // [num_chunks] addresses of [layers, H, chunk_units, D/4, unit, 4] int8, [layers, H, chunk_units,
-  // unit] fp32, [layers, H, D/4, chunk_units, 4] int8 and [layers, H, chunk_units] fp32
-  const int64_t *codes, *scales, *centres, *centre_scales;
-  int64_t num_chunks, chunk_units, begin, end;  // units begin .. end - 1 of all chunks' are there
+// The tokens that ask, and for what.
+struct Asking {
   const int64_t *places, *positions;  // [num_asking], of tokens in the step, and of their queries
-  int64_t num_asking;
+  int64_t num;             // of these tokens
   int64_t num_candidates;  // units that are judged by all of their keys, at most
   int64_t num_filtering;   // queries that select them, evenly spread, at most
-  int64_t num;             // units to choose
+  int64_t num_chosen;
 };
 
 namespace {
@@ -32,27 +28,39 @@ constexpr int QUERIES = W == 16 ? 6 : 3;  // that share their loads
 constexpr int64_t LEVELS = 127;           // a query's channels are -LEVELS .. LEVELS
 constexpr int32_t SIGNS = (int32_t)0x80808080;
 constexpr float LOG2E = 1.44269504f;
+constexpr int64_t BLOCK = 16;  // panels that a thread takes at once
+constexpr int64_t AHEAD = 2;   // panels that are fetched before they are read
 
 
 struct Judge {
   const Layer& layer;
-  const Store& store;
+  const Units& units;
+  const Asking& asking;
   int64_t index;  // of the layer
-  int64_t num_units() const { return store.end - store.begin; }
+  LayerUnits stored() const { return {layer, units, index}; }
+  int64_t num_units() const { return units.end - units.begin; }
   int64_t words() const { return layer.head_size / 4; }
   // Queries of one KV head: those of a query head follow each other.
-  int64_t rows() const { return layer.group * store.num_asking; }
+  int64_t rows() const { return layer.group * asking.num; }
   // Units that are judged by all of their keys, in panels of W.
-  int64_t judged() const { return std::min(num_units(), store.num_candidates); }
+  int64_t judged() const { return std::min(num_units(), asking.num_candidates); }
   int64_t panels() const { return (judged() + W - 1) / W; }
   int64_t columns() const { return panels() * W; }
   // Panels of all units' centres, from the first unit of all chunks on.
-  int64_t centre_panels() const { return store.num_chunks * store.chunk_units / W; }
+  int64_t centre_panels() const { return units.num_chunks * units.chunk_units / W; }
   int64_t centre_columns() const { return centre_panels() * W; }
   // Queries of a query head that select candidates.
-  int64_t filtering() const { return std::min(store.num_asking, store.num_filtering); }
+  int64_t filtering() const { return std::min(asking.num, asking.num_filtering); }
   int64_t filtering_row(int64_t i) const {
-    return (i + 1) * store.num_asking / filtering() - 1;
+    return (i + 1) * asking.num / filtering() - 1;
+  }
+  // Of all query heads.
+  int64_t filtering_rows() const { return layer.num_queries() * filtering(); }
+  int64_t blocks() const { return (centre_panels() + BLOCK - 1) / BLOCK; }
+  // Scratch memory of `list_candidates`.
+  int64_t filter_size() const {
+    const int64_t panels = centre_panels() + blocks();
+    return filtering_rows() * (panels * W + 2 * blocks() + 1) + layer.num_sets * centre_columns();
   }
   int64_t heads_of_set() const { return layer.num_heads / layer.num_sets; }
 };
@@ -73,15 +81,14 @@ struct Found {
 // One fp32 query as integers.
 inline void round_query(const Judge& judge, const float* query, int32_t* words, int32_t* less,
                         float* step) {
-  float most = 0;
-  for (int64_t c = 0; c < judge.layer.head_size; c++) most = std::max(most, std::fabs(query[c]));
+  const float most = largest_magnitude(query, judge.layer.head_size);
   *step = most / LEVELS;
   const float levels = most > 0 ? LEVELS / most : 0;
   *less = 0;
   for (int64_t word = 0; word < judge.words(); word++) {
     int8_t part[4];
     for (int64_t i = 0; i < 4; i++) {
-      part[i] = (int8_t)std::nearbyint(query[word * 4 + i] * levels);
+      part[i] = (int8_t)std::rint(query[word * 4 + i] * levels);
       *less -= 128 * part[i];
     }
     std::memcpy(words + word, part, sizeof(part));
@@ -97,10 +104,10 @@ void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries)
   float* query = scratch.take(round_up(size, W));
   int64_t row = 0;
   for (int64_t head = 0; head < layer.num_queries(); head++)
-    for (int64_t i = 0; i < judge.store.num_asking; i++, row++) {
-      const T* from = (const T*)rows.query + judge.store.places[i] * rows.query_stride;
+    for (int64_t i = 0; i < judge.asking.num; i++, row++) {
+      const T* from = (const T*)rows.query + judge.asking.places[i] * rows.query_stride;
       widen_row(query, from + head * size, size);
-      if (layer.rotation) rotate(layer, query, judge.store.positions[i]);
+      if (layer.rotation) rotate(layer, query, judge.asking.positions[i]);
       for (int64_t c = 0; c < size; c++) query[c] *= layer.scale;
       round_query(judge, query, queries.words + row * judge.words(), queries.less + row,
                   queries.step + row);
@@ -109,12 +116,21 @@ void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries)
 
 // --- candidates ----------------------------------------------------------------------------------
 
+// What a block of panels of centres gives. R are the filtering queries of all query heads.
+struct Block {
+  int64_t first, last;  // panels
+  float* logits;        // [panels, R, W]
+  float* most;          // [R, W], the largest of each lane
+  float *top, *sum;     // [R], the largest, times log2(e), and the sum of exponentials beside it
+};
+
 // Logits of W centres for `Rows` queries of a query head: those from `first` on of those that filter,
-// whose rows begin at `row`.
+// whose rows begin at `row`. Updates their largest.
 template <int Rows>
 inline void multiply_centres(const Judge& judge, const Queries& queries, int64_t row, int64_t first,
-                             const int32_t* centre, vf scale, vi valid, float* logits) {
-  const int64_t words = judge.words(), units = judge.store.chunk_units;
+                             const int32_t* centre, vf scale, vi valid, float* logits,
+                             float* most) {
+  const int64_t words = judge.words(), units = judge.units.chunk_units;
   int64_t at[Rows];
   vi sums[Rows];
 #pragma GCC unroll 8
@@ -131,47 +147,80 @@ inline void multiply_centres(const Judge& judge, const Queries& queries, int64_t
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     const vf logit = __builtin_convertvector(sums[r], vf) * scale * queries.step[at[r]];
-    store(logits + r * judge.centre_columns(), valid ? logit : splat(-INFINITY));
+    const vf there = valid ? logit : splat(-INFINITY);
+    store(logits + r * W, there);
+    store(most + r * W, vmax(there, load(most + r * W)));
   }
 }
 
-// One panel's centres under the filtering queries of one KV head; `logits`: [H * G, filtering, centre
-// columns].
-void judge_centres(const Judge& judge, const Queries& queries, int64_t head, int64_t panel,
-                   float* logits) {
+// One panel's centres under the filtering queries of all heads.
+void judge_centres(const Judge& judge, const Queries& queries, int64_t panel, float* logits,
+                   float* most) {
   const Layer& layer = judge.layer;
-  const int64_t units = judge.store.chunk_units, chunk = panel * W / units, lane = panel * W % units;
   const vi number = lanes() + (int32_t)(panel * W);
-  const vi valid = (number >= (int32_t)judge.store.begin) & (number < (int32_t)judge.store.end);
-  const int64_t at = judge.index * layer.num_heads + head;
-  const auto* centre = (const int32_t*)judge.store.centres[chunk] + at * judge.words() * units + lane;
-  const vf scale = load((const float*)judge.store.centre_scales[chunk] + at * units + lane);
-  const int64_t num = judge.filtering(), columns = judge.centre_columns();
-  for (int64_t q = head * layer.group; q < (head + 1) * layer.group; q++) {
-    const int64_t row = q * judge.store.num_asking;
-    float* to = logits + q * num * columns + panel * W;
+  const vi valid = (number >= (int32_t)judge.units.begin) & (number < (int32_t)judge.units.end);
+  const int64_t num = judge.filtering();
+  for (int64_t q = 0; q < layer.num_queries(); q++) {
+    const int64_t head = q / layer.group, row = q * judge.asking.num;
+    const auto* centre = (const int32_t*)judge.stored().centre(head, panel * W);
+    const vf scale = load(judge.stored().centre_scale(head, panel * W));
     int64_t i = 0;
-    for (; i + 8 <= num; i += 8)
-      multiply_centres<8>(judge, queries, row, i, centre, scale, valid, to + i * columns);
-    for (; i < num; i++)
-      multiply_centres<1>(judge, queries, row, i, centre, scale, valid, to + i * columns);
+    for (; i + 8 <= num; i += 8, logits += 8 * W, most += 8 * W)
+      multiply_centres<8>(judge, queries, row, i, centre, scale, valid, logits, most);
+    for (; i < num; i++, logits += W, most += W)
+      multiply_centres<1>(judge, queries, row, i, centre, scale, valid, logits, most);
   }
 }
 
-// Logits of one query as probabilities; `asked` becomes the larger.
-void share_centres(const Judge& judge, float* logits, float* asked) {
-  const int64_t columns = judge.centre_columns();
-  vf most = splat(-INFINITY), sums = vf{};
-  for (int64_t at = 0; at < columns; at += W) most = vmax(most, load(logits + at));
-  const float top = largest(most) * LOG2E;
-  for (int64_t at = 0; at < columns; at += W) {
-    const vf here = vexp2(load(logits + at) * LOG2E - top);
-    store(logits + at, here);
-    sums += here;
+// Fetches a panel's centres of all heads, which lie together.
+inline void prefetch_centres(const Judge& judge, int64_t panel) {
+  const int64_t bytes = judge.layer.num_heads * judge.layer.head_size * judge.units.chunk_units;
+  const int8_t* centre = judge.stored().centre(0, panel * W);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(centre + at);
+  for (int64_t head = 0; head < judge.layer.num_heads; head++)
+    __builtin_prefetch(judge.stored().centre_scale(head, panel * W));
+}
+
+// A block's logits and, while they are in the cache, their sums.
+void judge_block(const Judge& judge, const Queries& queries, const Block& block) {
+  const int64_t rows = judge.filtering_rows();
+  std::fill(block.most, block.most + rows * W, -INFINITY);
+  for (int64_t panel = block.first; panel < block.last; panel++) {
+    if (panel + AHEAD < judge.centre_panels()) prefetch_centres(judge, panel + AHEAD);
+    float* logits = block.logits + (panel - block.first) * rows * W;
+    judge_centres(judge, queries, panel, logits, block.most);
   }
-  const float factor = 1.0f / sum(sums);
-  for (int64_t at = 0; at < columns; at += W)
-    store(asked + at, vmax(load(logits + at) * factor, load(asked + at)));
+  for (int64_t r = 0; r < rows; r++) {
+    const float top = block.top[r] = largest(load(block.most + r * W)) * LOG2E;
+    vf sums = vf{};
+    for (int64_t panel = 0; panel < block.last - block.first && top > -INFINITY; panel++)
+      sums += vexp2(load(block.logits + (panel * rows + r) * W) * LOG2E - top);
+    block.sum[r] = sum(sums);
+  }
+}
+
+// log2 of the sum of a query's exponentials over all blocks.
+float log_sum(const float* tops, const float* sums, int64_t blocks, int64_t rows) {
+  float top = -INFINITY, total = 0;
+  for (int64_t i = 0; i < blocks; i++) top = std::max(top, tops[i * rows]);
+  for (int64_t i = 0; i < blocks; i++)
+    if (sums[i * rows] > 0) total += sums[i * rows] * std::exp2(tops[i * rows] - top);
+  return top + std::log2(total);
+}
+
+// log2 of the largest probability that any query of a set gives each unit; `most`: [S, centre
+// columns].
+void largest_shares(const Judge& judge, const float* sums, const Block& block, float* most) {
+  const int64_t rows = judge.filtering_rows(), of_set = rows / judge.layer.num_sets;
+  for (int64_t panel = block.first; panel < block.last; panel++) {
+    const float* at = block.logits + (panel - block.first) * rows * W;
+    for (int64_t set = 0; set < judge.layer.num_sets; set++) {
+      vf share = splat(-INFINITY);
+      for (int64_t r = set * of_set; r < (set + 1) * of_set; r++)
+        share = vmax(load(at + r * W) * LOG2E - sums[r], share);
+      store(most + set * judge.centre_columns() + panel * W, share);
+    }
+  }
 }
 
 // --- all keys of the judged units ----------------------------------------------------------------
@@ -255,21 +304,32 @@ void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const i
   }
 }
 
+// Fetches what `judge_panel` reads.
+inline void prefetch_panel(const Judge& judge, int64_t head, int64_t panel, const int64_t* units) {
+  const int64_t unit = judge.layer.unit, end = std::min((panel + 1) * W, judge.judged());
+  for (int64_t u = panel * W; u < end; u++) {
+    const int64_t number = judge.units.begin + units[u];
+    const int8_t* codes = judge.stored().codes(head, number);
+    const float* scales = judge.stored().scales(head, number);
+    for (int64_t at = 0; at < judge.layer.head_size * unit; at += 64)
+      __builtin_prefetch(codes + at, 0, 2);
+    for (int64_t at = 0; at < unit; at += 16) __builtin_prefetch(scales + at, 0, 2);
+  }
+}
+
 // One panel of judged units, `units`, under all queries of one KV head.
 void judge_panel(const Judge& judge, const Found& found, const Queries& queries, int64_t head,
                  int64_t panel, const int64_t* units) {
   static thread_local Scratch scratch;
-  const int64_t unit = judge.layer.unit, words = judge.words(), per_chunk = judge.store.chunk_units;
+  const int64_t unit = judge.layer.unit, words = judge.words();
   const vi valid = lanes() + (int32_t)(panel * W) < (int32_t)judge.judged();
   const int32_t *codes[W], *scales[W];
   for (int u = 0; u < W; u++) {
-    const int64_t number = judge.store.begin + units[std::min(panel * W + u, judge.judged() - 1)];
-    const int64_t chunk = number / per_chunk;
-    const int64_t at =
-        (judge.index * judge.layer.num_heads + head) * per_chunk + number % per_chunk;
-    codes[u] = (const int32_t*)judge.store.codes[chunk] + at * words * unit;
-    scales[u] = (const int32_t*)judge.store.scales[chunk] + at * unit;
+    const int64_t number = judge.units.begin + units[std::min(panel * W + u, judge.judged() - 1)];
+    codes[u] = (const int32_t*)judge.stored().codes(head, number);
+    scales[u] = (const int32_t*)judge.stored().scales(head, number);
   }
+  if (panel + 1 < judge.panels()) prefetch_panel(judge, head, panel + 1, units);
   float* scale = scratch.take((words + 1) * unit * W);
   int32_t* keys = (int32_t*)(scale + unit * W);
   across(scales, unit, 0, (int32_t*)scale);
@@ -299,16 +359,10 @@ void share_row(const Judge& judge, float* worth, const float* most, float* asked
 
 // --- both ------------------------------------------------------------------------------------------
 
-// The `num` of `n` units that any of one head set's query heads asks for most, ascending; of equal
-// ones the first. `asked`: [H * G] rows of `stride` numbers.
-void choose(const Judge& judge, const float* asked, int64_t stride, int64_t n, int64_t set,
-            int64_t num, int64_t* chosen) {
-  static thread_local std::vector<float> most, sorted;
-  const int64_t heads = judge.layer.num_queries() / judge.layer.num_sets;
-  most.assign(n, 0.0f);
-  for (int64_t q = set * heads; q < (set + 1) * heads; q++)
-    for (int64_t u = 0; u < n; u++) most[u] = std::max(most[u], asked[q * stride + u]);
-  sorted = most;
+// The `num` of `n` units with the largest numbers, ascending; of equal ones the first.
+void choose(const float* most, int64_t n, int64_t num, int64_t* chosen) {
+  static thread_local std::vector<float> sorted;
+  sorted.assign(most, most + n);
   std::nth_element(sorted.begin(), sorted.begin() + num - 1, sorted.end(), std::greater<float>());
   const float least = sorted[num - 1];
   int64_t equal = num;
@@ -317,25 +371,36 @@ void choose(const Judge& judge, const float* asked, int64_t stride, int64_t n, i
     if (most[u] > least || (most[u] == least && equal-- > 0)) chosen[at++] = u;
 }
 
-// Lists the units that are judged by all of their keys; `logits`: [H * G, filtering + 1, centre
-// columns] of scratch memory. Called by all threads of a team.
-void list_candidates(const Judge& judge, const Queries& queries, float* logits, int64_t* listed) {
+// The most that any of a set's query heads asks for each unit; `asked`: [H * G, n].
+void over_heads(const Judge& judge, const float* asked, int64_t n, int64_t set, float* most) {
+  const int64_t heads = judge.layer.num_queries() / judge.layer.num_sets;
+  std::fill(most, most + n, 0.0f);
+  for (int64_t q = set * heads; q < (set + 1) * heads; q++)
+    for (int64_t u = 0; u < n; u++) most[u] = std::max(most[u], asked[q * n + u]);
+}
+
+// Lists the units that are judged by all of their keys. Called by all threads of a team.
+void list_candidates(const Judge& judge, const Queries& queries, float* scratch, int64_t* listed) {
   const Layer& layer = judge.layer;
-  const int64_t columns = judge.centre_columns(), num = judge.filtering();
-  float* asked = logits + layer.num_queries() * num * columns;
-#pragma omp for schedule(static) collapse(2)
-  for (int64_t head = 0; head < layer.num_heads; head++)
-    for (int64_t panel = 0; panel < judge.centre_panels(); panel++)
-      judge_centres(judge, queries, head, panel, logits);
+  const int64_t rows = judge.filtering_rows(), panels = judge.centre_panels();
+  const int64_t blocks = judge.blocks(), columns = judge.centre_columns();
+  float *maxima = scratch + panels * rows * W, *most = maxima + blocks * rows * W;
+  float *tops = most + layer.num_sets * columns, *sums = tops + blocks * rows;
+  float* all = sums + blocks * rows;
+  auto block = [=](int64_t i) -> Block {
+    const int64_t first = i * BLOCK;
+    return {first, std::min(first + BLOCK, panels), scratch + first * rows * W,
+            maxima + i * rows * W, tops + i * rows, sums + i * rows};
+  };
 #pragma omp for schedule(static)
-  for (int64_t q = 0; q < layer.num_queries(); q++) {
-    std::fill(asked + q * columns, asked + (q + 1) * columns, 0.0f);
-    for (int64_t i = 0; i < num; i++)
-      share_centres(judge, logits + (q * num + i) * columns, asked + q * columns);
-  }
+  for (int64_t i = 0; i < blocks; i++) judge_block(judge, queries, block(i));
+#pragma omp single
+  for (int64_t r = 0; r < rows; r++) all[r] = log_sum(tops + r, sums + r, blocks, rows);
+#pragma omp for schedule(static)
+  for (int64_t i = 0; i < blocks; i++) largest_shares(judge, all, block(i), most);
 #pragma omp for schedule(static)
   for (int64_t set = 0; set < layer.num_sets; set++)
-    choose(judge, asked + judge.store.begin, columns, judge.num_units(), set, judge.judged(),
+    choose(most + set * columns + judge.units.begin, judge.num_units(), judge.judged(),
            listed + set * judge.judged());
 }
 
@@ -343,26 +408,25 @@ template <class T>
 void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, int64_t* chosen) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
-  const int64_t heads = layer.num_heads, n = judge.judged(), asking = judge.store.num_asking;
+  const int64_t heads = layer.num_heads, n = judge.judged(), asking = judge.asking.num;
   const int64_t columns = judge.columns(), queries = heads * judge.rows();
   const bool filters = n < judge.num_units();
-  const int64_t centres =
-      filters * layer.num_queries() * (judge.filtering() + 1) * judge.centre_columns();
   float* worth = scratch.take(queries * (columns + judge.panels() + judge.words() + 2) +
-                              layer.num_queries() * columns + centres);
+                              layer.num_queries() * columns + layer.num_sets * n +
+                              filters * judge.filter_size());
   float* shares = worth + queries * columns;  // [H * G, columns]
   const Found found{worth, shares + layer.num_queries() * columns};
   float* step = found.most + queries * judge.panels();
   int32_t* less = (int32_t*)(step + queries);
   int32_t* words = less + queries;
-  float* logits = (float*)(words + queries * judge.words());
+  float* most = (float*)(words + queries * judge.words());
   const Queries asked_by{words, less, step};
   plain_queries<T>(judge, rows, asked_by);
   if (!filters)
     for (int64_t i = 0; i < layer.num_sets * n; i++) listed[i] = i % n;
 #pragma omp parallel if (omp_get_max_threads() > 1)
   {
-    if (filters) list_candidates(judge, asked_by, logits, listed);
+    if (filters) list_candidates(judge, asked_by, most + layer.num_sets * n, listed);
 #pragma omp for schedule(static) collapse(2)
     for (int64_t head = 0; head < heads; head++)
       for (int64_t panel = 0; panel < judge.panels(); panel++)
@@ -378,22 +442,24 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
     }
 #pragma omp for schedule(static)
     for (int64_t set = 0; set < layer.num_sets; set++) {
-      int64_t* mine = chosen + set * judge.store.num;
-      choose(judge, asked, n, n, set, judge.store.num, mine);
-      for (int64_t i = 0; i < judge.store.num; i++) mine[i] = listed[set * n + mine[i]];
+      int64_t* mine = chosen + set * judge.asking.num_chosen;
+      over_heads(judge, asked, n, set, most + set * n);
+      choose(most + set * n, n, judge.asking.num_chosen, mine);
+      for (int64_t i = 0; i < judge.asking.num_chosen; i++) mine[i] = listed[set * n + mine[i]];
     }
   }
 }
 
 }  // namespace
 
-extern "C" int64_t store_size() { return sizeof(Store); }
+extern "C" int64_t asking_size() { return sizeof(Asking); }
 
 // `asked`: [H * G, judged], the most that any token asks of `listed`: [S, judged], where all units or
-// `num_candidates` are judged; and `chosen`: [S, num]. Units count from `begin` and ascend.
-extern "C" void recall_units(const Layer* layer, const Rows* rows, const Store* store,
-                             int64_t index, float* asked, int64_t* listed, int64_t* chosen) {
-  const Judge judge{*layer, *store, index};
+// `num_candidates` are judged; and `chosen`: [S, num_chosen]. Units count from `begin` and ascend.
+extern "C" void recall_units(const Layer* layer, const Rows* rows, const Units* units,
+                             const Asking* asking, int64_t index, float* asked, int64_t* listed,
+                             int64_t* chosen) {
+  const Judge judge{*layer, *units, *asking, index};
   if (layer->dtype == FP32) run<float>(judge, *rows, asked, listed, chosen);
   if (layer->dtype == BF16) run<bf16>(judge, *rows, asked, listed, chosen);
 #ifdef HAS_FP16

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -331,4 +332,13 @@ static inline float largest(vf x) {
     return x[0];
   else
     return largest<Half / 2>(vmax(x, swapped<Half>(x, std::make_integer_sequence<int, W>())));
+}
+// The largest magnitude of `n` numbers.
+static inline float largest_magnitude(const float* from, int64_t n) {
+  vf most = vf{};
+  int64_t i = 0;
+  for (; i + W <= n; i += W) most = vmax(vmax(load(from + i), -load(from + i)), most);
+  float found = largest(most);
+  for (; i < n; i++) found = found > std::fabs(from[i]) ? found : std::fabs(from[i]);
+  return found;
 }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.oracle import recall as oracle
 from tests.oracle.recall import in_8_bits, may_round_either_way
-from vllm_cascade.attention.cpu import native
+from vllm_cascade.attention.cpu import native_recall
 from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
@@ -164,7 +164,7 @@ def test_the_judge_in_cpp(
     )
     path = path_of(layer, unit, num_heads * group, dtype)
     before = load().calls["recalls"]
-    chosen, listed, asked = path.judge(1).choose(
+    chosen, listed, asked = path.recall(1).choose(
         part, num, row_addresses(new), place.numpy(), position.numpy()
     )
     assert (listed == np.arange(num_units)).all()
@@ -186,7 +186,12 @@ def test_the_judge_in_cpp(
 
 def test_numbers_of_candidates() -> None:
     """Engines have too few units for them in quick tests, so the oracle's numbers are compared."""
-    found = evidence.CANDIDATES, evidence.FILTERING, native.CANDIDATES, native.FILTERING
+    found = (
+        evidence.CANDIDATES,
+        evidence.FILTERING,
+        native_recall.CANDIDATES,
+        native_recall.FILTERING,
+    )
     assert found == 2 * (oracle.CANDIDATES, oracle.FILTERING)
 
 
@@ -232,15 +237,15 @@ def test_candidates(
     with (
         patch.object(evidence, "CANDIDATES", most),
         patch.object(evidence, "FILTERING", few),
-        patch.object(native, "CANDIDATES", most),
-        patch.object(native, "FILTERING", few),
+        patch.object(native_recall, "CANDIDATES", most),
+        patch.object(native_recall, "FILTERING", few),
     ):
         listed = evidence.candidates(layer, 1, part, plain)
         chosen = evidence.choose(layer, 1, part, plain, num)
         places = np.arange(num_asking)
         found = (
             path_of(layer, unit, num_heads * group)
-            .judge(1)
+            .recall(1)
             .choose(part, num, row_addresses(new), places, np.zeros_like(places))
         )
     assert listed is not None and listed.shape == (num_sets, most)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from vllm_cascade.cache.kinds import bounded
+from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.manager import KVPolicyManager
 from vllm_cascade.cache.spec import KVPolicySpec, request_bytes, stock_bytes
 from vllm_cascade.engine.metrics import saved_bytes
@@ -230,3 +230,30 @@ def test_the_documents_examples(name: str) -> None:
     )
     print(row)
     assert row in MEMORY.read_text(encoding="utf-8")
+
+
+def test_layers_of_a_drafting_model() -> None:
+    """They recall nothing, keep two versions of each draft, and take no pages of their own."""
+    run, same = policy(budget=64, recall=2), {"head_size": 8, "dtype": torch.bfloat16}
+    made: dict[str, KVCacheSpec] = {}
+    for name, heads in (("layers.0", 2), ("draft_model.layers.0", 4)):
+        full = FullAttentionSpec(block_size=16, num_kv_heads=heads, **same)
+        made[name] = KVPolicySpec.from_full(full, run, 3)
+    window = SlidingWindowSpec(block_size=1, sliding_window=49, num_kv_heads=4, **same)
+    made["draft_model.layers.1"] = window
+    drafting = DraftingLayers({"draft_model.layers.0", "draft_model.layers.1"}, 6, 49)
+    target, draft, unlimited = bounded(made, run, 16, None, 3, drafting).values()
+    assert (target.drafts, draft.drafts, draft.policy.recall) == (3, 6, 0)
+    assert draft.window is unlimited.window is None, "a window as long as the model's positions"
+    assert target.engine_schedule == target.frame_schedule != draft.frame_schedule
+    assert draft.frame_schedule == draft.schedule
+    assert not target.windows and [kind.num_layers for kind in target.kinds] == [1, 2]
+    rows, words = 16 * 4 * 16 * 2, (3 + 2 * 6) * 4  # a page is one unit
+    assert draft.page_size_bytes == -(-(rows + words) // 64) * 64
+    for tokens in (1, 96, 2000):
+        alone = KVPolicySpec.from_full(full, run).num_pages(tokens)
+        assert target.num_pages(tokens) == draft.num_pages(tokens) == alone
+    drafting = DraftingLayers(drafting.names, 6)
+    *_, limited = bounded(made, run, 16, None, 3, drafting).values()
+    assert (limited.window, limited.page_slots, limited.drafts) == (49, 6, 6)
+    assert limited.frame_schedule == draft.frame_schedule and len(limited.windows) == 1

@@ -12,7 +12,7 @@ from typing import Any
 
 os.environ["NUMBA_NUM_THREADS"] = "1"
 
-import tests.conftest  # noqa: F401 - sets the environment
+from tests.conftest import MODEL
 from tests.engine.pool import EnginePool
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -23,6 +23,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"num_speculative_tokens": 4, "prompt_lookup_max": 3},
     "suffix": {"num_speculative_tokens": 6},
+    "draft_model": {"num_speculative_tokens": 4, "model": str(MODEL)},  # the target itself
 }
 
 
@@ -56,12 +57,17 @@ def processes(ranks: int, stages: int) -> dict[str, Any]:
     }
 
 
+def over(method: str, ranks: int) -> dict[str, Any]:
+    """What vLLM wants to be told of a draft model over several ranks."""
+    return {"draft_tensor_parallel_size": ranks} if method == "draft_model" else {}
+
+
 def main(method: str, policy: str = "cascade", ranks: str = "1", stages: str = "1") -> None:
     pool, settings = EnginePool(), {"max_model_len": 2048}
     truth = answers(pool.get(POLICIES[policy], **settings))
     llm = pool.get(
         POLICIES[policy],
-        speculative_config={"method": method, **METHODS[method]},
+        speculative_config={"method": method, **METHODS[method], **over(method, int(ranks))},
         **settings,
         **processes(int(ranks), int(stages)),
     )

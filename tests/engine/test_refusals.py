@@ -202,8 +202,31 @@ FAKED: dict[str, tuple[Any, str]] = {
         "set --kv-cache-dtype to auto",
     ),
     "other drafters": (
-        SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
-        "set its method to ngram or suffix",
+        SimpleNamespace(speculative_config=SimpleNamespace(method="medusa")),
+        "set its method to one of ngram, suffix, custom_class, draft_model, eagle, eagle3, mtp",
+    ),
+    "drafters of their own kind": (
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                method="mtp",
+                use_gemma4_mtp=lambda: False,
+                use_step3p5_mtp=lambda: False,
+                draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(n_predict=2)),
+            )
+        ),
+        "set its method to draft_model, ngram or suffix",
+    ),
+    "parallel drafts": (
+        SimpleNamespace(speculative_config=SimpleNamespace(parallel_drafting=True)),
+        "set it to false",
+    ),
+    "drafts of another vocabulary": (
+        SimpleNamespace(speculative_config=SimpleNamespace(use_heterogeneous_vocab=True)),
+        "use a draft model with the model's own vocabulary",
+    ),
+    "drafts cached in another type": (
+        SimpleNamespace(speculative_config=SimpleNamespace(kv_cache_dtype="fp8")),
+        "remove it, and the drafting model's cache has the type of --kv-cache-dtype",
     ),
     "drafts of scores by text": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
@@ -302,9 +325,9 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",
     ),
-    "speculative decoding on CUDA": (
-        SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
-        "do not undo rejected drafts yet; remove it",
+    "drafting models on CUDA": (
+        SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
+        "not built for CUDA; set its method to ngram or suffix",
     ),
     "shared caches on CUDA": (
         SimpleNamespace(
@@ -331,8 +354,8 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
 ENVIRONMENT = {"Model Runner V2 on the CPU"}
 
 
-def create(model: Path, **kwargs: Any) -> Any:
-    policy = {"name": "cascade", "budget": 128, "prefill_stride": 64}
+def create(model: Path, budget: int = 128, **kwargs: Any) -> Any:
+    policy = {"name": "cascade", "budget": budget, "prefill_stride": 64}
     return EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -502,8 +525,46 @@ def test_drafts_are_accepted_where_tokens_stay(importance: str) -> None:
     policy = resolve({"name": "dgc", "importance": importance})
     found = refusal_of("drafts of moved tokens").applies(config, policy)
     assert found == (importance == "cluster")
+    assert not refusal_of("drafting models on CUDA", "cuda").applies(config, policy)
     made = create(MODEL, speculative_config=NGRAM)
     assert not made.scheduler_config.async_scheduling  # as vLLM decides for such drafters
+
+
+def draft_of(path: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a draft model that is a configuration without weights."""
+    (path / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 4096, **changes}))
+    return {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}},
+            "the drafting model of --speculative-config: .*dynamic NTK",
+        ),
+        (LATENT, "multi-head latent attention beside one without it"),
+        (
+            {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4, "index_topk": 8},
+            "the drafting model of --speculative-config: .*layers choose the tokens",
+        ),
+    ],
+)
+def test_a_draft_model_is_checked_like_a_model(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KVPolicyError, match=says):
+        create(MODEL, speculative_config=draft_of(tmp_path, **{**changes, "vocab_size": 4096}))
+
+
+def test_a_policy_fits_in_the_positions_of_both_models(tmp_path: Path) -> None:
+    """The model has 1,024 positions, the draft model 256."""
+    drafts = draft_of(tmp_path, max_position_embeddings=256)
+    create(MODEL, budget=512)
+    with pytest.raises(KVPolicyError, match="256"):
+        create(MODEL, budget=512, speculative_config=drafts)
+    made = create(MODEL, budget=128, speculative_config=drafts)
+    assert not made.scheduler_config.async_scheduling  # as vLLM decides for its CPU platform
 
 
 def test_clusters_of_each_head_are_accepted_over_ranks() -> None:

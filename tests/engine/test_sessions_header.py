@@ -8,11 +8,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
 from tests.conftest import MODEL
+from tests.oracle.random_models import write_llama
 from tests.sessions.test_files import ENGINE, header_of, session, tensors
 from vllm_cascade.engine import sessions
-from vllm_cascade.engine.sessions import SchedulerSessions, policy_settings, weights_of
+from vllm_cascade.engine.sessions import (
+    SchedulerSessions,
+    engine_header,
+    policy_settings,
+    weights_of,
+)
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.sessions.files import DAMAGED, FOREIGN, Folder, file_name, write
 from vllm_cascade.sessions.index import SessionIndex
@@ -94,3 +101,26 @@ def test_policies_differ_by_every_setting_that_states_depend_on() -> None:
     for more in ({"budget": 96}, {"recall": 3}, {"recall_store": 512}, {"num_sinks": 32},
                  {"prefill_stride": 32}, {"recall_rows": "int8"}, {"name": "window"}):  # fmt: skip
         assert settings(**more) != same, more
+
+
+def test_sessions_of_another_drafting_model_are_foreign(tmp_path: Path) -> None:
+    """Its layers' states are on the same pages as the model's."""
+    other = write_llama(
+        tmp_path / "other", num_layers=1, vocab_size=4096, max_position_embeddings=1024
+    )
+    found = []
+    for drafts in (None, MODEL, other):
+        config = None
+        if drafts is not None:
+            config = {"method": "draft_model", "model": str(drafts), "num_speculative_tokens": 2}
+        made = EngineArgs(
+            model=str(MODEL),
+            additional_config={"kv_policy": {"name": "sink", "budget": 64}},
+            speculative_config=config,
+        ).create_engine_config()
+        caches: Any = SimpleNamespace(kv_cache_groups=[])
+        header = engine_header(made, caches)
+        assert header == engine_header(made, caches)
+        found.append(header)
+    assert len({header.pop("model") for header in found}) == 3
+    assert found[0] == found[1] == found[2]

@@ -287,6 +287,28 @@ def test_a_pool_with_no_page_to_spare(engine_pool: EnginePool, book_tokens: list
     assert preempted == 0 and spec_metric(llm, "num_accepted_tokens") > 10
 
 
+def test_sampled_answers(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    """Drafts of requests that sample, beside greedy ones: each has its request's settings.
+
+    Sampling from one token is greedy.
+    """
+    policy, prompts = CASES["cascade"][0], texts(book_tokens)
+    truth = answers(engine(engine_pool, policy, 0), prompts)
+    llm = engine(engine_pool, policy, 4)
+    script(prompts, truth, 0.6)
+    given: list[dict[str, Any]] = [
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 1e-6},
+        {"temperature": 2.0, "top_k": 1},
+    ]
+    params = [SamplingParams(max_tokens=ANSWER, ignore_eos=True, **one) for one in given]
+    before = spec_metric(llm, "num_accepted_tokens")
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    assert [list(o.outputs[0].token_ids) for o in outputs] == [tokens for tokens, _ in truth]
+    assert spec_metric(llm, "num_accepted_tokens") > before + 100
+
+
 def spoken(tokens: list[int], turns: list[Any], new: Any) -> None:
     """Script the drafts of a chat."""
     history: list[int] = []
@@ -354,6 +376,7 @@ def test_a_stop_token_among_drafts(engine_pool: EnginePool, book_tokens: list[in
         pytest.param(["suffix"], id="suffix", marks=[pytest.mark.slow, SUFFIX]),
         pytest.param(["ngram", "h2o", "2"], id="two ranks exchange scores"),
         pytest.param(["ngram", "heads", "2"], id="two ranks", marks=pytest.mark.slow),
+        pytest.param(["draft_model", "h2o", "2"], id="a draft model over two ranks"),
     ],
 )
 def test_vllms_drafters(words: list[str]) -> None:

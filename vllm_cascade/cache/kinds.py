@@ -6,12 +6,14 @@ attends to its own token and the ``W - 1`` tokens before it. Such a layer runs u
 policy, which keeps only these tokens. In a layer with chunks of ``C`` tokens (Llama 4) a query
 attends to the tokens of its own chunk. Such a layer runs under our ``chunk`` policy.
 
+The layers of a drafting model run under the same policies, but recall nothing.
+
 All kinds of layers share a request's pages and block table. The number of slots per page differs by
 kind: a window's tokens fit on the pages that the engine's policy needs anyway.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.utils.math_utils import cdiv
@@ -30,6 +32,21 @@ from vllm_cascade.policies.window import Window
 
 LIMITED = SlidingWindowSpec | ChunkedLocalAttentionSpec
 """vLLM's specs of layers that see a part of the stream."""
+
+
+@dataclass(frozen=True)
+class DraftingLayers:
+    """The layers of a drafting model (speculative decoding).
+
+    Attributes:
+        names: Their names.
+        drafts: Most tokens of a request in a step that may be undone in them.
+        max_position: Positions that the model supports; None: unlimited.
+    """
+
+    names: Collection[str] = ()
+    drafts: int = 0
+    max_position: int | None = None
 
 
 def window_policy(policy: Policy, window: int, chunked: bool = False) -> Policy:
@@ -62,8 +79,9 @@ def bounded(
     block_size: int,
     max_position: int | None = None,
     drafts: int = 0,
+    drafting: DraftingLayers = DraftingLayers(),
 ) -> dict[str, KVCacheSpec]:
-    """Replace the specs of layers with windows or chunks by bounded ones.
+    """Replace the specs of layers with windows or chunks, or of a drafting model, by bounded ones.
 
     Args:
         specs: Specs by layer name. Full-attention layers already have a ``KVPolicySpec``.
@@ -71,6 +89,7 @@ def bounded(
         max_position: Positions that the model supports; None: unlimited. A window at least this
             large never masks a token, so its layer runs under the engine's policy.
         drafts: Most draft tokens of a request in a step.
+        drafting: The layers of a drafting model.
 
     Returns:
         Bounded specs by layer name.
@@ -84,19 +103,23 @@ def bounded(
                 f"kv_policy: {name} has a cache of its own kind ({type(spec).__name__}), which no "
                 "policy bounds; use --kv-policy full for this model"
             )
-    if not any(isinstance(spec, LIMITED) for spec in specs.values()):
+    if not drafting.names and not any(isinstance(spec, LIMITED) for spec in specs.values()):
         return dict(specs)
     bounded_specs: dict[str, Any] = {}
     for name, spec in specs.items():
+        own: dict[str, Any] = {"policy": policy, "drafts": drafts}
+        last = max_position
+        if name in drafting.names:
+            own = {"policy": policy.without_recall, "drafts": drafting.drafts, "drafting": True}
+            last = drafting.max_position
         if isinstance(spec, LIMITED):
-            own: dict[str, Any] = {"policy": policy}
             chunked = isinstance(spec, ChunkedLocalAttentionSpec)
             if isinstance(spec, ChunkedLocalAttentionSpec):
                 window = spec.attention_chunk_size
             else:
                 window = spec.sliding_window
-            if max_position is None or window < max_position:
-                own = {
+            if last is None or window < last:
+                own |= {
                     "policy": window_policy(policy, window, chunked),
                     "slots": window_slots(policy, window, block_size),
                     "window": window,
@@ -108,11 +131,12 @@ def bounded(
                 drop=("sliding_window", "extra_retained_tokens", "attention_chunk_size"),
                 block_size=block_size,
                 page_size_padded=None,
-                drafts=drafts,
                 **own,
             )
+        else:
+            spec = replace(spec, page_size_padded=None, **own)
         bounded_specs[name] = spec
-    if all(spec.window is None for spec in bounded_specs.values()):
+    if all(spec.window is None and not spec.drafting for spec in bounded_specs.values()):
         return bounded_specs
     kinds = kinds_of(bounded_specs.values(), policy, block_size)
     return {name: replace(spec, kinds=kinds) for name, spec in bounded_specs.items()}
@@ -120,9 +144,10 @@ def bounded(
 
 def kinds_of(specs: Iterable[KVPolicySpec], policy: Policy, block_size: int) -> tuple[Kind, ...]:
     """Kinds of the given layers. The engine's policy comes first, even if no layer has it."""
-    kinds: dict[tuple[int | None, bool], Kind] = {(None, False): Kind(policy, block_size)}
+    kinds: dict[tuple[int | None, bool, bool], Kind] = {}
+    kinds[None, False, False] = Kind(policy, block_size)
     for spec in specs:
-        key = spec.window, spec.chunked
+        key = spec.window, spec.chunked, spec.drafting
         kind = kinds.setdefault(key, Kind(spec.policy, spec.page_slots, *key))
         kinds[key] = replace(
             kind,

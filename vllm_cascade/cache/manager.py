@@ -66,9 +66,13 @@ class KVPolicyManager(SingleTypeKVCacheManager):
         self._limits[request_id] = num_tokens, schedule, stored_tokens or num_tokens
 
     def num_pages(self, request_id: str, num_tokens: int) -> int:
-        """Pages that a request needs after ``num_tokens`` tokens."""
-        _, schedule, _ = self._limits.get(request_id, (0, None, 0))
-        return self.kv_cache_spec.num_pages(num_tokens, schedule)
+        """Pages that a request needs after ``num_tokens`` tokens.
+
+        vLLM also asks for tokens that a drafting model may look ahead. Those beyond the request's
+        limit are never drafted.
+        """
+        most, schedule, _ = self._limits.get(request_id, (num_tokens, None, 0))
+        return self.kv_cache_spec.num_pages(min(num_tokens, most), schedule)
 
     def final_pages(self, request_id: str) -> int:
         """Most pages that a request may hold. Without a limit, the policy's maximum."""

@@ -51,6 +51,7 @@ class Kind:
         slots: Tokens per page.
         window: Tokens that a query attends to, its own included; None: all that the policy keeps.
         chunked: Whether these are the tokens of its chunk of ``window`` tokens.
+        drafting: Whether these layers belong to a drafting model.
         token_bytes: Bytes of one token's keys, values and scales, summed over the layers.
         page_bytes: Bytes of one page, its tail included, summed over the layers.
         num_layers: Layers of this kind in the whole model.
@@ -62,6 +63,7 @@ class Kind:
     slots: int
     window: int | None = None
     chunked: bool = False
+    drafting: bool = False
     token_bytes: int = 0
     page_bytes: int = 0
     num_layers: int = 0
@@ -106,8 +108,10 @@ class KVPolicySpec(AttentionSpec):
     num_layers: int | None = None
     """Cached layers in the whole model; set if a worker runs only some of them."""
     drafts: int = 0
-    """Most draft tokens of a request in a step (speculative decoding). Pages hold a version of the
-    ranks and scores before each."""
+    """Most tokens of a request in a step that may be undone (speculative decoding). Pages hold a
+    version of the ranks and scores before each."""
+    drafting: bool = False
+    """Whether the layer belongs to a drafting model. Such layers recall nothing."""
 
     # vLLM must not share pages that a later token overwrites, and our backend finds its own slots.
     prefix_cacheable = uses_slot_mapping = False  # pyright: ignore
@@ -143,9 +147,16 @@ class KVPolicySpec(AttentionSpec):
         return compiled(self.kinds[0].policy) if self.kinds else self.schedule
 
     @cached_property
-    def _windows(self) -> tuple[tuple[Schedule, int], ...]:
+    def frame_schedule(self) -> Schedule:
+        """The schedule that sets token positions in this layer's model."""
+        engine = self.engine_schedule
+        return engine.without_recall if self.drafting else engine
+
+    @cached_property
+    def windows(self) -> tuple[tuple[Schedule, int], ...]:
         """Schedule and slots per page of each kind of window."""
-        return tuple((compiled(kind.policy), kind.slots) for kind in self.kinds[1:])
+        kinds = (kind for kind in self.kinds if kind.window is not None)
+        return tuple((compiled(kind.policy), kind.slots) for kind in kinds)
 
     @property
     def page_slots(self) -> int:
@@ -215,8 +226,8 @@ class KVPolicySpec(AttentionSpec):
         """
         slots = self.kinds[0].slots if self.kinds else self.page_slots
         own = cdiv((schedule or self.engine_schedule).peak_at(num_tokens), slots)
-        windows = (cdiv(window.peak_at(num_tokens), slots) for window, slots in self._windows)
-        return max(own, *windows) if self._windows else own
+        windows = (cdiv(window.peak_at(num_tokens), slots) for window, slots in self.windows)
+        return max(own, *windows) if self.windows else own
 
     @property
     def most_pages(self) -> int:

@@ -6,10 +6,11 @@ model is loaded. An entry leaves this list when a test shows that it works. Refu
 are in ``devices.py``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.transformers_utils.config import iter_rope_parameters
 
 from vllm_cascade.cache.quantised import CODES
@@ -22,7 +23,7 @@ from vllm_cascade.models.architectures import (
 from vllm_cascade.models.rotary import SUPPORTED_ROPE_TYPES
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
-from vllm_cascade.step.drafts import HOST_DRAFTERS
+from vllm_cascade.step.drafts import HOST_DRAFTERS, MODEL_DRAFTERS
 
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
@@ -85,6 +86,12 @@ def _drafts(config: VllmConfig) -> bool:
     return config.speculative_config is not None
 
 
+def _several_mtp_layers(drafts: SpeculativeConfig) -> bool:
+    if drafts.method != "mtp":
+        return False
+    return (getattr(drafts.draft_model_config.hf_config, "n_predict", None) or 1) > 1
+
+
 def _model(name: str, what: str, applies: Callable[[ModelConfig], bool]) -> Refusal:
     """Refuse a kind of model that no policy supports."""
     message = f"{what} not supported; use --kv-policy full"
@@ -119,11 +126,46 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "other drafters",
         lambda config, _: (
-            (drafts := config.speculative_config) is not None and drafts.method not in HOST_DRAFTERS
+            (drafts := config.speculative_config) is not None
+            and drafts.method not in (*HOST_DRAFTERS, *MODEL_DRAFTERS)
         ),
-        "--speculative-config has a method whose drafts come from a model (a draft model, EAGLE, "
-        "MTP, Medusa) or a device: such a model would need a bounded cache of its own; set its "
-        "method to ngram or suffix",
+        f"--speculative-config has a method that is not tested with --kv-policy; set its method "
+        f"to one of {', '.join((*HOST_DRAFTERS, *MODEL_DRAFTERS))}",
+    ),
+    Refusal(
+        "drafters of their own kind",
+        lambda config, _: (
+            (drafts := config.speculative_config) is not None
+            and (drafts.use_gemma4_mtp() or drafts.use_step3p5_mtp() or _several_mtp_layers(drafts))
+        ),
+        "MTP layers that share the model's cache (Gemma 4), that vLLM runs by a proposer of their "
+        "own (Step 3.5), or of which a model has several are not built; remove "
+        "--speculative-config, or set its method to draft_model, ngram or suffix",
+    ),
+    Refusal(
+        "parallel drafts",
+        lambda config, _: (
+            (drafts := config.speculative_config) is not None and drafts.parallel_drafting
+        ),
+        "parallel_drafting in --speculative-config (PARD, P-EAGLE) cannot be combined with "
+        "--kv-policy: its tokens attend in one stride, and a policy inserts drafts one by one; "
+        "set it to false",
+    ),
+    Refusal(
+        "drafts of another vocabulary",
+        lambda config, _: (
+            (drafts := config.speculative_config) is not None and drafts.use_heterogeneous_vocab
+        ),
+        "use_heterogeneous_vocab in --speculative-config is not tested with --kv-policy; use a "
+        "draft model with the model's own vocabulary",
+    ),
+    Refusal(
+        "drafts cached in another type",
+        lambda config, _: (
+            (drafts := config.speculative_config) is not None and drafts.kv_cache_dtype is not None
+        ),
+        "kv_cache_dtype in --speculative-config is not tested with --kv-policy; remove it, and the "
+        "drafting model's cache has the type of --kv-cache-dtype",
     ),
     Refusal(
         "drafts of scores by text",
@@ -338,8 +380,8 @@ REFUSALS: tuple[Refusal, ...] = (
 )
 
 
-def check(config: VllmConfig, policy: Policy, refusals: Iterable[Refusal]) -> None:
-    """Raise for the first setting that cannot work.
+def check(config: VllmConfig, policy: Policy, refusals: Sequence[Refusal]) -> None:
+    """Raise for the first setting that cannot work, also for what a drafting model is.
 
     Raises:
         KVPolicyError: names the setting and the fix.
@@ -347,3 +389,20 @@ def check(config: VllmConfig, policy: Policy, refusals: Iterable[Refusal]) -> No
     for refusal in refusals:
         if refusal.applies(config, policy):
             raise KVPolicyError(f"kv_policy {policy.name}: {refusal.message}")
+    drafts = config.speculative_config
+    if drafts is None or drafts.method not in MODEL_DRAFTERS:
+        return
+    drafting = copy(config)
+    drafting.model_config = drafts.draft_model_config
+    if drafting.model_config.use_mla != config.model_config.use_mla:
+        raise KVPolicyError(
+            f"kv_policy {policy.name}: --speculative-config names a model with multi-head latent "
+            "attention beside one without it, which vLLM cannot give one attention backend; use "
+            "two models of one kind, or method ngram or suffix"
+        )
+    for refusal in refusals:
+        if refusal.name != "pooling" and refusal.applies(drafting, policy):
+            raise KVPolicyError(
+                f"kv_policy {policy.name}: the drafting model of --speculative-config: "
+                f"{refusal.message}"
+            )

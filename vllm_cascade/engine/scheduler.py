@@ -175,7 +175,7 @@ class _StrideAligned(_Base):
         need = sum(m.kv_cache_spec.num_pages(self.max_model_len) for m in self._managers)
         need += len(self._states)
         have = self.kv_cache_manager.block_pool.num_gpu_blocks - 1  # block 0 is the null block
-        if need > have and any(m.kv_cache_spec.kinds for m in self._managers):
+        if need > have and (self._states or any(m.kv_cache_spec.windows for m in self._managers)):
             others = "recurrent states" if self._states else "sliding windows"
             raise KVPolicyError(
                 f"kv_policy: a request of --max-model-len {self.max_model_len} tokens needs {need} "

@@ -33,6 +33,7 @@ from vllm_cascade.sessions.index import (
     SessionIndex,
 )
 from vllm_cascade.sessions.settings import NAME, RELEASE, SessionSettings
+from vllm_cascade.step.drafts import MODEL_DRAFTERS
 
 KEPT = {
     RequestStatus.FINISHED_STOPPED,
@@ -92,6 +93,15 @@ def weights_of(model: ModelConfig) -> list[Any]:
     return weights
 
 
+def _drafting_of(config: VllmConfig) -> list[Any]:
+    """What the states of a drafting model's layers depend on; empty without one."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method not in MODEL_DRAFTERS:
+        return []
+    model = drafts.draft_model_config
+    return [drafts.method, model.hf_config.to_dict(), weights_of(model), str(model.dtype)]
+
+
 def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
     """What the states of all of an engine's requests depend on (``files.FOREIGN``)."""
     policy, model = policy_of(config.additional_config), config.model_config
@@ -113,6 +123,7 @@ def engine_header(config: VllmConfig, caches: KVCacheConfig) -> dict[str, str]:
             [
                 *(model.hf_config.to_dict(), weights_of(model)),
                 *(config.load_config.load_format, model.quantization),
+                *_drafting_of(config),
             ]
         ),
         "dtype": f"{model.dtype} {config.cache_config.cache_dtype}",

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
+from vllm.config import ModelConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
@@ -21,7 +21,7 @@ from vllm.v1.worker.block_table import SlotMappingMode
 
 from vllm_cascade.attention.latent import LatentImpl, connect
 from vllm_cascade.attention.recorder import Recorder
-from vllm_cascade.cache.kinds import bounded
+from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.layout import whole_pages
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.states import StateSpec, apart, beside_states
@@ -37,7 +37,7 @@ from vllm_cascade.models.rotary import choose_long_tables
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.drafts import most_drafts
+from vllm_cascade.step.drafts import Drafts, Rejected, most_drafts
 from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
 
 
@@ -91,6 +91,7 @@ class KVPolicyWorker(SessionWorker):
 
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
+    _drafts: Drafts | None = None
     _block_size: int
 
     @contextmanager
@@ -115,13 +116,14 @@ class KVPolicyWorker(SessionWorker):
         certify_engine(self.vllm_config, policy, self.device_entry, self.device)
         with self._our_backend():
             super().load_model(**kwargs)
-        for layer in self._attention_layers().values():
+        for layer in self._all_layers().values():
             if isinstance(layer.impl, LatentImpl):
                 connect(layer)
             if isinstance(layer, ChunkedLocalAttention):
                 # vLLM's backend for chunks splits a request into one for each chunk.
                 layer.attn_backend = resolve_name(self.device_entry.backend)
-        choose_long_tables(self.model_runner.get_model(), policy.max_position)
+        for model in self._models():
+            choose_long_tables(model, policy.max_position)
         # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
         stock = self.model_runner.get_kv_cache_spec
         self.model_runner.get_kv_cache_spec = lambda: self._bounded(stock)
@@ -139,7 +141,7 @@ class KVPolicyWorker(SessionWorker):
         last = getattr(model, "max_position_embeddings", None)
         whole, states = apart(of_all_stages(specs))
         drafts = most_drafts(self.vllm_config)
-        made = bounded(whole, policy, block_size, last, drafts)
+        made = bounded(whole, policy, block_size, last, drafts, self._drafting())
         if all(getattr(spec, "window", None) is not None for spec in made.values()):
             logger.warning_once(
                 "KV policy %s has no effect: every layer of this model has a sliding window; "
@@ -150,30 +152,22 @@ class KVPolicyWorker(SessionWorker):
             made = beside_states(made, states, policy, block_size)
         return own_part(made, specs)
 
+    def _drafting(self) -> DraftingLayers:
+        """The layers of a drafting model."""
+        return DraftingLayers()
+
+    def _models(self) -> list[Any]:
+        """The model, and a drafting model."""
+        return [self.model_runner.get_model()]
+
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         layers = self._attention_layers()
         owners = owners_of(layers)
         super().initialize_from_config(beside_owners(kv_cache_config, owners))
-        model = self.model_runner.get_model()
-        rotaries = rotaries_of(model, layers, self.model_config.hf_text_config)
-        first, *others = builders = self._builders()
-        for builder in builders:
-            assert isinstance(builder.kv_cache_spec, KVPolicySpec)
-            for name in builder.layer_names:
-                layers[name].impl.prepare(
-                    builder.kv_cache_spec,
-                    layers[name].kv_cache,
-                    rotaries[name],
-                    self.parallel_config.tensor_parallel_size,
-                    self.model_config.dtype,
-                    scales_of(layers[owners.get(name, name)]),
-                    (name, self._first_kv_head()),
-                )
+        first, *_ = builders = self._builders()
+        self._prepare(self.model_runner.get_model(), self.model_config, builders, layers)
         for name, owner in owners.items():
             layers[name].impl.attend_to(layers[owner].impl)
-        first.positions.install(model)
-        for builder in others:
-            builder.follow(first)
         self._connect(builders)
         self._check_recalling(builders)
         self._open_stores(first, layers)
@@ -183,11 +177,36 @@ class KVPolicyWorker(SessionWorker):
             for table in self.model_runner.input_batch.block_table.block_tables:
                 table.slot_mapping_mode = SlotMappingMode.NONE
         self._open_sessions()
+        self._keep_drafts()
 
-    def _first_kv_head(self) -> int:
-        """Index of this rank's first KV head among those of all tensor-parallel ranks."""
-        heads, config = self.model_config.get_total_num_kv_heads(), self.parallel_config
-        return get_tensor_model_parallel_rank() * heads // config.tensor_parallel_size
+    def _prepare(
+        self,
+        model: Any,
+        config: ModelConfig,
+        builders: list[StepBuilder],
+        layers: Mapping[str, Any],
+    ) -> None:
+        """Set up a model's layers, and make it read the positions of its first builder."""
+        owners, ranks = owners_of(layers), self.parallel_config.tensor_parallel_size
+        rotaries = rotaries_of(model, dict(layers), config.hf_text_config)
+        # Index of this rank's first KV head among those of all tensor-parallel ranks.
+        first_head = get_tensor_model_parallel_rank() * config.get_total_num_kv_heads() // ranks
+        for builder in builders:
+            assert isinstance(builder.kv_cache_spec, KVPolicySpec)
+            for name in builder.layer_names:
+                layers[name].impl.prepare(
+                    builder.kv_cache_spec,
+                    layers[name].kv_cache,
+                    rotaries[name],
+                    ranks,
+                    config.dtype,
+                    scales_of(layers[owners.get(name, name)]),
+                    (name, first_head),
+                )
+        first, *others = builders
+        first.positions.install(model)
+        for builder in others:
+            builder.follow(first)
 
     def _connect(self, builders: list[StepBuilder]) -> None:
         """Give the builders the runner's requests, and the runner our whole pages."""
@@ -233,7 +252,35 @@ class KVPolicyWorker(SessionWorker):
         for index, name in enumerate(names):
             layers[name].impl.recall_from(self._stores, index, spec.policy.recall_queries)
 
+    def _keep_drafts(self) -> None:
+        """Prepare layers and builders for speculative decoding, if it is on."""
+        most, most_requests = most_drafts(self.vllm_config), self.scheduler_config.max_num_seqs
+        if not most:
+            return
+        self._drafts = Drafts(most_requests, most)
+        for builder in self._builders():
+            builder.drafts = self._drafts
+        for layer in self._all_layers().values():
+            layer.impl.keep_drafts(most_requests)
+
+    def _undo_drafts(self, output: SchedulerOutput) -> None:
+        """Undo the drafts that the last steps rejected, before anything reads or copies pages."""
+        assert self._drafts is not None
+        self._undo(self._drafts.note(output), self._builders())
+
+    def _undo(self, rejected: Sequence[Rejected], builders: Sequence[StepBuilder]) -> None:
+        if not rejected:
+            return
+        blocks = [self._requests.blocks(one.name) for one in rejected]
+        layers = self._all_layers()
+        for builder in builders:
+            undone = builder.undone(rejected, blocks)
+            for name in builder.layer_names:
+                layers[name].impl.undo(undone)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._drafts is not None:
+            self._undo_drafts(scheduler_output)
         self._serve_sessions(scheduler_output)
         self._requests.note(scheduler_output)
         if self._stores is not None:
@@ -242,6 +289,11 @@ class KVPolicyWorker(SessionWorker):
 
     def _attention_layers(self) -> dict[str, Any]:
         """The model's attention layers; the ``impl`` of each is a ``KVPolicyImpl``."""
+        others = self._drafting().names
+        return {name: one for name, one in self._all_layers().items() if name not in others}
+
+    def _all_layers(self) -> dict[str, Any]:
+        """The attention layers of the model and of a drafting model."""
         kinds: Any = (Attention, MLAAttention)
         return get_layers_from_vllm_config(self.vllm_config, kinds)
 
@@ -254,7 +306,7 @@ class KVPolicyWorker(SessionWorker):
         }
 
     def _builders(self) -> list[StepBuilder]:
-        """The metadata builders, one per kind of attention layers.
+        """The metadata builders, one per kind of the model's attention layers.
 
         These kinds share a cache group. Recurrent layers have other groups and use vLLM's builders.
         The first builder has the policy's layers, if the model has any. It publishes positions, and

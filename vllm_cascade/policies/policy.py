@@ -16,7 +16,7 @@ kept part of the prompt counts as sinks.
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
@@ -153,6 +153,11 @@ class Policy(KVPolicyConfig):
     def uses_attention(self) -> bool:
         """Whether scores come from attention probabilities."""
         return self.scoring.source == "attention"
+
+    @property
+    def without_recall(self) -> Self:
+        """The same policy, with no evicted units recalled."""
+        return self.model_copy(update={"recall": 0}) if self.recall else self
 
     @property
     def keeps_ages(self) -> bool:

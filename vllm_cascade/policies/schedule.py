@@ -212,6 +212,11 @@ class Schedule:
         drops = (self.peak - self.count).max(), period.max() - period.min()
         return int(max(*drops, self.peak.max() - period.min()))
 
+    @cached_property
+    def without_recall(self) -> "Schedule":
+        """The schedule of layers that recall nothing under a policy that is otherwise the same."""
+        return compiled(self.policy.without_recall) if self._recall else self
+
     def inserted(self, t: np.ndarray) -> np.ndarray:
         """How many of the first ``t`` tokens are inserted.
 

@@ -20,6 +20,9 @@ import torch
 from vllm_cascade.recall.chain import CHUNK_UNITS, Chain
 from vllm_cascade.recall.mapped import Layout, mapped, mapped_bytes
 
+NUM_TENSORS = 8
+"""Tensors of a chunk."""
+
 
 @dataclass(frozen=True)
 class UnitShape:
@@ -100,12 +103,14 @@ class Chunk:
         centre_scale: fp32 ``[layers, H, units]``.
         born: int32 ``[layers, sets, units]``, position at which the first key was rotated.
         token: int32 ``[layers, sets, units]``, stream index of the first token.
+        addresses: of these tensors, in this order.
     """
 
     def __init__(self, shape: UnitShape) -> None:
         self.tensors = mapped(shape.layout)
         self.rows, self.row_scale, self.codes, self.scale, *others = self.tensors
         self.centre, self.centre_scale, self.born, self.token = others
+        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
 
 
 class Log(Chain[Chunk]):
@@ -216,11 +221,9 @@ class Part:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """Addresses of the chunks' ``codes``, ``scale``, ``centre`` and ``centre_scale``, int64
-        ``[4, chunks]``."""
-        tensors = [(c.codes, c.scale, c.centre, c.centre_scale) for c in self.chunks]
-        found = [[tensor.data_ptr() for tensor in of_chunk] for of_chunk in tensors]
-        return np.ascontiguousarray(np.asarray(found, dtype=np.int64).reshape(-1, 4).T)
+        """Addresses of the chunks' tensors, int64 ``[8, chunks]``."""
+        found = np.asarray([chunk.addresses for chunk in self.chunks], dtype=np.int64)
+        return np.ascontiguousarray(found.reshape(-1, NUM_TENSORS).T)
 
     def pieces(self) -> list[tuple[Chunk, slice, slice]]:
         """For each chunk: the chunk, the slice of its units, and their slice in the part."""

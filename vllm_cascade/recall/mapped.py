@@ -8,6 +8,7 @@ takes blocks of that size from its arenas, which shrink only at their ends.
 import math
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -35,7 +36,10 @@ def mapped_bytes(layout: Layout) -> int:
 def mapped(layout: Layout) -> tuple[torch.Tensor, ...]:
     """Map uninitialised tensors; the mapping ends with the last of them and of their views."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = torch.frombuffer(mmap.mmap(-1, mapped_bytes(layout), flags=flags), dtype=torch.uint8)
+    mapping = mmap.mmap(-1, mapped_bytes(layout), flags=flags)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
     return tuple(
         memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         for at, (shape, dtype) in zip(_offsets(layout)[:-1], layout, strict=True)

@@ -4,6 +4,7 @@
 Each device adds how it mirrors the plan (``cpu/builder.py``, ``cuda/builder.py``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,9 +18,12 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.random import drawn
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.stores import UnitStores
+from vllm_cascade.step.drafts import Drafts, Rejected
+from vllm_cascade.step.inputs import Undone
 from vllm_cascade.step.plan import describe
 from vllm_cascade.step.positions import CachePositions
 from vllm_cascade.step.requests import Requests
@@ -45,10 +49,11 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
 
     Attributes:
         schedule: schedule of this builder's layers: the engine's, or that of their window.
-        engine_schedule: the engine's schedule.
+        engine_schedule: the engine's schedule; without recall for a drafting model.
         requests: maps a step's rows to requests; set by the worker.
         positions: cache positions, which the model sees instead of vLLM's positions.
         stores: evicted units; set by the worker for policies with recall.
+        drafts: draft tokens of the step; set by the worker with speculative decoding.
         publishes: whether this builder writes ``positions``. If not, the builder of another kind
             of layer does.
     """
@@ -57,6 +62,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
 
     kv_cache_spec: KVPolicySpec
     stores: UnitStores | None = None
+    drafts: Drafts | None = None
 
     def __init__(
         self,
@@ -67,13 +73,15 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.schedule = kv_cache_spec.schedule
-        self.engine_schedule = kv_cache_spec.engine_schedule
+        self.engine_schedule = kv_cache_spec.frame_schedule
         self.requests = Requests()
-        most = vllm_config.scheduler_config.max_num_batched_tokens
+        limits = vllm_config.scheduler_config
+        # A drafting model also gets the token that each request has sampled.
+        most = limits.max_num_batched_tokens + kv_cache_spec.drafting * limits.max_num_seqs
         self.positions = CachePositions(most, device)
         self.publishes = True
         self.counters = StepCounters()
-        self.make_tables(vllm_config.scheduler_config)
+        self.make_tables(limits)
 
     def follow(self, first: "StepBuilder") -> None:
         """Share the positions that ``first``, the builder of another kind of layer, writes."""
@@ -101,6 +109,23 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         counters.moved_reads += step.moved_reads
         return step
 
+    def undone(self, rejected: Sequence[Rejected], blocks: Sequence[Sequence[int]]) -> Undone:
+        """Rejected drafts as this builder's layers undo them; they no longer count.
+
+        Args:
+            blocks: the requests' block numbers.
+        """
+        rows = np.zeros((len(rejected), 4), dtype=np.int32)
+        table = np.zeros((len(rejected), max(map(len, blocks))), dtype=np.int32)
+        for i, one in enumerate(rejected):
+            schedule = self.requests.schedule_of(one.name)
+            if self.kv_cache_spec.window is not None:
+                schedule = self.schedule
+            rows[i] = one.place, one.num, schedule.peak_at(one.begin), one.begin
+            table[i, : len(blocks[i])] = blocks[i]
+            self.discount(schedule, one.begin, one.begin + one.num)
+        return Undone(*(sent(torch.from_numpy(array), self.device) for array in (rows, table)))
+
     def discount(self, schedule: Schedule, begin: int, end: int) -> None:
         """No longer count single tokens ``[begin, end)``, which were drafts and are undone."""
         tokens, counters = np.arange(begin, end), self.counters
@@ -111,13 +136,25 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         )
         counters.moved_reads -= int(schedule.moved(tokens).sum())
 
+    def peaks(self, common: CommonAttentionMetadata, ends: np.ndarray) -> np.ndarray:
+        """Slots that rows use in these layers after ``ends`` tokens: int ``[B]`` each."""
+        schedules = self._frames(common, len(ends))
+        if self.kv_cache_spec.window is not None:
+            schedules = [self.schedule] * len(ends)
+        peaks = [schedule.peak_at(t) for schedule, t in zip(schedules, ends.tolist(), strict=True)]
+        return np.asarray(peaks)
+
+    def _frames(self, common: CommonAttentionMetadata, num_rows: int) -> list[Schedule]:
+        """The rows' schedules, which set positions."""
+        schedules = self.requests.schedules(common)[:num_rows]
+        return schedules + [self.engine_schedule] * (num_rows - len(schedules))
+
     def _tokens(self, common: CommonAttentionMetadata) -> RequestTokens:
         offsets = common.query_start_loc_cpu.numpy().astype(np.int64)
         length = np.diff(offsets)
         assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
         ends = common.seq_lens_cpu_upper_bound.numpy()[: len(length)].astype(np.int64)
-        schedules = self.requests.schedules(common)[: len(length)]
-        schedules += [self.engine_schedule] * (len(length) - len(schedules))
+        schedules = self._frames(common, len(length))
         prefilling = self.requests.prefilling(common)
         tokens = RequestTokens(schedules, ends - length, length, offsets[:-1], prefilling)
         if self.kv_cache_spec.window is not None:

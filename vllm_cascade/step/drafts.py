@@ -7,8 +7,8 @@ many tokens of the request are computed. The drafts behind them were rejected, a
 anything else reads or writes pages. A request's state is then that of a run without speculation.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -16,6 +16,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
 """Methods of vLLM whose drafts come from token ids, without a model that has a cache."""
+MODEL_DRAFTERS = ("draft_model", "eagle", "eagle3", "mtp")
+"""Methods whose drafts come from a model with layers that attend."""
 
 
 def most_drafts(config: VllmConfig) -> int:
@@ -79,12 +81,16 @@ class Drafts:
         begins = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         begins |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         rejected += [self._reject(name, num) for name, num in begins.items()]
-        for name, tokens in output.scheduled_spec_decode_tokens.items():
-            num = len(tokens)
-            begin = begins[name] + output.num_scheduled_tokens[name] - num
+        for name, num, drafts in self._rows(output):
+            begin = begins[name] + num - drafts
             assert begin > begins[name], "a row begins with a token that is known"
-            self._drafted[name] = Drafted(begin, num, self._free.pop() * self.most)
+            self._drafted[name] = Drafted(begin, drafts, self._free.pop() * self.most)
         return [found for found in rejected if found is not None]
+
+    def _rows(self, output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
+        """Rows whose tokens are saved: the request, its tokens, and how many of them are drafts."""
+        for name, tokens in output.scheduled_spec_decode_tokens.items():
+            yield name, output.num_scheduled_tokens[name], len(tokens)
 
     def _take(self, name: str) -> Drafted | None:
         drafted = self._drafted.pop(name, None)
@@ -103,6 +109,10 @@ class Drafts:
             return None
         return Rejected(name, computed, drafted.num - accepted, drafted.place + accepted)
 
+    def drafting(self, names: Sequence[str | None]) -> list[int]:
+        """Rows of a batch whose last tokens are drafts."""
+        return [row for row, name in enumerate(names) if name in self._drafted]
+
     def saves(
         self, names: Sequence[str | None], rows: np.ndarray, stream: np.ndarray
     ) -> np.ndarray:
@@ -119,3 +129,34 @@ class Drafts:
             if drafted is not None and token >= drafted.begin:
                 places[i] = drafted.place + token - drafted.begin
         return places
+
+
+class ModelDrafts(Drafts):
+    """The tokens that a drafting model's layers may have to undo.
+
+    Its rows continue behind the target's: with the token that the target has sampled, and with all
+    drafts but the last. The next step begins before these, whatever was accepted. Accepted drafts
+    of the target's row are undone only behind the end of an answer.
+
+    Args:
+        most_requests: requests that run at once.
+        most: drafts of a request in a step.
+    """
+
+    def __init__(self, most_requests: int, most: int) -> None:
+        super().__init__(most_requests, self.saved(most))
+
+    @staticmethod
+    def saved(most: int) -> int:
+        """Most tokens of a request in a step that may be undone."""
+        return 2 * most
+
+    def _rows(self, output: SchedulerOutput) -> Iterator[tuple[str, int, int]]:
+        for name, num in output.num_scheduled_tokens.items():
+            yield name, num, len(output.scheduled_spec_decode_tokens.get(name, ()))
+
+    def ran(self, name: str, end: int) -> None:
+        """Note that the layers have inserted a request's tokens before ``end``."""
+        drafted = self._drafted[name]
+        assert end - drafted.begin <= self.most, (end, drafted)
+        self._drafted[name] = replace(drafted, num=max(end - drafted.begin, 0))

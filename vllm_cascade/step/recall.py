@@ -97,6 +97,11 @@ class RecallStride:
     sinks: int
 
     @property
+    def moves(self) -> bool:
+        """Whether units may come from the log or go to it."""
+        return self.selects or len(self.stored) > 0
+
+    @property
     def middle(self) -> int:
         """Units before the middle of the recalled ones: where candidates are judged."""
         return self.sinks + self.now // 2

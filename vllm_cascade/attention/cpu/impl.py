@@ -63,24 +63,19 @@ class CPUKVPolicyImpl(KVPolicyImpl):
 
     def recall_from(self, stores: Stores, index: int, most_queries: int) -> None:
         assert self._layer is not None and self._pages is not None, "prepare() was not called"
-        judge = self.path.judge(index) if isinstance(self.path, NativePath) else None
-        self.recall = LayerRecall(
-            self._layer, self._pages, index, most_queries, judge, stores.shape.in_8_bits
-        )
+        in_8_bits, native = stores.shape.in_8_bits, None
+        if isinstance(self.path, NativePath):
+            native = self.path.recall(index, in_8_bits)
+        self.recall = LayerRecall(self._layer, self._pages, index, most_queries, native, in_8_bits)
 
     def keep_drafts(self, most_requests: int) -> None:
-        """Save what draft tokens change, for ``undo``; called once, after ``prepare``."""
         assert self.path is not None and self._pages is not None, "prepare() was not called"
         self.path.keep_drafts(Journal(self._pages, most_requests))
 
     def undo(self, undone: Undone) -> None:
-        """Undo rejected drafts; called between steps."""
         assert self.path is not None, "prepare() was not called"
         self.path.undo(undone)
-        if self.recorder is not None:
-            ends, first_pages = undone.rows[:, 3].tolist(), undone.table[:, 0].tolist()
-            for end, page in zip(ends, first_pages, strict=True):
-                self.recorder.forget(self.name, page, end)
+        self._forget(undone)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device
@@ -93,13 +88,16 @@ class CPUKVPolicyImpl(KVPolicyImpl):
             self._attend_as_sharer(self.owner, name, metadata, new)
         elif self.last:
             self._attend_as_owner(metadata, new)
-        elif metadata.singles and self.recall is None and self.recorder is None:
+        elif metadata.singles and not self._recalls(metadata) and self.recorder is None:
             assert self.path is not None, "prepare() was not called"
             self.path.tokens(metadata.singles, new)
         else:
             for wave in metadata.waves:
                 self._select(wave, new)
                 self._update(wave, new, metadata.table)
+
+    def _recalls(self, metadata: CPUMetadata) -> bool:
+        return self.recall is not None and metadata.recalls
 
     # --- shared caches ------------------------------------------------------------------------
 

@@ -4,17 +4,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from vllm_cascade.attention.cpu.native_recall import NativeRecall
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch.drafts import Journal
-from vllm_cascade.attention.torch.recall import CANDIDATES, FILTERING
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.policies.schedule import Schedule
-from vllm_cascade.recall.log import CHUNK_UNITS, Part
 from vllm_cascade.step.inputs import Singles, Stride, Undone
 
 
@@ -36,66 +34,6 @@ def refusal(
     return None
 
 
-class NativeJudge:
-    """Selects one layer's units to recall; ``attention/torch/recall.py`` is the reference.
-
-    Args:
-        layer: the library's layer struct. The caller keeps it and its tensors alive.
-        index: the layer's index in its requests' logs.
-    """
-
-    def __init__(self, library: cpp.Library, layer: cpp.Layer, index: int) -> None:
-        self._library, self._layer, self._index = library, layer, index
-
-    def choose(
-        self, units: Part, num: int, rows: cpp.Rows, places: np.ndarray, positions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Select the ``num`` units with the highest worth for some queries.
-
-        Args:
-            places: int64 ``[queries]``, the queries' tokens in the step.
-            positions: int64 ``[queries]``, positions by which the queries are rotated back.
-
-        Returns:
-            Unit indices within the part, int64 ``[sets, num]``, ascending; the judged units, int64
-            ``[sets, judged]``, all or ``CANDIDATES`` of them; and their worth for each query head,
-            fp32 ``[H * G, judged]``, maximised over the queries.
-        """
-        layer, addresses = self._layer, units.addresses
-        assert places.dtype == positions.dtype == np.int64 and len(places) == len(positions)
-        judged = min(len(units), CANDIDATES)
-        asked = np.empty((layer.num_heads * layer.group, judged), dtype=np.float32)
-        listed = np.empty((layer.num_sets, judged), dtype=np.int64)
-        chosen = np.empty((layer.num_sets, num), dtype=np.int64)
-        codes, scales, centres, centre_scales = addresses
-        store = cpp.Store(
-            codes=codes.ctypes.data,
-            scales=scales.ctypes.data,
-            centres=centres.ctypes.data,
-            centre_scales=centre_scales.ctypes.data,
-            num_chunks=len(units.chunks),
-            chunk_units=CHUNK_UNITS,
-            begin=units.begin,
-            end=units.end,
-            places=places.ctypes.data,
-            positions=positions.ctypes.data,
-            num_asking=len(places),
-            num_candidates=CANDIDATES,
-            num_filtering=FILTERING,
-            num=num,
-        )
-        self._library.recall_units(
-            layer,
-            rows,
-            store,
-            self._index,
-            asked.ctypes.data,
-            listed.ctypes.data,
-            chosen.ctypes.data,
-        )
-        return chosen, listed, asked
-
-
 class NativePath:
     """One layer's calls into the library; ``PyTorchPath`` is the reference."""
 
@@ -112,9 +50,13 @@ class NativePath:
         self._layer = _layer(layer, pages, num_heads, schedule)
         self._dtype = _dtype(layer, pages)
 
-    def judge(self, index: int) -> NativeJudge:
-        """Create the layer's selector of evicted units."""
-        return NativeJudge(self.library, self._layer, index)
+    def recall(self, index: int, in_8_bits: bool = False) -> NativeRecall:
+        """Create what selects and moves the layer's evicted units.
+
+        Args:
+            index: the layer's index in its requests' logs, whose rows may be ``in_8_bits``.
+        """
+        return NativeRecall(self.library, self._layer, index, in_8_bits)
 
     def keep_drafts(self, journal: Journal) -> None:
         """Save what draft tokens change from now on."""

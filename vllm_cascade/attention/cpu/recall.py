@@ -5,13 +5,12 @@ Attention treats recalled units as ordinary units with the ranks after the sinks
 position at which its keys were rotated, so its rows are copied unchanged.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from vllm_cascade.attention.cpu.native import NativeJudge
+from vllm_cascade.attention.cpu.native_recall import NativeRecall
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
@@ -61,7 +60,7 @@ class LayerRecall:
     Args:
         index: the layer's index in the logs.
         most_queries: queries of a stride that select units, at most.
-        judge: selects units in C++; None selects in PyTorch.
+        native: selects and moves units in C++; None does so in PyTorch, the reference.
         in_8_bits: whether the logs store rows in 8 bits (``UnitShape``).
     """
 
@@ -71,11 +70,11 @@ class LayerRecall:
         pages: Pages,
         index: int,
         most_queries: int,
-        judge: NativeJudge | None = None,
+        native: NativeRecall | None = None,
         in_8_bits: bool = False,
     ) -> None:
         self._layer, self._pages, self._index = layer, pages, index
-        self._most_queries, self._judge, self._in_8_bits = most_queries, judge, in_8_bits
+        self._most_queries, self._native, self._in_8_bits = most_queries, native, in_8_bits
         self.exchanged = 0
         """Units copied back into pages so far."""
 
@@ -89,10 +88,12 @@ class LayerRecall:
         plan = stride.recall
         if plan is None or not plan.selects:
             return
-        asking = evidence.asking(stride.num_tokens, self._most_queries)
-        chosen = self._choose(plan, new, row_addresses(new), stride.start + asking)
-        blocks = stride.pages.numpy()
-        self._place_all(plan, chosen, partial(_Line, self._pages, blocks, stride.old_slots))
+        place = stride.kept.get("asking")
+        if place is None:  # the same in all layers
+            place = stride.start + evidence.asking(stride.num_tokens, self._most_queries)
+            stride.kept["asking"] = place
+        chosen = self._choose(plan, new, row_addresses(new), place)
+        self._place_all(plan, chosen, stride.pages, stride.old_slots)
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
         """Recall the units that single tokens' queries select."""
@@ -103,10 +104,10 @@ class LayerRecall:
             rows = rows or row_addresses(new)
             step = singles.steps[i].tolist()
             chosen = self._choose(plan, new, rows, np.asarray([step[START]]))
-            self._place_all(plan, chosen, partial(self._line, singles, i, step[OLD_SLOTS]))
+            self._place_all(plan, chosen, singles.table[i], step[OLD_SLOTS])
 
-    def _line(self, singles: Singles, i: int, slots: int) -> _Line:
-        blocks = singles.table[i].numpy()[: -(-slots // self._pages.block_size)]
+    def _line(self, pages: torch.Tensor, slots: int) -> _Line:
+        blocks = pages.numpy()[: -(-slots // self._pages.block_size)]
         return _Line(self._pages, blocks, slots)
 
     def _choose(
@@ -115,8 +116,8 @@ class LayerRecall:
         new: NewTokens,
         rows: Rows,
         place: np.ndarray,
-    ) -> Iterable[np.ndarray]:
-        """Select units for each head set; indices count from the first candidate.
+    ) -> Sequence[np.ndarray] | np.ndarray:
+        """Select units for each head set, ascending int64; indices count from the first candidate.
 
         Args:
             rows: addresses of ``new``.
@@ -126,8 +127,8 @@ class LayerRecall:
         position = np.full(len(place), plan.middle * self._pages.unit)
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
-        if self._judge is not None:
-            chosen, *_ = self._judge.choose(units, plan.now, rows, place, position)
+        if self._native is not None:
+            chosen, *_ = self._native.choose(units, plan.now, rows, place, position)
             return chosen
         queries = new.query[torch.from_numpy(place)]
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
@@ -135,9 +136,22 @@ class LayerRecall:
         return evidence.choose(layer, self._index, units, plain, plan.now)
 
     def _place_all(
-        self, plan: RecallStride, chosen: Iterable[np.ndarray], line_of: Callable[[], _Line]
+        self,
+        plan: RecallStride,
+        chosen: Sequence[np.ndarray] | np.ndarray,
+        pages: torch.Tensor,
+        slots: int,
     ) -> None:
-        """Copy the chosen units into the pages, for head sets whose recalled units change."""
+        """Copy the chosen units into the pages, for head sets whose recalled units change.
+
+        Args:
+            pages: int32, the request's block numbers.
+            slots: slots in use, or free among them.
+        """
+        if self._native is not None:
+            units = slots // self._pages.unit
+            self.exchanged += self._native.exchange(plan, np.asarray(chosen), pages, units)
+            return
         line = None
         for head_set, units in enumerate(chosen):
             numbers = units + plan.candidates.begin
@@ -147,7 +161,7 @@ class LayerRecall:
             shown = plan.log.tokens[self._index, head_set].numpy()
             if plan.before == plan.now and np.array_equal(shown[: plan.now], wanted):
                 continue
-            line = line_of() if line is None else line
+            line = self._line(pages, slots) if line is None else line
             self._place(plan, head_set, numbers, wanted, shown, line)
 
     def _first_tokens(self, units: Part, head_set: int, numbers: np.ndarray) -> np.ndarray:
@@ -234,7 +248,7 @@ class LayerRecall:
         return [
             None
             if plan is None or not len(plan.stored)
-            else self._line(singles, i, int(singles.steps[i, OLD_SLOTS])).rank
+            else self._line(singles.table[i], int(singles.steps[i, OLD_SLOTS])).rank
             for i, plan in enumerate(singles.recall)
         ]
 
@@ -246,7 +260,12 @@ class LayerRecall:
                 continue
             plan = singles.recall[i]
             assert plan is not None
-            line = self._line(singles, i, int(singles.steps[i, NEW_SLOTS]))
+            table, slots = singles.table[i], int(singles.steps[i, NEW_SLOTS])
+            if self._native is not None:
+                units = slots // self._pages.unit
+                self._native.store_freed(plan.stored, table, old, units)
+                continue
+            line = self._line(table, slots)
             gone = self.room(plan.stored)
             born, token = line.read(self._pages.born), line.read(self._pages.token)
             for head_set, was in enumerate(old):
@@ -264,6 +283,9 @@ class LayerRecall:
 
     def store(self, part: Part, gone: Evicted) -> None:
         """Write evicted units and their 8-bit keys to a log's memory."""
+        if self._native is not None:
+            self._native.store(part, gone)
+            return
         layer, index = self._layer, self._index
         unit = self._pages.unit
         sets = torch.arange(layer.num_kv_heads) if layer.num_sets > 1 else [0] * layer.num_kv_heads

@@ -67,7 +67,9 @@ def write_keys(
         scale: fp32 ``[H, n, unit]``.
     """
     chunk.codes[index, :, to], chunk.scale[index, :, to] = by_words(codes), scale
-    centre, of_centre = encode((codes.float() * scale.unsqueeze(-1)).mean(-2))
+    # In fp64, so that the order of the sum does not matter.
+    mean = (codes.double() * scale.double().unsqueeze(-1)).mean(-2)
+    centre, of_centre = encode(mean.float())
     chunk.centre[index, :, :, to] = centre.unflatten(-1, (-1, 4)).transpose(1, 2)
     chunk.centre_scale[index, :, to] = of_centre
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patch of ``expand_batch_to_tokens`` in ``vllm.v1.sample.rejection_sampler`` (checked against vLLM
+0.32.0 and 0.33.0).
+
+What: with speculative decoding on a CPU, draft tokens get the temperature, ``top_k`` and ``top_p``
+of their requests. CPU workers with a policy apply it.
+Why: vLLM's stand-in for its Triton kernel writes to a copy if a setting is not int64. So drafts of
+a batch in which any request samples are judged at temperatures from uninitialised memory, and the
+answers of all of its requests are wrong.
+Removed when: vLLM's CPU stand-in returns what it has written.
+"""
+
+import torch
+from vllm.v1.sample import rejection_sampler
+
+
+def apply() -> None:
+    """Replace the function; later calls change nothing."""
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def expand_batch_to_tokens(
+    x: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> torch.Tensor:
+    """Repeat a setting for each draft token of its request: ``[num_tokens]``.
+
+    Args:
+        x: ``[batch_size]``.
+        cu_num_tokens: int ``[batch_size]``, draft tokens up to and including each request's.
+        replace_from, replace_to: a value of ``x``, and what stands in its place.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    expanded = x.repeat_interleave(counts.long(), output_size=num_tokens)
+    return expanded.masked_fill(expanded == replace_from, replace_to)

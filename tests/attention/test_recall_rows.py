@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units on their way between pages and logs: C++ moves the same bytes as PyTorch.
+
+What PyTorch does is compared with the oracle in whole engines (``tests/engine/test_recall.py``).
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.test_paged import PagedLayer, Shape
+from vllm_cascade.attention.cpu.paths import SWITCH
+from vllm_cascade.engine.recall_memory import unit_shape
+from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.models.rotary import rotate
+from vllm_cascade.recall.log import CHUNK_UNITS, Log
+from vllm_cascade.recall.stores import Stores
+
+SINK = {"name": "sink", "budget": 24, "num_sinks": 4, "unit": 4, "recall": 3, "recall_every": 4}
+HEADS = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
+HEADS |= {"recall": 2, "recall_every": 4, "head_policy": "per_kv_head"}
+LATENT = Shape(num_kv_heads=1, group=3, head_size=28, rotary_dim=8, latent=True)
+
+CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
+    "fp32": (Shape(), SINK),
+    "heads": (Shape(num_kv_heads=3), HEADS),
+    "bf16": (Shape(head_size=64, rotary_dim=64, dtype=torch.bfloat16), SINK),
+    "rotary in pairs": (Shape(head_size=20, rotary_dim=12, is_neox=False), SINK),
+    "a part is rotary": (Shape(head_size=48, rotary_dim=20), HEADS),
+    "not rotary": (Shape(alibi=True), SINK),
+    "units of 64": (Shape(block_size=128), {**SINK, "unit": 64, "budget": 384, "num_sinks": 64}),
+    "8 bits": (Shape(head_size=32, rotary_dim=20), {**SINK, "recall_rows": "int8"}),
+    "8 bits, bf16": (
+        Shape(head_size=64, rotary_dim=64, dtype=torch.bfloat16),
+        {**HEADS, "recall_rows": "int8"},
+    ),
+    "8 bits in pairs": (
+        Shape(head_size=20, rotary_dim=12, is_neox=False, dtype=torch.float16),
+        {**SINK, "recall_rows": "int8"},
+    ),
+    "int8 pages": (Shape(cache_dtype="int8_per_token_head"), HEADS),
+    "fp8 pages": (Shape(cache_dtype="fp8", scales=(0.25, 0.5)), SINK),
+    "latent": (LATENT, SINK),
+    "latent int8 pages": (replace(LATENT, cache_dtype="int8_per_token_head"), SINK),
+}
+
+
+def layer_of(
+    path: str, shape: Shape, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> PagedLayer:
+    monkeypatch.setenv(SWITCH, path)
+    torch.manual_seed(5)
+    layer = PagedLayer(shape, settings, 40)
+    stores = Stores(unit_shape(layer.spec, 2))
+    layer.builder.stores = stores
+    stores.logs.update({first: Log(stores.shape) for first in (1, 20)})
+    layer.impl.recall_from(stores, 1, layer.policy.recall_queries)
+    return layer
+
+
+def run(layer: PagedLayer, lengths: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Steps of two requests, so many tokens of each; their outputs."""
+    torch.manual_seed(7)
+    shape, firsts, outputs = layer.shape, [0, 0], []
+    table = torch.stack([torch.arange(1, 20), torch.arange(20, 39)]).int()
+    for pair in lengths:
+        total = sum(pair)
+        query = torch.randn(total, shape.num_kv_heads * shape.group, shape.head_size)
+        key, value = torch.randn(2, total, shape.num_kv_heads, shape.head_size).unbind(0)
+        # A query asks for one of a few things, so that something is looked up.
+        topics = torch.randn(6, shape.head_size) * 2
+        query += topics[torch.randint(6, (total,))].unsqueeze(1)
+        key += topics[torch.randint(6, (total,))].unsqueeze(1)
+        prefilling = [n > 1 for n in pair]
+        turn = partial(turned, layer)
+        rows = layer.step(list(pair), firsts, prefilling, table, query, key, value, turn)
+        outputs.append(rows.clone())
+        firsts = [first + n for first, n in zip(firsts, pair, strict=True)]
+    return outputs
+
+
+def turned(layer: PagedLayer, x: torch.Tensor, position: int) -> torch.Tensor:
+    if layer.inv_freq is None:
+        return x
+    angle = position * layer.inv_freq.double()
+    table = torch.stack([angle.cos(), angle.sin()]).float()
+    return rotate(x.float(), table, layer.shape.is_neox)
+
+
+def units_of(log: Log) -> dict[str, torch.Tensor]:
+    """The second layer's numbers of all units that the log holds."""
+    names = "rows", "row_scale", "codes", "scale", "centre", "centre_scale", "born", "token"
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for chunk, at, _ in log.part(log.begin, log.end).pieces():
+        for name in names:
+            of_layer = getattr(chunk, name)[1]
+            axis = 2 if name == "centre" else 1
+            assert of_layer.shape[axis] == CHUNK_UNITS
+            found[name].append(of_layer.movedim(axis, 0)[at])
+    return {name: torch.cat(parts).contiguous() for name, parts in found.items()}
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(*(x.contiguous().view(torch.uint8) for x in (a, b)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cpp_moves_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and logs after prompts in strides and single tokens."""
+    shape, settings = CASES[name]
+    unit = settings["unit"]
+    settings = {**settings, "prefill_stride": 2 * unit, "recall_store": 40 * unit}
+    lengths = [(9 * unit, 5 * unit + 1), (7 * unit, 1), (1, 6 * unit), *[(1, 1)] * (3 * unit)]
+    plain, layer = (layer_of(p, shape, settings, monkeypatch) for p in ("pytorch", "native"))
+    before = dict(load().calls)
+    close = 2e-4 if shape.dtype == torch.float32 else 5e-2
+    for a, b in zip(run(plain, lengths), run(layer, lengths), strict=True):
+        torch.testing.assert_close(a, b, atol=close, rtol=0)
+    made = load().calls
+    assert all(made[call] > before[call] for call in ("recalls", "exchanges", "stores"))
+    assert plain.impl.recall.exchanged == layer.impl.recall.exchanged > 10
+    for first, log in plain.builder.stores.logs.items():
+        other = layer.builder.stores.logs[first]
+        assert (log.begin, log.end, log.shown) == (other.begin, other.end, other.shown)
+        assert log.end >= 5
+        assert torch.equal(log.tokens[1], other.tokens[1])
+        for kind, numbers in units_of(log).items():
+            assert same_bytes(numbers, units_of(other)[kind]), (first, kind)
+    assert torch.equal(plain.pages.rank, layer.pages.rank)
+    rank, sinks = plain.pages.rank, settings["num_sinks"] // unit
+    recalled = (rank >= sinks) & (rank < sinks + settings["recall"])
+    assert recalled.sum() == 2 * layer.spec.num_sets * settings["recall"]
+    for word in ("born", "token", "score"):
+        a, b = (getattr(pages, word)[recalled] for pages in (plain.pages, layer.pages))
+        torch.testing.assert_close(a, b, atol=1e-3 if word == "score" else 0, rtol=0)
+    for page, head_set, place in recalled.nonzero().tolist():
+        heads = slice(None) if layer.spec.num_sets == 1 else head_set
+        at = page, heads, slice(place * unit, (place + 1) * unit)
+        for stored in ("kv", "scale"):
+            rows = getattr(plain.pages, stored)
+            assert rows is None or same_bytes(rows[at], getattr(layer.pages, stored)[at]), stored
