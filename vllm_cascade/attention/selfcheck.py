@@ -509,7 +509,8 @@ class Check:
     @property
     def _step(self) -> float:
         """By how much rows may differ that are rotated before they become codes."""
-        return STEP.get(CODES.get(self.shape.cache_dtype), 0.0) if self.policy.unit > 1 else 0.0
+        code = CODES.get(self.shape.cache_dtype)
+        return 0.0 if code is None or self.policy.unit == 1 else STEP[code]
 
     def _state(self) -> list[torch.Tensor]:
         """All that a step changes on our side."""
