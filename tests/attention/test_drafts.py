@@ -486,7 +486,6 @@ def kernel(function: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], 
     "breakage",
     [
         one_too_few,
-        first_draft_not_saved,
         positions_of_rows,
         nothing_undone,
         # A version too few, a row over a victim, the oldest first; and positions that continue from
