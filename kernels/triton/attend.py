@@ -203,7 +203,7 @@ def _attend(
                     HALF=HALF,
                     INTERLEAVED=INTERLEAVED,
                     FLAT=FLAT,
-                    scale=None if CODE is None else key_scale[None, :, None],
+                    scale=None if CODE is None else key_scale[None, :, None],  # pyright: ignore[reportOptionalSubscript]
                     CODE=CODE,
                 )
         if 2 * HALF < HEAD:
@@ -214,7 +214,7 @@ def _attend(
                 if CODE is not None:
                     channel = 2 * HALF + tl.arange(0, padded(HEAD - 2 * HALF))
                     of_key = (channel < HEAD - VALUE)[None, None, :]
-                    of_row = key_scale[None, :, None], value_scale[None, :, None]
+                    of_row = key_scale[None, :, None], value_scale[None, :, None]  # pyright: ignore[reportOptionalSubscript]
                     rest = wide_of(rest, tl.where(of_key, *of_row), CODE).to(q3.dtype)
             products = dots(rest, q3, products, FLAT)
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..columns import RULE_COLUMNS
+from .drafts import Saved, check_saved, heads_at_once, save_slot, slot_arguments
 from .stored import Codes, apart, codes_arguments, scale_place, write_codes
 from .tiles import (
     CACHED,
@@ -170,6 +171,11 @@ def _insert(
     rules,
     values,
     positions,
+    saves,
+    scale,
+    saved_rows,
+    saved_words,
+    saved_scale,
     key_stride,
     value_stride,
     page_stride,
@@ -182,6 +188,7 @@ def _insert(
     VALUE: tl.constexpr,
     ROW: tl.constexpr,
     HAS_CELLS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     CELL_TILE: tl.constexpr,
@@ -293,6 +300,32 @@ def _insert(
         target = home
         fresh = opens  # a joining token writes its K/V row only
         own = tl.maximum(own, 0)
+    if saves is not None:
+        place = tl.load(saves + row).to(tl.int64)
+        if place >= 0:  # a draft
+            slot = tl.where((own < 0) | (target == NEVER), -1, target * UNIT + stream % UNIT)
+            save_slot(
+                place=place,
+                slot=slot,
+                table=table,
+                head_set=head_set,
+                kv=kv,
+                born=born,
+                token=token,
+                scale=scale,
+                saved_rows=saved_rows,
+                saved_words=saved_words,
+                saved_scale=saved_scale,
+                page_stride=page_stride,
+                word_stride=word_stride,
+                NUM_SETS=NUM_SETS,
+                HEADS=HEADS,
+                ROW=ROW,
+                AT_ONCE=AT_ONCE,
+                PAGE=PAGE,
+                UNIT=UNIT,
+            )
+        tl.debug_barrier()  # what was saved is overwritten after this
     if (own < 0) | (target == NEVER):
         return  # a rule deleted the new token
     block = tl.load(table + target // PAGE).to(tl.int64)
@@ -351,6 +384,8 @@ def insert(
     positions: torch.Tensor | None = None,
     latent: int | None = None,
     stored: Codes | None = None,
+    saves: torch.Tensor | None = None,
+    saved: Saved | None = None,
 ) -> None:
     """Insert one token per request, evicting by the rules in ``steps`` and ``rules``.
 
@@ -371,6 +406,8 @@ def insert(
             keys are at ``cached``.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
         stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
+        saves: int32 ``[>= B]``, places of drafts, -1 for other tokens; None: there are no drafts.
+        saved: with ``saves``, what the drafts replace; written.
     """
     words = (rank, born, score) if token is None else (rank, born, score, token)
     unit = check_pages(kv, *words)
@@ -385,6 +422,9 @@ def insert(
         return
     num_sets, page = rank.shape[1:]
     heads = num_heads // num_sets
+    if saves is not None:
+        assert saved is not None and saves.dtype == torch.int32 and len(saves) >= num_rows
+        check_saved(saved, kv, rank)
     # One program per request and head set. Latency dominates: one tile for all slots if possible.
     num_places = table.shape[1] * page
     tile = min(4096, triton.next_power_of_2(num_places))
@@ -403,6 +443,8 @@ def insert(
         rules=rules,
         values=values,
         positions=positions,
+        saves=saves,
+        **slot_arguments(None if saves is None else saved),
         key_stride=key.stride(0),
         value_stride=value.stride(0),
         page_stride=kv.stride(0),
@@ -415,6 +457,7 @@ def insert(
         VALUE=value.shape[2],
         ROW=kv.shape[3],
         HAS_CELLS=has_cells,
+        AT_ONCE=1 if saves is None else heads_at_once(heads, kv.shape[3]),
         PAGE=page,
         TILE=tile,
         CELL_TILE=min(tile, 512),

@@ -61,15 +61,24 @@ def _schedule(
     blocks_stride,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
+    WAVES: tl.constexpr,
+    WAVE_ROWS: tl.constexpr,
 ):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = row < num_rows
-    seen = tl.load(seq_lens + row, mask=inside, other=0).to(tl.int32)
+    request = row
+    line = row
+    if WAVES > 1:  # a request's tokens follow each other; a wave has one of every request
+        request = row // WAVES
+        line = row % WAVES * WAVE_ROWS + request
+    seen = tl.load(seq_lens + request, mask=inside, other=0).to(tl.int32)
+    if WAVES > 1:
+        seen -= WAVES - 1 - row % WAVES
     # In warm-up and capture, rows have lengths, but their block tables hold only the null block.
-    first_block = tl.load(blocks + row.to(tl.int64) * blocks_stride, mask=inside, other=0)
+    first_block = tl.load(blocks + request.to(tl.int64) * blocks_stride, mask=inside, other=0)
     real = inside & (seen > 0) & (first_block != 0)
     stream = seen - 1
-    head = heads + tl.load(schedule_of + row, mask=inside, other=0) * HEAD
+    head = heads + tl.load(schedule_of + request, mask=inside, other=0) * HEAD
     first = tl.load(head, mask=inside, other=0)
     transient = tl.load(head + 1, mask=inside, other=0)
     period = tl.load(head + 2, mask=inside, other=1)
@@ -84,7 +93,7 @@ def _schedule(
         recalled = tl.where(older, tl.minimum(done - cached, most), 0)
         cached = tl.where(real, (cached + recalled) * UNIT + stream % UNIT, 0)
         ruled = real & (stream % UNIT == UNIT - 1)  # rules apply with a unit's last token
-    out = steps + row * STEP
+    out = steps + line * STEP
     tl.store(out + STREAM, tl.where(real, stream, -1), mask=inside)
     tl.store(out + CACHED, cached, mask=inside)
     if UNIT == 1:
@@ -122,19 +131,22 @@ def schedule(
     """Write the step rows and cache positions of a batch of single tokens.
 
     Args:
-        seq_lens: int32 or int64 ``[B]``, tokens of each request including the new one; 0: padding.
+        seq_lens: int32 or int64 ``[B]``, tokens of each request including new ones; 0: padding.
         blocks: int32 ``[>= B, P]`` block table; a row that starts with the null block 0 is padding.
         schedule_of: int32 ``[>= B]``, each request's row of ``tables.heads``.
-        steps: int32 ``[>= B, STEP_COLUMNS]``, written.
-        positions: int64 ``[>= B]``, written: the tokens cached before, 0 for padding. None: other
-            layers write positions.
+        steps: int32 ``[>= B, STEP_COLUMNS]``, written; ``[W, >= B, STEP_COLUMNS]``: every request
+            has ``W`` new tokens, and wave ``w`` has the ``w``-th of each.
+        positions: int64 ``[>= W * B]``, written: the tokens cached before, 0 for padding, request
+            by request. None: other layers write positions.
     """
-    num_rows = seq_lens.shape[0]
-    assert blocks.dtype == torch.int32 and len(blocks) >= num_rows, blocks.shape
-    assert steps.dtype == torch.int32 and steps.is_contiguous() and steps.shape[1] == STEP.value
-    assert len(steps) >= num_rows, steps.shape
+    waves, wave_rows, columns = steps.shape if steps.dim() == 3 else (1, *steps.shape)
+    num_requests = seq_lens.shape[0]
+    num_rows = waves * num_requests
+    assert blocks.dtype == torch.int32 and len(blocks) >= num_requests, blocks.shape
+    assert steps.dtype == torch.int32 and steps.is_contiguous() and columns == STEP.value
+    assert wave_rows >= num_requests, steps.shape
     assert positions is None or (positions.dtype == torch.int64 and len(positions) >= num_rows)
-    assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_rows, schedule_of.shape
+    assert schedule_of.dtype == torch.int32 and len(schedule_of) >= num_requests, schedule_of.shape
     if num_rows == 0:
         return
     tile = 128  # for every batch size
@@ -150,5 +162,7 @@ def schedule(
         blocks_stride=blocks.stride(0),
         TILE=tile,
         UNIT=tables.unit,
+        WAVES=waves,
+        WAVE_ROWS=wave_rows if waves > 1 else 0,
         num_warps=1,
     )

@@ -150,6 +150,60 @@ def test_full_graphs_wherever_there_are_rules(name: str) -> None:
     )
     assert support == expected
     assert layer.spec.schedule.moves_tokens != has_rules
+    drafting = PagedLayer(Shape(), {**settings, "prefill_stride": 4}, 3, drafts=2)
+    support = CUDABuilder.get_cudagraph_support(None, drafting.spec)
+    assert support == (AttentionCGSupport.UNIFORM_BATCH if has_rules else support.NEVER)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompts", "waves"),
+    [
+        ([3, 3, 0], [False] * 3, 3),
+        ([2, 2], [False] * 2, 2),  # fewer drafts than there may be
+        ([3, 2], [False] * 2, None),  # not equally many
+        ([3, 3], [False, True], None),  # a prompt's stride of three
+        ([4, 4], [False] * 2, None),  # more than a row has with drafts
+    ],
+)
+def test_rows_of_equally_many_tokens_are_planned_on_the_device(
+    lengths: list[int], prompts: list[bool], waves: int | None
+) -> None:
+    layer = PagedLayer(Shape(), {**CASCADE, "prefill_stride": 4}, 40, drafts=2)
+    table = torch.ones(len(lengths), 9, dtype=torch.int32)
+    firsts = [n and 8 * n for n in lengths]
+    metadata = layer.builder.build(0, step_of(firsts, lengths, prompts, table))
+    on_device = [wave.rows is None for wave in metadata.waves]
+    assert on_device == [waves is not None] * max(lengths) if waves else not any(on_device)
+    if waves:
+        assert [wave.decode.index for wave in metadata.waves] == [
+            slice(wave, waves * len(lengths), waves) for wave in range(waves)
+        ]
+    counts = [layer.spec.schedule.count_at(f + i) for f, n in zip(firsts, lengths, strict=True)
+              for i in range(n)]  # fmt: skip
+    if not any(prompts):
+        assert layer.builder.positions.buffer[: sum(lengths)].tolist() == counts
+
+
+def test_profiling_takes_the_memory_of_drafts() -> None:
+    """What layers keep beside the pool is counted before vLLM sizes it."""
+    layer = PagedLayer(Shape(), {**CASCADE, "prefill_stride": 4}, 3, drafts=3)
+    impl = layer.impl
+    impl._config = SimpleNamespace(
+        additional_config={"kv_policy": {"recall": 0, **CASCADE}},
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64, max_num_seqs=5),
+        cache_config=SimpleNamespace(block_size=16),
+        speculative_config="ngram",
+        num_speculative_tokens=3,
+    )
+    impl.reserve(torch.zeros(64, 4, 16))
+    assert impl._held is not None
+    taken = impl._held.nbytes
+    impl.keep_drafts(5)
+    assert impl._held is None and impl._saved is not None
+    kept = impl._saved.rows.nbytes + impl._saved.words.nbytes
+    assert kept <= taken <= 1.2 * kept
+    impl.reserve(torch.zeros(64, 4, 16))
+    assert impl._held is None, "later dummy runs take nothing more"
 
 
 def test_buffers_stay_where_a_graph_found_them() -> None:
@@ -159,7 +213,7 @@ def test_buffers_stay_where_a_graph_found_them() -> None:
     tokens = captured.waves[0].decode
     assert tokens.steps[:, 0].tolist() == [0, 0, -1, -1]
     later = layer.builder.build(0, common([7, 31, 0, 0], table)).waves[0].decode
-    assert tokens.steps.data_ptr() == later.steps.data_ptr() and tokens.index is None
+    assert tokens.steps.data_ptr() == later.steps.data_ptr() and tokens.index == slice(0, 4, 1)
     assert tokens.steps[:, 0].tolist() == [6, 30, -1, -1], "the captured rows are the new ones"
     assert layer.builder.positions.buffer[:4].tolist() == [6, 18, 0, 0]
 

@@ -5,6 +5,7 @@ Two layers see the same streams: one a token at a time, the other in rows with d
 are other tokens. Outputs of accepted tokens and all that a request's pages hold must be byte-equal.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from tests.attention import test_paged
 from tests.attention.test_paged import (
     BEEHIVE,
     CASCADE,
@@ -27,20 +29,25 @@ from tests.attention.test_paged import (
     RANDOM,
     PagedLayer,
     Shape,
-    path,
 )
+from tests.attention.test_selfcheck import broken
 from vllm_cascade.attention.cpu.native import NativePath
+from vllm_cascade.attention.cpu.paths import CHOICES, SWITCH
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.kernels.cpp.library import load
+from vllm_cascade.kernels.triton import drafts, schedule
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.step.drafts import Drafted, Drafts
 from vllm_cascade.step.plan import describe
 from vllm_cascade.step.rows import RequestTokens, Step
 
-__all__ = ["path"]  # a fixture
 MOST_REQUESTS = 3
 WORDS = ("rank", "born", "score", "token")
 
+ON_CUDA = ("h2o-heads", "units", "latent")
+"""Cases that run in Triton's interpreter in every run; 8-bit rows are refused on CUDA."""
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "window": (Shape(group=1), {"name": "window", "budget": 17, "prefill_stride": 16}),
     "sink": (Shape(), {"name": "sink", "budget": 13, "num_sinks": 3, "prefill_stride": 8}),
@@ -83,6 +90,17 @@ CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
+@pytest.fixture(params=CHOICES)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The implementation that layers built in this test get; Triton's is interpreted."""
+    if request.param == "triton":
+        monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+        monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    else:
+        monkeypatch.setenv(SWITCH, request.param)
+    return request.param
+
+
 class Streams:
     """The same requests in a layer without drafts and in one with up to ``most``."""
 
@@ -98,11 +116,12 @@ class Streams:
         self.plain = PagedLayer(shape, self.settings, num_pages)
         self.drafting = PagedLayer(shape, self.settings, num_pages, most)
         self.drafting.impl.keep_drafts(MOST_REQUESTS)
+        self.native = isinstance(getattr(self.plain.impl, "path", None), NativePath)
         self.drafts = Drafts(MOST_REQUESTS, most)
         self.drafting.builder.drafts = self.drafts
         self.tables = torch.randperm(num_pages - 1).view(len(totals), -1).int() + 1
         own = PerRequest(self.plain.spec.schedule)
-        self.prompts = [int(self.rng.integers(1, 40)) for _ in totals]
+        self.prompts = [int(self.rng.integers(1, total // 3)) for total in totals]
         asked = [{}, {"kv_budget": self.smaller}, {}]
         self.schedules = [own.schedule(a, n) for a, n in zip(asked, self.prompts, strict=False)]
         heads = shape.num_kv_heads * shape.group, shape.num_kv_heads
@@ -150,8 +169,23 @@ class Streams:
         lengths = [num + extra for (_, _, num), extra in tokens]
         firsts = [first for (_, first, _), _ in tokens]
         prompts = [first < self.prompts[r] for (r, first, _), _ in tokens]
-        output = layer.step(lengths, firsts, prompts, self.tables[row], *joined, rotate=self.rotate)
+        output = self.run_layer(layer, row, lengths, firsts, prompts, joined)
         return output.split(lengths)
+
+    def run_layer(
+        self,
+        layer: PagedLayer,
+        row: list[int],
+        lengths: list[int],
+        firsts: list[int],
+        prompts: list[bool],
+        rows: list[torch.Tensor],
+    ) -> torch.Tensor:
+        table = self.tables[row]
+        return layer.step(lengths, firsts, prompts, table, *rows, rotate=self.rotate)
+
+    def number_of_drafts(self) -> int:
+        return int(self.rng.integers(0, self.most + 1))
 
     def step(self, right: float) -> None:
         """A step of some requests: prompts beside rows with drafts."""
@@ -164,7 +198,7 @@ class Streams:
             if first < self.prompts[r]:
                 tokens.append(((r, first, self.prompts[r] - first), 0))
             else:
-                drafts = int(self.rng.integers(0, self.most + 1))
+                drafts = self.number_of_drafts()
                 wrong = [i for i in range(drafts) if self.rng.random() >= right]
                 good = min(wrong[0] if wrong else drafts, self.totals[r] - first - 1)
                 tokens.append(((r, first, 1 + good), drafts - good))
@@ -189,8 +223,8 @@ class Streams:
         return torch.cat(expected)
 
     def same(self, mine: torch.Tensor, other: torch.Tensor, where: Any) -> None:
-        """Byte-equal; floats in PyTorch are close, whose sums depend on a step's other rows."""
-        if mine.is_floating_point() and not isinstance(self.plain.impl.path, NativePath):
+        """Byte-equal; floats are close outside of C++: sums depend on a step's other rows."""
+        if mine.is_floating_point() and not self.native:
             torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-5, equal_nan=True)
             return
         mine, other = (x.contiguous().view(torch.uint8) for x in (mine, other))
@@ -250,8 +284,14 @@ class Streams:
 
 
 def run(case: str, most: int, right: float, seed: int, kind: type[Streams] = Streams) -> Streams:
+    """``run_to_the_end`` of new streams."""
+    interpreted = test_paged.CPUKVPolicyImpl is TritonKVPolicyImpl  # and slow
+    totals = [48, 30] if interpreted else [150, 90, 120]
+    return run_to_the_end(kind(case, most, totals, seed), right)
+
+
+def run_to_the_end(streams: Streams, right: float) -> Streams:
     """Streams to their ends; then nothing of their drafts is left."""
-    streams = kind(case, most, [150, 90, 120], seed)
     null_page = streams.drafting.pool[0].clone()
     while any(d < t for d, t in zip(streams.done, streams.totals, strict=True)):
         streams.step(right)
@@ -271,12 +311,24 @@ def run(case: str, most: int, right: float, seed: int, kind: type[Streams] = Str
     return streams
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("path", "case"),
+    [
+        *itertools.product(CHOICES, CASES),
+        *(
+            pytest.param("triton", case, marks=[pytest.mark.slow] * (case not in ON_CUDA))
+            for case, (shape, _) in CASES.items()
+            if shape.cache_dtype == "auto"
+        ),
+    ],
+    indirect=["path"],
+)
 def test_nothing_is_left_of_rejected_drafts(path: str, case: str) -> None:
     calls = load().calls["undone"]
     streams = run(case, most=4, right=0.6, seed=1)
-    assert streams.accepted > 50 and streams.rejected > 50
-    native = isinstance(streams.drafting.impl.path, NativePath)
+    least = 20 if path == "triton" else 50
+    assert streams.accepted > least and streams.rejected > least
+    native = streams.native
     assert native == (path == "native") and (load().calls["undone"] > calls) == native
 
 
@@ -412,6 +464,50 @@ def test_a_broken_part_is_caught(
     breakage(monkeypatch)
     with pytest.raises((AssertionError, IndexError)):  # a slot that was not saved is any number
         run("small-window", 7, 0.5, seed=5)
+
+
+def nothing_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonKVPolicyImpl, "undo", lambda self, undone: None)
+
+
+def kernel(function: str, old: str, new: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A kernel with something else in place of ``old``."""
+    module = schedule if function == "_schedule" else drafts
+
+    def breakage(monkeypatch: pytest.MonkeyPatch) -> None:
+        broken(module, function, old, new, monkeypatch)
+
+    breakage.__name__ = f"{function}: {new}"
+    return breakage
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "breakage",
+    [
+        one_too_few,
+        first_draft_not_saved,
+        positions_of_rows,
+        nothing_undone,
+        # A version too few, a row over a victim, the oldest first; and positions that continue from
+        # a row's first token, so that they depend on what was accepted before.
+        kernel("_save_versions", "place % MOST", "0 * place"),
+        kernel("_save_versions", "tl.load(score + word", "tl.load(rank + word"),
+        kernel("save_slot", "own, ROW, HEADS, ROW,", "own, ROW, HEADS, ROW // 2,"),
+        kernel("save_slot", "tl.load(born + word)", "1 + tl.load(born + word)"),
+        kernel("_undo", "(num - 1 - i)", "i"),
+        kernel("_schedule", "row, cached.to(", "row, (cached + row % WAVES).to("),
+    ],
+    ids=lambda breakage: breakage.__name__,
+)
+def test_a_broken_part_is_caught_on_cuda(
+    breakage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+    breakage(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        run("small-window", 5, 0.5, seed=5)
 
 
 # --- the host's part ------------------------------------------------------------------------------

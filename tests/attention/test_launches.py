@@ -25,6 +25,7 @@ from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.workspace import workspace_of
+from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
 TOKENS, STRIDE = 4096, 256
 SHAPE = Shape(num_kv_heads=1, group=2, head_size=16, rotary_dim=16)
@@ -106,10 +107,12 @@ def counted() -> Iterator[tuple[Counter[str], Operations]]:
     kernels.update(name.removeprefix("_") for name in launched)
 
 
-def served(settings: dict[str, Any], patch: pytest.MonkeyPatch, requests: int = 1) -> PagedLayer:
+def served(
+    settings: dict[str, Any], patch: pytest.MonkeyPatch, requests: int = 1, drafts: int = 0
+) -> PagedLayer:
     patch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
     patch.setattr(test_paged, "CPUBuilder", AtOnce)
-    layer = PagedLayer(SHAPE, {**settings, "prefill_stride": STRIDE}, 1 + 30 * requests)
+    layer = PagedLayer(SHAPE, {**settings, "prefill_stride": STRIDE}, 1 + 30 * requests, drafts)
     assert isinstance(layer.builder, CUDABuilder)
     return layer
 
@@ -216,6 +219,42 @@ def test_a_decode_step_of_256(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, operations = count_layer(layer, metadata, rows)
     assert kernels == dict.fromkeys(("attend", "merge", "update", "insert"), 1)
     assert not operations.launches and not operations.waiting
+
+
+@pytest.mark.parametrize("name", ["cascade", "sink"])
+def test_rows_with_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch plans them all. A draft is a token and a launch more; one launch undoes several.
+
+    Also of policies whose strides of a prompt run at once.
+    """
+    most, rows = 3, 64
+    layer = served((STRIDES_WAIT | NOBODY_WAITS)[name], monkeypatch, drafts=most)
+    layer.impl.keep_drafts(rows)
+    layer.builder.drafts = drafts = Drafts(rows, most)
+    layer.builder.requests.names = lambda _: [str(row) for row in range(rows)]
+    layer.builder.requests.schedule_of = lambda _: layer.spec.schedule
+    for row in range(rows):
+        drafts._drafted[str(row)] = Drafted(begin=101, num=most, place=row * most)
+    table = torch.ones(rows, 8, dtype=torch.int32)
+    one = dict.fromkeys(("attend", "merge", "insert"), 1)
+    one |= {"update": 1} if name == "cascade" else {}
+    for lengths in ([1 + most] * rows, [1 + most] * (rows - 1) + [2]):
+        step = step_of([100] * rows, lengths, [False] * rows, table)
+        with counted() as (kernels, planning):
+            metadata = layer.builder.build(0, step)
+        alike = len(set(lengths)) == 1
+        assert kernels == ({"schedule": 1} if alike else {})
+        assert not alike or not planning.waiting
+        assert [wave.decode.saves is None for wave in metadata.waves] == [True, *[False] * most]
+        kernels, operations = count_layer(layer, metadata, sum(lengths))
+        expected = dict.fromkeys(one, 1 + most) | {"save_versions": most}
+        assert kernels == expected and not operations.waiting
+        assert not alike or not operations.launches
+    rejected = [Rejected(str(row), 102, 2, row * most + 1) for row in range(rows)]
+    undone = layer.builder.undone(rejected, [[1, 2]] * rows)
+    with counted() as (kernels, operations):
+        layer.impl.undo(undone)
+    assert kernels == {"undo": 1} and not operations.launches and not operations.waiting
 
 
 def test_host_time() -> None:

@@ -19,7 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import GridExecutor
 
 from tests.attention import test_paged
+from tests.attention.steps import step_of
 from tests.attention.test_cuda import common
+from tests.attention.test_drafts import Streams, run_to_the_end
 from tests.attention.test_paged import (
     BEEHIVE,
     CASES,
@@ -174,3 +176,102 @@ def test_policy(settings: dict[str, Any], launches: int, monkeypatch: pytest.Mon
     """Also those that delete several tokens at once, by scores, or by what the host says."""
     asked: list[Asked] = [({}, settings)] * 2
     assert run(Shape(), settings, asked, 40, monkeypatch) == launches
+
+
+# --- rows with drafts -------------------------------------------------------------------------
+
+
+class Replayed(Streams):
+    """Rows with drafts by a recording, if all of a step have as many; other steps are planned."""
+
+    def __init__(
+        self, case: str, most: int, totals: list[int], seed: int, patch: pytest.MonkeyPatch
+    ) -> None:
+        super().__init__(case, most, totals, seed)
+        layer, shape, width = self.drafting, self.shape, 1 + most
+        self.table = torch.zeros(len(totals) + 1, self.tables.shape[1], dtype=torch.int32)
+        self.seq_lens = torch.zeros(len(self.table), dtype=torch.int32)
+        tokens, heads, size = len(self.table) * width, shape.num_kv_heads, shape.head_size
+        self.query = torch.randn(tokens, heads * shape.group, size)
+        self.key = torch.randn(tokens, heads, size)
+        self.value = torch.randn(tokens, heads, size)
+        if shape.latent:
+            self.value = shape.value_of(self.key)
+        self.output = self.query.new_empty(*self.query.shape[:2], shape.value_size)
+        none, before, self.graph = [0] * len(self.table), layer.pool.clone(), Graph()
+        captured = layer.builder.build_for_cudagraph_capture(
+            step_of(none, [width] * len(none), [False] * len(none), self.table)
+        )
+        with self.graph.capture(patch):
+            self.forward(captured)
+        assert torch.equal(layer.pool, before), "capture writes nothing"
+        layer.builder.counters = type(layer.builder.counters)()
+        self.replays = 0
+
+    def forward(self, metadata: Any) -> None:
+        name, layer = SimpleNamespace(layer_name="layer"), self.drafting
+        rows = self.query, self.key, self.value
+        layer.impl.forward(name, *rows, layer.pool, metadata, self.output)
+
+    def number_of_drafts(self) -> int:
+        return self.most if self.rng.random() < 0.9 else super().number_of_drafts()
+
+    def run_layer(
+        self,
+        layer: PagedLayer,
+        row: list[int],
+        lengths: list[int],
+        firsts: list[int],
+        prompts: list[bool],
+        rows: list[torch.Tensor],
+    ) -> torch.Tensor:
+        width = 1 + self.most
+        if layer is self.plain or any(prompts) or set(lengths) != {width}:
+            return super().run_layer(layer, row, lengths, firsts, prompts, rows)
+        padding = len(self.table) - len(row)
+        self.table.zero_()
+        self.table[: len(row)] = self.tables[row]
+        step = step_of(
+            [*firsts, *[0] * padding],
+            [*lengths, *[0] * padding],
+            [False] * len(self.table),
+            self.table,
+        )
+        self.seq_lens.copy_(step.seq_lens)
+        layer.builder.build(0, step.replace(seq_lens=self.seq_lens))  # a replay sees buffers only
+        positions = layer.builder.positions.buffer[: sum(lengths)].tolist()
+        for buffer, new in zip((self.query, self.key, self.value), rows, strict=True):
+            turned = new
+            if buffer is not self.value:
+                turned = torch.stack(
+                    [self.rotate(x, p) for x, p in zip(new, positions, strict=True)]
+                )
+            if buffer is not self.value or not self.shape.latent:
+                buffer[: len(new)] = turned
+        self.output.fill_(torch.nan)
+        self.graph.replay()
+        self.replays += 1
+        assert (self.output[sum(lengths) :] == 0).all()
+        return self.output[: sum(lengths)].clone()
+
+
+LAUNCHES = {"latent": 4, "units": 4, "h2o": 4, "random": 4, "sink": 3}
+"""Launches of one token by case, without the one that saves ranks and scores of drafts."""
+
+
+@pytest.mark.parametrize(
+    ("case", "most"),
+    [
+        ("units", 3),
+        *(
+            pytest.param(*both, marks=pytest.mark.slow)
+            for both in (("latent", 7), ("h2o", 1), ("random", 2), ("sink", 5))
+        ),
+    ],
+)
+def test_rows_with_drafts(case: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One recording serves all of them, whatever was accepted before."""
+    streams = Replayed(case, most, [60, 40], 3, monkeypatch)
+    assert len(streams.graph) == LAUNCHES[case] * (1 + most) + most
+    run_to_the_end(streams, 0.6)
+    assert streams.replays > 8 and streams.accepted > 8 and streams.rejected > 8

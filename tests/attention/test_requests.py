@@ -86,6 +86,26 @@ class Runner:
         states.last_sampled_tokens[states.req_id_to_index[name], 0] = token
 
 
+def test_the_pages_of_a_request() -> None:
+    """As the scheduler sends them; one that is preempted is sent again."""
+    batch = RunnerV2Requests(Runner(), SCHEDULE, None)
+    batch.note(output(new("a", [3, 4], 2), new("b", [5], 1)))
+    grown = output()
+    grown.scheduled_cached_reqs.req_ids = ["a", "b"]
+    grown.scheduled_cached_reqs.new_block_ids = [([7, 9],), None]
+    batch.note(grown)
+    assert batch.blocks("a") == [1, 7, 9] and batch.blocks("b") == [1]
+    grown = output()
+    grown.preempted_req_ids = {"a"}
+    batch.note(grown)
+    batch.note(output(new("a", [3, 4], 2)))
+    assert batch.blocks("a") == [1]
+    states = SimpleNamespace(requests={"c": SimpleNamespace(block_ids=([4, 2],))})
+    assert RunnerV1Requests(states, SCHEDULE, None).blocks("c") == [4, 2]
+    with pytest.raises(KeyError):
+        Requests().blocks("c")
+
+
 def test_a_stream_through_the_second_runner() -> None:
     """Prompt in two chunks, then decoded tokens, beside another request that leaves."""
     rng = np.random.default_rng(0)

@@ -30,6 +30,7 @@ from vllm_cascade.kernels.triton import (
     chunk_write,
     column_sums,
     combine,
+    drafts,
     insert,
     insert_stride,
     prefill,
@@ -76,9 +77,9 @@ OTHER_SHAPES = {
 """``window``: a layer with one, beside those that run ``sink``. ``stored``: rows in 8 bits."""
 
 
-def check(name: str, backend: Any = CUDAKVPolicyBackend) -> list[Any]:
+def check(name: str, backend: Any = CUDAKVPolicyBackend, drafts: int = 0) -> list[Any]:
     policy, shape = OTHER_SHAPES.get(name, (name, SHAPE))
-    return Check(resolve(POLICIES[policy]), shape, backend, CPU, repeats=2).run()
+    return Check(resolve(POLICIES[policy]), shape, backend, CPU, 2, drafts).run()
 
 
 @pytest.mark.parametrize(
@@ -91,6 +92,20 @@ def test_right_kernels_pass(name: str) -> None:
     assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
     assert {"positions", "output", "kept tokens", "rows"} <= {row.compared for row in rows}
     assert 0 < max(row.error for row in rows) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*POLICIES, *OTHER_SHAPES])
+def test_right_kernels_pass_with_drafts(name: str) -> None:
+    rows = check(name, drafts=3)
+    compared = {row.compared for row in rows if row.what == "drafts"}
+    assert {"output", "kept tokens", "tokens without drafts", "rows without drafts"} <= compared
+    assert 0 < max(row.error for row in rows) < 1e-5
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *OTHER_SHAPES])
+def test_the_cpus_library_passes_with_drafts(name: str) -> None:
+    assert check(name, CPUKVPolicyBackend, drafts=3)
 
 
 @pytest.mark.parametrize("name", [*POLICIES, *OTHER_SHAPES])
@@ -212,6 +227,27 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "tl.div_rn(most, 2 * LEVELS)",
     ),
 ]
+
+
+DRAFTING: list[tuple[str, str, str, str]] = [
+    ("h2o", "_save_versions", "place % MOST", "0 * place"),
+    ("h2o", "_save_versions", "tl.load(score + word", "tl.load(rank + word"),
+    ("cascade", "save_slot", "note, slot)", "note, slot * 0)"),
+    ("cascade", "save_slot", "tl.load(born + word)", "1 + tl.load(born + word)"),
+    ("cascade", "save_slot", "own, ROW, HEADS, ROW,", "own, ROW, HEADS, ROW // 2,"),
+    ("cascade", "_undo", "range(num)", "range(num - 1)"),
+    ("sink", "_undo", "tl.store(rank + word,", "tl.store(versions + word,"),
+]
+"""The same of the kernels for drafts, which are in one file."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(DRAFTING)))
+def test_a_broken_kernel_of_drafts_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, *replaced = DRAFTING[number]
+    broken(drafts, *replaced, monkeypatch)
+    with pytest.raises(Mismatch, match=r"without drafts differ .*(save_versions|insert) or undo"):
+        check(policy, drafts=3)
 
 
 @pytest.mark.slow

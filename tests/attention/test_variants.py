@@ -29,6 +29,7 @@ from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.cache.states import StateSpec
 from vllm_cascade.engine import gpu_worker
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
 STRIDE = 256
 POLICIES: dict[str, dict[str, Any]] = {
@@ -73,6 +74,7 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Variant]]:
 
 
 PLAIN = Shape(dtype=torch.float16)
+ODD = Shape(num_kv_heads=1, group=2, head_size=24, rotary_dim=24, dtype=torch.float16)
 LATENT = Shape(
     num_kv_heads=1, group=5, head_size=48, rotary_dim=16, latent=True, dtype=torch.float16
 )
@@ -81,12 +83,14 @@ LATENT = Shape(
 class Served:
     """Prompts as a scheduler would send them, next to a request that decodes."""
 
-    def __init__(self, settings: dict[str, Any], shape: Shape = PLAIN) -> None:
-        self.shape = shape
+    def __init__(self, settings: dict[str, Any], shape: Shape = PLAIN, drafts: int = 0) -> None:
+        self.shape, self.drafts = shape, drafts
         self.pages = 40
-        self.layer = PagedLayer(
-            self.shape, settings | {"prefill_stride": STRIDE}, 2 * self.pages + 1
-        )
+        settings = settings | {"prefill_stride": STRIDE}
+        self.layer = PagedLayer(self.shape, settings, 2 * self.pages + 1, drafts)
+        if drafts:
+            self.layer.impl.keep_drafts(8)
+            self.layer.builder.drafts = Drafts(8, drafts)
         self.table = torch.arange(1, 2 * self.pages + 1).view(2, -1).int()
 
     def run(self, lengths: list[int], firsts: list[int], prefilling: list[bool]) -> None:
@@ -106,6 +110,28 @@ class Served:
             else:
                 self.run([length], [begin], [True])
         self.run([1, 1], [700, tokens], [False, False])
+        for first in range(1, self.drafts + 1):
+            self.generate([1 + first], [700])
+            self.generate([1 + first, 1 + first], [700, tokens])
+            self.generate([1 + first, 1], [700, tokens])
+
+    def generate(self, lengths: list[int], firsts: list[int]) -> None:
+        """Rows of a known token and drafts, all of which are rejected."""
+        builder, names = self.layer.builder, ["a", "b"][: len(lengths)]
+        builder.requests.names = lambda _: names
+        builder.requests.schedule_of = lambda _: self.layer.spec.schedule
+        rows = list(zip(names, lengths, firsts, strict=True))
+        builder.drafts._drafted = {
+            name: Drafted(first + 1, length - 1, self.drafts * (name == "b"))
+            for name, length, first in rows
+            if length > 1
+        }
+        self.run(lengths, firsts, [False] * len(lengths))
+        builder.drafts._drafted.clear()
+        rejected = [Rejected(n, f + 1, num - 1, 0) for n, num, f in rows if num > 1]
+        pages = [list(range(1, 2 + first % self.pages)) for first in firsts]
+        undone = builder.undone(rejected, pages[: len(rejected)])
+        self.layer.impl.undo(undone)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -118,6 +144,15 @@ def test_nothing_is_compiled_for_latent_rows_after_the_warm_up(
     name: str, variants: set[Variant]
 ) -> None:
     everything_is_warm(Served(POLICIES[name], LATENT), name, variants)
+
+
+@pytest.mark.parametrize("name", ["units", "sink", pytest.param("heads", marks=pytest.mark.slow)])
+def test_nothing_is_compiled_for_drafts_after_the_warm_up(
+    name: str, variants: set[Variant]
+) -> None:
+    """Heads of 24 channels: how rows of a step are aligned depends on the number of drafts."""
+    everything_is_warm(Served(POLICIES[name], ODD, drafts=3), name, variants)
+    assert {"_save_versions", "_undo"} <= {variant[0] for variant in variants}
 
 
 def test_nothing_is_compiled_where_strides_are_split(

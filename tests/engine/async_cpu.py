@@ -46,7 +46,8 @@ class Stream:
 def check_and_update_config(original: Any) -> classmethod:
     def with_async_scheduling(cls: type, config: Any) -> None:
         original(cls, config)
-        config.scheduler_config.async_scheduling = True
+        # Of drafters that we run, vLLM schedules none asynchronously, on any device.
+        config.scheduler_config.async_scheduling = config.speculative_config is None
 
     return classmethod(with_async_scheduling)
 

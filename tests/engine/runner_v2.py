@@ -4,14 +4,15 @@
     python -m tests.engine.runner_v2 '{"name": "cascade"}'
     python -m tests.engine.runner_v2 '{"name": "cascade"}' gemma3
     python -m tests.engine.runner_v2 '{"name": "cascade"}' sessions
+    python -m tests.engine.runner_v2 '{"name": "cascade"}' drafts
 
 The second runner, the default on GPUs, needs Triton, and vLLM looks for a Triton that has a backend
 for CPUs. Where kernels are interpreted none is needed, so a stand-in is put there before vLLM is
 imported. Scheduling is asynchronous, as on a GPU. ``on_device.py`` compares with the oracle, as
 ``benchmarks.gpu_engine`` does on a card; then a request that is preempted is compared with one that
 is not. With a family's name, two layers of it are compared instead; with ``sessions``, a second
-engine continues a chat. Every engine measures CUDA graphs' memory as on a GPU, less the capture
-(``graph_profile.py``).
+engine continues a chat; with ``drafts``, there are answers with and without n-gram drafts. Every
+engine measures CUDA graphs' memory as on a GPU, less the capture (``graph_profile.py``).
 """
 
 import os
@@ -23,6 +24,7 @@ os.environ |= {
 }
 
 import json
+import random
 import sys
 import tempfile
 import time
@@ -30,6 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton.backends
 
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
@@ -60,7 +63,7 @@ def like_a_gpu() -> None:
     )
 
 
-def small_engine(folder: str, policy: dict[str, Any]) -> LLM:
+def small_engine(folder: str, policy: dict[str, Any], **settings: Any) -> LLM:
     """A random model of one layer, whose cache is full after 36 tokens."""
     return LLM(
         str(write_llama(folder, head_dim=16, num_layers=1, tokenizer_from=MODEL)),
@@ -72,7 +75,7 @@ def small_engine(folder: str, policy: dict[str, Any]) -> LLM:
         kv_cache_memory_bytes=16 << 20,
         max_num_seqs=4,
         enforce_eager=True,
-        enable_prefix_caching=False,
+        **{"enable_prefix_caching": False, **settings},
     )
 
 
@@ -151,11 +154,91 @@ def sessions(policy: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def often_right(texts: list[list[int]]) -> None:
+    """Let vLLM's n-gram drafter propose what follows in ``texts``, mostly; it runs all the same.
+
+    A random model's answers do not repeat, so it would hardly ever be right.
+    """
+    from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
+
+    stock, rng = NgramGPUSpeculator.propose, random.Random(0)
+
+    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = stock(self, input_batch, *args, **kwargs)
+        if kwargs.get("dummy_run"):
+            return drafts
+        states, most = self.req_states, drafts.shape[1]
+        for row, index in enumerate(input_batch.idx_mapping.tolist()):
+            known = states.all_token_ids.gpu[index, : states.total_len.gpu[index]].tolist()
+            for text in texts:
+                following = text[len(known) :][:most]
+                if text[: len(known)] == known and len(following) == most:
+                    found = [t if rng.random() < 0.7 else t ^ 1 for t in following]
+                    drafts[row] = torch.tensor(found)
+        return drafts
+
+    NgramGPUSpeculator.propose = propose
+
+
+def drafts(policy: dict[str, Any]) -> dict[str, Any]:
+    """Requests with drafts and without. Some are aborted.
+
+    A second batch starts from snapshots, and is preempted twice.
+    """
+    from tests.engine.pool import clean_up
+
+    phrase = [11, 52, 97, 203, 344, 18, 25]
+    prompts = [phrase * 6, [*range(30, 50), *phrase * 2], [7] * 5, list(range(60, 93))]
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
+    params = SamplingParams(max_tokens=40, logprobs=0, temperature=0.0, ignore_eos=True)
+    found: dict[str, Any] = {"answers": [], "reused": [], "evicted": [], "runner": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for speculative in (None, config):
+            settings = {"speculative_config": speculative, "enable_prefix_caching": True}
+            settings |= {"block_size": 16}
+            llm = small_engine(folder, policy, disable_log_stats=False, **settings)
+            core = llm.llm_engine.engine_core.engine_core
+            answers: dict[str, Any] = {}
+            for batch in "ab":
+                for number, prompt in enumerate(prompts):
+                    request = {"prompt_token_ids": prompt}
+                    llm.llm_engine.add_request(f"{batch}{number}", request, params)
+                step = 0
+                while llm.llm_engine.has_unfinished_requests():
+                    answers |= {out.request_id: out for out in llm.llm_engine.step()}
+                    step += 1
+                    if batch == "b" and step in (9, 14):
+                        assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+                    if step == 8:
+                        llm.llm_engine.abort_request([f"{batch}3"])
+            done = [answers[name].outputs[0] for name in sorted(answers) if name[1] != "3"]
+            texts = [list(one.token_ids) for one in done]
+            logprobs = [[next(iter(x.values())).logprob for x in one.logprobs] for one in done]
+            found["answers"].append([texts, logprobs])
+            often_right([p + text for p, text in zip(prompts, texts, strict=False)])
+            found["reused"].append(core.scheduler.snapshot_counters.hits)
+            core.step_fn()  # in which workers hear of the last drafts
+            (counters,) = llm.collective_rpc("kv_policy_counters")
+            found["evicted"].append(counters["evicted_tokens"])
+            runner = llm.llm_engine.vllm_config.use_v2_model_runner
+            found["runner"].append("V2" if runner else "V1")
+            metrics = {m.name: getattr(m, "value", None) for m in llm.get_metrics()}
+            for name in ("accepted", "draft"):
+                found[name] = metrics.get(f"vllm:spec_decode_num_{name}_tokens", 0)
+            core.shutdown()
+            del llm, core
+            clean_up()
+    return found
+
+
 if __name__ == "__main__":
     like_a_gpu()
     settings = json.loads(sys.argv[1])
     if sys.argv[2:] == ["sessions"]:
         print("RESULT " + json.dumps(sessions(settings)))
+        sys.exit()
+    if sys.argv[2:] == ["drafts"]:
+        print("RESULT " + json.dumps(drafts(settings)))
         sys.exit()
     if len(sys.argv) > 2:
         (found,) = windows(settings, label=sys.argv[2], tiny=True)

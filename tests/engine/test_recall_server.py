@@ -27,6 +27,7 @@ def gauge(server: Server, name: str) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_400_prompts(tmp_path: Path, book_tokens: list[int]) -> None:
     """One after another, then 16 at once."""
     prompts = [[5 + i, *book_tokens[137 * i :][: PROMPT - 1]] for i in range(400)]

@@ -325,9 +325,9 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",
     ),
-    "speculative decoding on CUDA": (
-        SimpleNamespace(speculative_config=SimpleNamespace(method="ngram")),
-        "do not undo rejected drafts yet; remove it",
+    "drafting models on CUDA": (
+        SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),
+        "not built for CUDA; set its method to ngram or suffix",
     ),
     "shared caches on CUDA": (
         SimpleNamespace(
@@ -525,6 +525,7 @@ def test_drafts_are_accepted_where_tokens_stay(importance: str) -> None:
     policy = resolve({"name": "dgc", "importance": importance})
     found = refusal_of("drafts of moved tokens").applies(config, policy)
     assert found == (importance == "cluster")
+    assert not refusal_of("drafting models on CUDA", "cuda").applies(config, policy)
     made = create(MODEL, speculative_config=NGRAM)
     assert not made.scheduler_config.async_scheduling  # as vLLM decides for such drafters
 

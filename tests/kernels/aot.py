@@ -163,6 +163,12 @@ def resources_of(shape: Shape, capability: int) -> list[Resources]:
     return [compile_launch(launch, shape.label(), capability) for launch in launches]
 
 
+def draft_resources(shape: Shape, capability: int) -> list[Resources]:
+    """Every kernel that a row with drafts launches otherwise than single tokens."""
+    launches = launches_of(Layer(shape).drafting, capability)
+    return [compile_launch(launch, shape.label(), capability) for launch in launches]
+
+
 def copy_resources(capability: int) -> list[Resources]:
     """The copy of a ring for a snapshot, in both directions."""
     ring, kept = (torch.empty(8, n, 4096, dtype=torch.int32, device="meta") for n in (512, 96))
@@ -291,6 +297,16 @@ RECALL_SHAPES = (
     replace(STORED, row_scales=False, unit=16, recall=8),
 )
 """Where evicted units come back: head sizes, groups, units, and long stores."""
+DRAFT_SHAPES = (
+    Shape(drafts=4),
+    Shape(drafts=1, per_head=True, token=True),
+    Shape(drafts=7, num_heads=32, group=1, dtype=torch.float32),
+    Shape(drafts=3, head_size=80, keep_logits=False),
+    Shape(drafts=4, unit=16),
+    Shape(drafts=4, block_size=47, pages=22),
+    replace(LATENT, drafts=4),
+)
+"""Rows with drafts: few and many, heads that share their tokens and that do not, units."""
 TABLED_RECALL = (
     Shape(unit=16, recall=8),
     Shape(unit=16, recall=8, per_head=True),

@@ -139,11 +139,13 @@ def correctness(device: Any, interpret: bool, part: int = 0, parts: int = 1) -> 
                 lambda c=case, v=variant: checks.check_insert(c, device, v),
             )
         check(f"assign {name}", lambda c=case: checks.check_assign(c, device))
+        check(f"drafts {name}", lambda c=case: checks.check_drafts(c, device, 4))
         insert_strides(name, case)
     for name, case in unit_cases(interpret).items():
         check(f"decode {name}", lambda c=case: checks.check_decode(c, device))
         check(f"prefill {name}", lambda c=case: checks.check_prefill(c, device))
         check(f"insert {name}", lambda c=case: checks.check_insert_units(c, device))
+        check(f"drafts {name}", lambda c=case: checks.check_drafts(c, device))
         insert_strides(name, case)
     for name, (case, split) in split_cases(interpret).items():
         check(f"in parts {name}", lambda c=case, s=split: checks.check_split(c, device, s))

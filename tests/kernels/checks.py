@@ -7,10 +7,12 @@ error.
 """
 
 import random
+from typing import Any
 
 import torch
 
 from tests.kernels.chunk_checks import check_chunks
+from tests.kernels.draft_checks import check_drafts
 from tests.kernels.insertion_checks import NUM_RULES, check_assign, check_insert
 from tests.kernels.prefill_checks import check_prefill, check_split
 from tests.kernels.random_pool import (
@@ -54,6 +56,7 @@ __all__ = [
     "NUM_RULES",
     "check_assign",
     "check_chunks",
+    "check_drafts",
     "check_insert",
     "check_insert_strides",
     "check_insert_units",
@@ -258,7 +261,31 @@ def check_schedule(device: torch.device | str, seed: int = 0, unit: int = 1) -> 
     schedule(seq_lens, block_table, tables, of, again, None)
     same("steps of those whose positions others say", again, steps.cpu())
     assert (steps[300:] == -99).all() and (positions[300:] == -99).all(), "wrote past the batch"
+    _check_waves((block_table, tables, of), lengths, blocks, (rows, heads, policy_of, unit))
     return 0.0
+
+
+def _check_waves(
+    given: tuple[torch.Tensor, ScheduleTables, torch.Tensor],
+    lengths: list[int],
+    blocks: list[int],
+    expecting: tuple[Any, ...],
+) -> None:
+    """Requests with three new tokens each: wave by wave as batches that are so much shorter."""
+    (block_table, tables, of), num = given, len(lengths)
+    int32 = {"dtype": torch.int32, "device": block_table.device}
+    seq_lens = torch.tensor([n and n + 2 for n in lengths], **int32)
+    steps = torch.full((3, num + 9, columns.STEP_COLUMNS), -99, **int32)
+    positions = torch.full((3 * num + 5,), -99, dtype=torch.int64, device=block_table.device)
+    schedule(seq_lens, block_table, tables, of, steps, positions)
+    for wave in range(3):
+        ends = [n and n + wave for n in lengths]
+        told = torch.tensor(schedule_reference(ends, blocks, *expecting), dtype=torch.int32)
+        real = told[:, columns.STREAM] >= 0
+        told[real, columns.START] = (3 * torch.arange(num) + wave)[real].int()
+        same("steps of a wave", steps[wave, :num], told)
+        same("their positions", positions[wave : 3 * num : 3], told[:, columns.CACHED].long())
+    assert (steps[:, num:] == -99).all() and (positions[3 * num :] == -99).all(), "wrote past it"
 
 
 def check_rotation_table(device: torch.device | str) -> float:

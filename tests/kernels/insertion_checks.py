@@ -53,7 +53,7 @@ def lists_of_rules(n: int) -> list[list[tuple[int, int, int, int]]]:
 NUM_RULES = 12
 
 
-def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch.Tensor:
+def rules_of(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch.Tensor:
     """Give every row a list of rules; ``variant`` rotates through them. Returns further ones."""
     more = [[99, 99, 99, 99]]  # belongs to nobody
     for row in real_rows(case):
@@ -72,7 +72,7 @@ def _rules(case: Case, steps: torch.Tensor, cache: Cache, variant: int) -> torch
 def check_insert(case: Case, device: torch.device | str, variant: int = 0) -> float:
     """``insert``: the whole pool, byte by byte, up to which free slot a token takes."""
     cache, steps = make_cache(case)
-    more = _rules(case, steps, cache, variant)
+    more = rules_of(case, steps, cache, variant)
     num_rows = len(case.lengths)
     _, key, value = new_tokens(case, num_rows)
     generator = torch.Generator().manual_seed(case.seed + 2)

@@ -11,6 +11,7 @@ from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.combine import merge, update
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, prefill_config
+from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, Saved, save_versions, undo
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
@@ -64,6 +65,7 @@ class Shape:
     parts: int = 1
     unit: int = 1
     recall: int = 0
+    drafts: int = 0
     store: int = 32768
     only: str = ""
     latent: int | None = None
@@ -86,6 +88,7 @@ class Shape:
         words += [f"units of {self.unit}"] if self.unit > 1 else []
         words += [f"strides in {self.parts} parts"] if self.parts > 1 else []
         words += [f"recall {self.recall}"] if self.recall else []
+        words += [f"{self.drafts} drafts"] if self.drafts else []
         words += [f"{self.pages} pages"] if self.block_size * self.pages < 2000 else []
         words += [self.reduction] if self.reduction != "mean" else []
         words += [] if self.rotary or self.alibi else ["no rotation"]
@@ -227,6 +230,56 @@ class Layer:
             positions=shared,
             **self.rows,
         )
+
+    def drafting(self) -> None:
+        """Schedule rows with drafts, save what a draft replaces, insert it, and undo drafts."""
+        shape, i32, most = self.shape, torch.int32, self.shape.drafts
+        lengths = _meta(shape.batch, dtype=i32)
+        rows, heads = _meta(2100, TABLE_COLUMNS, dtype=i32), _meta(1, HEAD_COLUMNS, dtype=i32)
+        schedule(
+            seq_lens=lengths,
+            blocks=self.table,
+            tables=ScheduleTables(rows, heads, shape.unit),
+            schedule_of=lengths,
+            steps=_meta(1 + most, 256, STEP_COLUMNS, dtype=i32),
+            positions=_meta(shape.batch * (1 + most), dtype=torch.int64),
+        )
+        blocks, sets, units = self.rank.shape
+        places = shape.batch * most
+        # All words of a page are in one tensor and have its stride.
+        words = _meta(blocks, 2 * (most + 2), sets, units, dtype=i32)
+        own = self.words | {"rank": words[:, 0], "born": words[:, 1]}
+        own["score"] = words[:, 2].view(torch.float32)
+        own["token"] = words[:, 3] if shape.token else None
+        versions = words[:, 4:].unflatten(1, (most, 2))
+        heads, slots = shape.num_heads, shape.block_size
+        own_scales = None
+        if shape.token:  # rows with scales of their own
+            words_of_page = _meta(blocks, 2 * (most + 2) * sets * units, dtype=torch.float32)
+            strides = (words_of_page.stride(0), 2 * slots, 1, slots)
+            own_scales = words_of_page.as_strided((blocks, heads, slots, 2), strides)
+        saved = Saved(
+            rows=_meta(places, heads, shape.row_size, dtype=shape.dtype),
+            words=_meta(places, 3, sets, dtype=i32),
+            scale=None if own_scales is None else _meta(places, heads, 2, dtype=torch.float32),
+            page_scale=own_scales,
+        )
+        scored = {name: own[name] for name in ("rank", "score")}
+        where = {"table": self.table, "steps": self.steps}
+        save_versions(saves=lengths, **scored, versions=versions, **where, unit=shape.unit)
+        insert(
+            key=self.key,
+            value=self.value,
+            new_score=_meta(shape.batch, sets, dtype=torch.float32),
+            **own,
+            **where,
+            rules=_meta(9, 4, dtype=i32),
+            has_cells=shape.keep_logits,
+            saves=lengths,
+            saved=saved,
+        )
+        undone = _meta(shape.batch, UNDONE_COLUMNS, dtype=i32)
+        undo(undone=undone, table=self.table, **own, versions=versions, saved=saved)
 
     def prefill(self) -> None:
         """Attend, column sums and insert of one stride, and all strides of a chunk at once."""

@@ -30,6 +30,7 @@ if not shapes:
 for shape in shapes:
     for capability in map(int, sys.argv[2:]):
         resources = aot.recall_resources if shape.recall else aot.resources_of
+        resources = aot.draft_resources if shape.drafts else resources
         rows += map(asdict, resources(shape, capability))
 print(json.dumps(rows))
 """
@@ -164,6 +165,18 @@ def test_windows() -> None:
 @pytest.mark.slow
 def test_windows_on_every_gpu() -> None:
     check(compiled(WITH_WINDOWS, 80, 90, 100), UNSCORED)
+
+
+DRAFTS = {"schedule", "save_versions", "insert", "undo"}
+
+
+def test_drafts() -> None:
+    check(compiled("DRAFT_SHAPES[:1]", 80, 89, 90, 100), DRAFTS)
+
+
+@pytest.mark.slow
+def test_drafts_in_every_configuration() -> None:
+    check(compiled("DRAFT_SHAPES", 80, 86, 90, 100, 120), DRAFTS)
 
 
 def test_snapshots_of_rings() -> None:

@@ -194,6 +194,17 @@ def test_insert(name: str, variant: int) -> None:
     checks.check_insert(INSERTION[name], "cpu", variant)
 
 
+@pytest.mark.parametrize("variant", range(NUM_RULES))
+@pytest.mark.parametrize("name", INSERTION)
+def test_drafts(name: str, variant: int) -> None:
+    checks.check_drafts(INSERTION[name], "cpu", variant)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_drafts_of_latent_rows(name: str) -> None:
+    checks.check_drafts(LATENT[name], "cpu")
+
+
 @pytest.mark.parametrize("name", INSERTION)
 def test_assign(name: str) -> None:
     checks.check_assign(INSERTION[name], "cpu")
@@ -295,6 +306,7 @@ def test_chunks_in_units(name: str) -> None:
 @pytest.mark.parametrize("name", UNITS)
 def test_insert_in_units(name: str) -> None:
     checks.check_insert_units(UNITS[name], "cpu")
+    checks.check_drafts(UNITS[name], "cpu")
     checks.check_assign(UNITS[name], "cpu")
 
 
@@ -304,6 +316,7 @@ def test_rules_come_with_a_units_last_token(newest_stays: bool, variant: int) ->
     lengths = (3, 43, None, 83)
     case = Case(**SMALL, unit=4, per_head=True, newest_stays=newest_stays, lengths=lengths)
     checks.check_insert_units(case, "cpu", variant)
+    checks.check_drafts(case, "cpu", variant)
 
 
 def test_schedule_in_units() -> None:

@@ -59,6 +59,10 @@ GROUPS: dict[str, list[Check]] = {
         *on_cpu(checks.check_insert_units, *UNITS.values()),
         *(partial(checks.check_insert_units, RULES, "cpu", v) for v in range(checks.NUM_RULES)),
     ],
+    "drafts": [
+        *(partial(checks.check_drafts, SHORT[name], "cpu", v) for name in SHORT for v in (4, 10)),
+        *on_cpu(checks.check_drafts, *UNITS.values()),
+    ],
     "assign": on_cpu(checks.check_assign, *kernels.INSERTION.values(), *UNITS.values()),
     "insert_strides": on_cpu(
         check_insert_strides,
@@ -89,8 +93,8 @@ GROUPS: dict[str, list[Check]] = {
     ],
     "recall-strides": on_cpu(check_insert_strides, *at_units(recall.CASES), recalls=True),
 }
-QUICK = {"decode": 2, "chunks": 1, "insert": 4, "insert-units": 1, "insert_strides": 1, "split": 1,
-         "recall": 1, "store-tokens": 1, "stored": 1}  # fmt: skip
+QUICK = {"decode": 2, "chunks": 1, "insert": 4, "drafts": 2, "insert-units": 1,
+         "insert_strides": 1, "split": 1, "recall": 1, "store-tokens": 1, "stored": 1}  # fmt: skip
 """Checks of a group in every run."""
 
 
@@ -132,11 +136,11 @@ def check_group(group: list[Check]) -> None:
         assert not conflicts(launch), summary([launch])
 
 
-IN_UNITS = ("_unit_of:0",)
+OF_OTHER_GROUPS = {"_unit_of:0": "insert-units", "_insert:1": "drafts"}
 OTHERS = {
     "choose": "insert_strides", "keep": "insert_strides", "insert_stride": "insert_strides",
-    "insert": "insert", "split": "split", "chunk": "chunks", "recall_choose": "recall",
-    "recall_store": "store-tokens",
+    "insert": "insert", "drafts": "drafts", "split": "split", "chunk": "chunks",
+    "recall_choose": "recall", "recall_store": "store-tokens",
 }  # fmt: skip
 """A group of checks that runs a file's barriers."""
 
@@ -144,7 +148,7 @@ OTHERS = {
 def missed(barrier: str) -> Counter[object]:
     """What is found without a barrier, until something is."""
     file = barriers()[barrier].split(".")[0]
-    group = GROUPS["insert-units" if barrier in IN_UNITS else OTHERS[file]]
+    group = GROUPS[OF_OTHER_GROUPS.get(barrier, OTHERS[file])]
     found: Counter[object] = Counter()
     for check in group[:40]:
         with detected(orders=0, without=barrier) as detector:

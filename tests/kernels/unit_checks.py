@@ -20,7 +20,7 @@ from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.insert import insert
 
 
-def _steps(
+def unit_rules_of(
     case: Case, steps: torch.Tensor, cache: Cache, variant: int
 ) -> tuple[list[list[tuple[int, int, int, int]]], torch.Tensor]:
     """Rules for the rows whose token completes a unit; slots for those that open one."""
@@ -47,7 +47,7 @@ def _steps(
 def check_insert_units(case: Case, device: torch.device | str, variant: int = 0) -> float:
     """``insert`` of tokens that open units, join them and complete them."""
     cache, steps = make_cache(case)
-    rules, more = _steps(case, steps, cache, variant)
+    rules, more = unit_rules_of(case, steps, cache, variant)
     num_rows = len(case.lengths)
     _, key, value = new_tokens(case, num_rows)
     generator = torch.Generator().manual_seed(case.seed + 2)

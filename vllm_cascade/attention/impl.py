@@ -15,6 +15,7 @@ from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.models.rotary import alibi_slopes as _slopes
 from vllm_cascade.policies.random import salts_of
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step.inputs import Undone
 
 
 class LayerStore(Protocol):
@@ -196,6 +197,21 @@ class KVPolicyImpl(AttentionImpl[Any]):
     def recalled_units(self) -> int:
         """Units copied back into the layer's pages so far; may wait for the device."""
         return 0 if self.recall is None else self.recall.exchanged
+
+    def keep_drafts(self, most_requests: int) -> None:
+        """Save what draft tokens change, for ``undo``; called once, after ``prepare``."""
+        raise NotImplementedError
+
+    def undo(self, undone: Undone) -> None:
+        """Undo rejected drafts; called between steps."""
+        raise NotImplementedError
+
+    def _forget(self, undone: Undone) -> None:
+        """Drop rejected drafts from the recording, if there is one."""
+        if self.recorder is not None:
+            ends, first_pages = undone.rows[:, 3].tolist(), undone.table[:, 0].tolist()
+            for end, page in zip(ends, first_pages, strict=True):
+                self.recorder.forget(self.name, page, end)
 
     def reserve(self, query: torch.Tensor) -> None:
         """Allocate the worst batch's working memory, so that memory profiling counts it."""

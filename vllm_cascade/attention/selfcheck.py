@@ -6,6 +6,7 @@ decodes, then single tokens. Every step is compared with ``attention/torch``, wh
 outputs, the tokens that are kept, their rows and their scores. The reference's pages are then
 copied to the device, so that each step is checked by itself. On a GPU a decode step is captured as
 a CUDA graph and replayed. Steps that write pages run several times and must give the same bytes.
+With speculative decoding, rows with drafts run, too, and pages are compared again without these.
 
 A layer with a window gets the positions that the policy makes. With recall, evicted units are
 compared and copied, too, and queries are drawn again until no selection is too close to call.
@@ -30,6 +31,7 @@ from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.attention.cpu.paths import PyTorchPath
 from vllm_cascade.attention.impl import KVPolicyImpl
+from vllm_cascade.attention.selfcheck_drafts import EveryDraft
 from vllm_cascade.attention.selfcheck_stores import Named, closest, opened
 from vllm_cascade.cache.kinds import kinds_of, window_policy, window_slots
 from vllm_cascade.cache.layout import Pages
@@ -40,6 +42,7 @@ from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.step.inputs import Undone
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error by dtype, relative to the largest number of the reference."""
@@ -73,6 +76,11 @@ RECALLS = {
     "stored units": "remember, list_gone or store_units",
 }
 """The same for policies with recall, whatever was run."""
+SUSPECTS["drafts"] = SUSPECTS["decode"] | {
+    "tokens without drafts": "save_versions, insert or undo",
+    "rows without drafts": "insert or undo",
+    "scores without drafts": "save_versions or undo",
+}
 CLOSE = 1e-3
 """Relative difference of two units' evidence that rounding may not decide."""
 SUSPECTS["mixed"] = {
@@ -254,9 +262,13 @@ class Step:
     firsts: tuple[int, ...]
     lengths: tuple[int, ...]
     table: torch.Tensor
+    drafts: bool = False
+    """Whether all new tokens but the first are drafts."""
 
     @property
     def what(self) -> str:
+        if self.drafts:
+            return "drafts"
         if max(self.lengths) == 1:
             return "decode"
         return "mixed" if min(self.lengths) == 1 else "prompt"
@@ -276,7 +288,7 @@ class Step:
             max_seq_len=max(ends),
             block_table_tensor=self.table[: len(ends)].to(device),
             slot_mapping=torch.zeros(0, device=device),
-            is_prefilling=torch.tensor([n > 1 for n in self.lengths]),
+            is_prefilling=torch.tensor([n > 1 and not self.drafts for n in self.lengths]),
         )
 
 
@@ -296,6 +308,7 @@ class Check:
         backend: the device's backend class.
         device: where it runs.
         repeats: runs of a step that must give the same bytes.
+        drafts: most drafts of a row.
     """
 
     def __init__(
@@ -305,6 +318,7 @@ class Check:
         backend: type[KVPolicyBackend],
         device: torch.device,
         repeats: int = 3,
+        drafts: int = 0,
     ) -> None:
         same = {
             "num_kv_heads": shape.num_kv_heads,
@@ -315,7 +329,7 @@ class Check:
         if shape.cache_dtype.startswith("fp8"):
             same["dtype"] = torch.uint8
         kind = FullAttentionSpec if shape.latent is None else MLAAttentionSpec
-        full = KVPolicySpec.from_full(kind(block_size=shape.block_size, **same), policy)
+        full = KVPolicySpec.from_full(kind(block_size=shape.block_size, **same), policy, drafts)
         self.spec = full
         if shape.window is not None:
             own = window_policy(policy, shape.window)
@@ -327,13 +341,16 @@ class Check:
         self.recalls = self.spec.policy.recall > 0
         self.pages = -(-policy.capacity // shape.block_size)
         self.table = torch.arange(1, 1 + 2 * self.pages, dtype=torch.int32).view(2, -1)
-        sizes = 1 + 2 * self.pages, 2 * policy.prefill_stride + 2
+        sizes = 1 + 2 * self.pages, 2 * max(policy.prefill_stride, drafts) + 2
         sides = shape, self.spec, full
         impl = backend.get_impl_cls()
         assert issubclass(impl, KVPolicyImpl)
         self.ours = Side(*sides, backend, impl, *sizes, device)
         self.plain = Side(*sides, CPUKVPolicyBackend, Reference, *sizes, torch.device("cpu"))
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator, self.drafts = torch.Generator().manual_seed(0), drafts
+        for side in (self.ours, self.plain):
+            if drafts:
+                side.impl.keep_drafts(2)
 
     # --- the stream -------------------------------------------------------------------------------
 
@@ -357,6 +374,19 @@ class Check:
         for index in range(2 + 2 * self.policy.unit + min(self.policy.overflow, 16)):
             yield Step((first + 2 + index, second + index), (1, 1), self.table)
 
+    def steps_with_drafts(self, firsts: tuple[int, ...]) -> Iterator[Step]:
+        """Rows of as many drafts each, and of a different number; one token more each time."""
+        for lengths in ((1, 1), (1, 0), (1, 1), (0, 1)):
+            most = [self._quiet(first, self.drafts) for first in firsts]
+            num = min(most) if lengths == (1, 1) else max(most)
+            rows = tuple(1 + min(num * n, own) for n, own in zip(lengths, most, strict=True))
+            yield Step(firsts, rows, self.table, drafts=True)
+            firsts = tuple(first + 1 for first in firsts)
+
+    def _quiet(self, first: int, most: int) -> int:
+        """Drafts after token ``first`` that may be undone."""
+        return self.spec.schedule.quiet(first + 1, first + 1 + most) - first - 1
+
     def run(self) -> list[Row]:
         """All comparisons.
 
@@ -364,8 +394,20 @@ class Check:
             Mismatch: at the first step that differs.
         """
         worst: dict[tuple[str, str], Row] = {}
+        graphs = self.ours.device.type == "cuda" and not self.spec.schedule.moves_tokens
+        last = self._compare_all(self.steps(), worst)
+        replayed = self._replay(last) if graphs else []
+        if self.drafts:
+            firsts = tuple(first + 1 + len(replayed) for first in last.firsts)
+            last = self._compare_all(self.steps_with_drafts(firsts), worst)
+            if graphs and not self.recalls:  # else their number depends on the step
+                replayed += self._replay(replace(last, lengths=(1 + self.drafts,) * 2))
+        return [*worst.values(), *replayed]
+
+    def _compare_all(self, steps: Iterator[Step], worst: dict[tuple[str, str], Row]) -> Step:
+        """Compare steps, keep the worst row of each kind, and return the last step."""
         last: Step | None = None
-        for step in self.steps():
+        for step in steps:
             for row in self._compare(step):
                 key = row.what, row.compared
                 if key not in worst or row.error >= worst[key].error:
@@ -374,10 +416,7 @@ class Check:
                     raise Mismatch(row.failure)
             last = step
         assert last is not None
-        rows = list(worst.values())
-        if self.ours.device.type == "cuda" and not self.spec.schedule.moves_tokens:
-            rows += self._replay(last)
-        return rows
+        return last
 
     def _rows(self, step: Step, positions: torch.Tensor) -> Rows:
         num, shape = sum(step.lengths), self.shape
@@ -399,16 +438,18 @@ class Check:
     # --- one step ---------------------------------------------------------------------------------
 
     def _compare(self, step: Step) -> Iterator[Row]:
-        num = sum(step.lengths)
+        num, drafts = sum(step.lengths), self._expect(step)
         metadata, plain = self.ours.plan(step), self.plain.plan(step)
         ours, theirs = (
             side.builder.positions.buffer[:num].cpu() for side in (self.ours, self.plain)
         )
-        decode = getattr(metadata.waves[0], "decode", None)
-        if step.what == "decode" and decode is not None:
-            made, planned = decode.steps.cpu(), torch.from_numpy(plain.waves[0].rows.steps)
-            differ = (made[:, : LENGTH + 1] != planned[:, : LENGTH + 1]).any()
-            yield self._row(step, "step rows", float(differ), 0)
+        planned_waves = plain.waves if step.what in ("decode", "drafts") else []
+        for wave, planned in zip(metadata.waves, planned_waves, strict=False):
+            decode = getattr(wave, "decode", None)
+            if decode is not None:
+                made, rows = decode.steps.cpu(), torch.from_numpy(planned.rows.steps)
+                differ = (made[:, : LENGTH + 1] != rows[:, : LENGTH + 1]).any()
+                yield self._row(step, "step rows", float(differ), 0)
         yield self._row(step, "positions", float((ours != theirs).any()), 0)
         rows, state = self._rows(step, theirs), self._state
         while self.recalls and self._close(plain, rows):
@@ -439,12 +480,37 @@ class Check:
             for x, first in zip(run, runs[0], strict=True)
         ]
         yield self._row(step, "bytes of another run", float(any(differ)), 0)
+        if drafts is not None:
+            yield from self._undo(step, drafts)
         self._copy(len(step.firsts))
+
+    def _expect(self, step: Step) -> EveryDraft | None:
+        """Tell both sides of a step's drafts, if it has any."""
+        drafts = EveryDraft(self.drafts, step.firsts) if step.drafts else None
+        for side in (self.ours, self.plain):
+            side.builder.drafts = drafts
+        return drafts
+
+    def _undo(self, step: Step, drafts: EveryDraft) -> Iterator[Row]:
+        """Undo all drafts of the last step on both sides, and compare what is left."""
+        for side in (self.ours, self.plain):
+            table = step.table[: len(step.lengths)]
+            undone = drafts.rejected(step.lengths, self.spec.schedule, table)
+            if undone is not None:
+                device = side.device
+                side.impl.undo(Undone(undone.rows.to(device), undone.table.to(device)))
+        known = replace(step, lengths=(1,) * len(step.lengths))
+        for compared, error in self._pages(known):
+            if compared != "scores" or self.spec.schedule.keeps_newest is None:
+                name = f"{compared.removeprefix('kept ')} without drafts"
+                bound = TOLERANCE[self.shape.dtype] + self._step * (compared == "rows")
+                yield self._row(step, name, error, bound)
 
     @property
     def _step(self) -> float:
         """By how much rows may differ that are rotated before they become codes."""
-        return STEP.get(CODES.get(self.shape.cache_dtype), 0.0) if self.policy.unit > 1 else 0.0
+        code = CODES.get(self.shape.cache_dtype)
+        return 0.0 if code is None or self.policy.unit == 1 else STEP[code]
 
     def _state(self) -> list[torch.Tensor]:
         """All that a step changes on our side."""
@@ -521,11 +587,13 @@ class Check:
         """Capture a decode step on empty block tables, as vLLM does, and replay it on real ones."""
         side, table = self.ours, self.table.to(self.ours.device).clone()
         heads, size, dtype = self.shape.num_kv_heads, self.shape.head_size, self.shape.dtype
-        query = torch.zeros(2, self.shape.num_heads, size, dtype=dtype, device=side.device)
-        key, value = (torch.zeros(2, heads, size, dtype=dtype, device=side.device) for _ in "kv")
+        num, made = sum(last.lengths), {"dtype": dtype, "device": side.device}
+        query = torch.zeros(num, self.shape.num_heads, size, **made)
+        key, value = (torch.zeros(num, heads, size, **made) for _ in "kv")
         value = value[..., -(self.shape.latent or size) :]
         output, layer = self.shape.output_of(query), SimpleNamespace(layer_name="layer")
-        empty = Step(last.firsts, last.lengths, torch.zeros_like(self.table))
+        empty = replace(last, table=torch.zeros_like(self.table))
+        self._expect(last)
         if self.recalls:
             side.builder.requests.is_known = False  # rows of a capture are padding
         metadata = side.plan(empty)
@@ -546,14 +614,14 @@ class Check:
             forward()
         rows_found = []
         for index in range(1, 4):
-            firsts = tuple(first + index for first in last.firsts)
-            step = Step(firsts, last.lengths, self.table)
+            step = replace(last, firsts=tuple(first + index for first in last.firsts))
+            drafts = self._expect(step)
             plain = self.plain.plan(step)
             side.plan(step)
             metadata.waves[0].decode.table.copy_(table)
-            rows = self._rows(step, self.plain.builder.positions.buffer[:2])
+            rows = self._rows(step, self.plain.builder.positions.buffer[:num])
             while self.recalls and self._close(plain, rows):
-                rows = self._rows(step, self.plain.builder.positions.buffer[:2])
+                rows = self._rows(step, self.plain.builder.positions.buffer[:num])
             for buffer, now in ((query, rows.query), (key, rows.key), (value, rows.value)):
                 buffer.copy_(now)
             expected = self.plain.run(plain, rows)
@@ -561,8 +629,10 @@ class Check:
             error = _error(output, expected)
             row = self._row(step, "output", error, TOLERANCE[dtype])
             rows_found.append(Row("graph", "output", error, row.failure))
-            if row.failure:
-                raise Mismatch(f"replayed CUDA graph: {row.failure}")
+            found = [row] if drafts is None else [row, *self._undo(step, drafts)]
+            for row in found:
+                if row.failure:
+                    raise Mismatch(f"replayed CUDA graph: {row.failure}")
             self._copy(2)
         return rows_found
 

@@ -166,11 +166,11 @@ def closest(
     Rounding may decide between units that are closer. Infinite where nothing is selected.
 
     Args:
-        metadata: of a step with one stride a request.
+        metadata: of a step in which only the first stride of a request may select.
         query: ``[num_tokens, H * G, D]``, rotated.
         most_queries: of a stride, that select.
     """
-    least, (wave,) = float("inf"), metadata.waves
+    least, wave = float("inf"), metadata.waves[0]
     asking: list[tuple[RecallStride | None, torch.Tensor]] = [
         (stride.recall, stride.start + torch.from_numpy(
             evidence.asking(stride.num_tokens, most_queries)

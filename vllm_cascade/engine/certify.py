@@ -26,6 +26,7 @@ from vllm_cascade.log import logger
 from vllm_cascade.policies.arguments import CHECK, CHECK_MODES
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
+from vllm_cascade.step.drafts import most_drafts
 
 
 def shape_of(config: VllmConfig) -> LayerShape:
@@ -70,6 +71,7 @@ def certify(
     entry: Device,
     device: torch.device,
     mode: str = "once",
+    drafts: int = 0,
 ) -> list[Row]:
     """Compare the kernels that a policy uses on this device with PyTorch.
 
@@ -77,6 +79,7 @@ def certify(
         shapes: of the model's kinds of layers.
         entry: the device's entry in ``DEVICES``.
         mode: ``off``; ``once``: unless a verdict is kept; ``always``.
+        drafts: most drafts of a request in a step (speculative decoding).
 
     Returns:
         The comparisons; none where nothing was run.
@@ -86,14 +89,16 @@ def certify(
     """
     if mode not in CHECK_MODES:
         raise KVPolicyError(f"--kv-policy-check {mode}: choose from {', '.join(CHECK_MODES)}")
-    file = _verdict_file(policy, shapes, entry)
+    file = _verdict_file(policy, shapes, entry, drafts)
     if mode == "off" or (mode == "once" and file.is_file()):
         return []
     begin = time.monotonic()
     try:
         backend, repeats = resolve_name(entry.backend), entry.check_repeats
         rows = [
-            row for shape in shapes for row in Check(policy, shape, backend, device, repeats).run()
+            row
+            for shape in shapes
+            for row in Check(policy, shape, backend, device, repeats, drafts).run()
         ]
     except Mismatch as error:
         raise KVPolicyError(
@@ -125,7 +130,7 @@ def certify_engine(config: VllmConfig, policy: Policy, entry: Device, device: to
     assert isinstance(config.additional_config, dict), "the policy was read from it"
     mode = config.additional_config.get(CHECK, entry.default_check)
     if mode != "off":
-        certify(policy, shapes_of(config), entry, device, mode)
+        certify(policy, shapes_of(config), entry, device, mode, most_drafts(config))
 
 
 def _facts(entry: Device) -> dict[str, Any]:
@@ -139,10 +144,11 @@ def _facts(entry: Device) -> dict[str, Any]:
     return facts
 
 
-def _verdict_file(policy: Policy, shapes: Sequence[LayerShape], entry: Device) -> Path:
+def _verdict_file(policy: Policy, shapes: Sequence[LayerShape], entry: Device, drafts: int) -> Path:
     key = _facts(entry) | {
         "shapes": repr(tuple(shapes)),
         "policy": [policy.name, policy.model_dump()],
+        "drafts": drafts,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder() / "checks" / f"{digest[:24]}.json"

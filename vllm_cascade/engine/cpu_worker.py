@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's CPU worker with a policy."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_cascade.attention.cpu.builder import CPUBuilder
 from vllm_cascade.cache.kinds import DraftingLayers
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.drafter import BOUNDED, BoundedDrafter
@@ -18,7 +16,7 @@ from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.models.rotary import rotate_latent_keys_natively
 from vllm_cascade.patches import rejection_sampler
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.drafts import Drafts, ModelDrafts, Rejected, most_drafts
+from vllm_cascade.step.drafts import ModelDrafts, most_drafts
 from vllm_cascade.step.requests import DraftingRequests
 
 
@@ -27,7 +25,6 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
 
     device_entry = DEVICES["cpu"]
 
-    _drafts: Drafts | None = None
     _drafter: BoundedDrafter | None = None
 
     def load_model(self, **kwargs: Any) -> None:
@@ -55,21 +52,12 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         expect_hidden_states(self.model_runner)
-        self._keep_drafts()
 
     def _keep_drafts(self) -> None:
-        """Prepare layers and builders for speculative decoding, if it is on."""
-        most, most_requests = most_drafts(self.vllm_config), self.scheduler_config.max_num_seqs
-        if not most:
-            return
-        self._drafts = Drafts(most_requests, most)
-        for builder in self._builders():
-            assert isinstance(builder, CPUBuilder)
-            builder.drafts = self._drafts
-        for layer in self._all_layers().values():
-            layer.impl.keep_drafts(most_requests)
+        super()._keep_drafts()
         if self._drafter is not None:
-            drafts = ModelDrafts(most_requests, most)
+            most_requests = self.scheduler_config.max_num_seqs
+            drafts = ModelDrafts(most_requests, most_drafts(self.vllm_config))
             for builder in self._drafter.builders:
                 builder.drafts = drafts
             self._drafter.drafts = drafts
@@ -86,27 +74,9 @@ class CPUKVPolicyWorker(KVPolicyWorker, CPUWorker):
             builder.requests = DraftingRequests(self._requests)
 
     def _undo_drafts(self, output: SchedulerOutput) -> None:
-        """Undo the drafts that the last steps rejected, before anything reads or copies pages."""
-        assert self._drafts is not None
-        builders: list[Any] = self._builders()
-        self._undo(self._drafts.note(output), builders)
+        super()._undo_drafts(output)
         if self._drafter is not None:
             self._undo(self._drafter.drafts.note(output), self._drafter.builders)
-
-    def _undo(self, rejected: Sequence[Rejected], builders: Sequence[CPUBuilder]) -> None:
-        if not rejected:
-            return
-        known, layers = self.model_runner.requests, self._all_layers()
-        blocks = [known[one.name].block_ids[0] for one in rejected]
-        for builder in builders:
-            undone = builder.undone(rejected, blocks)
-            for name in builder.layer_names:
-                layers[name].impl.undo(undone)
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        if self._drafts is not None:
-            self._undo_drafts(scheduler_output)
-        return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
         if self.use_v2_model_runner:

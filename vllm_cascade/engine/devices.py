@@ -20,6 +20,7 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import DEFAULT_RECALL, KVPolicyError
 from vllm_cascade.sessions.copies import Copies, StreamCopies
+from vllm_cascade.step.drafts import HOST_DRAFTERS
 
 WITHOUT_CPU_KERNEL = ("jamba", "kimi_linear", "olmo_hybrid")
 """Models whose recurrent layers vLLM runs on GPUs only, by ``model_type``."""
@@ -237,10 +238,13 @@ class CUDA(Device):
             "have not run on a policy's pages; use --kv-policy full",
         ),
         Refusal(
-            "speculative decoding on CUDA",
-            lambda config, _: config.speculative_config is not None,
-            "--speculative-config cannot be combined with --kv-policy on CUDA: the kernels do not "
-            "undo rejected drafts yet; remove it",
+            "drafting models on CUDA",
+            lambda config, _: (
+                (drafts := config.speculative_config) is not None
+                and drafts.method not in HOST_DRAFTERS
+            ),
+            "--speculative-config has a method whose drafts come from a model or a device, which "
+            "is not built for CUDA; set its method to ngram or suffix",
         ),
     )
 

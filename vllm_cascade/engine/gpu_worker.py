@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_cascade.attention.cuda.builder import CUDABuilder
@@ -12,6 +13,26 @@ from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
+
+
+def keep_prompts_out_of_graphs(runner: Any) -> None:
+    """Let Model Runner V1 replay full graphs of drafts for generated tokens only.
+
+    It takes every batch for decoding in which all requests have as many tokens as a row with
+    drafts. Such a prompt is a stride, and a graph's launches are single tokens.
+    """
+    stock = runner._is_uniform_decode
+
+    def is_uniform_decode(*, num_reqs: int, **numbers: Any) -> bool:
+        if not stock(num_reqs=num_reqs, **numbers):
+            return False
+        if numbers.get("force_uniform_decode") is not None:  # a dummy run
+            return True
+        batch = runner.input_batch
+        begun = batch.num_computed_tokens_cpu[:num_reqs] >= batch.num_prompt_tokens[:num_reqs]
+        return bool(begun.all())
+
+    runner._is_uniform_decode = is_uniform_decode
 
 
 class GPUKVPolicyWorker(KVPolicyWorker, Worker):
@@ -28,6 +49,11 @@ class GPUKVPolicyWorker(KVPolicyWorker, Worker):
             if recalling:  # windows keep their own tokens
                 device = next(self.model_runner.get_model().parameters()).device
                 self._make_stores(recalling, device)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        if self._drafts is not None and not self.use_v2_model_runner:
+            keep_prompts_out_of_graphs(self.model_runner)
 
     def _maybe_activate_jit_monitor(self) -> None:
         """Compile our kernels first: from here on vLLM reports what is compiled as late."""

@@ -37,7 +37,7 @@ from vllm_cascade.models.rotary import choose_long_tables
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.drafts import most_drafts
+from vllm_cascade.step.drafts import Drafts, Rejected, most_drafts
 from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
 
 
@@ -91,6 +91,7 @@ class KVPolicyWorker(SessionWorker):
 
     device_entry: ClassVar[Device]
     _requests: Requests = Requests()
+    _drafts: Drafts | None = None
     _block_size: int
 
     @contextmanager
@@ -176,6 +177,7 @@ class KVPolicyWorker(SessionWorker):
             for table in self.model_runner.input_batch.block_table.block_tables:
                 table.slot_mapping_mode = SlotMappingMode.NONE
         self._open_sessions()
+        self._keep_drafts()
 
     def _prepare(
         self,
@@ -250,7 +252,35 @@ class KVPolicyWorker(SessionWorker):
         for index, name in enumerate(names):
             layers[name].impl.recall_from(self._stores, index, spec.policy.recall_queries)
 
+    def _keep_drafts(self) -> None:
+        """Prepare layers and builders for speculative decoding, if it is on."""
+        most, most_requests = most_drafts(self.vllm_config), self.scheduler_config.max_num_seqs
+        if not most:
+            return
+        self._drafts = Drafts(most_requests, most)
+        for builder in self._builders():
+            builder.drafts = self._drafts
+        for layer in self._all_layers().values():
+            layer.impl.keep_drafts(most_requests)
+
+    def _undo_drafts(self, output: SchedulerOutput) -> None:
+        """Undo the drafts that the last steps rejected, before anything reads or copies pages."""
+        assert self._drafts is not None
+        self._undo(self._drafts.note(output), self._builders())
+
+    def _undo(self, rejected: Sequence[Rejected], builders: Sequence[StepBuilder]) -> None:
+        if not rejected:
+            return
+        blocks = [self._requests.blocks(one.name) for one in rejected]
+        layers = self._all_layers()
+        for builder in builders:
+            undone = builder.undone(rejected, blocks)
+            for name in builder.layer_names:
+                layers[name].impl.undo(undone)
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        if self._drafts is not None:
+            self._undo_drafts(scheduler_output)
         self._serve_sessions(scheduler_output)
         self._requests.note(scheduler_output)
         if self._stores is not None:

@@ -4,6 +4,7 @@
 Each device adds how it mirrors the plan (``cpu/builder.py``, ``cuda/builder.py``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,9 +18,12 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.cache.transfer import sent
 from vllm_cascade.policies.random import drawn
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.stores import UnitStores
+from vllm_cascade.step.drafts import Drafts, Rejected
+from vllm_cascade.step.inputs import Undone
 from vllm_cascade.step.plan import describe
 from vllm_cascade.step.positions import CachePositions
 from vllm_cascade.step.requests import Requests
@@ -49,6 +53,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         requests: maps a step's rows to requests; set by the worker.
         positions: cache positions, which the model sees instead of vLLM's positions.
         stores: evicted units; set by the worker for policies with recall.
+        drafts: draft tokens of the step; set by the worker with speculative decoding.
         publishes: whether this builder writes ``positions``. If not, the builder of another kind
             of layer does.
     """
@@ -57,6 +62,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
 
     kv_cache_spec: KVPolicySpec
     stores: UnitStores | None = None
+    drafts: Drafts | None = None
 
     def __init__(
         self,
@@ -102,6 +108,23 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
         counters.evicted_tokens += step.evicted
         counters.moved_reads += step.moved_reads
         return step
+
+    def undone(self, rejected: Sequence[Rejected], blocks: Sequence[Sequence[int]]) -> Undone:
+        """Rejected drafts as this builder's layers undo them; they no longer count.
+
+        Args:
+            blocks: the requests' block numbers.
+        """
+        rows = np.zeros((len(rejected), 4), dtype=np.int32)
+        table = np.zeros((len(rejected), max(map(len, blocks))), dtype=np.int32)
+        for i, one in enumerate(rejected):
+            schedule = self.requests.schedule_of(one.name)
+            if self.kv_cache_spec.window is not None:
+                schedule = self.schedule
+            rows[i] = one.place, one.num, schedule.peak_at(one.begin), one.begin
+            table[i, : len(blocks[i])] = blocks[i]
+            self.discount(schedule, one.begin, one.begin + one.num)
+        return Undone(*(sent(torch.from_numpy(array), self.device) for array in (rows, table)))
 
     def discount(self, schedule: Schedule, begin: int, end: int) -> None:
         """No longer count single tokens ``[begin, end)``, which were drafts and are undone."""

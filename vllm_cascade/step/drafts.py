@@ -109,6 +109,10 @@ class Drafts:
             return None
         return Rejected(name, computed, drafted.num - accepted, drafted.place + accepted)
 
+    def drafting(self, names: Sequence[str | None]) -> list[int]:
+        """Rows of a batch whose last tokens are drafts."""
+        return [row for row, name in enumerate(names) if name in self._drafted]
+
     def saves(
         self, names: Sequence[str | None], rows: np.ndarray, stream: np.ndarray
     ) -> np.ndarray:

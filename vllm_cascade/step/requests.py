@@ -33,6 +33,10 @@ class Requests:
         """The schedule of a request that the runner knows."""
         raise KeyError(name)
 
+    def blocks(self, name: str) -> list[int]:
+        """Block numbers of a request that the runner knows, as of the previous step."""
+        raise KeyError(name)
+
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         """The rows' request ids; rows beyond the list have no request."""
         return []
@@ -100,6 +104,9 @@ class RunnerV1Requests(RunnerRequests):
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
         return [self._schedules[name] for name in self._runner.input_batch.req_ids]
 
+    def blocks(self, name: str) -> list[int]:
+        return self._runner.requests[name].block_ids[0]
+
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         return list(self._runner.input_batch.req_ids)
 
@@ -121,10 +128,11 @@ class RunnerV1Requests(RunnerRequests):
 
 @dataclass
 class _Request:
-    """A request as the scheduler sent it, with the token ids known so far."""
+    """A request as the scheduler sent it, with the token ids and block numbers known so far."""
 
     prompt_len: int
     tokens: np.ndarray
+    blocks: list[int]
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,7 +165,10 @@ class RunnerV2Requests(RunnerRequests):
         for new in output.scheduled_new_reqs:
             tokens = new.prefill_token_ids if self._importance is not None else ()
             tokens = np.asarray(tokens, dtype=np.int64)
-            self._requests[new.req_id] = _Request(new.prompt_len, tokens)
+            self._requests[new.req_id] = _Request(new.prompt_len, tokens, [*new.block_ids[0]])
+        cached = output.scheduled_cached_reqs
+        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            self._requests[name].blocks += blocks[0] if blocks else []
         if self._importance is not None and len(self._importance) > 2 * len(self._requests) + 64:
             self._importance.forget(set(self._requests))
         self._sampled = None
@@ -167,6 +178,9 @@ class RunnerV2Requests(RunnerRequests):
         if common.req_idx is None:
             return []
         return [self._name(index) for index in common.req_idx.tolist()]
+
+    def blocks(self, name: str) -> list[int]:
+        return self._requests[name].blocks
 
     def _name(self, index: int) -> str | None:
         names: Mapping[int, str] = self._runner.req_states.index_to_req_id

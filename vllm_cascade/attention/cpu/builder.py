@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds a step's metadata for the CPU: the plan's arrays with the requests' pages."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from vllm.config import SchedulerConfig
 from vllm.v1.attention.backend import (
@@ -18,8 +16,7 @@ from vllm_cascade.kernels.columns import STREAM
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.step.builder import StepBuilder
-from vllm_cascade.step.drafts import Drafts, Rejected
-from vllm_cascade.step.inputs import Singles, Stride, Undone, singles_of, strides_of
+from vllm_cascade.step.inputs import Singles, Stride, singles_of, strides_of
 from vllm_cascade.step.plan import RuleBook
 from vllm_cascade.step.recall import RecallStride, plan_logs
 from vllm_cascade.step.rows import StrideRows, split
@@ -56,39 +53,17 @@ class CPUMetadata(AttentionMetadata):
 
 
 class CPUBuilder(StepBuilder[CPUMetadata]):
-    """Plans a step for the CPU.
-
-    Attributes:
-        drafts: draft tokens of the step; set by the worker with speculative decoding.
-    """
+    """Plans a step for the CPU."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     stores: Stores | None = None
-    drafts: Drafts | None = None
 
     def make_tables(self, limits: SchedulerConfig) -> None:
         self._rules = RuleBook()
 
     def rules_at(self, schedule: Schedule) -> int:
         return self._rules.begin(schedule)
-
-    def undone(self, rejected: Sequence[Rejected], blocks: Sequence[Sequence[int]]) -> Undone:
-        """Rejected drafts as this builder's layers undo them; they no longer count.
-
-        Args:
-            blocks: the requests' block numbers.
-        """
-        rows = np.zeros((len(rejected), 4), dtype=np.int32)
-        table = np.zeros((len(rejected), max(map(len, blocks))), dtype=np.int32)
-        for i, one in enumerate(rejected):
-            schedule = self.requests.schedule_of(one.name)
-            if self.kv_cache_spec.window is not None:
-                schedule = self.schedule
-            rows[i] = one.place, one.num, schedule.peak_at(one.begin), one.begin
-            table[i, : len(blocks[i])] = blocks[i]
-            self.discount(schedule, one.begin, one.begin + one.num)
-        return Undone(torch.from_numpy(rows), torch.from_numpy(table))
 
     def build(
         self,

@@ -69,18 +69,13 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         self.recall = LayerRecall(self._layer, self._pages, index, most_queries, native, in_8_bits)
 
     def keep_drafts(self, most_requests: int) -> None:
-        """Save what draft tokens change, for ``undo``; called once, after ``prepare``."""
         assert self.path is not None and self._pages is not None, "prepare() was not called"
         self.path.keep_drafts(Journal(self._pages, most_requests))
 
     def undo(self, undone: Undone) -> None:
-        """Undo rejected drafts; called between steps."""
         assert self.path is not None, "prepare() was not called"
         self.path.undo(undone)
-        if self.recorder is not None:
-            ends, first_pages = undone.rows[:, 3].tolist(), undone.table[:, 0].tolist()
-            for end, page in zip(ends, first_pages, strict=True):
-                self.recorder.forget(self.name, page, end)
+        self._forget(undone)
 
     def rotation_table(
         self, rotary: Rotary, spec: KVPolicySpec, device: torch.device

@@ -3,9 +3,11 @@
 
 A batch of single tokens is described by persistent buffers that the kernel ``schedule`` rewrites
 from the sequence lengths, so that a captured CUDA graph finds the next step in the same memory and
-the host reads nothing back. A step with a prompt in it is planned on the host as for any device
-(``step/plan.py``), wave by wave, and runs outside full graphs; so does every step of a policy
-that moves tokens, which rules do not say and PyTorch runs on the device.
+the host reads nothing back. So is a batch in which every request has a known token and equally many
+drafts (speculative decoding): as waves, each with one token of every request. A step with a prompt
+in it is planned on the host as for any device (``step/plan.py``), wave by wave, and runs outside
+full graphs; so does every step of a policy that moves tokens, which rules do not say and PyTorch
+runs on the device.
 """
 
 from collections.abc import Sequence
@@ -45,6 +47,9 @@ from vllm_cascade.step.inputs import NO_RANK, strides_of
 from vllm_cascade.step.recall import plan_rings
 from vllm_cascade.step.rows import Step, StrideRows, split
 
+ALIGNED = 16
+"""Rows of a wave's buffers are a multiple of this. A pointer's alignment selects a variant."""
+
 
 class CUDABuilder(StepBuilder[TritonMetadata]):
     """Plans a step for the Triton kernels and publishes its cache positions."""
@@ -52,19 +57,23 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     stores: Rings | None = None
 
     def make_tables(self, limits: SchedulerConfig) -> None:
-        most, device = len(self.positions.buffer), self.device
+        device, waves = self.device, 1 + self.kv_cache_spec.drafts
+        most = -(-len(self.positions.buffer) // ALIGNED) * ALIGNED  # each wave's rows are aligned
         self.tables = DeviceTables(self.schedule, device, limits.max_num_seqs)
         self.frames = self.tables  # whose counts say positions
         if self.windowed:
             self.frames = DeviceTables(self.engine_schedule, device, limits.max_num_seqs)
-            self.frame_steps = torch.empty(most, STEP_COLUMNS, dtype=torch.int32, device=device)
-        self.steps = torch.full((most, STEP_COLUMNS), -1, dtype=torch.int32, device=device)
+            self.frame_steps = torch.empty(
+                waves, most, STEP_COLUMNS, dtype=torch.int32, device=device
+            )
+        self.steps = torch.full((waves, most, STEP_COLUMNS), -1, dtype=torch.int32, device=device)
         self.engine_rows = torch.zeros(most, dtype=torch.int32, device=device)
         self.no_scores = torch.zeros(most, self.kv_cache_spec.num_sets, device=device)
-        self.scale = torch.ones(most, device=device)
-        self.scored = torch.full((most,), NO_RANK, dtype=torch.int32, device=device)
-        self.given = torch.zeros(most, device=device)
-        self.recall = torch.zeros(most, RECALL_COLUMNS, dtype=torch.int32, device=device)
+        self.scale = torch.ones(waves, most, device=device)
+        self.scored = torch.full((waves, most), NO_RANK, dtype=torch.int32, device=device)
+        self.given = torch.zeros(waves, most, device=device)
+        self.recall = torch.zeros(waves, most, RECALL_COLUMNS, dtype=torch.int32, device=device)
+        self.saves = torch.full((waves, most), -1, dtype=torch.int32, device=device)
         heads = self.kv_cache_spec.num_kv_heads
         self.finished = torch.zeros(most, 2 * heads, dtype=torch.int32, device=device)
         self.plans = Plans(device)
@@ -75,7 +84,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Full graphs for decode, unless rules do not say all that the policy does.
+        """Full graphs for decode, also with drafts, unless rules do not say all a policy does.
 
         Where layers are of several kinds, vLLM brings the specs of all of them.
         """
@@ -84,6 +93,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             specs = list(kv_cache_spec.kv_cache_specs.values())
         if any(isinstance(s, KVPolicySpec) and s.schedule.moves_tokens for s in specs):
             return AttentionCGSupport.NEVER
+        if all(isinstance(s, KVPolicySpec) and s.drafts for s in specs):
+            return AttentionCGSupport.UNIFORM_BATCH
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     @property
@@ -104,8 +115,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         for tables in (self.tables, self.frames):
             tables.prune()
         scale, waves = None, []
-        if common.max_query_len == 1 and not self.schedule.moves_tokens:
-            waves = [DeviceWave(None, self._decode(common))]
+        if self._is_decode(common):
+            waves = self._decode(common)
         elif not self.requests.all_dummies(common):  # of which vLLM says that none is prefilling
             if common.is_prefilling is None:
                 none = torch.zeros(common.num_reqs, dtype=torch.bool)
@@ -114,10 +125,10 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             if step.logit_scale is not None:
                 scale = self._sent(step.logit_scale)
             recall: list[np.ndarray | None] = [None] * len(step.waves)
+            names = self.requests.names(common)
             if self.stores is not None:
-                names = self.requests.names(common)
                 recall = [self._plan_recall(rows, names, common.num_reqs) for rows in step.waves]
-            waves = self._waves(step, scale, table, recall)
+            waves = self._waves(step, scale, table, recall, names)
         positions = self.positions.buffer if self.windowed else None
         return TritonMetadata(
             self.kv_cache_spec,
@@ -135,8 +146,25 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
     # --- a batch of single tokens, nothing of which the host has to know -------------------------
 
-    def _decode(self, common: CommonAttentionMetadata) -> DecodeRows:
-        num_rows, table = common.num_reqs, common.block_table_tensor
+    def _is_decode(self, common: CommonAttentionMetadata) -> bool:
+        """Whether every row is a single token, or a token and as many drafts as all others have.
+
+        A full graph replays the launches of such a batch.
+        """
+        width = common.max_query_len
+        if self.schedule.moves_tokens or width > len(self.steps):
+            return False
+        if width == 1:
+            return True
+        lengths = np.diff(common.query_start_loc_cpu.numpy())
+        if not np.isin(lengths, (0, width)).all():  # 0: rows of padding
+            return False
+        if common.is_prefilling is None or self.requests.all_dummies(common):
+            return True
+        return not self.requests.prefilling(common).any()
+
+    def _decode(self, common: CommonAttentionMetadata) -> list[DeviceWave]:
+        num_rows, width = common.num_reqs, common.max_query_len
         frames = schedules = self.requests.schedules(common)[:num_rows]
         schedules += [self.engine_schedule] * (num_rows - len(schedules))
         positions = self.positions.buffer if self.publishes else None
@@ -147,26 +175,57 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
                 positions = None
         self._write_steps(common, self.tables, schedules, self.steps, positions)
         assert common.seq_lens_cpu_upper_bound is not None, "runners set it"
-        stream = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64) - 1
-        self._count(schedules, stream)
+        ends = common.seq_lens_cpu_upper_bound.numpy()[:num_rows].astype(np.int64)
+        names = []
+        if self.stores is not None or self.drafts is not None:
+            names = self.requests.names(common)
+        self.counters.steps += 1
+        waves = []
+        for wave in range(width):
+            stream = np.where(ends > 0, ends - width + wave, -1)
+            rows = self._decode_wave(common, wave, frames, schedules, names, stream)
+            waves.append(DeviceWave(None, rows))
+        return waves
+
+    def _decode_wave(
+        self,
+        common: CommonAttentionMetadata,
+        wave: int,
+        frames: list[Schedule],
+        schedules: list[Schedule],
+        names: list[str | None],
+        stream: np.ndarray,
+    ) -> DecodeRows:
+        """One token of each request; ``stream``: their stream indices, -1 in rows of padding."""
+        num_rows, width = common.num_reqs, common.max_query_len
+        own = wave, slice(0, num_rows)
+        self._count(schedules, wave, stream)
         self.counters.moved_reads += sum(
             int(frame.moved(stream[rows]).sum()) for frame, rows in by_schedule(frames)
         )
-        judged = self._judge(common, schedules, stream)
+        judged = self._judge(common, schedules, wave, stream)
         if self.stores is not None:
-            names, one = self.requests.names(common), np.ones_like(stream)
-            rows = plan_rings(self.stores, names, schedules, stream, one)
-            self.recall[:num_rows].copy_(self._sent(rows), non_blocking=True)
+            rows = plan_rings(self.stores, names, schedules, stream, np.ones_like(stream))
+            self.recall[own].copy_(self._sent(rows), non_blocking=True)
+        if wave:  # a row begins with a token that is known
+            self.saves[own].copy_(self._sent(self._saves(names, stream)), non_blocking=True)
         return DecodeRows(
-            index=None,
-            steps=self.steps[:num_rows],
-            table=table[:num_rows],
-            logit_scale=self.scale[:num_rows] if self.schedule.scales_logits else None,
+            index=slice(wave, num_rows * width, width),
+            steps=self.steps[own],
+            table=common.block_table_tensor[:num_rows],
+            logit_scale=self.scale[own] if self.schedule.scales_logits else None,
             no_scores=self.no_scores[:num_rows],
-            scored=self.scored[:num_rows] if judged else None,
-            given=self.given[:num_rows] if judged else None,
-            recall=None if self.stores is None else self.recall[:num_rows],
+            scored=self.scored[own] if judged else None,
+            given=self.given[own] if judged else None,
+            recall=None if self.stores is None else self.recall[own],
+            saves=self.saves[own] if wave else None,
         )
+
+    def _saves(self, names: list[str | None], stream: np.ndarray) -> np.ndarray:
+        """int32 ``[B]``, places of draft tokens of all rows; -1: no draft."""
+        if self.drafts is None:
+            return np.full(len(stream), -1, dtype=np.int32)
+        return self.drafts.saves(names, np.arange(len(stream)), stream)
 
     def _write_steps(
         self,
@@ -185,14 +244,13 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             blocks=common.block_table_tensor,
             tables=tables.schedules,
             schedule_of=schedule_of,
-            steps=steps,
+            steps=steps[: common.max_query_len],
             positions=positions,
         )
 
-    def _count(self, schedules: list[Schedule], stream: np.ndarray) -> None:
-        """Count the step, and scale its logits where a policy does."""
+    def _count(self, schedules: list[Schedule], wave: int, stream: np.ndarray) -> None:
+        """Count a wave, and scale its logits where a policy does."""
         counters = self.counters
-        counters.steps += 1
         scale = np.ones(len(stream), dtype=np.float32)
         for schedule, rows in by_schedule(schedules):
             rows = np.arange(len(stream))[rows]
@@ -205,10 +263,14 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             if schedule.scales_logits:
                 scale[rows] = schedule.policy.logit_scale(t, cached + 1)
         if self.schedule.scales_logits:
-            self.scale[: len(scale)].copy_(self._sent(scale), non_blocking=True)
+            self.scale[wave, : len(scale)].copy_(self._sent(scale), non_blocking=True)
 
     def _judge(
-        self, common: CommonAttentionMetadata, schedules: list[Schedule], stream: np.ndarray
+        self,
+        common: CommonAttentionMetadata,
+        schedules: list[Schedule],
+        wave: int,
+        stream: np.ndarray,
     ) -> bool:
         """Host scores into the buffers that a graph reads; False: the engine has none."""
         if not self.schedule.scoring.from_host:
@@ -221,8 +283,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
                 (given[row],) = self.host_scores(common, row, schedule, t, t + 1)
                 cached = int(schedule.positions(stream[row]))
                 scored[row] = (cached - schedule.lag) // schedule.unit
-        self.given[: len(given)].copy_(self._sent(given), non_blocking=True)
-        self.scored[: len(scored)].copy_(self._sent(scored), non_blocking=True)
+        self.given[wave, : len(given)].copy_(self._sent(given), non_blocking=True)
+        self.scored[wave, : len(scored)].copy_(self._sent(scored), non_blocking=True)
         return True
 
     # --- a step planned on the host ---------------------------------------------------------------
@@ -251,14 +313,16 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         scale: torch.Tensor | None,
         table: torch.Tensor,
         recall: Sequence[np.ndarray | None],
+        names: Sequence[str | None],
     ) -> list[DeviceWave]:
         """Send all rows of the step in one copy, and make each wave's metadata.
 
         Args:
             recall: int32 ``[B, RECALL_COLUMNS]`` a wave; None where no units are recalled.
+            names: request ids by row in the batch.
         """
         mail, given = Mail(), None if step.given is None else self._sent(step.given)
-        at_once, rest = self._at_once(step.waves)
+        at_once, rest = self._at_once(step.waves, names)
         kinds = [self._kinds(rows) for rows in rest]
         plans = [plan for *_, longer in kinds for _, those in longer for plan in those]
         places = iter(self.plans.places(plans))
@@ -279,7 +343,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             in_rows = [None if own is None else own[row] for row in others.request.tolist()]
             wave = DeviceWave(
                 rows,
-                decode=self._singles(at, singles, mail, given, scale, own)
+                decode=self._singles(at, singles, mail, given, scale, own, names)
                 if len(singles)
                 else None,
                 prefill=[self._strides(place, rows, mail, given, own) for place, rows in strides],
@@ -322,9 +386,13 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         given: torch.Tensor | None,
         scale: torch.Tensor | None,
         recall: np.ndarray | None,
+        names: Sequence[str | None],
     ) -> DecodeRows:
         index = mail.steps[at, START].long()
-        scored = None
+        scored = saves = None
+        if self.drafts is not None:
+            places = self.drafts.saves(names, rows.request, rows.steps[:, STREAM])
+            saves = self._sent(places) if (places >= 0).any() else None
         if given is not None:
             lag = np.asarray([schedule.lag for schedule in rows.schedules])
             theirs = np.asarray([schedule.scoring.from_host for schedule in rows.schedules])
@@ -339,6 +407,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             scored=scored,
             given=None if given is None else given[index],
             recall=self._recall_of(rows, recall),
+            saves=saves,
         )
 
     def _strides(
@@ -366,13 +435,19 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     # --- strides in which nobody is compared ------------------------------------------------------
 
     def _at_once(
-        self, waves: Sequence[StrideRows]
+        self, waves: Sequence[StrideRows], names: Sequence[str | None]
     ) -> tuple[list[list[StrideRows]], list[StrideRows]]:
         """What each wave attends without waiting for waves before, and what else it has.
 
         The first wave takes all of a request's strides, unless somebody looks at every stride.
+        Drafts wait for each other: each of them saves what it changes.
         """
         fits = [self._nobody_is_compared(rows) for rows in waves]
+        if self.drafts is not None:
+            waits = self.drafts.drafting(names)
+            fits = [
+                fit & ~np.isin(rows.request, waits) for rows, fit in zip(waves, fits, strict=True)
+            ]
         if not any(fit.any() for fit in fits):
             return [[] for _ in waves], list(waves)
         if self.whole_chunks:

@@ -33,6 +33,7 @@ from vllm_cascade.attention.cuda.workspace import (
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.latent import LatentImpl
 from vllm_cascade.attention.layer import NewTokens
+from vllm_cascade.attention.torch.drafts import Journal
 from vllm_cascade.attention.torch.strides import attend_and_insert
 from vllm_cascade.cache.kinds import window_slots
 from vllm_cascade.cache.layout import Pages, page_views
@@ -45,6 +46,8 @@ from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
 from vllm_cascade.kernels.triton.configs import LEAST_PART, Split, attend_splits, sharing
+from vllm_cascade.kernels.triton.drafts import Saved, save_versions
+from vllm_cascade.kernels.triton.drafts import undo as undo_drafts
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
@@ -55,7 +58,8 @@ from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.recall.rings import Rings
-from vllm_cascade.step.inputs import Stride
+from vllm_cascade.step.drafts import most_drafts
+from vllm_cascade.step.inputs import Stride, Undone
 
 
 class StrideKernels(NamedTuple):
@@ -83,6 +87,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     _stride_kernels: StrideKernels | None = None
     _stored: Codes | None = None
     recall: LayerRings | None = None
+    _saved: Saved | None = None
+    _held: torch.Tensor | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,6 +116,22 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         stored = policy.recall_store // policy.unit if policy.recall else 0
         worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
         del parts, logits, worth
+        if self._saved is None and (drafts := most_drafts(config)):
+            row = 2 * self.head_size if self.latent is None else self.head_size
+            num_bytes = num * drafts * self.num_kv_heads * (row * query.element_size() + 20)
+            self._held = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def keep_drafts(self, most_requests: int) -> None:
+        assert self._pages is not None, "prepare comes first"
+        self._held = None  # the profile has counted it
+        own = Journal(self._pages, most_requests)
+        self._saved = Saved(own.rows, own.words, own.scale, self._pages.scale)
+
+    def undo(self, undone: Undone) -> None:
+        assert self._pages is not None and self._saved is not None, "keep_drafts comes first"
+        words = _words(self._pages, "kv", *TRACE_WORDS, "versions")
+        undo_drafts(undone=undone.rows, table=undone.table, **words, saved=self._saved)
+        self._forget(undone)
 
     def prepare(
         self,
@@ -178,13 +200,18 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         policy = metadata.spec.policy
         where: dict[str, Any] = {"table": decode.table, "steps": decode.steps}
-        rows = slice(0, len(decode.steps)) if decode.index is None else decode.index
+        rows = decode.index
+        saves = None if self._saved is None else decode.saves  # none before there are pages
+        if saves is not None:
+            save_versions(
+                saves=saves, **_words(pages, "rank", "score", "versions"), **where, unit=pages.unit
+            )
         recall = {**where, "recall": decode.recall}
         if self.recall is not None:
             self.recall.choose(new.query, **recall, single=True)
         query, key, value = new.at(rows)
         place = new.output[rows]
-        if decode.index is not None:  # a copy
+        if isinstance(rows, torch.Tensor):  # a copy
             place = torch.empty_like(place)
         num_slots = decode.table.shape[1] * pages.block_size
         turning: dict[str, Any] = {**self._turning, "rotation": self._decode_rotation}
@@ -211,7 +238,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             output=place,
             sinks=self._sink_logits,
         )
-        if decode.index is not None:
+        if isinstance(rows, torch.Tensor):
             new.output[rows] = place
         new_score = decode.no_scores
         if policy.uses_attention:
@@ -238,6 +265,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             # Only policies with scores have rules of cells, and requests may bring their own.
             has_cells=policy.uses_attention,
             positions=metadata.positions,
+            saves=saves,
+            saved=self._saved,
             **self._rows,
         )
         if self.recall is not None:

@@ -20,7 +20,7 @@ class DecodeRows:
     """Single tokens of ``B`` requests.
 
     Attributes:
-        index: int64 ``[B]``, the tokens' places in the step; None for the first ``B`` tokens.
+        index: int64 ``[B]``, the tokens' places in the step, or a slice of the step.
         steps: int32 ``[B, STEP_COLUMNS]``.
         table: int32 ``[B, P]`` block numbers.
         logit_scale: fp32 ``[B]``, factors on the logits, or None.
@@ -29,9 +29,10 @@ class DecodeRows:
             for none.
         given: fp32 ``[B]``, the host's scores, or None.
         recall: int32 ``[B, RECALL_COLUMNS]``; None without recall.
+        saves: int32 ``[B]``, places of draft tokens, -1 for others; None: there are no drafts.
     """
 
-    index: torch.Tensor | None
+    index: torch.Tensor | slice
     steps: torch.Tensor
     table: torch.Tensor
     logit_scale: torch.Tensor | None
@@ -39,6 +40,7 @@ class DecodeRows:
     scored: torch.Tensor | None = None
     given: torch.Tensor | None = None
     recall: torch.Tensor | None = None
+    saves: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ whose block tables hold only the null block. All their rows are padding, so no p
 Variants do not depend on lengths (``tests/attention/test_variants.py``).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -20,6 +20,8 @@ from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import POLICIES
 from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.policies.settings import CONFIG_KEY, KVPolicyError
+from vllm_cascade.step.drafts import Drafts
+from vllm_cascade.step.inputs import Undone
 from vllm_cascade.step.requests import Requests
 
 
@@ -32,16 +34,22 @@ def warm_up(
         kv_cache: the layer's page pool.
         width: columns of the runner's block tables.
     """
-    requests, counters = builder.requests, builder.counters
+    requests, counters, drafts = builder.requests, builder.counters, builder.drafts
     builder.counters = type(counters)()
+    most_drafts = 0 if drafts is None else drafts.most
+    if most_drafts:
+        nothing = torch.zeros(1, width, dtype=torch.int32, device=kv_cache.device)
+        impl.undo(Undone(nothing.new_zeros(1, 4), nothing))
     alike = [builder.engine_schedule]  # windows ignore requests' own policies
     if not builder.windowed:
         alike = _schedules(builder.schedule)
     try:
         for schedule in alike:
             builder.requests = _Alike(schedule)
-            for firsts, lengths in _steps(builder):
-                metadata = builder.build(0, _common(firsts, lengths, width, kv_cache.device))
+            for firsts, lengths, prompts in _steps(builder, most_drafts):
+                builder.drafts = None if prompts else _AllDrafts(len(lengths), most_drafts)
+                step = _common(firsts, lengths, prompts, width, kv_cache.device)
+                metadata = builder.build(0, step)
                 num, size, dtype = sum(lengths), impl.head_size, impl.row_dtype
                 query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
                 key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
@@ -50,7 +58,7 @@ def warm_up(
                 layer = SimpleNamespace(layer_name="warm-up")
                 impl.forward(layer, query, key, value, kv_cache, metadata, output)
     finally:
-        builder.requests, builder.counters = requests, counters
+        builder.requests, builder.counters, builder.drafts = requests, counters, drafts
 
 
 class _Alike(Requests):
@@ -61,6 +69,18 @@ class _Alike(Requests):
 
     def schedules(self, common: CommonAttentionMetadata) -> list[Schedule]:
         return [self._schedule] * common.num_reqs
+
+
+class _AllDrafts(Drafts):
+    """Takes every token for a draft."""
+
+    def drafting(self, names: Sequence[str | None]) -> list[int]:
+        return self._free
+
+    def saves(
+        self, names: Sequence[str | None], rows: np.ndarray, stream: np.ndarray
+    ) -> np.ndarray:
+        return np.zeros(len(rows), dtype=np.int32)
 
 
 def _schedules(engine: Schedule) -> list[Schedule]:
@@ -77,25 +97,30 @@ def _schedules(engine: Schedule) -> list[Schedule]:
     return list(found.values())
 
 
-def _steps(builder: CUDABuilder) -> Iterator[tuple[list[int], list[int]]]:
-    """Tokens seen before, and new tokens, per request of each warm-up step.
+def _steps(builder: CUDABuilder, drafts: int) -> Iterator[tuple[list[int], list[int], bool]]:
+    """Tokens seen before, and new tokens, per request of each warm-up step; and whether several
+    are a prompt's.
 
     The steps are a stride on an empty cache, strides on a full one, decode beside a stride, and
-    decode alone.
+    decode alone; and with speculative decoding rows of every number of drafts, and of several.
     """
     policy, most = builder.schedule.policy, len(builder.positions.buffer)
     stride = policy.prefill_stride
     later = -(-(policy.keep_prompt + 2 * policy.budget) // stride) * stride
-    yield [0], [min(stride, most)]
-    yield [later], [min(stride, most)]
-    yield [later], [min(2, most)]
+    yield [0], [min(stride, most)], True
+    yield [later], [min(stride, most)], True
+    yield [later], [min(2, most)], True
     if most > 2:
-        yield [later, later], [1, min(stride, most - 1)]
-    yield [later], [1]
+        yield [later, later], [1, min(stride, most - 1)], True
+    yield [later], [1], True
+    for width in range(2, min(1 + drafts, most) + 1):
+        yield [later], [width], False
+    if drafts and most > 2:
+        yield [later, later], [1, 2], False
 
 
 def _common(
-    firsts: list[int], lengths: list[int], width: int, device: torch.device
+    firsts: list[int], lengths: list[int], prompts: bool, width: int, device: torch.device
 ) -> CommonAttentionMetadata:
     offsets = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     ends = torch.tensor([a + b for a, b in zip(firsts, lengths, strict=True)], dtype=torch.int32)
@@ -110,5 +135,5 @@ def _common(
         max_seq_len=int(ends.max()),
         block_table_tensor=torch.zeros(len(lengths), width, dtype=torch.int32, device=device),
         slot_mapping=torch.zeros(0, device=device),
-        is_prefilling=torch.tensor([length > 1 for length in lengths]),
+        is_prefilling=torch.tensor([prompts and length > 1 for length in lengths]),
     )

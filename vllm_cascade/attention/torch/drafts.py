@@ -31,10 +31,11 @@ class Journal:
         self.most, num_sets = pages.versions.shape[1], pages.rank.shape[1]
         _, num_heads, _, row_size = pages.kv.shape
         places = most_requests * self.most
-        # Not touched before it is used, so it only takes memory for requests with drafts.
-        self.rows = torch.empty(places, num_heads, row_size, dtype=pages.kv.dtype)
-        self.scale = None if pages.scale is None else torch.empty(places, num_heads, 2)
-        self.words = torch.empty(places, 3, num_sets, dtype=torch.int32)
+        with pages.kv.device:
+            # On CPUs not touched before it is used: memory for requests with drafts only.
+            self.rows = torch.empty(places, num_heads, row_size, dtype=pages.kv.dtype)
+            self.scale = None if pages.scale is None else torch.empty(places, num_heads, 2)
+            self.words = torch.empty(places, 3, num_sets, dtype=torch.int32)
         self._pages, self._versions = pages, pages.versions
 
     def save_words(self, place: int, blocks: torch.Tensor) -> None:

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculative decoding on the Triton kernels, in the interpreter.
+
+Answers and kept tokens are those of an engine without it, which runs in C++, and of the oracle.
+Drafters are scripted (``drafters.py``); vLLM's own runs in a process with the second model runner.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import MODEL
+from tests.engine.drafters import Scripted
+from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.test_against_oracle import oracle_model
+from tests.engine.test_metrics import metrics
+from tests.engine.test_runner_v2 import run
+from tests.engine.test_sessions import flush
+from tests.engine.test_speculation import (
+    answers,
+    compare,
+    counters,
+    grown,
+    script,
+    spec_metric,
+    worker_drafts,
+)
+from tests.oracle.families import FAMILIES, write_family
+from tests.oracle.full_attention import OWN_MODULES
+from tests.oracle.model import stream
+from tests.oracle.random_models import write_llama
+from tests.oracle.settings import oracle_settings
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.attention.cuda.builder import CUDABuilder
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
+from vllm_cascade.engine.gpu_worker import keep_prompts_out_of_graphs
+
+CASCADE = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 2}
+EACH = {"head_policy": "per_kv_head"}
+CASES: dict[str, tuple[dict[str, Any], int]] = {
+    # Settings, and the number of drafts.
+    "window": ({"name": "window", "budget": 20}, 1),
+    "sink": ({"name": "sink", "budget": 20, "overflow": 3}, 2),
+    "lazy": ({"name": "lazy", "budget": 20, "overflow": 8, "slack": 6, "max_drop": 3}, 5),
+    "cascade": (CASCADE, 4),
+    "cascade-heads": ({**CASCADE, **EACH, "head_reduction": "max"}, 7),
+    "beehive": (
+        {"name": "beehive", "budget": 24, "window": 6, "stride": 3, "threshold": 14},
+        6,
+    ),
+    "h2o": ({"name": "h2o", "budget": 24, "normalise": True}, 3),
+    "random": ({"name": "random", "budget": 24}, 4),
+    "dgc": ({"name": "dgc", "budget": 20, "importance": "attention"}, 3),
+    "units": ({**CASCADE, "num_sinks": 4, "unit": 4}, 5),
+    "recall": ({"name": "sink", "budget": 24, "num_sinks": 8, "unit": 8, "recall": 2,
+                "recall_store": 64, "recall_every": 5}, 7),
+    "keep-prompt": ({**CASCADE, "keep_prompt": 16}, 2),
+}  # fmt: skip
+ASKED: dict[str, list[dict[str, Any]]] = {
+    "cascade": [{}, {"kv_budget": 16}, {"kv_policy": "h2o", "kv_budget": 12}],
+    "recall": [{}, {"kv_recall": 0}, {"kv_policy": "window"}],
+}
+TOKENS = np.random.default_rng(1).integers(1, 500, 200).tolist()
+PROMPTS = [TOKENS[:37], TOKENS[50:54], TOKENS[60:71]]
+ANSWER = 30
+
+
+@contextmanager
+def triton() -> Iterator[None]:
+    """Engines that start in this context run the CUDA backend's code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
+        patch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
+        for name in ("make_stores", "count_stores"):
+            patch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    return write_llama(folder, num_layers=2, tokenizer_from=MODEL, head_dim=16)
+
+
+def engine(
+    pool: EnginePool, policy: dict[str, Any], drafts: int, model: Path, **kwargs: Any
+) -> Any:
+    """An engine of its own: in C++ without drafts, on the Triton kernels with them."""
+    pool.close()
+    settings = {
+        "max_model_len": 512,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+        "block_size": 16,
+        **kwargs,
+    }
+    policy = {"prefill_stride": 8, "trace": True, **policy}
+    if not drafts:
+        return pool.get(policy, model, **settings)
+    config = {
+        "method": "custom_class",
+        "model": "tests.engine.drafters.Scripted",
+        "num_speculative_tokens": drafts,
+    }
+    with triton():
+        return pool.get(policy, model, speculative_config=config, **settings)
+
+
+def kept_at(llm: Any, prompt: list[int], num: int) -> tuple[dict[Any, Any], Any]:
+    """What each layer keeps after each generated token of one request, and its answer."""
+    llm.collective_rpc("kv_policy_trace", args=(1,))
+    answer = answers(llm, [prompt], num=num)
+    flush(llm)
+    ((found, *_),) = [llm.collective_rpc("kv_policy_kept")]
+    kept = {(one["layer"], one["end"]): one["tokens"] for one in found}
+    assert len(kept) == len(found), "a token was recorded twice"
+    return kept, answer
+
+
+def check_case(pool: EnginePool, name: str, model: Path, rights: list[float]) -> None:
+    policy, drafts = CASES[name]
+    asked = ASKED.get(name)
+    plain = engine(pool, policy, 0, model, enable_prefix_caching=False)
+    before, metered = counters(plain), metrics(plain)
+    truth = answers(plain, PROMPTS, asked, num=ANSWER)
+    per_run = "tokens", "evicted_tokens", "strides", "moved_reads"
+    expected = grown(before, counters(plain), *per_run)
+    on_meter = grown(metered, metrics(plain), "evicted_tokens", "strides")
+    kept, one = kept_at(plain, PROMPTS[0], 20)
+    llm = engine(pool, policy, drafts, model, enable_prefix_caching=False)
+    for right in rights:
+        script(PROMPTS, truth, right)
+        before, metered = counters(llm), metrics(llm)
+        accepted = spec_metric(llm, "num_accepted_tokens")
+        compare(answers(llm, PROMPTS, asked, num=ANSWER), truth)
+        accepted = spec_metric(llm, "num_accepted_tokens") - accepted
+        print(f"{name}: {right}: {Scripted.proposed} proposed, {accepted:g} accepted")
+        assert Scripted.proposed > 20 and (accepted == 0) == (right == 0)
+        assert grown(before, counters(llm), *per_run) == expected
+        assert grown(metered, metrics(llm), "evicted_tokens", "strides") == on_meter
+        script(PROMPTS[:1], one, right)
+        found, answer = kept_at(llm, PROMPTS[0], 20)
+        compare(answer, one)
+        assert found == kept
+    assert len(worker_drafts(llm)._free) == 16, "a request's places are not given back"
+    if asked is None:
+        near_the_oracle(truth, policy, model)
+    pool.close()
+
+
+def near_the_oracle(truth: list[Any], policy: dict[str, Any], model: Path) -> None:
+    for prompt, (generated, found) in zip(PROMPTS, truth, strict=True):
+        settings = oracle_settings({"prefill_stride": 8, **policy})
+        told = stream(oracle_model(model), prompt + generated, prompt_len=len(prompt), **settings)
+        expected = np.asarray(told.logprobs[len(prompt) - 1 :])
+        assert np.abs(np.asarray(found) - expected).max() < 2e-4
+
+
+QUICK = ("cascade-heads",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
+)
+def test_every_policy(name: str, engine_pool: EnginePool, llama: Path) -> None:
+    check_case(engine_pool, name, llama, [0.7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", range(1, 8))
+def test_any_number_of_drafts(drafts: int, engine_pool: EnginePool, llama: Path) -> None:
+    CASES["numbered"] = (CASES["cascade"][0], drafts)
+    check_case(engine_pool, "numbered", llama, [0.0, 0.8, 1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss", "deepseek-v2"])
+def test_layers_of_other_kinds(architecture: str, engine_pool: EnginePool, tmp_path: Path) -> None:
+    """Windows, learned sinks, latent rows."""
+    from vllm_cascade.attention.cpu.backend import CPULatentBackend
+
+    model = write_family(tmp_path, (FAMILIES | OWN_MODULES)[architecture])
+    policy = {**CASCADE, "trace": False}
+    settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    prompts = [TOKENS[:45], TOKENS[50:58]]
+    truth = answers(engine(engine_pool, policy, 0, model, **settings), prompts, num=20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPULatentBackend, "get_impl_cls", lambda: TritonLatentImpl)
+        patch.setattr(CPULatentBackend, "get_builder_cls", lambda: CUDABuilder)
+        llm = engine(engine_pool, policy, 4, model, **settings)
+    script(prompts, truth, 0.6)
+    compare(answers(llm, prompts, num=20), truth)
+    assert spec_metric(llm, "num_accepted_tokens") > 5
+    engine_pool.close()
+
+
+def test_snapshots_preemptions_and_aborts(engine_pool: EnginePool, llama: Path) -> None:
+    """Requests that come and go; a second batch starts from snapshots of the first one's."""
+    num, policy = 14, {**CASCADE, "budget": 16, "trace": False}
+    asked = [{}, {"kv_budget": 12}, {"kv_policy": "h2o", "kv_budget": 12}]
+    prompts = [TOKENS[9 * i :][: 1 + 11 * i] for i in range(4)]
+    own = [asked[i % 3] for i in range(4)]
+    plain = engine(engine_pool, policy, 0, llama, enable_prefix_caching=True)
+    truth = answers(plain, prompts, own, num=num)
+    llm = engine(engine_pool, policy, 3, llama, enable_prefix_caching=True)
+    script(prompts, truth, 0.7)
+    core, found = llm.llm_engine.engine_core.engine_core, {}
+    for batch in range(2):
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(
+                max_tokens=num, temperature=0, logprobs=0, ignore_eos=True, extra_args=own[i]
+            )
+            llm.llm_engine.add_request(f"{batch}.{i}", {"prompt_token_ids": prompt}, params)
+        step = 0
+        while llm.llm_engine.has_unfinished_requests():
+            found |= {out.request_id: out.outputs[0] for out in llm.llm_engine.step()}
+            step += 1
+            if step == 4:
+                llm.llm_engine.abort_request([f"{batch}.1"])
+            if (batch, step) == (1, 5):
+                assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    for batch in range(2):
+        for i in (0, 2, 3):
+            one = found[f"{batch}.{i}"]
+            logprobs = [next(iter(entry.values())).logprob for entry in one.logprobs]
+            compare([(list(one.token_ids), logprobs)], truth[i : i + 1])
+    assert metrics(llm)["snapshot_hits"] > 1 and spec_metric(llm, "num_accepted_tokens") > 15
+    flush(llm)
+    assert pool_usage(llm) == 0.0 and len(worker_drafts(llm)._free) == 16
+    engine_pool.close()
+
+
+def test_a_prompt_as_long_as_a_row_is_no_uniform_decode(
+    engine_pool: EnginePool, llama: Path
+) -> None:
+    """Model Runner V1 would replay a graph of single tokens for it."""
+    llm = engine(engine_pool, CASCADE, 3, llama)
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    runner, seen = worker.model_runner, []
+    assert runner.uniform_decode_query_len == 4
+    keep_prompts_out_of_graphs(runner)
+    ours = runner._is_uniform_decode
+
+    def noted(**numbers: Any) -> bool:
+        seen.append((numbers["num_tokens"], numbers["num_reqs"], ours(**numbers)))
+        return seen[-1][2]
+
+    prompts, Scripted.answers = [TOKENS[:4], TOKENS[10:14]], []
+    script(prompts, answers(llm, prompts, num=9), 1.0)
+    runner._is_uniform_decode = noted
+    answers(llm, prompts, num=9)
+    assert seen[0] == (8, 2, False) and (8, 2, True) in seen[1:], seen
+    assert ours(
+        max_num_scheduled_tokens=4,
+        uniform_decode_query_len=4,
+        num_tokens=8,
+        num_reqs=2,
+        force_uniform_decode=True,
+    )
+    engine_pool.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy",
+    [{"name": "cascade"}, {"name": "h2o", "head_policy": "per_kv_head"}, {"name": "lazy"}],
+    ids=lambda policy: policy["name"],
+)
+def test_second_runner(policy: dict[str, Any]) -> None:
+    """Drafts that vLLM's drafter makes on the device, and the host does not know."""
+    found = run(policy, "drafts")
+    assert found["runner"] == ["V2", "V2"]
+    (texts, logprobs), (drafted, their) = found["answers"]
+    assert drafted == texts
+    for ours, expected in zip(their, logprobs, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-4)
+    assert 30 < found["accepted"] < found["draft"] and min(found["evicted"]) > 100
+    assert found["reused"][0] == found["reused"][1] > 1
