@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch of ``expand_batch_to_tokens`` in ``vllm.v1.sample.rejection_sampler`` (checked against vLLM
-0.32.0 and 0.33.0).
+"""Patch of ``vllm.v1.sample.rejection_sampler`` (checked against vLLM 0.32.0 and 0.33.0).
 
 What: with speculative decoding on a CPU, draft tokens get the temperature, ``top_k`` and ``top_p``
-of their requests. CPU workers with a policy apply it.
+of their requests, and a step may have none. CPU workers with a policy apply it.
 Why: vLLM's stand-in for its Triton kernel writes to a copy if a setting is not int64. So drafts of
 a batch in which any request samples are judged at temperatures from uninitialised memory, and the
-answers of all of its requests are wrong.
-Removed when: vLLM's CPU stand-in returns what it has written.
+answers of all of its requests are wrong. In a step without drafts ``top_k`` stops the engine: the
+largest of no values is an error.
+Removed when: vLLM's CPU stand-in returns what it has written, and a step may have no drafts.
 """
+
+from typing import Any
 
 import torch
 from vllm.v1.sample import rejection_sampler
 
+_constrain = rejection_sampler.apply_sampling_constraints
+
 
 def apply() -> None:
-    """Replace the function; later calls change nothing."""
+    """Replace the functions; later calls change nothing."""
     rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+    rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
+
+
+def apply_sampling_constraints(logits: torch.Tensor, *args: Any) -> torch.Tensor:
+    """The logits of draft tokens ``[num_tokens, vocab_size]`` under their requests' settings."""
+    return _constrain(logits, *args) if len(logits) else logits
 
 
 def expand_batch_to_tokens(
