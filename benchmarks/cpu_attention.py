@@ -126,7 +126,9 @@ class Ours:
         self.pages = page_views(view, spec)
         self.scoring = spec.schedule.scoring
         self._fill(policy.num_sinks + policy.budget, batch)
-        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=4096))
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=4096, max_num_seqs=batch)
+        )
         builder = CPUBuilder(spec, ["layer"], config, torch.device("cpu"))
         table = 1 + torch.arange(batch * num_pages, dtype=torch.int32).view(batch, num_pages)
         common = [self._common(table, batch, new, first) for first in range(steps)]

@@ -72,6 +72,7 @@ def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -
         additional_config={"kv_policy": policy},
         scheduler_config=SimpleNamespace(max_num_batched_tokens=32, max_num_seqs=3),
         cache_config=SimpleNamespace(block_size=16),
+        speculative_config=None,
     )
     impl.least_part = 16  # strides are split, and leave parts of 32 channels
     calls: list[Any] = []

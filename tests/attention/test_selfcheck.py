@@ -330,9 +330,8 @@ def _config(head_size: int, use_mla: bool, **text: Any) -> Any:
         get_num_kv_heads=lambda parallel: 2,
         get_head_size=lambda: head_size,
     )
-    return SimpleNamespace(
-        model_config=model, parallel_config=None, cache_config=SimpleNamespace(block_size=16)
-    )
+    cache = SimpleNamespace(block_size=16, cache_dtype="auto")
+    return SimpleNamespace(model_config=model, parallel_config=None, cache_config=cache)
 
 
 def test_a_cards_verdict_holds_for_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:

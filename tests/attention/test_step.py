@@ -38,7 +38,8 @@ ROW = st.tuples(st.sampled_from(SCHEDULES), st.integers(0, 300), st.integers(0, 
 
 def builder() -> CPUBuilder:
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=1024))
+    limits = SimpleNamespace(max_num_batched_tokens=1024, max_num_seqs=8)
+    config = SimpleNamespace(scheduler_config=limits)
     spec = KVPolicySpec.from_full(full, POLICY)
     return CPUBuilder(spec, ["layer"], config, torch.device("cpu"))
 

@@ -22,7 +22,7 @@ def documented() -> list[str]:
     for name in DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8").replace("\\|", "|")
         text = re.sub(r"\\+\n\s*", " ", text)
-        found += re.findall(r"python -m benchmarks\.\w+[^`\n\"]*", text)
+        found += re.findall(r"python -m benchmarks\.\w+(?:'[^'\n]*'|[^`\n\"'])*", text)
     return list(dict.fromkeys(line.strip() for line in found))
 
 
