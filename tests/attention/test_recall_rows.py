@@ -22,11 +22,14 @@ from vllm_cascade.recall.stores import Stores
 SINK = {"name": "sink", "budget": 24, "num_sinks": 4, "unit": 4, "recall": 3, "recall_every": 4}
 HEADS = {"name": "cascade", "budget": 32, "num_subcaches": 2, "num_sinks": 4, "unit": 4}
 HEADS |= {"recall": 2, "recall_every": 4, "head_policy": "per_kv_head"}
+LAZY = {"name": "lazy", "budget": 16, "num_sinks": 4, "unit": 4, "recall": 3, "recall_every": 4}
+LAZY |= {"overflow": 8, "slack": 8, "max_drop": 8}
 LATENT = Shape(num_kv_heads=1, group=3, head_size=28, rotary_dim=8, latent=True)
 
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "fp32": (Shape(), SINK),
     "heads": (Shape(num_kv_heads=3), HEADS),
+    "several units a token": (Shape(), LAZY),
     "bf16": (Shape(head_size=64, rotary_dim=64, dtype=torch.bfloat16), SINK),
     "rotary in pairs": (Shape(head_size=20, rotary_dim=12, is_neox=False), SINK),
     "a part is rotary": (Shape(head_size=48, rotary_dim=20), HEADS),
