@@ -116,7 +116,7 @@ void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries)
 
 // --- candidates ----------------------------------------------------------------------------------
 
-// What a block of panels of centres gives. R are the filtering queries of all query heads.
+// Results for a block of panels of centres. R is the number of filtering queries of all query heads.
 struct Block {
   int64_t first, last;  // panels
   float* logits;        // [panels, R, W]
@@ -124,8 +124,8 @@ struct Block {
   float *top, *sum;     // [R], the largest, times log2(e), and the sum of exponentials beside it
 };
 
-// Logits of W centres for `Rows` queries of a query head: those from `first` on of those that filter,
-// whose rows begin at `row`. Updates their largest.
+// Computes the logits of W centres for `Rows` filtering queries of one query head, from number `first`
+// on. `row` is the head's first row in `queries`. `most` becomes the larger of itself and the logits.
 template <int Rows>
 inline void multiply_centres(const Judge& judge, const Queries& queries, int64_t row, int64_t first,
                              const int32_t* centre, vf scale, vi valid, float* logits,
@@ -172,7 +172,7 @@ void judge_centres(const Judge& judge, const Queries& queries, int64_t panel, fl
   }
 }
 
-// Fetches a panel's centres of all heads, which lie together.
+// Prefetches a panel's centres; those of all heads are adjacent.
 inline void prefetch_centres(const Judge& judge, int64_t panel) {
   const int64_t bytes = judge.layer.num_heads * judge.layer.head_size * judge.units.chunk_units;
   const int8_t* centre = judge.stored().centre(0, panel * W);
@@ -181,7 +181,7 @@ inline void prefetch_centres(const Judge& judge, int64_t panel) {
     __builtin_prefetch(judge.stored().centre_scale(head, panel * W));
 }
 
-// A block's logits and, while they are in the cache, their sums.
+// Computes a block's logits, then their sums while the logits are still in the processor's cache.
 void judge_block(const Judge& judge, const Queries& queries, const Block& block) {
   const int64_t rows = judge.filtering_rows();
   std::fill(block.most, block.most + rows * W, -INFINITY);
@@ -304,7 +304,7 @@ void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const i
   }
 }
 
-// Fetches what `judge_panel` reads.
+// Prefetches the keys and scales that `judge_panel` will read.
 inline void prefetch_panel(const Judge& judge, int64_t head, int64_t panel, const int64_t* units) {
   const int64_t unit = judge.layer.unit, end = std::min((panel + 1) * W, judge.judged());
   for (int64_t u = panel * W; u < end; u++) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies units between a request's pages and its store: selected ones back, evicted ones out.
-// vllm_cascade/attention/cpu/recall.py does the same in PyTorch, to the same bits.
+// Copies units between a request's pages and its store: selected units to the pages, evicted units
+// to the store. vllm_cascade/attention/cpu/recall.py is the PyTorch reference; the bytes are equal.
 
 #include "stored.h"
 #include "units.h"
@@ -22,7 +22,7 @@ struct Gone {
   int64_t num;
 };
 
-// Units that single tokens evicted: their slots are free and still hold the rows.
+// Units that single tokens evicted. Their slots are free and still hold the rows.
 struct Freed {
   const int32_t* pages;
   const int32_t* before;  // [S, before_stride], ranks before the token

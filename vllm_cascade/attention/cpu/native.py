@@ -51,10 +51,11 @@ class NativePath:
         self._dtype = _dtype(layer, pages)
 
     def recall(self, index: int, in_8_bits: bool = False) -> NativeRecall:
-        """Create what selects and moves the layer's evicted units.
+        """Create the object that selects and moves the layer's evicted units.
 
         Args:
-            index: the layer's index in its requests' logs, whose rows may be ``in_8_bits``.
+            index: the layer's index in its requests' logs.
+            in_8_bits: whether the logs store rows in 8 bits.
         """
         return NativeRecall(self.library, self._layer, index, in_8_bits)
 

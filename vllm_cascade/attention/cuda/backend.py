@@ -66,7 +66,7 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
 
 
 class CUDALatentBackend(CUDAKVPolicyBackend):
-    """The same for layers of multi-head latent attention, whose rows may have 8 bits."""
+    """The backend for multi-head latent attention. Its rows may be stored in 8 bits."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
 
