@@ -374,7 +374,7 @@ def test_against_the_oracle(
 
     They recall nothing.
     """
-    policy, drafts, prompt = {**SMALL, **POLICIES[name]}, 4, random_tokens(203, 1)
+    policy, drafts, prompt = {**SMALL, **POLICIES[name]}, 4, random_tokens(1, 203)
     target = write_target(tmp_path / "target", method)
     other = None
     if method == "draft_model":
