@@ -11,6 +11,15 @@ import numpy as np
 from vllm.config import VllmConfig
 
 
+def scripted(drafts: int) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` of up to so many scripted drafts."""
+    return {
+        "method": "custom_class",
+        "model": "tests.engine.drafters.Scripted",
+        "num_speculative_tokens": drafts,
+    }
+
+
 class Scripted:
     """Proposes the tokens that will follow, each replaced by a wrong one with some probability.
 

@@ -8,6 +8,7 @@ no other engine of the process can start. numba also sets how many threads OpenM
 import json
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 os.environ["NUMBA_NUM_THREADS"] = "1"
@@ -62,9 +63,21 @@ def over(method: str, ranks: int) -> dict[str, Any]:
     return {"draft_tensor_parallel_size": ranks} if method == "draft_model" else {}
 
 
-def main(method: str, policy: str = "cascade", ranks: str = "1", stages: str = "1") -> None:
+def main(
+    method: str,
+    policy: str = "cascade",
+    ranks: str = "1",
+    stages: str = "1",
+    before_drafts: Callable[[], None] = lambda: None,
+) -> None:
+    """Print ``RESULT`` and what was found.
+
+    Args:
+        before_drafts: called when the engine without drafts has answered.
+    """
     pool, settings = EnginePool(), {"max_model_len": 2048}
     truth = answers(pool.get(POLICIES[policy], **settings))
+    before_drafts()
     llm = pool.get(
         POLICIES[policy],
         speculative_config={"method": method, **METHODS[method], **over(method, int(ranks))},

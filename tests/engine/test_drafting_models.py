@@ -17,7 +17,7 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import MODEL
-from tests.engine.pool import EnginePool, pool_usage
+from tests.engine.pool import EnginePool
 from tests.engine.test_families import random_tokens
 from tests.engine.test_metrics import metrics
 from tests.engine.test_sessions import CASES as SESSION_CASES
@@ -27,14 +27,16 @@ from tests.engine.test_speculation import (
     ASKED,
     CASES,
     SMALL,
+    agree,
     answers,
+    check_released,
+    company,
     compare,
     counters,
-    grown,
-    kept_at,
-    spec_metric,
+    drafted,
+    sixteen,
     texts,
-    worker_drafts,
+    worker,
 )
 from tests.oracle.drafting import draft_logits, write_drafting, write_target
 from tests.oracle.families import FAMILIES, write_family
@@ -46,9 +48,6 @@ from vllm_cascade.engine.drafter import BoundedDrafter
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.step.requests import DraftingRequests
-
-SLOTS = 32
-"""Requests of an engine that run at once."""
 
 
 def speculative(drafts: int, model: Path | None = MODEL, method: str = "draft_model") -> Any:
@@ -63,25 +62,8 @@ def engine(pool: EnginePool, policy: dict[str, Any], drafts: int = 0, **kwargs: 
     return pool.get({**SMALL, **policy}, **{"max_model_len": 4096, **kwargs})
 
 
-def worker(llm: Any) -> Any:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-
-
 def drafter(llm: Any) -> BoundedDrafter:
     return worker(llm)._drafter
-
-
-def drafted(llm: Any) -> np.ndarray:
-    """Drafts that the target has seen, and those that it accepted."""
-    return np.asarray(
-        [spec_metric(llm, f"num_{kind}_tokens") for kind in ("draft", "accepted")], dtype=int
-    )
-
-
-def check_released(llm: Any) -> None:
-    flush(llm)
-    assert pool_usage(llm) == 0.0
-    assert len(worker_drafts(llm)._free) == len(drafter(llm).drafts._free) == SLOTS
 
 
 @contextmanager
@@ -103,22 +85,8 @@ EXACT = [name for name in CASES if name not in ("random", "recall")]
 
 def check_case(pool: EnginePool, name: str, tokens: list[int], **kwargs: Any) -> None:
     policy, drafts = CASES[name]
-    prompts, asked = texts(tokens), ASKED.get(name)
-    plain = engine(pool, policy, enable_prefix_caching=False, **kwargs)
-    before, metrics_before = counters(plain), metrics(plain)
-    truth = answers(plain, prompts, asked)
-    per_run = "tokens", "evicted_tokens", "strides", "moved_reads"
-    expected = grown(before, counters(plain), *per_run)
-    metered = "evicted_tokens", "strides"
-    metrics_expected = grown(metrics_before, metrics(plain), *metered)
-    kept = kept_at(plain, prompts[0], 60)
-    llm = engine(pool, policy, drafts, enable_prefix_caching=False, **kwargs)
-    before, metrics_before = counters(llm), metrics(llm)
-    with always_right(llm):
-        compare(answers(llm, prompts, asked), truth)
-    assert grown(before, counters(llm), *per_run) == expected
-    assert grown(metrics_before, metrics(llm), *metered) == metrics_expected
-    assert kept_at(llm, prompts[0], 60) == kept
+    own = {"enable_prefix_caching": False, **kwargs}
+    agree(lambda n: engine(pool, policy, n, **own), drafts, texts(tokens), ASKED.get(name), [1.0])
 
 
 @pytest.mark.parametrize(
@@ -188,34 +156,11 @@ def test_snapshots(engine_pool: EnginePool, book_tokens: list[int]) -> None:
 def test_sixteen_requests_with_aborts_and_preemptions(
     engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:
-    policy = CASES["cascade"][0]
-    rng = np.random.default_rng(0)
-    prompts = [book_tokens[900 * i :][: int(rng.integers(1, 300))] for i in range(16)]
-    asked = [ASKED["cascade"][i % 4] for i in range(16)]
+    policy, (prompts, asked) = CASES["cascade"][0], sixteen(book_tokens)
     truth = answers(engine(engine_pool, policy), prompts, asked, num=100)
     llm = engine(engine_pool, policy, 5)
-    params = [
-        SamplingParams(max_tokens=100, temperature=0, logprobs=0, ignore_eos=True, extra_args=one)
-        for one in asked
-    ]
-    core = llm.llm_engine.engine_core.engine_core
-    aborted, found, step = {"3": 5, "7": 9, "12": 14}, {}, 0
     with always_right(llm):
-        for i, prompt in enumerate(prompts):
-            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params[i])
-        while llm.llm_engine.has_unfinished_requests():
-            for output in llm.llm_engine.step():
-                if output.finished:
-                    found[output.request_id] = output.outputs[0]
-            step += 1
-            llm.llm_engine.abort_request([name for name, at in aborted.items() if at == step])
-            if step in (11, 17):
-                assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert set(found) == {str(i) for i in range(16)} - set(aborted)
-    for i in map(int, found):
-        assert list(found[str(i)].token_ids) == truth[i][0]
-        logprobs = [next(iter(entry.values())).logprob for entry in found[str(i)].logprobs]
-        np.testing.assert_allclose(logprobs, truth[i][1], atol=1e-4)
+        company(llm, prompts, asked, truth, {3: 5, 7: 9, 12: 14}, preempted=(11, 17))
 
 
 def test_a_pool_with_no_page_to_spare(engine_pool: EnginePool, book_tokens: list[int]) -> None:
@@ -427,20 +372,9 @@ def test_a_batch_drafts_as_each_request_alone(
         for prompt, expected in zip(prompts, truth, strict=True):
             compare(answers(llm, [prompt], num=60), [expected])
     alone = {tuple(text): logits for text, _, logits in watched.seen}
-    core, found, step = llm.llm_engine.engine_core.engine_core, {}, 0
-    params = SamplingParams(max_tokens=60, temperature=0, logprobs=0, ignore_eos=True)
     with Watched(llm, streams, right=0.6) as watched:
-        for i, prompt in enumerate([*prompts, prompts[0]]):
-            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
-        while llm.llm_engine.has_unfinished_requests():
-            for output in llm.llm_engine.step():
-                found[output.request_id] = list(output.outputs[0].token_ids)
-            step += 1
-            if step == 6:
-                llm.llm_engine.abort_request(["6"])
-            if step in (9, 14):
-                assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert [found[str(i)] for i in range(6)] == [tokens for tokens, _ in truth]
+        both = [*prompts, prompts[0]], [{}] * 7, [*truth, truth[0]]
+        company(llm, *both, aborted={6: 6}, preempted=(9, 14), num=60)
     shared = [(text, logits) for text, _, logits in watched.seen if tuple(text) in alone]
     assert len(shared) > 50
     for text, logits in shared:

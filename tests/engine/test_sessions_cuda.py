@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import MODEL
 from tests.engine import async_cpu
+from tests.engine.drafters import scripted
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_latent import V2
@@ -30,6 +31,7 @@ from tests.engine.test_sessions import (
     uninterrupted,
     wait_for_files,
 )
+from tests.engine.test_speculation import check_released, compare, drafted, spoken
 from tests.engine.test_triton_recall import CASCADE, EACH
 from tests.oracle.families import shallow, write_family
 from tests.oracle.random_models import write_llama
@@ -152,6 +154,19 @@ def check_chat(
     assert [*answers, last] == truth and pool_usage(llm) == 0.0
     engine_pool.close()
     return llm
+
+
+@pytest.mark.parametrize("name", ["h2o", "recall"])
+def test_drafts(name: str, engine_pool: EnginePool, tmp_path: Path, model: Path) -> None:
+    """A session is the state after the tokens of its answer, and no draft."""
+    truth = uninterrupted(start(engine_pool, name, tmp_path, model), TOKENS, TURNS)
+    llm = start(engine_pool, name, tmp_path, model, speculative_config=scripted(5))
+    spoken(TOKENS, truth)
+    compare(chat(llm, TOKENS, TURNS), truth)
+    seen, accepted = drafted(llm)
+    assert 20 < accepted < seen
+    check_released(llm)
+    engine_pool.close()
 
 
 @pytest.mark.parametrize("name", ["cascade", "recall"])

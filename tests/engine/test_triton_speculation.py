@@ -12,30 +12,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm import SamplingParams
 
 from tests.conftest import MODEL
-from tests.engine.drafters import Scripted
-from tests.engine.pool import EnginePool, pool_usage
-from tests.engine.test_against_oracle import oracle_model
+from tests.engine.drafters import Scripted, scripted
+from tests.engine.pool import EnginePool
+from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_metrics import metrics
 from tests.engine.test_runner_v2 import run
-from tests.engine.test_sessions import flush
+from tests.engine.test_sessions import Turn
 from tests.engine.test_speculation import (
+    agree,
     answers,
+    check_released,
+    company,
     compare,
-    counters,
-    grown,
+    in_a_process,
     script,
     spec_metric,
-    worker_drafts,
+    worker,
 )
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.full_attention import OWN_MODULES
-from tests.oracle.model import stream
 from tests.oracle.random_models import write_llama
-from tests.oracle.settings import oracle_settings
-from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
+from tests.oracle.settings import with_prompt
+from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl, TritonLatentImpl
@@ -103,61 +103,27 @@ def engine(
     policy = {"prefill_stride": 8, "trace": True, **policy}
     if not drafts:
         return pool.get(policy, model, **settings)
-    config = {
-        "method": "custom_class",
-        "model": "tests.engine.drafters.Scripted",
-        "num_speculative_tokens": drafts,
-    }
     with triton():
-        return pool.get(policy, model, speculative_config=config, **settings)
-
-
-def kept_at(llm: Any, prompt: list[int], num: int) -> tuple[dict[Any, Any], Any]:
-    """What each layer keeps after each generated token of one request, and its answer."""
-    llm.collective_rpc("kv_policy_trace", args=(1,))
-    answer = answers(llm, [prompt], num=num)
-    flush(llm)
-    ((found, *_),) = [llm.collective_rpc("kv_policy_kept")]
-    kept = {(one["layer"], one["end"]): one["tokens"] for one in found}
-    assert len(kept) == len(found), "a token was recorded twice"
-    return kept, answer
+        return pool.get(policy, model, speculative_config=scripted(drafts), **settings)
 
 
 def check_case(pool: EnginePool, name: str, model: Path, rights: list[float]) -> None:
     policy, drafts = CASES[name]
     asked = ASKED.get(name)
-    plain = engine(pool, policy, 0, model, enable_prefix_caching=False)
-    before, metered = counters(plain), metrics(plain)
-    truth = answers(plain, PROMPTS, asked, num=ANSWER)
-    per_run = "tokens", "evicted_tokens", "strides", "moved_reads"
-    expected = grown(before, counters(plain), *per_run)
-    on_meter = grown(metered, metrics(plain), "evicted_tokens", "strides")
-    kept, one = kept_at(plain, PROMPTS[0], 20)
-    llm = engine(pool, policy, drafts, model, enable_prefix_caching=False)
-    for right in rights:
-        script(PROMPTS, truth, right)
-        before, metered = counters(llm), metrics(llm)
-        accepted = spec_metric(llm, "num_accepted_tokens")
-        compare(answers(llm, PROMPTS, asked, num=ANSWER), truth)
-        accepted = spec_metric(llm, "num_accepted_tokens") - accepted
-        print(f"{name}: {right}: {Scripted.proposed} proposed, {accepted:g} accepted")
-        assert Scripted.proposed > 20 and (accepted == 0) == (right == 0)
-        assert grown(before, counters(llm), *per_run) == expected
-        assert grown(metered, metrics(llm), "evicted_tokens", "strides") == on_meter
-        script(PROMPTS[:1], one, right)
-        found, answer = kept_at(llm, PROMPTS[0], 20)
-        compare(answer, one)
-        assert found == kept
-    assert len(worker_drafts(llm)._free) == 16, "a request's places are not given back"
+
+    def start(num: int) -> Any:
+        return engine(pool, policy, num, model, enable_prefix_caching=False)
+
+    truth = agree(start, drafts, PROMPTS, asked, rights, num=ANSWER, alone=20)
     if asked is None:
         near_the_oracle(truth, policy, model)
     pool.close()
 
 
-def near_the_oracle(truth: list[Any], policy: dict[str, Any], model: Path) -> None:
+def near_the_oracle(truth: list[Turn], policy: dict[str, Any], model: Path) -> None:
     for prompt, (generated, found) in zip(PROMPTS, truth, strict=True):
-        settings = oracle_settings({"prefill_stride": 8, **policy})
-        told = stream(oracle_model(model), prompt + generated, prompt_len=len(prompt), **settings)
+        settings = with_prompt({"prefill_stride": 8, **policy}, len(prompt))
+        told = run_oracle(settings, prompt + generated, model, prompt_len=len(prompt))
         expected = np.asarray(told.logprobs[len(prompt) - 1 :])
         assert np.abs(np.asarray(found) - expected).max() < 2e-4
 
@@ -180,14 +146,23 @@ def test_any_number_of_drafts(drafts: int, engine_pool: EnginePool, llama: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt-oss", "deepseek-v2"])
-def test_layers_of_other_kinds(architecture: str, engine_pool: EnginePool, tmp_path: Path) -> None:
-    """Windows, learned sinks, latent rows."""
-    from vllm_cascade.attention.cpu.backend import CPULatentBackend
-
+@pytest.mark.parametrize(
+    ("architecture", "cache_dtype"),
+    [
+        ("gemma2", "auto"),
+        ("gpt-oss", "auto"),
+        ("deepseek-v2", "auto"),
+        ("deepseek-v2", "int8_per_token_head"),
+    ],
+)
+def test_layers_of_other_kinds(
+    architecture: str, cache_dtype: str, engine_pool: EnginePool, tmp_path: Path
+) -> None:
+    """Windows, learned sinks, latent rows, also in 8 bits."""
     model = write_family(tmp_path, (FAMILIES | OWN_MODULES)[architecture])
     policy = {**CASCADE, "trace": False}
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    settings["kv_cache_dtype"] = cache_dtype
     prompts = [TOKENS[:45], TOKENS[50:58]]
     truth = answers(engine(engine_pool, policy, 0, model, **settings), prompts, num=20)
     with pytest.MonkeyPatch.context() as patch:
@@ -200,39 +175,40 @@ def test_layers_of_other_kinds(architecture: str, engine_pool: EnginePool, tmp_p
     engine_pool.close()
 
 
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    """Ranks exchange the scores of every draft."""
+    found = in_a_process("tests.engine.triton_cpu", "drafts", "ngram", "h2o", "2")
+    assert found["accepted"] > 20
+
+
+@pytest.mark.slow
+def test_sixteen_requests_with_aborts(engine_pool: EnginePool, llama: Path) -> None:
+    policy = {**CASCADE, "budget": 16, "trace": False}
+    prompts = [TOKENS[9 * i :][: 1 + 2 * i] for i in range(16)]
+    asked = ASKED["cascade"] * 5 + [{}]
+    truth = answers(engine(engine_pool, policy, 0, llama), prompts, asked, num=12)
+    llm = engine(engine_pool, policy, 7, llama)
+    script(prompts, truth, 0.8)
+    company(llm, prompts, asked, truth, {3: 2, 7: 3, 12: 4}, num=12)
+    assert spec_metric(llm, "num_accepted_tokens") > 50
+    check_released(llm)
+    engine_pool.close()
+
+
 def test_snapshots_preemptions_and_aborts(engine_pool: EnginePool, llama: Path) -> None:
     """Requests that come and go; a second batch starts from snapshots of the first one's."""
     num, policy = 14, {**CASCADE, "budget": 16, "trace": False}
-    asked = [{}, {"kv_budget": 12}, {"kv_policy": "h2o", "kv_budget": 12}]
+    asked = [{}, {"kv_budget": 12}, {"kv_policy": "h2o", "kv_budget": 12}, {}]
     prompts = [TOKENS[9 * i :][: 1 + 11 * i] for i in range(4)]
-    own = [asked[i % 3] for i in range(4)]
     plain = engine(engine_pool, policy, 0, llama, enable_prefix_caching=True)
-    truth = answers(plain, prompts, own, num=num)
+    truth = answers(plain, prompts, asked, num=num)
     llm = engine(engine_pool, policy, 3, llama, enable_prefix_caching=True)
     script(prompts, truth, 0.7)
-    core, found = llm.llm_engine.engine_core.engine_core, {}
-    for batch in range(2):
-        for i, prompt in enumerate(prompts):
-            params = SamplingParams(
-                max_tokens=num, temperature=0, logprobs=0, ignore_eos=True, extra_args=own[i]
-            )
-            llm.llm_engine.add_request(f"{batch}.{i}", {"prompt_token_ids": prompt}, params)
-        step = 0
-        while llm.llm_engine.has_unfinished_requests():
-            found |= {out.request_id: out.outputs[0] for out in llm.llm_engine.step()}
-            step += 1
-            if step == 4:
-                llm.llm_engine.abort_request([f"{batch}.1"])
-            if (batch, step) == (1, 5):
-                assert core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    for batch in range(2):
-        for i in (0, 2, 3):
-            one = found[f"{batch}.{i}"]
-            logprobs = [next(iter(entry.values())).logprob for entry in one.logprobs]
-            compare([(list(one.token_ids), logprobs)], truth[i : i + 1])
+    company(llm, prompts, asked, truth, {1: 4}, num=num, name="first")
+    company(llm, prompts, asked, truth, {1: 4}, preempted=(5,), num=num, name="second")
     assert metrics(llm)["snapshot_hits"] > 1 and spec_metric(llm, "num_accepted_tokens") > 15
-    flush(llm)
-    assert pool_usage(llm) == 0.0 and len(worker_drafts(llm)._free) == 16
+    check_released(llm)
     engine_pool.close()
 
 
@@ -241,8 +217,7 @@ def test_a_prompt_as_long_as_a_row_is_no_uniform_decode(
 ) -> None:
     """Model Runner V1 would replay a graph of single tokens for it."""
     llm = engine(engine_pool, CASCADE, 3, llama)
-    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    runner, seen = worker.model_runner, []
+    runner, seen = worker(llm).model_runner, []
     assert runner.uniform_decode_query_len == 4
     keep_prompts_out_of_graphs(runner)
     ours = runner._is_uniform_decode

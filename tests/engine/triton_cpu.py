@@ -3,6 +3,7 @@
 
     python -m tests.engine.triton_cpu serve MODEL ...       as ``vllm``
     python -m tests.engine.triton_cpu check '{"policy": {...}, "engine": {...}}'
+    python -m tests.engine.triton_cpu drafts ngram h2o 2    as ``tests.engine.ngram``
 
 Kernels are interpreted. vLLM spawns its processes, and these import the main module again, hence
 the calls at the module's level. ``check`` reads a text of a random model, of which some tokens are
@@ -89,7 +90,7 @@ def check_family(case: dict[str, Any]) -> None:
         pool.close()
 
 
-if __name__ in ("__main__", "__mp_main__"):
+if __name__ == "__mp_main__" or (__name__ == "__main__" and sys.argv[1] != "drafts"):
     use_triton()
 
 if __name__ == "__main__":
@@ -98,6 +99,10 @@ if __name__ == "__main__":
 
         case = json.loads(sys.argv[2])
         check_family(case) if case["family"] else check(case)
+    elif sys.argv[1] == "drafts":
+        from tests.engine.ngram import main as compare_drafts
+
+        compare_drafts(*sys.argv[2:], before_drafts=use_triton)
     else:
         from vllm.entrypoints.cli.main import main
 
