@@ -244,7 +244,7 @@ def test_a_prompt_as_long_as_a_row_is_no_uniform_decode(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
-    [{"name": "cascade"}, {"name": "h2o", "head_policy": "per_kv_head"}, {"name": "lazy"}],
+    [{"name": "cascade"}, {"name": "h2o", **EACH}, CASES["lazy"][0]],
     ids=lambda policy: policy["name"],
 )
 def test_second_runner(policy: dict[str, Any]) -> None:
