@@ -147,12 +147,6 @@ class KVPolicySpec(AttentionSpec):
         return compiled(self.kinds[0].policy) if self.kinds else self.schedule
 
     @cached_property
-    def frame_schedule(self) -> Schedule:
-        """The schedule that sets token positions in this layer's model."""
-        engine = self.engine_schedule
-        return engine.without_recall if self.drafting else engine
-
-    @cached_property
     def windows(self) -> tuple[tuple[Schedule, int], ...]:
         """Schedule and slots per page of each kind of window."""
         kinds = (kind for kind in self.kinds if kind.window is not None)

@@ -49,7 +49,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
 
     Attributes:
         schedule: schedule of this builder's layers: the engine's, or that of their window.
-        engine_schedule: the engine's schedule; without recall for a drafting model.
+        engine_schedule: the engine's schedule, that of rows without a request.
         requests: maps a step's rows to requests; set by the worker.
         positions: cache positions, which the model sees instead of vLLM's positions.
         stores: evicted units; set by the worker for policies with recall.
@@ -73,7 +73,7 @@ class StepBuilder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.schedule = kv_cache_spec.schedule
-        self.engine_schedule = kv_cache_spec.frame_schedule
+        self.engine_schedule = kv_cache_spec.engine_schedule
         self.requests = Requests()
         limits = vllm_config.scheduler_config
         # A drafting model also gets the token that each request has sampled.
