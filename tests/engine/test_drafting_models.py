@@ -29,6 +29,7 @@ from tests.engine.test_speculation import (
     SMALL,
     agree,
     answers,
+    check_a_stop_token,
     check_released,
     company,
     compare,
@@ -189,21 +190,7 @@ def test_sessions(engine_pool: EnginePool, book_tokens: list[int]) -> None:
     llm = session_engine(engine_pool, policy, speculative_config=config)
     with always_right(llm):
         compare(chat(llm, book_tokens, 4), truth)
-    prompt = book_tokens[:200]
-    tokens = answers(llm, [prompt], num=40)[0][0]
-    stop = next(i for i in range(9, 40) if tokens.index(tokens[i]) == i and i % 7 not in (0, 6))
-    (found,) = answers(llm, [prompt], num=40, stop_token_ids=[tokens[stop]])
-    assert found[0] == tokens[: stop + 1]
-    more = [*prompt, *found[0], *book_tokens[500:520]]
-    before = drafted(llm)
-    (output,) = llm.generate(
-        [{"prompt_token_ids": more}],
-        SamplingParams(max_tokens=40, temperature=0, ignore_eos=True),
-        use_tqdm=False,
-    )
-    assert output.num_cached_tokens == len(prompt) + stop
-    seen, accepted = drafted(llm) - before
-    assert seen == accepted > 20
+        check_a_stop_token(llm, book_tokens)
 
 
 def test_recall(engine_pool: EnginePool, book_tokens: list[int]) -> None:

@@ -23,7 +23,7 @@ from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_families import random_tokens
 from tests.engine.test_metrics import metrics
 from tests.engine.test_sessions import CASES as SESSION_CASES
-from tests.engine.test_sessions import Turn, chat, flush, params, parts, says, uninterrupted
+from tests.engine.test_sessions import Turn, ask, chat, flush, params, parts, says, uninterrupted
 from tests.engine.test_sessions import engine as session_engine
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.full_attention import OWN_MODULES
@@ -403,24 +403,23 @@ def test_sessions(name: str, engine_pool: EnginePool, book_tokens: list[int]) ->
     check_released(llm)
 
 
-def test_a_stop_token_among_drafts(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+def check_a_stop_token(llm: Any, tokens: list[int]) -> None:
     """What was accepted behind it is no part of the session."""
-    policy = SESSION_CASES["cascade-heads"]
-    llm = session_engine(engine_pool, policy, speculative_config=scripted(6))
-    prompt = book_tokens[:200]
-    Scripted.answers = []
+    prompt, Scripted.answers = tokens[:200], []
     truth = answers(llm, [prompt], num=40)
     script([prompt], truth, 1.0)
-    tokens = truth[0][0]
-    stop = next(i for i in range(9, 40) if tokens.index(tokens[i]) == i and i % 7 not in (0, 6))
-    (found,) = answers(llm, [prompt], num=40, stop_token_ids=[tokens[stop]])
-    assert found[0] == tokens[: stop + 1]
-    more = [*prompt, *found[0], *book_tokens[500:520]]
-    Scripted.answers = []
-    (output,) = llm.generate(
-        [{"prompt_token_ids": more}], SamplingParams(max_tokens=1), use_tqdm=False
-    )
-    assert output.num_cached_tokens == len(prompt) + stop
+    own = truth[0][0]
+    stop = next(i for i in range(9, 40) if own.index(own[i]) == i and i % 7 not in (0, 6))
+    (found,) = answers(llm, [prompt], num=40, stop_token_ids=[own[stop]])
+    assert found[0] == own[: stop + 1]
+    cached, _ = ask(llm, [*prompt, *found[0], *tokens[500:520]])
+    assert cached == len(prompt) + stop
+
+
+def test_a_stop_token_among_drafts(engine_pool: EnginePool, book_tokens: list[int]) -> None:
+    policy = SESSION_CASES["cascade-heads"]
+    llm = session_engine(engine_pool, policy, speculative_config=scripted(6))
+    check_a_stop_token(llm, book_tokens)
 
 
 @pytest.mark.parametrize(
