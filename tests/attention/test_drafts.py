@@ -100,6 +100,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "triton":
         monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
         monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
+        monkeypatch.setattr(TritonKVPolicyImpl, "knows_codes", True)  # as that of latent rows
     else:
         monkeypatch.setenv(SWITCH, request.param)
     return request.param
