@@ -159,10 +159,10 @@ def check_chat(
 @pytest.mark.parametrize("name", ["h2o", "recall"])
 def test_drafts(name: str, engine_pool: EnginePool, tmp_path: Path, model: Path) -> None:
     """A session is the state after the tokens of its answer, and no draft."""
-    truth = uninterrupted(start(engine_pool, name, tmp_path, model), TOKENS, TURNS)
+    truth = uninterrupted(start(engine_pool, name, tmp_path, model), TOKENS, 2)
     llm = start(engine_pool, name, tmp_path, model, speculative_config=scripted(5))
     spoken(TOKENS, truth)
-    compare(chat(llm, TOKENS, TURNS), truth)
+    compare(chat(llm, TOKENS, 2), truth)
     seen, accepted = drafted(llm)
     assert 20 < accepted < seen
     check_released(llm)
