@@ -317,8 +317,7 @@ def run_to_the_end(streams: Streams, right: float) -> Streams:
         *itertools.product(CHOICES, CASES),
         *(
             pytest.param("triton", case, marks=[pytest.mark.slow] * (case not in ON_CUDA))
-            for case, (shape, _) in CASES.items()
-            if shape.cache_dtype == "auto"
+            for case in CASES
         ),
     ],
     indirect=["path"],

@@ -146,7 +146,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ("sink", chunk, "_attend_chunks", "away = written_at - rank_now", "away = 0 * written_at"),
     ("sink", chunk, "_attend_chunks", "at >= kept + dropped", "at > kept + dropped"),
     ("sink", chunk_write, "_after", "index, index - gone)", "index, index)"),
-    ("cascade", prefill, "_attend_strides", "cached + place, seen", "place, seen"),
+    ("cascade", prefill, "_attend_strides", "at = cached + place", "at = place"),
     ("cascade", prefill, "_attend_strides", "unit, bits,", "unit, 0 * bits,"),
     ("cascade", prefill, "_attend_strides", "norm = top + ", "norm = top - "),
     ("cascade", column_sums, "_column_sums", "is_old, 0, (tile", "is_old, QUERIES, (tile"),
@@ -230,7 +230,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     (
         "recall",
         recall_store,
-        "_store_keys",
+        "_store_plain",
         "tl.div_rn(most, LEVELS)",
         "tl.div_rn(most, 2 * LEVELS)",
     ),

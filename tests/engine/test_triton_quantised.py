@@ -30,7 +30,7 @@ EACH = {"head_policy": "per_kv_head"}
 UNITS = {**CASCADE, "num_sinks": 4, "unit": 4, "prefill_stride": 16}
 CASES = {
     "int8-rows": Case("int8_per_token_head", {**CASCADE, **EACH, "prefill_stride": 16}, ALONE),
-    "fp8-sink": Case("fp8", {"name": "sink", "budget": 20, "prefill_stride": 9}, ALONE),
+    "fp8-sink": Case("fp8", {"name": "sink", "budget": 20, "prefill_stride": 16}, ALONE),
     "fp8-rows-units": Case(
         "fp8_per_token_head",
         {**CASCADE, **EACH, "num_sinks": 0, "unit": 16, "prefill_stride": 16},
