@@ -313,6 +313,13 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(attention_config=SimpleNamespace(backend="FLASH_ATTN")),
         "--attention-backend",
     ),
+    "shared experts on CUDA": (
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=2),
+            model_config=SimpleNamespace(is_moe=True),
+        ),
+        "for models with experts",
+    ),
     "recurrent layers on CUDA": (
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
         "run on the CPU only",

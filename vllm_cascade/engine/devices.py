@@ -183,6 +183,14 @@ class CUDA(Device):
             "backend; remove one of the two",
         ),
         Refusal(
+            "shared experts on CUDA",
+            lambda config, _: (
+                config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+            ),
+            "--data-parallel-size must be 1 with --kv-policy on CUDA for models with experts: "
+            "engines that share them have not run together; run one server a GPU",
+        ),
+        Refusal(
             "cache type on CUDA",
             lambda config, _: (
                 config.cache_config.cache_dtype
