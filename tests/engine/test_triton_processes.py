@@ -9,23 +9,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from shutil import copy
 from typing import Any
 
 import pytest
 
-from tests.conftest import MODEL, ROOT
+from tests.conftest import ROOT
 from tests.engine.pool import EnginePool
 from tests.engine.server import Server
 from tests.engine.test_data_parallel import each_answers_as_alone
 from tests.engine.test_pipeline_parallel import cores
 from tests.engine.test_prefix_caching import Turn, ask
-from tests.engine.test_triton_recall import TOKENS
-from tests.oracle.families import shallow, write_family
-from tests.oracle.full_attention import OWN_MODULES
-from tests.oracle.random_models import TOKENIZER_FILES
 
 pytestmark = pytest.mark.slow
 
@@ -72,11 +65,9 @@ def test_two_processes(name: str) -> None:
         assert first["recalled_units"] == second["recalled_units"], "they select together"
 
 
-@pytest.mark.parametrize("recall", [0, 2])
-def test_stages_on_the_second_runner(recall: int) -> None:
+def test_stages_on_the_second_runner() -> None:
     """Whose stages hear of sampled tokens as many steps later as there are stages."""
-    policy = {**PLAIN, "recall": recall, "recall_store": 64, "recall_every": 3}
-    found = check(policy, STAGES, env={"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    found = check(PLAIN, STAGES, env={"VLLM_USE_V2_MODEL_RUNNER": "1"})
     assert found["runner"] == "V2" and found["equal"] and found["evicted"] > 100, found
 
 
@@ -92,8 +83,8 @@ def alone(engine_pool: EnginePool, book_tokens: list[int]) -> list[Turn]:
     return turns
 
 
-@contextmanager
-def two_engines(folder: Path, model: Path = MODEL, **environment: str) -> Iterator[Server]:
+@pytest.fixture
+def server(alone: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = [
         "--kv-policy",
         "cascade",
@@ -108,31 +99,12 @@ def two_engines(folder: Path, model: Path = MODEL, **environment: str) -> Iterat
     flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(16 << 20)]
     flags += ["--data-parallel-size", "2", "--api-server-count", "1"]
     command = [sys.executable, str(ROOT / "tests/engine/triton_cpu.py")]
-    started = Server(folder / "log", flags, command, cores(2) | environment, model)
-    try:
-        yield started.wait(800)
-    finally:
-        started.stop()
+    log = tmp_path_factory.mktemp("two") / "log"
+    started = Server(log, flags, command=command, environment=cores(2))
+    yield started.wait(800)
+    started.stop()
 
 
-def test_two_engines(alone: list[Turn], book_tokens: list[int], tmp_path: Path) -> None:
+def test_two_engines(server: Server, alone: list[Turn], book_tokens: list[int]) -> None:
     """Each answers as one process."""
-    with two_engines(tmp_path) as server:
-        each_answers_as_alone(server, zip(LENGTHS, alone, strict=True), book_tokens)
-
-
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_two_engines_that_share_experts(
-    runner: str, engine_pool: EnginePool, tmp_path: Path
-) -> None:
-    """While one answers, the other runs batches of no requests."""
-    path, tokens = write_family(tmp_path / "model", shallow(OWN_MODULES["mixtral"])), TOKENS[:70]
-    for name in TOKENIZER_FILES:
-        if (MODEL / name).exists():
-            copy(MODEL / name, path / name)
-    llm = engine_pool.get(PLAIN, path, max_model_len=1024, max_num_batched_tokens=64)
-    turns = [ask(llm, [tokens[:length]], 8)[0] for length in LENGTHS]
-    engine_pool.close()
-    version = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if runner == "V2" else {}
-    with two_engines(tmp_path, path, **version) as server:
-        each_answers_as_alone(server, zip(LENGTHS, turns, strict=True), tokens)
+    each_answers_as_alone(server, zip(LENGTHS, alone, strict=True), book_tokens)
