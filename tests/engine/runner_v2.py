@@ -102,29 +102,6 @@ def preempted(llm: LLM) -> float:
     return max(abs(a - b) for a, b in zip(*answers, strict=True))
 
 
-def beside_dummies(llm: LLM) -> tuple[float, bool]:
-    """What batches of no requests change, as engines that share experts run them.
-
-    Returns the largest difference of a log-probability, and whether all counters but that of steps
-    are equal.
-    """
-    params = SamplingParams(max_tokens=30, logprobs=0, temperature=0.0, ignore_eos=True)
-    prompt, answers, counted = {"prompt_token_ids": list(range(3, 40))}, [], []
-    for dummies in (False, True):
-        (before,) = llm.collective_rpc("kv_policy_counters")
-        llm.llm_engine.add_request(str(dummies), prompt, params)
-        outputs: list[Any] = []
-        while llm.llm_engine.has_unfinished_requests():
-            outputs += llm.llm_engine.step()
-            if dummies:
-                llm.collective_rpc("execute_dummy_batch")
-        (choice,) = outputs[-1].outputs
-        answers.append([next(iter(entry.values())).logprob for entry in choice.logprobs])
-        (after,) = llm.collective_rpc("kv_policy_counters")
-        counted.append({name: after[name] - before[name] for name in after if name != "steps"})
-    return max(abs(a - b) for a, b in zip(*answers, strict=True)), counted[0] == counted[1]
-
-
 def distinct(llm: LLM) -> int:
     """Different tokens among 40 that are sampled beyond the budget.
 
@@ -271,5 +248,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         llm = small_engine(folder, settings)
         found |= {"preempted": preempted(llm), "distinct": distinct(llm)}
-        found |= {"beside_dummies": beside_dummies(llm)}
     print("RESULT " + json.dumps(found))

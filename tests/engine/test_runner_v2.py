@@ -38,8 +38,7 @@ def run(policy: dict[str, Any], *family: str) -> dict[str, Any]:
     ids=lambda policy: "-".join(map(str, policy.values())),
 )
 def test_second_runner(policy: dict[str, Any]) -> None:
-    """Equal to the oracle, beside another policy and from a snapshot; preemption changes nothing,
-    and neither do batches of no requests.
+    """Equal to the oracle, beside another policy and from a snapshot; preemption changes nothing.
 
     Sampling stays as random far beyond the budget as it is at first. Scores of token ids need each
     token before the next step, so scheduling is not asynchronous there.
@@ -48,7 +47,6 @@ def test_second_runner(policy: dict[str, Any]) -> None:
     assert found["runner"] == "V2" and found["async"] == (policy != {"name": "dgc"}), found
     assert found["equal"] and found["evicted"] > 150 and found["reused"] > 0, found
     assert found["preempted"] < 1e-4 and found["distinct"] > 30, found
-    assert found["beside_dummies"] == [0.0, True], found
 
 
 @pytest.mark.slow

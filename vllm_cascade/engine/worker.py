@@ -295,8 +295,7 @@ class KVPolicyWorker(SessionWorker):
     def execute_dummy_batch(self) -> None:
         """Run a batch of padding while other engines, which share a model's experts, have requests.
 
-        The runner still knows the requests of its last step: V1 gives the batch their block tables,
-        and V2 numbers its rows like theirs.
+        Model Runner V1 gives the batch the block tables of requests that it still knows.
         """
         builders, requests = self._builders(), self._requests
         for builder in builders:
