@@ -38,6 +38,7 @@ from .tiles import (
     check_rows,
     check_steps,
     chunk_of,
+    first_part,
     head_size_of,
     load_pair,
     load_rows,
@@ -184,10 +185,12 @@ def _attend(
         values = values_of(rows + (ROW - VALUE), valid, VALUE)
         key_scale = None
         if CODE is not None:
-            offset = tile_offsets(first, PAGE, TILE)
-            at = scale_place(scales, block, offset, word_stride, OF_ROWS)
-            key_scale, value_scale = load_scales(at, valid, apart(PAGE, OF_ROWS))
-            values = wide_of(values, value_scale[None, None, :], CODE).to(q3.dtype)
+            offset = tile_offsets(first, PAGE, TILE)[None, :]
+            of_kv = (first_kv + tl.arange(0, HEADS))[:, None]
+            pages = (block + tl.zeros([TILE], tl.int64))[None, :]
+            at = scale_place(scales, pages, of_kv, offset, word_stride, PAGE, OF_ROWS)
+            key_scale, value_scale = load_scales(at, valid[None, :], apart(PAGE, OF_ROWS))
+            values = wide_of(values, value_scale[:, None, :], CODE).to(query.dtype.element_ty)
         products = tl.zeros([HEADS, TILE, LEAD], tl.float32)
         if HALF > 0:
             for part in tl.static_range(PARTS):
@@ -203,7 +206,7 @@ def _attend(
                     HALF=HALF,
                     INTERLEAVED=INTERLEAVED,
                     FLAT=FLAT,
-                    scale=None if CODE is None else key_scale[None, :, None],  # pyright: ignore[reportOptionalSubscript]
+                    scale=None if CODE is None else key_scale[:, :, None],  # pyright: ignore[reportOptionalSubscript]
                     CODE=CODE,
                 )
         if 2 * HALF < HEAD:
@@ -213,8 +216,8 @@ def _attend(
                 rest = keys_of(rows, valid, 2 * HALF, HEAD, padded(HEAD - 2 * HALF))
                 if CODE is not None:
                     channel = 2 * HALF + tl.arange(0, padded(HEAD - 2 * HALF))
-                    of_key = (channel < HEAD - VALUE)[None, None, :]
-                    of_row = key_scale[None, :, None], value_scale[None, :, None]  # pyright: ignore[reportOptionalSubscript]
+                    of_key = (channel < first_part(HEAD, VALUE, ROW))[None, None, :]
+                    of_row = key_scale[:, :, None], value_scale[:, :, None]  # pyright: ignore[reportOptionalSubscript]
                     rest = wide_of(rest, tl.where(of_key, *of_row), CODE).to(q3.dtype)
             products = dots(rest, q3, products, FLAT)
 
@@ -359,6 +362,7 @@ def attend(
             softcap=softcap,
             interleaved=interleaved,
             keep_masses=keep_logits,
+            stored=stored,
         )
         return outputs
     sets, shared = rank.shape[1], sharing(group, latent)

@@ -75,7 +75,7 @@ def turned_products(
 
     Args:
         q1, q2: ``[h, w, q]``, both halves of the queries' pairs from ``FROM`` on.
-        scale: ``[1, n, 1]``, of keys that are codes (``stored.py``), or None.
+        scale: ``[h, n, 1]``, of keys that are codes (``stored.py``), or None.
     """
     WIDTH: tl.constexpr = q1.shape[1]
     TO: tl.constexpr = min(FROM + WIDTH, HALF)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .configs import units_config
+from .stored import Codes, apart, codes_arguments, factor_of, load_scales, scale_place, widened
 from .tiles import (
     CACHED,
     OLD_SLOTS,
@@ -61,6 +62,14 @@ def _turned(q1, q2, rotation, distance, dtype, HALF: tl.constexpr):
 
 
 @triton.jit
+def _exact(keys, dtype, CODE: tl.constexpr):
+    """Keys for a product; codes without their scales, as numbers that 16 bits hold exactly."""
+    if CODE is not None:
+        keys = widened(keys, CODE).to(dtype)
+    return keys
+
+
+@triton.jit
 def _attend_units(
     query,
     key,
@@ -68,6 +77,7 @@ def _attend_units(
     kv,
     rank,
     born,
+    scales,
     table,
     steps,
     rotation,
@@ -98,6 +108,8 @@ def _attend_units(
     CHUNK: tl.constexpr,
     PAGE: tl.constexpr,
     STAGES: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -127,6 +139,7 @@ def _attend_units(
     total = tl.zeros([LEAD], tl.float32)
     acc = tl.zeros([padded(HEAD), LEAD], tl.float32)
 
+    DTYPE: tl.constexpr = query.dtype.element_ty
     PARTS: tl.constexpr = UNIT // CHUNK
     UNITS: tl.constexpr = PAGE // UNIT
     CHUNKS: tl.constexpr = PAGE // CHUNK
@@ -150,22 +163,30 @@ def _attend_units(
         source = kv + block * page_stride + chunk % CHUNKS * (CHUNK * 2 * HEAD)
         rows = source + token * (2 * HEAD)
         values = load_columns(rows + HEAD, valid, 0, HEAD)
+        if CODE is not None:
+            offset = chunk % CHUNKS * CHUNK + token
+            at = scale_place(scales, block, head, offset, word_stride, PAGE, OF_ROWS)
+            key_scale, value_scale = load_scales(at, valid, apart(PAGE, OF_ROWS))
+            values = widened(values, CODE) * factor_of(value_scale, CODE)[None, :]
+            values = values.to(DTYPE)
         products = tl.zeros([CHUNK, LEAD], tl.float32)
         if HALF > 0:
-            left, right = _turned(q1, q2, rotation, distance, values.dtype, HALF)
+            left, right = _turned(q1, q2, rotation, distance, DTYPE, HALF)
             if INTERLEAVED:
                 channel = tl.arange(0, 2 * padded(HALF))
                 inside = valid[:, None] & (channel < 2 * HALF)[None, :]
                 keys = tl.load(rows[:, None] + channel[None, :], mask=inside, other=0.0)
                 both = tl.reshape(tl.join(left, right), [LEAD, 2 * padded(HALF)])
-                products = dot(keys, tl.trans(both), products)
+                products = dot(_exact(keys, DTYPE, CODE), tl.trans(both), products)
             else:
                 x, y = load_pair(rows, valid, HALF, False)
-                products = dot(x, tl.trans(left), products)
-                products = dot(y, tl.trans(right), products)
+                products = dot(_exact(x, DTYPE, CODE), tl.trans(left), products)
+                products = dot(_exact(y, DTYPE, CODE), tl.trans(right), products)
         if 2 * HALF < HEAD:
             rest = load_rows(rows, valid, 2 * HALF, HEAD)
-            products = dot(rest, tl.trans(q3), products)
+            products = dot(_exact(rest, DTYPE, CODE), tl.trans(q3), products)
+        if CODE is not None:
+            products *= factor_of(key_scale, CODE)[:, None]
 
         block = next_block.to(tl.int64)
         unit_rank, unit_born = _words(rank, born, block, chunk + 1, end, word_stride, PARTS, UNITS)
@@ -239,12 +260,14 @@ def attend_units(
     softcap: float,
     interleaved: bool,
     keep_masses: bool,
+    stored: Codes | None = None,
 ) -> None:
     """Launch the kernel with the arguments of ``attend``; writes the four tensors it returns.
 
     Args:
         masses: the log-sum-exps per chunk that ``attend`` returns as logits.
         keep_masses: whether ``masses`` and ``own`` are written.
+        stored: how ``kv`` is stored in 8 bits; None: in the queries' type.
     """
     num_rows, num_queries, head_size = query.shape
     num_heads, page = kv.shape[1], kv.shape[2]
@@ -289,6 +312,7 @@ def attend_units(
         CHUNK=chunk,
         PAGE=page,
         STAGES=config.stages,
+        **codes_arguments(stored, kv, rank, None),
         num_warps=config.warps,
         num_stages=config.stages,
     )

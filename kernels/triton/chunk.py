@@ -54,6 +54,27 @@ RENUMBERED, COPIED, ENCODED = 1024, 64, 16
 
 
 @triton.jit
+def _values(
+    rows,
+    inside,
+    scales,
+    own,
+    dtype,
+    FROM: tl.constexpr,
+    TO: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+):
+    """Values of the chunk's tokens; those that are not ``own`` are what pages will say of them."""
+    values = load_rows(rows, inside, FROM, TO)
+    if CODE is not None:
+        values = values.to(tl.float32)
+        scale = scale_of(values, scales + 1, CODE, OF_ROWS)
+        values = wide(values, scale, CODE, own).to(dtype)
+    return values
+
+
+@triton.jit
 def _attend_chunks(
     query,
     key,
@@ -170,7 +191,7 @@ def _attend_chunks(
                     value_scale = None
                     keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
                 else:
-                    scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+                    scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
                     key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
                     keys = load_turned(
                         rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
@@ -181,7 +202,9 @@ def _attend_chunks(
                     logits = stride_logits(
                         queries, keys, position, rank_now, seen, factor, cap, slope, window
                     )
-                    values = load_rows(rows + (ROW - VALUE), seen, 0, VALUE)
+                    values = load_stored(
+                        rows + (ROW - VALUE), seen, value_scale, queries.dtype, 0, VALUE, CODE
+                    )
                 else:  # read once
                     values = load_stored(
                         rows + FIRST, seen, value_scale, queries.dtype, 0, VALUE, CODE
@@ -213,13 +236,11 @@ def _attend_chunks(
                 away -= shift
             away = tl.where(seen, away, 0)
             key_rows = key + at * key_stride + head * HEAD
+            own = None
             if CODE is None:
                 keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
             else:  # tokens of earlier strides are what pages will say of them
                 own = place >= stream - begun
-                latents = load_rows(key_rows, seen, FIRST, HEAD).to(tl.float32)
-                value_scale = scale_of(latents, scales + 1, CODE, OF_ROWS)
-                values = wide(latents, value_scale, CODE, own).to(queries.dtype)
                 wide_keys = load_rows(key_rows, seen, 0, FIRST).to(tl.float32)
                 key_scale = scale_of(wide_keys, scales, CODE, OF_ROWS)
                 keys = load_turned(
@@ -231,10 +252,13 @@ def _attend_chunks(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window
                 )
                 value_rows = value + at * value_stride + head * VALUE
-                values = load_rows(value_rows, seen, 0, VALUE)
+                values = _values(
+                    value_rows, seen, scales, own, queries.dtype, 0, VALUE, CODE, OF_ROWS
+                )
             else:
-                if CODE is None:
-                    values = load_rows(key_rows, seen, FIRST, HEAD)
+                values = _values(
+                    key_rows, seen, scales, own, queries.dtype, FIRST, HEAD, CODE, OF_ROWS
+                )
                 logits = stride_logits(
                     queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
                     values,

@@ -107,7 +107,7 @@ def _column_sums(
             value_scale = None
             keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
         else:
-            scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+            scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
             key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
             keys = load_turned(
                 rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,

@@ -132,10 +132,15 @@ def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots
     return triton.next_power_of_2(max(1, min(wanted, longest, MAX_SPLITS)))
 
 
-def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
+def prefill_config(
+    device: torch.device, dtype: torch.dtype, head_size: int, codes: bool = False
+) -> Config:
     """Prefill: queries by keys of a flash-attention tile; keys are rotated in registers.
 
     Without a CUDA device it is an H100's.
+
+    Args:
+        codes: whether rows are decoded from 8 bits, which needs registers.
     """
     tuned = _tuned("prefill", device, dtype, head_size)
     if tuned is not None:
@@ -143,7 +148,8 @@ def prefill_config(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     if dtype.itemsize == 4:
         return Config(tile=16, queries=16, warps=8, stages=1)
     if head_size > 128:
-        return Config(tile=16, queries=64 if head_size <= 256 else 32, warps=8, stages=1)
+        many = head_size <= 256 and not codes
+        return Config(tile=16, queries=64 if many else 32, warps=8, stages=1)
     if capability(device) in (0, 90):
         # On an H100 four times as fast as 64 queries and 2 stages; elsewhere registers spill.
         return Config(tile=32, queries=128, warps=8, stages=3)

@@ -273,12 +273,15 @@ def _insert_strides(
                 keys=keys,
                 values=new,
                 slots=slots,
-                place=scale_place(scales, block, slot % (PAGE * UNIT), word_stride, OF_ROWS),
+                place=scale_place(
+                    scales, block, head, slot % (PAGE * UNIT), word_stride, PAGE * UNIT, OF_ROWS
+                ),
                 inside=kept,
                 rotation=rotation,
                 distance=tl.where(last, cached + begun - stands, 0),
                 HEAD=HEAD,
                 VALUE=VALUE,
+                ROW=ROW,
                 HALF=HALF,
                 INTERLEAVED=INTERLEAVED,
                 APART=apart(PAGE * UNIT, OF_ROWS),

@@ -211,7 +211,7 @@ def _attend_strides(
             value_scale = None
             keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
         else:
-            scaled = scale_of_word(scales, word, slot, PAGE, UNIT, OF_ROWS)
+            scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
             key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
             keys = load_turned(
                 rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,
@@ -220,7 +220,9 @@ def _attend_strides(
         at = unit * UNIT + slot % UNIT
         if FIRST == HEAD:
             logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
-            values = load_rows(rows + (ROW - VALUE), seen, 0, VALUE)
+            values = load_stored(
+                rows + (ROW - VALUE), seen, value_scale, queries.dtype, 0, VALUE, CODE
+            )
         else:  # read once
             values = load_stored(rows + FIRST, seen, value_scale, queries.dtype, 0, VALUE, CODE)
             logits = stride_logits(
@@ -353,7 +355,7 @@ class StrideAttention:
         check_pages(kv, *((rank, born, score) if token is None else (rank, born, score, token)))
         self._heads, self._num_sets = heads_of(num_queries, kv, latent, dtype), rank.shape[1]
         head_size = head_size_of(kv, latent)
-        config = prefill_config(kv.device, dtype or kv.dtype, head_size)
+        config = prefill_config(kv.device, dtype or kv.dtype, head_size, stored is not None)
         self._queries = config.queries
         self._fixed = {
             "kv": kv,

@@ -220,7 +220,8 @@ def _bring(
         token = tl.arange(0, LEAD)
         inside = token < UNIT
         kept = row_scales + ((head.to(tl.int64) * rings + place) * UNIT + token) * 2
-        at = scale_place(scales, block, slot % PAGE * UNIT + token, word_stride, OF_ROWS)
+        offset = slot % PAGE * UNIT + token
+        at = scale_place(scales, block, head, offset, word_stride, PAGE * UNIT, OF_ROWS)
         tl.store(at, tl.load(kept, mask=inside), mask=inside)
         tl.store(at + apart(PAGE * UNIT, OF_ROWS), tl.load(kept + 1, mask=inside), mask=inside)
 
@@ -259,7 +260,7 @@ def recall_units(
         most: most units that any request recalls.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
         stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
-        row_scales: fp32 ``[1, rings, unit, 2]``, scales of ``rows`` beside them; None if rows have
+        row_scales: fp32 ``[H, rings, unit, 2]``, scales of ``rows`` beside them; None if rows have
             no scales of their own.
 
     Returns:

@@ -234,6 +234,7 @@ def _store_coded(
     inside,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     APART: tl.constexpr,
@@ -246,7 +247,7 @@ def _store_coded(
     Args:
         place, row_scales: addresses of the rows' first scales, in pages and in the ring.
     """
-    FIRST: tl.constexpr = first_part(HEAD, VALUE, HEAD)
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     if NEW:
         first, second = write_codes(
             keys=keys,
@@ -258,6 +259,7 @@ def _store_coded(
             distance=None,
             HEAD=HEAD,
             VALUE=VALUE,
+            ROW=ROW,
             HALF=0,
             INTERLEAVED=False,
             APART=1,
@@ -273,11 +275,16 @@ def _store_coded(
             tl.store(row_scales + 1, second, mask=inside)
     x = tl.zeros([keys.shape[0], 16], tl.float32)
     y = x
-    if HALF > 0:  # all channels before the value
+    rest = x
+    if HALF > 0:
         x, y = load_pair(keys, inside, HALF, INTERLEAVED)
         x = _read(x, first[:, None], CODE, NEW)
         y = _read(y, first[:, None], CODE, NEW)
         x, y = rotate_pair(x, y, rotation, position, inside, HALF)
+    if FIRST == HEAD:
+        if 2 * HALF < HEAD:
+            rest = _read(load_rows(keys, inside, 2 * HALF, HEAD), first[:, None], CODE, NEW)
+    elif HALF > 0:  # all channels of a latent row before its value
         rest = _read(load_rows(values, inside, 0, VALUE), second[:, None], CODE, NEW)
     else:
         of_key = (tl.arange(0, padded(HEAD)) < FIRST)[None, :]
@@ -359,9 +366,10 @@ def _store_units(
             row_out = rows + out * ROW
             code_out = codes + out * HEAD
             if CODE is not None:
-                slots = kv + block * page_stride + (source % PAGE * UNIT + index) * ROW
+                slots = kv + block * page_stride
+                slots += ((head * PAGE + source % PAGE) * UNIT + index) * ROW
                 offset = source % PAGE * UNIT + index
-                scaled = scale_place(scales, block, offset, word_stride, OF_ROWS)
+                scaled = scale_place(scales, block, head, offset, word_stride, PAGE * UNIT, OF_ROWS)
                 kept = scaled
                 if OF_ROWS:
                     kept = row_scales + out * 2
@@ -379,6 +387,7 @@ def _store_units(
                         inside=inside,
                         HEAD=HEAD,
                         VALUE=VALUE,
+                        ROW=ROW,
                         HALF=HALF,
                         INTERLEAVED=INTERLEAVED,
                         APART=apart(PAGE * UNIT, OF_ROWS),
@@ -389,8 +398,8 @@ def _store_units(
                 elif key is not None:
                     at = start + new * UNIT + index
                     _store_coded(
-                        keys=key + at * key_stride,
-                        values=value + at * value_stride,
+                        keys=key + at * key_stride + head * HEAD,
+                        values=value + at * value_stride + head * VALUE,
                         place=scaled,
                         rows=row_out,
                         row_scales=kept,
@@ -401,6 +410,7 @@ def _store_units(
                         inside=inside,
                         HEAD=HEAD,
                         VALUE=VALUE,
+                        ROW=ROW,
                         HALF=HALF,
                         INTERLEAVED=INTERLEAVED,
                         APART=apart(PAGE * UNIT, OF_ROWS),

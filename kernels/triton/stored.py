@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent rows that pages store in 8 bits.
+"""Rows that pages store in 8 bits.
 
-A row's channels before its value and its value have a scale each. The scales of a row lie in its
-page, or the layer has two. ``vllm_cascade/cache/quantised.py`` defines codes and scales, and these
-functions write the same bytes. A row is encoded from fp32 once, when it is written, and decoded to
+A row's key and its value have a scale each; of a latent row the channels before its value count as
+its key. The scales of a row lie in its page, or the layer has two.
+``vllm_cascade/cache/quantised.py`` defines codes and scales, and these functions write the same
+bytes. A row is encoded from fp32 once, when it is written, and decoded to
 fp32 before it is rotated. Floats of 8 bits are converted by their bits, because GPUs before compute
 capability 8.9 do not convert e4m3.
 """
@@ -25,11 +26,11 @@ ROUNDS = tl.constexpr(12582912.0)
 
 @dataclass(frozen=True, eq=False)
 class Codes:
-    """How a layer's pages store latent rows in 8 bits.
+    """How a layer's pages store rows in 8 bits.
 
     Attributes:
         code: dtype of a channel's code; pages hold int8, or uint8 for a float of 8 bits.
-        scales: fp32 ``[num_blocks, 1, block_size, 2]``, those of each slot's row as
+        scales: fp32 ``[num_blocks, H, block_size, 2]``, those of each slot's rows as
             ``Pages.scale``; or ``[2]``, the layer's.
     """
 
@@ -46,14 +47,14 @@ def codes_arguments(
     stored: Codes | None, kv: torch.Tensor, rank: torch.Tensor, latent: int | None
 ) -> dict[str, Any]:
     """Arguments of a kernel that reads or writes the rows of pages, checked."""
+    assert latent is None or kv.shape[1] == 1, "heads share latent rows"
     if stored is None:
         return {"scales": None, "CODE": None, "OF_ROWS": False}
-    assert latent is not None and kv.shape[1] == 1, "codes are those of latent rows"
     assert kv.dtype == (torch.int8 if stored.code == torch.int8 else torch.uint8), kv.dtype
-    scales, page = stored.scales, kv.shape[2]
+    scales, (num_blocks, num_heads, page, _) = stored.scales, kv.shape
     assert scales.dtype == torch.float32
     if stored.of_rows:
-        assert scales.shape == (len(kv), 1, page, 2), scales.shape
+        assert scales.shape == (num_blocks, num_heads, page, 2), scales.shape
         assert scales.stride() == (rank.stride(0), 2 * page, 1, page), scales.stride()
     else:
         assert scales.shape == (2,), scales.shape
@@ -61,7 +62,7 @@ def codes_arguments(
 
 
 def check_scales(row_scales: torch.Tensor | None, rows: torch.Tensor, of_rows: bool) -> None:
-    """Check a ring's scales ``[1, rings, unit, 2]`` of its rows."""
+    """Check a ring's scales ``[H, rings, unit, 2]`` of its rows."""
     assert (row_scales is not None) == of_rows
     if row_scales is not None:
         assert row_scales.shape == (*rows.shape[:3], 2), row_scales.shape
@@ -98,9 +99,11 @@ def to_nearest(x):
 
 
 @triton.jit
-def scale_place(scales, block, offset, word_stride, OF_ROWS: tl.constexpr):
+def scale_place(
+    scales, block, head, offset, word_stride, SLOTS: tl.constexpr, OF_ROWS: tl.constexpr
+):
     """Addresses of rows' first scales; ``offset``: of their slots in the pages ``block``."""
-    place = block * word_stride + offset
+    place = block * word_stride + head * (2 * SLOTS) + offset
     if not OF_ROWS:
         place = place * 0
     return scales + place
@@ -108,10 +111,18 @@ def scale_place(scales, block, offset, word_stride, OF_ROWS: tl.constexpr):
 
 @triton.jit
 def scale_of_word(
-    scales, word, slot, PAGE: tl.constexpr, UNIT: tl.constexpr, OF_ROWS: tl.constexpr
+    scales,
+    word,
+    slot,
+    head,
+    NUM_SETS: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     """``scale_place`` of slots by the places of their words (``tiles.slot_tile``)."""
-    place = word - slot % PAGE // UNIT + slot % PAGE
+    place = word - head % NUM_SETS * (PAGE // UNIT) - slot % PAGE // UNIT
+    place += head * (2 * PAGE) + slot % PAGE
     if not OF_ROWS:
         place = place * 0
     return scales + place
@@ -284,27 +295,28 @@ def write_codes(
     distance,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
+    ROW: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     APART: tl.constexpr,
     CODE: tl.constexpr,
     OF_ROWS: tl.constexpr,
 ):
-    """Store new latent rows in their slots, rotated back by ``distance`` first; returns the scales.
+    """Store new rows in their slots, rotated back by ``distance`` first; returns the scales.
 
     Args:
         place: addresses of the slots' first scales.
         rotation, distance: unused if ``HALF`` is 0.
     """
-    FIRST: tl.constexpr = first_part(HEAD, VALUE, HEAD)
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     turned = load_turned(
         keys, inside, rotation, distance, FIRST, HALF, INTERLEAVED, dtype=tl.float32
     )
     scale = scale_of(turned, place, CODE, OF_ROWS)
     store_rows(slots, encoded(turned, scale[:, None], CODE), inside, 0, FIRST)
-    latents = load_rows(values, inside, 0, VALUE).to(tl.float32)
-    value_scale = scale_of(latents, place + APART, CODE, OF_ROWS)
-    store_rows(slots + FIRST, encoded(latents, value_scale[:, None], CODE), inside, 0, VALUE)
+    wide_values = load_rows(values, inside, 0, VALUE).to(tl.float32)
+    value_scale = scale_of(wide_values, place + APART, CODE, OF_ROWS)
+    store_rows(slots + FIRST, encoded(wide_values, value_scale[:, None], CODE), inside, 0, VALUE)
     if OF_ROWS:
         tl.store(place, scale, mask=inside)
         tl.store(place + APART, value_scale, mask=inside)

@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-from tests.attention import test_paged
+from tests.attention import test_paged, test_quantised
 from tests.attention.steps import step_of
 from tests.attention.test_paged import (
     CASES,
@@ -306,6 +306,22 @@ def test_mixed_requests_in_units(name: str) -> None:
     shape, settings = UNIT_CASES[name]
     more = settings["budget"]
     prompts, totals = [1, 23, 40 + more], [6, 35, 60 + more]
+    test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
+
+
+FEW_IN_8_BITS = ["heads", "cascade-4"]
+IN_8_BITS = {n: case for n, case in test_quantised.SMALL.items() if not case[0].latent}
+IN_8_BITS |= {n: case for n, case in test_quantised.UNITS.items() if not case[0].latent}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in FEW_IN_8_BITS else pytest.mark.slow) for n in IN_8_BITS],
+)
+def test_mixed_requests_in_8_bits(name: str) -> None:
+    shape, settings = IN_8_BITS[name]
+    more = settings["budget"] if "unit" in settings else 8
+    prompts, totals = [1, 23, 40 + more], [6, 27, 46 + more]
     test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
 
 

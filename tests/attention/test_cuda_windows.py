@@ -28,8 +28,6 @@ from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.kernels import columns
 
 SLOW = ("window beyond the budget", "recall beyond the budget", "many")
-STORED = [name for name, (shape, *_) in CASES.items() if shape.cache_dtype == "auto"]
-"""Those that the kernels know: rows as they are."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +37,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cases() -> list[Any]:
-    return [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in STORED]
+    return [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in CASES]
 
 
 @pytest.mark.parametrize("name", cases())

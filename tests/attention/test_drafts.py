@@ -47,7 +47,7 @@ MOST_REQUESTS = 3
 WORDS = ("rank", "born", "score", "token")
 
 ON_CUDA = ("h2o-heads", "units", "latent-int8")
-"""Cases that run in Triton's interpreter in every run; on CUDA, only latent rows have 8 bits."""
+"""Cases that run in Triton's interpreter in every run."""
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "window": (Shape(group=1), {"name": "window", "budget": 17, "prefill_stride": 16}),
     "sink": (Shape(), {"name": "sink", "budget": 13, "num_sinks": 3, "prefill_stride": 8}),
@@ -100,7 +100,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "triton":
         monkeypatch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
         monkeypatch.setattr(test_paged, "CPUBuilder", CUDABuilder)
-        monkeypatch.setattr(TritonKVPolicyImpl, "knows_codes", True)  # as that of latent rows
     else:
         monkeypatch.setenv(SWITCH, request.param)
     return request.param
@@ -322,8 +321,7 @@ def run_to_the_end(streams: Streams, right: float) -> Streams:
         *itertools.product(CHOICES, CASES),
         *(
             pytest.param("triton", case, marks=[pytest.mark.slow] * (case not in ON_CUDA))
-            for case, (shape, _) in CASES.items()
-            if shape.cache_dtype == "auto" or shape.latent
+            for case in CASES
         ),
     ],
     indirect=["path"],

@@ -178,6 +178,13 @@ def test_policy(settings: dict[str, Any], launches: int, monkeypatch: pytest.Mon
     assert run(Shape(), settings, asked, 40, monkeypatch) == launches
 
 
+@pytest.mark.parametrize("cache_dtype", ["int8_per_token_head", "fp8"])
+def test_rows_in_8_bits(cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(cache_dtype=cache_dtype, scales=(0.25, 0.75))
+    settings = CASES["heads-overflow-1"][1]
+    assert run(shape, settings, [({}, settings)] * 2, 30, monkeypatch) == 4
+
+
 # --- rows with drafts -------------------------------------------------------------------------
 
 

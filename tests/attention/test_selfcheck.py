@@ -39,6 +39,7 @@ from vllm_cascade.kernels.triton import (
     recall_store,
     recall_vectors,
     schedule,
+    stored,
     tiles,
 )
 from vllm_cascade.policies.registry import resolve
@@ -64,6 +65,7 @@ STORED = {
     f"latent-{cache_dtype}": replace(LATENT, cache_dtype=cache_dtype)
     for cache_dtype in ("int8_per_token_head", "fp8", "fp8_e5m2")
 }
+CODED = replace(SHAPE, num_heads=4, num_kv_heads=2, cache_dtype="int8_per_token_head")
 OTHER_SHAPES = {
     "window": ("sink", WINDOWED),
     "latent": ("cascade", LATENT),
@@ -73,8 +75,14 @@ OTHER_SHAPES = {
     "stored-sink": ("sink", STORED["latent-fp8"]),
     "stored-units": ("units", STORED["latent-fp8_e5m2"]),
     "stored-recall": ("recall", STORED["latent-int8_per_token_head"]),
+    "coded": ("cascade", CODED),
+    "coded-sink": ("sink", replace(CODED, cache_dtype="fp8")),
+    "coded-window": ("sink", replace(CODED, cache_dtype="fp8_per_token_head", window=7)),
+    "coded-units": ("units", CODED),
+    "coded-recall": ("recall", replace(CODED, cache_dtype="fp8_per_token_head")),
 }
-"""``window``: a layer with one, beside those that run ``sink``. ``stored``: rows in 8 bits."""
+"""``window``: a layer with one, beside those that run ``sink``. ``stored``: latent rows in 8 bits;
+``coded``: other rows in 8 bits."""
 
 
 def check(name: str, backend: Any = CUDAKVPolicyBackend, drafts: int = 0) -> list[Any]:
@@ -138,7 +146,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ("sink", chunk, "_attend_chunks", "away = written_at - rank_now", "away = 0 * written_at"),
     ("sink", chunk, "_attend_chunks", "at >= kept + dropped", "at > kept + dropped"),
     ("sink", chunk_write, "_after", "index, index - gone)", "index, index)"),
-    ("cascade", prefill, "_attend_strides", "cached + place, seen", "place, seen"),
+    ("cascade", prefill, "_attend_strides", "at = cached + place", "at = place"),
     ("cascade", prefill, "_attend_strides", "unit, bits,", "unit, 0 * bits,"),
     ("cascade", prefill, "_attend_strides", "norm = top + ", "norm = top - "),
     ("cascade", column_sums, "_column_sums", "is_old, 0, (tile", "is_old, QUERIES, (tile"),
@@ -222,7 +230,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     (
         "recall",
         recall_store,
-        "_store_keys",
+        "_store_plain",
         "tl.div_rn(most, LEVELS)",
         "tl.div_rn(most, 2 * LEVELS)",
     ),
@@ -262,6 +270,28 @@ def test_a_broken_kernel_is_named(number: int, monkeypatch: pytest.MonkeyPatch) 
     assert any(kernel in message for kernel in NAMED.get(file, (file,))), message
     assert "2/1 heads of 8, float32" in message and "error" in message
     assert (policy == "window") == ("window of 7" in message)
+
+
+OF_CODES: list[tuple[str, ModuleType, str, str, str]] = [
+    ("coded", stored, "scale_place", "head * (2 * SLOTS)", "head * SLOTS"),
+    ("coded", stored, "scale_of_word", "head * (2 * PAGE)", "head * PAGE"),
+    ("coded", stored, "write_codes", "place + APART, value_scale", "place + APART, scale"),
+    ("coded-sink", chunk, "_values", "scales + 1", "scales"),
+    ("coded-units", attend_units, "_attend_units", "factor_of(key_scale", "factor_of(value_scale"),
+    ("coded-recall", recall_store, "_store_coded", "row_scales + 1, second", "row_scales, second"),
+]
+"""The same of rows in 8 bits, whose head and scales kernels may mix up."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(OF_CODES)))
+def test_a_kernel_that_is_broken_on_codes_is_noticed(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, *replaced = OF_CODES[number]
+    broken(*replaced, monkeypatch)
+    with pytest.raises(Mismatch, match=r"4/2 heads of 8, float32, \w+ cache; .* kernels: "):
+        check(policy)
 
 
 NAMED = {

@@ -42,6 +42,9 @@ class Stream:
     def wait_event(self, event: Any) -> None:
         pass
 
+    def record_event(self, event: Any = None) -> Event:
+        return event or Event()
+
 
 def check_and_update_config(original: Any) -> classmethod:
     def with_async_scheduling(cls: type, config: Any) -> None:

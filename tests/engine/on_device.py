@@ -36,7 +36,7 @@ def other_settings(policy: dict[str, Any]) -> dict[str, Any]:
 def start(tiny: bool, **arguments: Any) -> dict[str, Any]:
     """Memory and graphs of an engine: on a GPU as by default, and nothing is compiled later."""
     if tiny:
-        return {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
+        return {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": True, **arguments}
     return {"gpu_memory_utilization": SHARE, "jit_monitor_mode": "error", **arguments}
 
 
@@ -107,7 +107,7 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
             return sum(output.num_cached_tokens or 0 for output in outputs)
 
         first, reused = ask([0, 1, 2, 3]), ask([2])
-        (counters,) = llm.collective_rpc("kv_policy_counters")
+        counters, *_ = llm.collective_rpc("kv_policy_counters")
         config = llm.llm_engine.vllm_config
     right = max(errors) < MAX_ERROR and counters["evicted_tokens"] > 0
     found = {

@@ -313,13 +313,12 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(attention_config=SimpleNamespace(backend="FLASH_ATTN")),
         "--attention-backend",
     ),
-    "data parallelism on CUDA": (
-        SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=2)),
-        "--data-parallel-size",
-    ),
-    "pipeline parallelism on CUDA": (
-        SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2)),
-        "--pipeline-parallel-size",
+    "shared experts on CUDA": (
+        SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=2),
+            model_config=SimpleNamespace(is_moe=True),
+        ),
+        "for models with experts",
     ),
     "recurrent layers on CUDA": (
         SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
@@ -345,10 +344,10 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
     ),
     "cache type on CUDA": (
         SimpleNamespace(
-            model_config=SimpleNamespace(dtype="torch.bfloat16", use_mla=False),
-            cache_config=SimpleNamespace(cache_dtype="fp8"),
+            model_config=SimpleNamespace(dtype="torch.bfloat16"),
+            cache_config=SimpleNamespace(cache_dtype="float16"),
         ),
-        "in 8 bits only the rows of multi-head latent attention",
+        "in the model's own type or in 8 bits",
     ),
 }
 ENVIRONMENT = {"Model Runner V2 on the CPU"}
@@ -429,12 +428,12 @@ def test_refused_on_cuda(name: str) -> None:
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "float16", *CODES])
 @pytest.mark.parametrize("use_mla", [True, False])
 def test_cache_types_on_cuda(cache_dtype: str, use_mla: bool) -> None:
-    """The model's own type, and of latent rows also codes."""
+    """The model's own type, and codes."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(dtype="torch.bfloat16", use_mla=use_mla),
+        model_config=SimpleNamespace(dtype="torch.bfloat16"),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
-    works = cache_dtype in ("auto", "bfloat16") or (use_mla and cache_dtype in CODES)
+    works = cache_dtype in ("auto", "bfloat16", *CODES)
     refusal = refusal_of("cache type on CUDA", "cuda")
     assert refusal.applies(config, resolve({"name": "cascade"})) != works
     backend = CUDALatentBackend if use_mla else CUDAKVPolicyBackend

@@ -7,6 +7,7 @@ tokens of every stride, prompt and decode, and of several requests at once.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,43 @@ def test_prompts_at_once(engine_pool: EnginePool, models: dict[str, Path]) -> No
     )
     found = prompt_logprobs(output)
     assert np.abs(np.asarray(found) - np.asarray(truth.logprobs)[: len(found)]).max() < 2e-4
+    engine_pool.close()
+
+
+def test_batches_of_no_requests(engine_pool: EnginePool, models: dict[str, Path]) -> None:
+    """As vLLM runs them where engines share experts: V1 gives them its requests' block tables."""
+    policy = {**CASCADE, "prefill_stride": 8}
+    llm = engine(engine_pool, policy, models["llama"])
+    core = llm.llm_engine.engine_core.engine_core
+    worker = core.model_executor.driver_worker.worker
+    runner = worker.model_runner
+    # A full graph's metadata, which a CPU has no graphs for.
+    runner._dummy_run = partial(runner._dummy_run, force_attention=True)
+    prompts = [TOKENS[:45], TOKENS[3:9]]
+    params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, ignore_eos=True)
+    answers, counted = [], []
+    for dummies in (False, True):
+        before = worker.kv_policy_counters()
+        llm.reset_prefix_cache()
+        done: dict[str, Any] = {}
+        for number, prompt in enumerate(prompts):
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        while llm.llm_engine.has_unfinished_requests():
+            done |= {one.request_id: one.outputs[0] for one in llm.llm_engine.step()}
+            if dummies:
+                core.execute_dummy_batch()
+        answers.append(
+            [
+                (
+                    list(done[name].token_ids),
+                    [next(iter(entry.values())).logprob for entry in done[name].logprobs],
+                )
+                for name in sorted(done)
+            ]
+        )
+        after = worker.kv_policy_counters()
+        counted.append({name: after[name] - before[name] for name in after if name != "steps"})
+    assert answers[0] == answers[1] and counted[0] == counted[1]
     engine_pool.close()
 
 

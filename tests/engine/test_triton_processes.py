@@ -36,12 +36,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def check(
-    policy: dict[str, Any], engine: dict[str, Any], family: str | None = None
+    policy: dict[str, Any],
+    engine: dict[str, Any],
+    family: str | None = None,
+    env: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     more = {"distributed_executor_backend": "mp", "enable_prefix_caching": True}
     case = json.dumps({"policy": policy, "engine": engine | more, "family": family})
     command = [sys.executable, "-m", "tests.engine.triton_cpu", "check", case]
-    env = os.environ | cores(2)
+    env = os.environ | cores(2) | (env or {})
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert done.returncode == 0 and lines, (done.stdout + done.stderr)[-4000:]
@@ -60,6 +63,12 @@ def test_two_processes(name: str) -> None:
         assert first["stored_units"] == second["stored_units"] > 0, "the snapshots' units"
     if name == "recall over ranks":
         assert first["recalled_units"] == second["recalled_units"], "they select together"
+
+
+def test_stages_on_the_second_runner() -> None:
+    """Whose stages hear of sampled tokens as many steps later as there are stages."""
+    found = check(PLAIN, STAGES, env={"VLLM_USE_V2_MODEL_RUNNER": "1"})
+    assert found["runner"] == "V2" and found["equal"] and found["evicted"] > 100, found
 
 
 LENGTHS = (1, 70)

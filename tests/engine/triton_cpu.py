@@ -7,7 +7,11 @@
 
 Kernels are interpreted. vLLM spawns its processes, and these import the main module again, hence
 the calls at the module's level. ``check`` reads a text of a random model, of which some tokens are
-decoded, compares it with the oracle, and prints what the workers count.
+decoded, compares it with the oracle, and prints what the workers count. ``drafts`` compares vLLM's
+own drafters with an engine without them, which runs on the CPU's own paths.
+
+With ``VLLM_USE_V2_MODEL_RUNNER=1`` they have the second model runner, like ``runner_v2.py``, and
+``check`` compares generated tokens.
 """
 
 import os
@@ -15,10 +19,18 @@ import sys
 from typing import Any
 
 os.environ |= {"TRITON_INTERPRET": "1"}
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 
 
 def use_triton() -> None:
     """Every engine of this process from here on."""
+    if V2:  # before vLLM is imported
+        import torch
+
+        from tests.engine.runner_v2 import like_a_gpu
+
+        like_a_gpu()
+        torch.Tensor.record_stream = lambda self, stream: None  # a CPU has no streams
     from tests.interpreter import quicken
     from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend, CPULatentBackend
     from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend, CUDALatentBackend
@@ -27,6 +39,16 @@ def use_triton() -> None:
     for name in ("get_impl_cls", "get_builder_cls", "make_stores", "count_stores"):
         setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
     CPULatentBackend.get_impl_cls = CUDALatentBackend.get_impl_cls
+
+
+def check_second_runner(case: dict[str, Any]) -> None:
+    """The same as ``check`` for requests that the second runner can run."""
+    import json
+
+    from tests.engine.on_device import identity
+
+    (found,) = identity(case["policy"], label="", tiny=True, **case["engine"])
+    print("RESULT " + json.dumps(found))
 
 
 def check(case: dict[str, object]) -> None:
@@ -98,7 +120,8 @@ if __name__ == "__main__":
         import json
 
         case = json.loads(sys.argv[2])
-        check_family(case) if case["family"] else check(case)
+        kind = check_second_runner if V2 else check_family if case["family"] else check
+        kind(case)
     elif sys.argv[1] == "drafts":
         from tests.engine.ngram import main as compare_drafts
 

@@ -276,6 +276,31 @@ STORED_SHAPES = (
     replace(STORED, keep_logits=False),
 )
 """The same rows in 8 bits."""
+CODED = Shape(dtype=torch.bfloat16, code=_E4M3)
+CODED_SHAPES = (
+    CODED,
+    replace(CODED, code=torch.int8, dtype=torch.float16, head_size=64),
+    replace(CODED, row_scales=False, head_size=80, interleaved=True),
+    replace(CODED, code=_E5M2, row_scales=False, group=8, num_heads=4),
+    replace(CODED, code=torch.int8, group=1, num_heads=32),
+    replace(CODED, per_head=True, token=True, reduction="max"),
+    replace(CODED, head_size=256),
+    replace(CODED, code=torch.int8, dtype=torch.float32),
+    replace(CODED, alibi=True),
+    replace(CODED, unit=4, sinks=True),
+)
+CODED_UNITS = (
+    replace(CODED, unit=16),
+    replace(CODED, code=torch.int8, unit=8, head_size=64),
+    replace(CODED, code=torch.int8, unit=16, head_size=256, row_scales=False),
+    replace(CODED, unit=64, block_size=64, pages=33, dtype=torch.float32),
+)
+CODED_UNSCORED = (
+    replace(CODED, sinks=True, group=8, head_size=64, window=128, block_size=8, **_UNSCORED),
+    replace(CODED, code=torch.int8, head_size=256, window=1024, block_size=4, pages=256, group=2,
+            num_heads=16, **_UNSCORED),
+)  # fmt: skip
+"""Other rows in 8 bits."""
 RECALL_SHAPES = (
     Shape(unit=16, recall=8),
     Shape(unit=16, recall=8, dtype=torch.bfloat16, per_head=True),
@@ -295,6 +320,8 @@ RECALL_SHAPES = (
     replace(STORED, unit=16, recall=8),
     replace(LATENT, code=torch.int8, unit=4, recall=8),
     replace(STORED, row_scales=False, unit=16, recall=8),
+    replace(CODED, unit=16, recall=8),
+    replace(CODED, code=torch.int8, unit=4, recall=8, per_head=True),
 )
 """Where evicted units come back: head sizes, groups, units, and long stores."""
 DRAFT_SHAPES = (
@@ -325,9 +352,8 @@ TABLED_SHAPES = (
     SPLIT_SHAPE,
     LATENT,
     replace(LATENT, group=128),
-    *(
-        replace(STORED, only=kernel)
-        for kernel in ("attend", "attend_strides", "attend_chunks", "column_sums")
-    ),
+    *(replace(STORED, only=kernel) for kernel in ("attend", "attend_chunks")),
+    *(replace(CODED, only=kernel) for kernel in ("attend", "attend_chunks")),
+    replace(CODED, unit=16, only="attend_units"),
 )
 """What the table in the documentation shows."""

@@ -61,8 +61,10 @@ def cases(interpret: bool) -> dict[str, Any]:
         name = f"latent, {group} heads {str(dtype).removeprefix('torch.')}"
         found[name] = Case(**base | LATENT, group=group, dtype=dtype)
     for dtype in ("fp8", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"):
-        name = f"latent, {dtype}"
-        found[name] = Case(**base | LATENT, group=16, dtype=torch.bfloat16, cache_dtype=dtype)
+        of = {"dtype": torch.bfloat16, "cache_dtype": dtype}
+        found[f"latent, {dtype}"] = Case(**base | LATENT, group=16, **of)
+        found[dtype] = Case(**base, head_size=128, group=4, **of)
+        found[f"{dtype}, per head"] = Case(**base, head_size=64, per_head=True, **of)
     return found
 
 
@@ -76,7 +78,8 @@ def unit_cases(interpret: bool) -> dict[str, Any]:
             return {"units": Case(**base, head_size=16, num_heads=1)}
         base |= {"num_heads": 2, "splits": None, "strides": (1, 7, 64, 33, 200)}
         options = [{}, {"group": 1}, {"group": 4, "per_head": True}, {"head_size": 128}, LATENT]
-        options += [LATENT | {"cache_dtype": dtype} for dtype in ("fp8", "int8_per_token_head")]
+        codes: list[Row] = [{"cache_dtype": dtype} for dtype in ("fp8", "int8_per_token_head")]
+        options += [LATENT | code for code in codes] + [{"group": 4} | code for code in codes]
         for option in options:
             found[f"units of {unit} {option}"] = Case(**base | option)
     return found

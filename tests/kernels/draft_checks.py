@@ -44,10 +44,13 @@ class Pool:
         scale = words[:, versions:].view(torch.float32)
         scale = scale.unflatten(1, (case.num_heads, 2, case.block_size)).transpose(2, 3)
         places = MOST * len(case.lengths)
-        rows = torch.full((places, case.num_heads, case.row_size), torch.nan, dtype=case.dtype)
+        rows = torch.empty(places, case.num_heads, case.row_size, dtype=case.stored_dtype)
+        rows.view(torch.uint8).fill_(POISON)
         words = torch.full((places, 3, case.num_sets), -99, dtype=torch.int32)
         self.saved = Saved(rows.to(device), words.to(device))
-        if case.seed % 2 == 0:  # rows with scales of their own
+        if case.quantiser is not None:
+            scale = self.cache.scale
+        if case.row_scales or (case.quantiser is None and case.seed % 2 == 0):
             own = torch.full((places, case.num_heads, 2), torch.nan, device=device)
             self.saved = self.saved._replace(scale=own, page_scale=scale)
 
@@ -80,13 +83,15 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
     )
     _check_versions(ours, cache, steps, saves)
     told = {"key": dk, "value": dv, "new_score": dscore, **where, "rules": dmore}
-    insert(**told, **plain.cache.views(), has_cells=True)
-    insert(**told, **ours.cache.views(), has_cells=True, saves=dsaves, saved=ours.saved)
+    rows = {"latent": case.latent, "has_cells": True}
+    scales = None if ours.saved.page_scale is None else ours.saved.page_scale.cpu().clone()
+    insert(**told, **rows, **plain.cache.views(), stored=plain.cache.codes)
+    drafting = {"saves": dsaves, "saved": ours.saved, "stored": ours.cache.codes}
+    insert(**told, **rows, **ours.cache.views(), **drafting)
     same("pages after a draft", ours.cache.pool, plain.cache.pool.cpu())
     _check_saved(ours, cache, steps, saves)
-    scales = None if ours.saved.page_scale is None else ours.saved.page_scale.cpu()
     for row in drafts:
-        _write_scales(ours, row, int(saves[row]))
+        _write_scales(ours, scales, row, int(saves[row]))
 
     undone = torch.zeros(len(drafts) + 1, 4, dtype=torch.int32)  # the last row undoes nothing
     undone[:-1, 0] = saves[drafts]
@@ -105,7 +110,7 @@ def check_drafts(case: Case, device: torch.device | str, variant: int = 0) -> fl
         expected = cache if row in drafts else plain.cache
         _check_row(case, ours.cache, expected, row, int(steps[row, columns.OLD_SLOTS]))
     same("null block", ours.cache.pool[0], cache.pool[0])
-    if scales is not None:
+    if scales is not None and case.quantiser is None:
         same("scales of rows", ours.saved.page_scale, scales)
     return 0.0
 
@@ -120,15 +125,13 @@ def _slots(ours: Pool, row: int, place: int) -> Iterator[tuple[int, int, int, sl
             yield head_set, block, slot % case.block_size, heads
 
 
-def _write_scales(ours: Pool, row: int, place: int) -> None:
+def _write_scales(ours: Pool, before: torch.Tensor | None, row: int, place: int) -> None:
     """Scales of the draft's own row, as an insertion into quantised pages writes them."""
     saved = ours.saved
-    if saved.scale is None or saved.page_scale is None:
+    if saved.scale is None or saved.page_scale is None or before is None:
         return
     for _, block, offset, heads in _slots(ours, row, place):
-        same(
-            "saved scales", saved.scale[place, heads], saved.page_scale[block, heads, offset].cpu()
-        )
+        same("saved scales", _bits(saved.scale[place, heads]), _bits(before[block, heads, offset]))
         saved.page_scale[block, heads, offset] = 7.0
 
 
@@ -170,7 +173,9 @@ def _check_saved(ours: Pool, cache: Cache, steps: torch.Tensor, saves: torch.Ten
     rows, words = ours.saved.rows.cpu(), ours.saved.words.cpu()
     taken = [int(saves[row]) for row in real_rows(case) if saves[row] >= 0]
     others = torch.tensor([place not in taken for place in range(len(rows))])
-    assert rows[others].isnan().all() and (words[others] == -99).all(), "another place is written"
+    assert (rows[others].view(torch.uint8) == POISON).all() and (words[others] == -99).all(), (
+        "another place is written"
+    )
     for row in real_rows(case):
         place = int(saves[row])
         for head_set in range(case.num_sets if place >= 0 else 0):
@@ -195,8 +200,14 @@ def _check_row(case: Case, ours: Cache, expected: Cache, row: int, slots: int) -
     ours, expected = ours.to("cpu"), expected.to("cpu")
     blocks = ours.table[row].long()
     same("rows", ours.kv[blocks].view(torch.uint8), expected.kv[blocks].view(torch.uint8))
+    same("scales", _bits(ours.scale[blocks]), _bits(expected.scale[blocks]))
     used = None if row not in real_rows(case) else slots // case.unit
     for word in ("rank", "born", "score", "token"):
         many = used if word in ("rank", "score") else None
         mine, other = (one.words(word, row)[:, :many] for one in (ours, expected))
         same(word, mine.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
+
+
+def _bits(scales: torch.Tensor) -> torch.Tensor:
+    """Unused ones are NaN, which equals nothing."""
+    return scales.cpu().contiguous().view(torch.int32)

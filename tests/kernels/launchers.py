@@ -145,7 +145,7 @@ class Layer:
             scales = _meta(2, dtype=f32)
             if shape.row_scales:
                 where = (sets * units, 2 * page, 1, page)
-                scales = _meta(1, dtype=f32).as_strided((blocks, 1, page, 2), where)
+                scales = _meta(1, dtype=f32).as_strided((blocks, heads, page, 2), where)
             self.stored = Codes(shape.code, scales)
         self.rows = {"latent": shape.latent, "stored": self.stored}
         self.table = _meta(shape.batch, shape.pages, dtype=i32)

@@ -30,7 +30,7 @@ class Case:
     ``holes``: empty units of slots among each request's; 0: a few, at random. ``scored``: whether
     attention makes the scores of strides, or the host. ``window``: tokens that a query sees; other
     layers say positions then (``shifts``). ``latent``: channels of a latent row's value.
-    ``cache_dtype``: of latent rows, as vLLM calls it.
+    ``cache_dtype``: of rows in pages, as vLLM calls it.
     """
 
     lengths: tuple[int | None, ...] = (0, 1, 17, 40, None)
@@ -119,9 +119,8 @@ class Case:
 
     @property
     def parts(self) -> list[int]:
-        """Channels of a latent row before its value, and of its value."""
-        assert self.latent is not None, "codes are those of latent rows"
-        return [self.head_size - self.latent, self.latent]
+        """Channels of a row before its value, and of its value."""
+        return [self.row_size - self.value_size, self.value_size]
 
     @property
     def row_size(self) -> int:

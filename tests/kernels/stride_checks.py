@@ -303,14 +303,15 @@ def _turned(
     away = torch.full(part.shape[:2], distance)
     turned = rotate_reference(part[..., :size], away, case.inv_freq, case.interleaved)
     if case.quantiser is not None:
-        _close_codes(case, ours, scale, turned.float())
+        rows = torch.cat([turned.float(), part[..., size:].float()], dim=2)
+        _close_codes(case, ours[:, heads], scale[:, heads], rows[:, heads])
         return after.kv[block, :, offset], scale
     close("turned keys", ours[:, heads, :size], turned[:, heads], TOLERANCE[case.dtype])
     return torch.cat([ours[..., :size], part[..., size:]], dim=2), None
 
 
 def _close_codes(case: Case, ours: torch.Tensor, scale: torch.Tensor, rows: torch.Tensor) -> None:
-    """Latent rows as they are read, and their scales, are those of ``rows``, up to rounding."""
+    """Rows as they are read, and their scales, are those of ``rows``, up to rounding."""
     doubt = 1e-5 * (1 + rows.abs())
     least, most = case.read(rows - doubt), case.read(rows + doubt)
     spread = torch.maximum(least, most) + doubt, torch.minimum(least, most) - doubt

@@ -145,6 +145,20 @@ def test_latent_rows_in_8_bits_on_every_gpu() -> None:
     check(compiled(split, 80, 89, 90), {"attend_strides"})
 
 
+def test_rows_in_8_bits() -> None:
+    check(compiled("CODED_SHAPES[:1]", 90, 89))
+    check(compiled("CODED_UNITS[:1]", 90), IN_UNITS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
+def test_rows_in_8_bits_on_every_gpu(capability: int) -> None:
+    check(compiled("CODED_SHAPES", capability))
+    check(compiled("CODED_UNITS", capability), IN_UNITS)
+    check(compiled("CODED_UNSCORED", capability), UNSCORED)
+    check(compiled("[replace(SPLIT_SHAPE, code=_E4M3)]", capability), {"attend_strides"})
+
+
 def test_strides_in_parts() -> None:
     check(compiled("SPLIT_SHAPES[:1]", 90), {"attend_strides"})
 

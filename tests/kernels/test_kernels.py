@@ -275,6 +275,41 @@ UNITS: dict[str, Case] = {
 }  # fmt: skip
 
 
+CODED = [
+    # every code, with scales of rows and of the layer, for each form of every kernel
+    ("gqa-3", "fp8_per_token_head"), ("heads", "int8_per_token_head"), ("gqa-8", "fp8_e5m2"),
+    ("size-80", "fp8"), ("size-192", "int8_per_token_head"), ("partial", "fp8_per_token_head"),
+    ("partial-interleaved", "fp8"), ("alibi", "int8_per_token_head"), ("sinks", "fp8"),
+    ("everything", "fp8_per_token_head"), ("bf16", "int8_per_token_head"),
+    ("plain", "int8_per_token_head"), ("odd-pages", "fp8_per_token_head"), ("as-gpt-oss", "fp8"),
+    ("8", "int8_per_token_head"), ("16-heads", "fp8_per_token_head"),
+    ("32-interleaved", "int8_per_token_head"), ("16-partial", "fp8_e5m2"),
+    ("64-median", "fp8_per_token_head"), ("24-alibi", "fp8"), ("as-served", "fp8_per_token_head"),
+]  # fmt: skip
+IN_8_BITS: dict[str, Case] = {
+    f"{name} {cache_dtype}": replace((ATTENTION | WINDOWS | UNITS)[name], cache_dtype=cache_dtype)
+    for name, cache_dtype in CODED
+}
+"""Ordinary rows in 8 bits."""
+
+
+@pytest.mark.parametrize("name", IN_8_BITS)
+def test_rows_in_8_bits(name: str) -> None:
+    """Keys and values of every head with scales of their own, or with the layer's."""
+    case = IN_8_BITS[name]
+    checks.check_decode(case, "cpu")
+    checks.check_chunks(at_units(case), "cpu")
+    if case.window is None:
+        checks.check_prefill(at_units(case), "cpu")
+        for scored in (True, False):
+            checks.check_insert_strides(at_units(replace(case, scored=scored)), "cpu")
+    if case.unit == 1:
+        checks.check_insert(case, "cpu", 1)
+    else:
+        checks.check_insert_units(case, "cpu")
+    checks.check_drafts(case, "cpu")
+
+
 @pytest.mark.parametrize("name", UNITS)
 def test_decode_in_units(name: str) -> None:
     checks.check_decode(UNITS[name], "cpu")

@@ -45,6 +45,9 @@ STORED = [
     replace(kernels.LATENT[name], cache_dtype=cache_dtype) for name, cache_dtype in kernels.STORED
 ]
 """Latent rows in 8 bits."""
+CODED = list(kernels.IN_8_BITS.values())
+WITHOUT_WINDOWS = [kernels.at_units(case) for case in CODED if case.window is None]
+"""Other rows in 8 bits."""
 EVICTED = list(recall.CASES.values())
 GROUPS: dict[str, list[Check]] = {
     "decode": on_cpu(checks.check_decode, *ATTENTION.values(), *WINDOWS.values(), *UNITS.values()),
@@ -91,10 +94,20 @@ GROUPS: dict[str, list[Check]] = {
         *on_cpu(checks.check_insert, *(case for case in STORED if case.unit == 1)),
         *on_cpu(checks.check_insert_units, *(case for case in STORED if case.unit > 1)),
     ],
+    "coded": [
+        *on_cpu(checks.check_decode, *CODED),
+        *on_cpu(checks.check_prefill, *WITHOUT_WINDOWS),
+        *on_cpu(checks.check_chunks, *map(kernels.at_units, CODED)),
+        *on_cpu(check_insert_strides, *WITHOUT_WINDOWS),
+        *on_cpu(checks.check_insert, *(case for case in CODED if case.unit == 1)),
+        *on_cpu(checks.check_insert_units, *(case for case in CODED if case.unit > 1)),
+        *on_cpu(checks.check_drafts, *CODED),
+    ],
     "recall-strides": on_cpu(check_insert_strides, *at_units(recall.CASES), recalls=True),
 }
 QUICK = {"decode": 2, "chunks": 1, "insert": 4, "drafts": 2, "insert-units": 1,
-         "insert_strides": 1, "split": 1, "recall": 1, "store-tokens": 1, "stored": 1}  # fmt: skip
+         "insert_strides": 1, "split": 1, "recall": 1, "store-tokens": 1, "stored": 1,
+         "coded": 1}  # fmt: skip
 """Checks of a group in every run."""
 
 
@@ -132,6 +145,8 @@ def check_group(group: list[Check]) -> None:
     with detected() as detector:
         for check in group:
             check()
+    names = {launch.kernel for launch in detector.launches}
+    print(f"{len(detector.launches)} launches of {len(names)} kernels")
     for launch in detector.launches:
         assert not conflicts(launch), summary([launch])
 
@@ -165,7 +180,9 @@ def missed(barrier: str) -> Counter[object]:
      for n in barriers()],
 )  # fmt: skip
 def test_a_missing_barrier_is_noticed(barrier: str) -> None:
-    assert missed(barrier)
+    found = missed(barrier)
+    print(f"without {barrier}: {found.total()} conflicts")
+    assert found
 
 
 # --- the detector itself --------------------------------------------------------------------------

@@ -64,7 +64,9 @@ CASES |= {
     for name, cache_dtype in (
         ("latent", "int8_per_token_head"), ("latent", "fp8"),
         ("latent-as-served", "fp8_per_token_head"), ("latent-unrotated", "int8_per_token_head"),
-        ("latent-unrotated", "fp8_e5m2"),
+        ("latent-unrotated", "fp8_e5m2"), ("4-heads", "int8_per_token_head"), ("16", "fp8"),
+        ("16-of-32", "fp8_per_token_head"), ("partial", "int8_per_token_head"),
+        ("24-alibi", "fp8_per_token_head"), ("interleaved", "fp8_e5m2"),
     )
 }  # fmt: skip
 OFTEN = ("3", "4-heads", "16", "interleaved")

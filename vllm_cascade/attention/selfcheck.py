@@ -46,8 +46,11 @@ from vllm_cascade.step.inputs import Undone
 
 TOLERANCE = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error by dtype, relative to the largest number of the reference."""
-SCALES = (0.25, 0.125)
-"""A layer's scales of keys and values in 8 bits, where rows have none of their own."""
+SCALES = (0.25, 0.15)
+"""A layer's scales of keys and values in 8 bits, where rows have none of their own.
+
+Scales with a ratio of 2 would give floats of 8 bits the same values.
+"""
 STEP = {torch.int8: 1 / 127, torch.float8_e4m3fn: 1 / 14, torch.float8_e5m2: 1 / 7}
 """Largest difference of neighbouring codes, relative to the largest number."""
 SUSPECTS = {

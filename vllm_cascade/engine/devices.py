@@ -183,16 +183,12 @@ class CUDA(Device):
             "backend; remove one of the two",
         ),
         Refusal(
-            "data parallelism on CUDA",
-            lambda config, _: config.parallel_config.data_parallel_size > 1,
-            "--data-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; run "
-            "one server a GPU",
-        ),
-        Refusal(
-            "pipeline parallelism on CUDA",
-            lambda config, _: config.parallel_config.pipeline_parallel_size > 1,
-            "--pipeline-parallel-size must be 1 with --kv-policy on CUDA: it is not tested yet; "
-            "use --tensor-parallel-size",
+            "shared experts on CUDA",
+            lambda config, _: (
+                config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
+            ),
+            "--data-parallel-size must be 1 with --kv-policy on CUDA for models with experts: "
+            "engines that share them have not run together; run one server a GPU",
         ),
         Refusal(
             "cache type on CUDA",
@@ -201,12 +197,11 @@ class CUDA(Device):
                 not in (
                     "auto",
                     str(config.model_config.dtype).removeprefix("torch."),
-                    *(CODES if config.model_config.use_mla else ()),
+                    *CODES,
                 )
             ),
-            "--kv-cache-dtype must be auto with --kv-policy on CUDA: the kernels read keys and "
-            "values in the model's own type, and in 8 bits only the rows of multi-head latent "
-            "attention",
+            "--kv-cache-dtype must be auto or an 8-bit type with --kv-policy on CUDA: the kernels "
+            "read keys and values in the model's own type or in 8 bits",
         ),
         Refusal(
             "recall of long units on CUDA",

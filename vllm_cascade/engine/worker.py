@@ -38,7 +38,12 @@ from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.builder import StepBuilder
 from vllm_cascade.step.drafts import Drafts, Rejected, most_drafts
-from vllm_cascade.step.requests import Requests, RunnerV1Requests, RunnerV2Requests
+from vllm_cascade.step.requests import (
+    NoRequests,
+    Requests,
+    RunnerV1Requests,
+    RunnerV2Requests,
+)
 
 
 def scales_of(layer: Any) -> tuple[float, float]:
@@ -286,6 +291,20 @@ class KVPolicyWorker(SessionWorker):
         if self._stores is not None:
             self._stores.note(scheduler_output)
         return self._with_report(super().execute_model(scheduler_output))
+
+    def execute_dummy_batch(self) -> None:
+        """Run a batch of padding while other engines, which share a model's experts, have requests.
+
+        Model Runner V1 gives the batch the block tables of requests that it still knows.
+        """
+        builders, requests = self._builders(), self._requests
+        for builder in builders:
+            builder.requests = NoRequests()
+        try:
+            super().execute_dummy_batch()
+        finally:
+            for builder in builders:
+                builder.requests = requests
 
     def _attention_layers(self) -> dict[str, Any]:
         """The model's attention layers; the ``impl`` of each is a ``KVPolicyImpl``."""

@@ -57,6 +57,13 @@ class Requests:
         return np.zeros(end - begin, dtype=np.float32)
 
 
+class NoRequests(Requests):
+    """Rows of a batch that vLLM runs for other engines' sake; all of them are padding."""
+
+    def all_dummies(self, common: CommonAttentionMetadata) -> bool:
+        return True
+
+
 class RunnerRequests(Requests):
     """A runner's requests and their schedules.
 

@@ -20,6 +20,8 @@ from vllm_cascade.recall.rings import RingMemory, Rings
 class CUDAKVPolicyBackend(KVPolicyBackend):
     """On CUDA, by Triton kernels."""
 
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
+
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
@@ -66,9 +68,7 @@ class CUDAKVPolicyBackend(KVPolicyBackend):
 
 
 class CUDALatentBackend(CUDAKVPolicyBackend):
-    """The backend for multi-head latent attention. Its rows may be stored in 8 bits."""
-
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *CODES]
+    """The backend for multi-head latent attention."""
 
     @staticmethod
     def get_impl_cls() -> type[TritonLatentImpl]:

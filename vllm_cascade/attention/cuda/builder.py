@@ -115,9 +115,12 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         for tables in (self.tables, self.frames):
             tables.prune()
         scale, waves = None, []
+        dummies = self.requests.all_dummies(common)  # of which vLLM says that none is prefilling
+        if dummies:
+            common = _as_padding(common)
         if self._is_decode(common):
             waves = self._decode(common)
-        elif not self.requests.all_dummies(common):  # of which vLLM says that none is prefilling
+        elif not dummies:
             if common.is_prefilling is None:
                 none = torch.zeros(common.num_reqs, dtype=torch.bool)
                 common = common.replace(is_prefilling=none)
@@ -488,3 +491,12 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             decays = schedule.scoring.weight * schedule.scoring.decay**power
             self._decays[schedule.arithmetic] = sent(decays.float(), self.device)
         return self._decays[schedule.arithmetic]
+
+
+def _as_padding(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """A batch whose rows have no tokens, so that kernels read and write no page of theirs."""
+    ends = common.seq_lens_cpu_upper_bound
+    assert ends is not None, "runners set it"
+    return common.replace(
+        seq_lens=torch.zeros_like(common.seq_lens), seq_lens_cpu_upper_bound=torch.zeros_like(ends)
+    )

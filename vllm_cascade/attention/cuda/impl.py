@@ -82,7 +82,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     """
 
     least_part = LEAST_PART
-    knows_windows = knows_sinks = True
+    knows_windows = knows_sinks = knows_codes = True
     _decode_rotation: torch.Tensor | None = None
     _stride_kernels: StrideKernels | None = None
     _stored: Codes | None = None
@@ -500,8 +500,6 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
 class TritonLatentImpl(LatentImpl, TritonKVPolicyImpl):
     """One layer of multi-head latent attention."""
-
-    knows_codes = True
 
 
 def stored_of(pages: Pages) -> Codes | None:
