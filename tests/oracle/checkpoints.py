@@ -357,12 +357,6 @@ def as_muse_glimmer(config: Config) -> Config:
     return {**own, "model_type": "muse_glimmer_text", "no_rope_layers": listed}
 
 
-def as_param2_moe(config: Config) -> Config:
-    own = {key: value for key, value in config.items() if key != "rope_parameters"}
-    rope = {"rope_theta": config["rope_parameters"]["rope_theta"], "rope_scaling": None}
-    return {**own, **rope, "model_type": "param2moe"}
-
-
 def as_step3p5(config: Config) -> Config:
     """As vLLM's own class of configurations takes it."""
     kinds, by_kind = config["layer_types"], config["rope_parameters"]
@@ -421,7 +415,6 @@ LAYOUTS: dict[str, Layout] = {
     "K2HorizonForCausalLM": Layout(k2_horizon, as_k2_horizon),
     "MuseGlimmerForCausalLM": Layout(muse_glimmer, as_muse_glimmer),
     "MistralLarge3ForCausalLM": Layout(mistral_large),
-    "Param2MoEForCausalLM": Layout(bailing, as_param2_moe),
     "Plamo3ForCausalLM": Layout(plamo3),
     "SarvamMoEForCausalLM": Layout(bailing),
     "Step3p5ForCausalLM": Layout(step3p5, as_step3p5),

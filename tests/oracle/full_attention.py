@@ -330,13 +330,6 @@ OWN_MODULES: dict[str, Family] = {
         **BAILING,
         **partly(0.5),
     ),
-    "param2-moe": full(
-        "glm4_moe",
-        architecture="Param2MoEForCausalLM",
-        **SIGMOID_EXPERTS,
-        **BAILING,
-        **partly(1.0),
-    ),
     "sarvam-mla": latent(
         "deepseek_v3",
         architecture="SarvamMLAForCausalLM",

@@ -72,16 +72,10 @@ class K2HorizonConfig(PreTrainedConfig):
     model_type = "k2_horizon"
 
 
-class Param2MoEConfig(PreTrainedConfig):
-    """Checkpoints bring code for it."""
-
-    model_type = "param2moe"
-
-
 def register() -> None:
     """Let transformers find these classes by their configurations."""
     kinds = (LoopCoder, MuseGlimmerText, Step3p7Text)
-    for config in (K2HorizonConfig, Param2MoEConfig, *(kind.config_class for kind in kinds)):
+    for config in (K2HorizonConfig, *(kind.config_class for kind in kinds)):
         AutoConfig.register(config.model_type, config, exist_ok=True)
     for kind in kinds:
         AutoModelForCausalLM.register(kind.config_class, kind, exist_ok=True)

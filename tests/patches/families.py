@@ -101,7 +101,6 @@ TESTED = {
     "OPTForCausalLM": LEARNED,
     "OrionForCausalLM": "full attention",
     "PanguEmbeddedForCausalLM": "full attention",
-    "Param2MoEForCausalLM": "experts",
     "Phi3ForCausalLM": "LongRoPE",
     "PhiForCausalLM": "partly rotated; vLLM runs it by transformers",
     "PhiMoEForCausalLM": "experts",
