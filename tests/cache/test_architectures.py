@@ -22,9 +22,15 @@ from vllm_cascade.policies.settings import KVPolicyError
 
 MODELS = Path(vllm.__file__).parent / "model_executor/models"
 COHERE2_MOE = OWN_MODULES["cohere2-moe"]
+ELSEWHERE = ("step3p5", "muse-glimmer")
+"""Families whose configuration in transformers does not say which layers rotate, or otherwise."""
 RULES = {
     **FAMILIES,
-    **{name: family for name, family in OWN_MODULES.items() if not all(family.rotated)},
+    **{
+        name: family
+        for name, family in OWN_MODULES.items()
+        if not (all(family.rotated) or family.learned or name in ELSEWHERE)
+    },
     "cohere2-moe, its first layers like others": replace(
         COHERE2_MOE,
         own=COHERE2_MOE.own | {"prefix_dense_sliding_window_pattern": 2},
@@ -131,10 +137,37 @@ def test_a_model_that_skips_by_an_unknown_rule_is_refused(monkeypatch: pytest.Mo
     model = nn.Module()
     model.attention = block(rope("default"))
     model.attention.__class__ = type(
-        "Step3p5Attention", (nn.Module,), {"__module__": "vllm.model_executor.models.step3p5"}
+        "DomynEdgeAttention", (nn.Module,), {"__module__": "vllm.model_executor.models.domyn_edge"}
     )
-    with pytest.raises(KVPolicyError, match="how Step3p5Attention decides that is not known"):
+    with pytest.raises(KVPolicyError, match="how DomynEdgeAttention decides that is not known"):
         rotary.find_rotaries(model, {"a": model.attention.attn})
+
+
+@pytest.mark.parametrize(
+    ("file", "own", "expected"),
+    [
+        ("k2_horizon", {"fold_rope_weights": True}, False),
+        ("k2_horizon", {"fold_rope_weights": False}, True),  # quantised weights
+        ("k2_horizon", {"fold_rope_weights": False, "rope_head_dim": 32}, False),
+        ("llama", {"fold_rope_weights": False}, False),
+    ],
+)
+def test_channels_that_vllm_does_not_reorder_are_refused(
+    file: str, own: dict[str, Any], expected: bool
+) -> None:
+    kind = type("Block", (nn.Module,), {"__module__": f"vllm.model_executor.models.{file}"})
+    module = kind()
+    for name, value in {"head_dim": 32, "rope_head_dim": 16, **own}.items():
+        setattr(module, name, value)
+    assert architectures.skips_unknown(module) == expected
+
+
+def test_step3p5_lists_layers() -> None:
+    """Or none, and then all of them rotate."""
+    listed = SimpleNamespace(model_type="step3p5", use_rope_layers=[True, False])
+    none = SimpleNamespace(model_type="step3p5", use_rope_layers=[])
+    assert [is_unrotated(listed, index, True) for index in range(2)] == [False, True]
+    assert not is_unrotated(none, 0, True)
 
 
 @pytest.mark.parametrize(

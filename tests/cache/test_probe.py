@@ -13,14 +13,28 @@ from tests.oracle.families import COMMON, FAMILIES, Family
 from tests.oracle.full_attention import BY_TRANSFORMERS, NORMALISED_AFTERWARDS
 from vllm_cascade.models import probe
 from vllm_cascade.models.architectures import frequencies
+from vllm_cascade.models.norms import move_key_weights
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.settings import KVPolicyError
 
-ROTATED = {**BY_TRANSFORMERS, **{name: FAMILIES[name] for name in ("smollm3", "olmo3")}}
+ROTATED = {
+    **{
+        name: family
+        for name, family in BY_TRANSFORMERS.items()
+        if not (family.learned or name in NORMALISED_AFTERWARDS)
+    },
+    **{name: FAMILIES[name] for name in ("smollm3", "olmo3")},
+}
 
 
-def noted(family: Family, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[int, Any]]:
-    """A model, and queries and keys of one token at ``POSITIONS``, by layer."""
+def noted(
+    family: Family, dtype: torch.dtype = torch.float32, moved: bool = False
+) -> tuple[Any, dict[int, Any]]:
+    """A model, and queries and keys of one token at ``POSITIONS``, by layer.
+
+    Args:
+        moved: whether the weights of key norms after the rotation are moved.
+    """
     from transformers import AutoModelForCausalLM  # slow to import
 
     torch.manual_seed(0)
@@ -29,6 +43,8 @@ def noted(family: Family, dtype: torch.dtype = torch.float32) -> tuple[Any, dict
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and name.endswith("weight"):
             weight.data += 0.3 * torch.randn_like(weight)
+    if moved:
+        move_key_weights(model, config)
     model.to(dtype)
     seen: dict[int, Any] = {}
 
@@ -54,7 +70,7 @@ def test_the_layout_is_found(name: str, dtype: torch.dtype) -> None:
     for index, turns in enumerate(family.rotated):
         inv_freq = frequencies(model, model.config, index)
         assert inv_freq is not None
-        found = probe.rotation("a layer", *seen[index], inv_freq)
+        found = probe.rotation("a layer", seen[index], inv_freq)
         if not turns:
             assert found is None
             continue
@@ -66,22 +82,44 @@ def test_the_layout_is_found(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_not_the_rotation_alone_is_refused(dtype: torch.dtype) -> None:
-    model, seen = noted(NORMALISED_AFTERWARDS["hunyuan"], dtype)
+    model, seen = noted(BY_TRANSFORMERS["hunyuan"], dtype)
     with pytest.raises(KVPolicyError, match="normalised after they were rotated"):
-        probe.rotation("a layer", *seen[0], frequencies(model, model.config, 0))
+        probe.rotation("a layer", seen[0], frequencies(model, model.config, 0))
     model, seen = noted(BY_TRANSFORMERS["phi"], dtype)
     inv_freq = frequencies(model, model.config, 0)
     assert inv_freq is not None
     queries, keys = seen[0]
-    assert probe.rotation("a layer", queries, keys, inv_freq) is not None
+    assert probe.rotation("a layer", (queries, keys), inv_freq) is not None
     for wrong in (inv_freq * 1.01, inv_freq[:-1], inv_freq.repeat(2), inv_freq.repeat(8), None):
         with pytest.raises(KVPolicyError, match="a layer are not what the frequencies"):
-            probe.rotation("a layer", queries, keys, wrong)
+            probe.rotation("a layer", (queries, keys), wrong)
     for other in (torch.zeros_like(keys), keys * float("nan"), keys.flip(-1), keys.roll(1, 0)):
         with pytest.raises(KVPolicyError, match="a layer are not what the frequencies"):
-            probe.rotation("a layer", queries, other, inv_freq)
+            probe.rotation("a layer", (queries, other), inv_freq)
     with pytest.raises(KVPolicyError, match="a layer are not what the frequencies"):
-        probe.rotation("a layer", queries.roll(1, 0), keys, inv_freq)
+        probe.rotation("a layer", (queries.roll(1, 0), keys), inv_freq)
+
+
+def products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Of all queries and keys, by query head."""
+    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    return torch.einsum("qhd,khd->hqk", queries.float(), keys.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NORMALISED_AFTERWARDS)
+def test_weights_of_key_norms_are_moved(name: str, dtype: torch.dtype) -> None:
+    """Keys are then the rotation alone, and products with queries as near as they were."""
+    family = BY_TRANSFORMERS[name]
+    exact, plain = noted(family)[1], noted(family, dtype)[1]
+    model, seen = noted(family, dtype, moved=True)
+    for index, (_, keys) in seen.items():
+        inv_freq = frequencies(model, model.config, index)
+        found = probe.rotation("a layer", [keys], inv_freq)
+        assert found is not None and found.is_neox
+        wanted, before, now = (products(*one[index]) for one in (exact, plain, seen))
+        error = (now - wanted).norm() / wanted.norm()
+        assert error < 1.2 * (before - wanted).norm() / wanted.norm() + 1e-6
 
 
 class Attention(nn.Module):

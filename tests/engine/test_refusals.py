@@ -108,18 +108,6 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "dual-chunk",
     ),
-    "absolute positions": (
-        {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "n_embd": 64,
-            "n_head": 4,
-            "n_layer": 1,
-            "n_positions": 1024,
-            "vocab_size": 128,
-        },
-        "adds positions to its inputs",
-    ),
     "layers without rotary positions": (
         {**LLAMA, "no_rope_layers": [1, 0], "num_hidden_layers": 2},
         "this model's layers without rotary positions",
@@ -163,6 +151,36 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
     ),
 }
 FAKED: dict[str, tuple[Any, str]] = {
+    "absolute positions": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                uses_alibi=False,
+                hf_text_config=SimpleNamespace(model_type="xglm", rope_parameters=None),
+            )
+        ),
+        "whose learned positions are supported (gpt2, gpt_bigcode, opt)",
+    ),
+    "learned positions of a drafting model": (
+        SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                method="draft_model",
+                draft_model_config=SimpleNamespace(
+                    hf_text_config=SimpleNamespace(model_type="opt")
+                ),
+            )
+        ),
+        "use another one, or method ngram or suffix",
+    ),
+    "more than two runs": (
+        SimpleNamespace(
+            model_config=SimpleNamespace(
+                hf_text_config=SimpleNamespace(
+                    architectures=["IQuestLoopCoderForCausalLM"], loop_num=3
+                )
+            )
+        ),
+        "loop_num of IQuest Loop Coder",
+    ),
     "tensor parallelism": (
         SimpleNamespace(
             model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
@@ -393,6 +411,51 @@ def test_refused_model(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(KVPolicyError, match=message):
         create(tmp_path)
+
+
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "n_embd": 64,
+    "n_head": 4,
+    "n_layer": 1,
+    "n_positions": 1024,
+    "vocab_size": 128,
+}
+
+
+def test_streams_past_learned_positions_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    assert create(tmp_path).model_config.max_model_len == 1024
+    with pytest.raises(KVPolicyError, match=r"--max-model-len 1025 .* 1024 .*at most 1024"):
+        create(tmp_path, max_model_len=1025)
+
+
+def test_a_rotary_type_of_one_base(tmp_path: Path) -> None:
+    """HunYuan's; with a factor above 1 it would change with the length of a stream."""
+    config = rope(rope_type="dynamic", alpha=1000.0, factor=1.0)
+    hunyuan = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense"}
+    (tmp_path / "config.json").write_text(json.dumps(config | hunyuan))
+    create(tmp_path)
+    config["rope_parameters"]["factor"] = 2.0
+    (tmp_path / "config.json").write_text(json.dumps(config | hunyuan))
+    with pytest.raises(KVPolicyError, match=r"supported: .*dynamic with alpha"):
+        create(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "applies"),
+    [
+        ({"indexer_budget": 2048}, True),  # Qwen 4
+        ({"indexer_budget": None}, False),
+        ({"sparse_attention_config": {"sparse_topk_blocks": 16}}, True),  # MiniMax M3
+        ({"compress_ratios": [0, 4]}, True),
+        ({}, False),
+    ],
+)
+def test_layers_that_choose_tokens(keys: dict[str, Any], applies: bool) -> None:
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**keys)))
+    assert refusal_of("sparse attention").applies(config, resolve({"name": "sink"})) == applies
 
 
 @pytest.mark.parametrize("name", FAKED)

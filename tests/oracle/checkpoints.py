@@ -171,6 +171,19 @@ def gptj(weights: Weights) -> Weights:
     return made
 
 
+def k2_horizon(weights: Weights) -> Weights:
+    """The channels of 16 that rotate are the first 8 of each half of a head's 32."""
+    order = torch.cat([torch.arange(i, i + 8) for i in (0, 16, 8, 24)])
+    made = renamed(weights, {r"gate\.e_score_correction_bias": "gate.bias"})
+    for name, weight in made.items():
+        if re.search("[qk]_norm", name):  # of each head
+            weight = weight.repeat(4 if "q_norm" in name else 2)
+        if re.search("[qk]_(norm|proj)", name):
+            heads = weight.unflatten(0, (-1, 32))
+            made[name] = heads[:, order.argsort()].flatten(0, 1)
+    return made
+
+
 def mistral_large(weights: Weights) -> Weights:
     made = renamed(
         weights,
@@ -191,6 +204,10 @@ def mistral_large(weights: Weights) -> Weights:
         },
     )
     return {name: weight for name, weight in made.items() if "correction_bias" not in name}
+
+
+def muse_glimmer(weights: Weights) -> Weights:
+    return renamed(weights, {r"^model\.": "model.language_model."})
 
 
 def plamo3(weights: Weights) -> Weights:
@@ -214,6 +231,25 @@ def plamo3(weights: Weights) -> Weights:
             made[name] = made[name] + 1 - 1 / 5**1.5
         elif "embed_tokens" in name:
             made[name] = made[name] * made[name].shape[1] ** 0.5
+    return made
+
+
+def step3p5(weights: Weights) -> Weights:
+    """Gates, values and outputs of experts are a tensor each."""
+    made = renamed(
+        weights,
+        {
+            r"mlp\.gate\.e_score_correction_bias": "moe.router_bias",
+            r"mlp\.gate\.": "moe.gate.",
+            r"mlp\.shared_experts": "share_expert",
+            r"mlp\.experts\.down_proj": "moe.down_proj.weight",
+            r"mlp\.experts": "moe",
+        },
+    )
+    for name in [name for name in made if name.endswith("moe.gate_up_proj")]:
+        gate, up = made.pop(name).chunk(2, dim=1)
+        for part, weight in (("gate", gate), ("up", up)):
+            made[name.replace("gate_up_proj", f"{part}_proj.weight")] = weight.contiguous()
     return made
 
 
@@ -288,6 +324,70 @@ def as_gptj(config: Config) -> Config:
     }
 
 
+def as_k2_horizon(config: Config) -> Config:
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "hidden_act")
+    same += ("max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok")
+    same += ("bos_token_id", "eos_token_id", "norm_topk_prob", "attention_bias")
+    rope = config["rope_parameters"]
+    return {
+        "model_type": "k2_horizon",
+        **{key: config[key] for key in same},
+        "rope_parameters": {key: rope[key] for key in ("rope_type", "rope_theta")},
+        "rope_head_dim": int(config["head_dim"] * rope["partial_rotary_factor"]),
+        "query_key_norm": True,
+        "attention_gate_func": None,
+        "layernorm_num_groups": 1,
+        "num_experts": config["n_routed_experts"],
+        "num_shared_experts": config["n_shared_experts"],
+        "mlp_only_layers": [0],
+        "decoder_sparse_step": 1,
+        "mova_num_experts": 0,
+        "moe_gate_bias": True,
+        "router_score_func": "sigmoid",
+        "router_scaling_factor": config["routed_scaling_factor"],
+        "tie_word_embeddings": False,
+    }
+
+
+def as_muse_glimmer(config: Config) -> Config:
+    """As vLLM's own class of configurations takes it: layers without a base are listed."""
+    own = {key: value for key, value in config.items() if key != "layer_rope_theta"}
+    listed = [int(base > 0) for base in config["layer_rope_theta"]]
+    return {**own, "model_type": "muse_glimmer_text", "no_rope_layers": listed}
+
+
+def as_step3p5(config: Config) -> Config:
+    """As vLLM's own class of configurations takes it."""
+    kinds, by_kind = config["layer_types"], config["rope_parameters"]
+    ropes = [by_kind[kind] for kind in kinds]
+    sparse = [i for i, kind in enumerate(config["mlp_layer_types"]) if kind == "sparse"]
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    same += ("head_dim", "vocab_size", "rms_norm_eps", "layer_types", "sliding_window")
+    same += ("max_position_embeddings", "moe_intermediate_size", "share_expert_dim")
+    same += ("bos_token_id", "eos_token_id", "use_rope_layers")
+    return {
+        "model_type": "step3p5",
+        **{key: config[key] for key in same},
+        "num_attention_groups": config["num_key_value_heads"],
+        "attention_other_setting": {
+            "attention_type": "sliding_attention",
+            "num_attention_heads": config["num_sliding_attention_heads"],
+            "num_attention_groups": config["num_key_value_heads"],
+            "head_dim": config["head_dim"],
+        },
+        "moe_num_experts": config["n_routed_experts"],
+        "moe_top_k": config["num_experts_per_tok"],
+        "moe_layers_enum": ",".join(map(str, sparse)),
+        "moe_router_activation": "sigmoid",
+        "moe_router_scaling_factor": config["moe_router_scaling_factor"],
+        "use_head_wise_attn_gate": True,
+        "rope_theta": [rope["rope_theta"] for rope in ropes],
+        "partial_rotary_factors": [rope.get("partial_rotary_factor", 1.0) for rope in ropes],
+        "tie_word_embeddings": False,
+    }
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a checkpoint of an architecture stores what a model of transformers' has.
@@ -312,9 +412,12 @@ LAYOUTS: dict[str, Layout] = {
     "FalconForCausalLM": Layout(falcon, as_falcon, r"(_proj|dense|fc\d|lm_head)\.bias"),
     "GPTJForCausalLM": Layout(gptj, as_gptj, r"(_proj|dense)\.bias"),
     "InternLM2ForCausalLM": Layout(internlm2),
+    "K2HorizonForCausalLM": Layout(k2_horizon, as_k2_horizon),
+    "MuseGlimmerForCausalLM": Layout(muse_glimmer, as_muse_glimmer),
     "MistralLarge3ForCausalLM": Layout(mistral_large),
     "Plamo3ForCausalLM": Layout(plamo3),
     "SarvamMoEForCausalLM": Layout(bailing),
+    "Step3p5ForCausalLM": Layout(step3p5, as_step3p5),
     "TeleChat2ForCausalLM": Layout(telechat2, absent=r"(q|k|v|gate|up)_proj\.bias"),
 }
 

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from .checkpoints import reference_of, rewrite
+from .headed import register
 from .model import OracleResult
 from .settings import oracle_settings
 from .streamed import stream_family
@@ -67,6 +68,7 @@ class Family:
         latent: whether all heads share one cached row.
         chunked: whether windows are sizes of chunks of the stream.
         owners: by layer that attends to another one's cache, that layer.
+        learned: whether inputs have learned positions, those of the stream.
     """
 
     model_type: str
@@ -79,6 +81,7 @@ class Family:
     latent: bool = False
     owners: tuple[tuple[int, int], ...] = ()
     chunked: bool = False
+    learned: bool = False
 
     @property
     def attention(self) -> dict[str, Any]:
@@ -89,6 +92,7 @@ class Family:
             "latent": self.latent,
             "owners": dict(self.owners),
             "chunked": self.chunked,
+            "learned": self.learned,
         }
 
 
@@ -252,6 +256,7 @@ def write_family(path: str | Path, family: Family) -> Path:
     """Write a random fp32 model of a family."""
     from transformers import AutoModelForCausalLM
 
+    register()
     config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.own})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(family.seed)
@@ -262,7 +267,7 @@ def write_family(path: str | Path, family: Family) -> Path:
         elif weight_name.endswith("bias"):
             draw *= 0.05
         elif weight.dim() == 1:
-            centred = family.model_type in ("gemma", "gemma2", "gemma3_text")
+            centred = family.model_type in ("gemma", "gemma2", "gemma3_text", "step3p5_reference")
             draw = (0.0 if centred else 1.0) + 0.1 * draw
             # These models do not scale logits by the size of their heads.
             unscaled = family.model_type in ("gemma3n_text", "gemma4_text")
@@ -313,6 +318,7 @@ def load_family(path: str | Path) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM
 
+    register()
     folder = reference_of(Path(path))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     if model.config.model_type == "gemma3n_text":

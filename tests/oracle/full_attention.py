@@ -31,6 +31,10 @@ GRANITE = {"attention_multiplier": 32**-0.5, "logits_scaling": 2.0}
 """Granite's multipliers where others divide logits, and scale attention as usual."""
 SIGMOIDS = {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
 """What a checkpoint's configuration has and transformers' own has not."""
+ALPHA = {
+    "max_position_embeddings": 1024,  # or the frequencies would change
+    "rope_parameters": {**PLAIN, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+}
 HIDDEN = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -106,6 +110,13 @@ def latent(model_type: str, interleaved: bool = False, **own: Any) -> Family:
     """A family of multi-head latent attention: a row of 48 channels and 16 that rotate."""
     made = full(model_type, interleaved, **{**LATENT, **LATENT_EXPERTS, **own})
     return replace(made, latent=True)
+
+
+def learned(model_type: str, **own: Any) -> Family:
+    """A family with learned positions, as many as the tests' longest stream has tokens."""
+    sizes = {"num_key_value_heads": 4, "max_position_embeddings": 2048}
+    made = full(model_type, **{**sizes, **own})
+    return replace(made, rotated=(False, False), learned=True)
 
 
 OWN_MODULES: dict[str, Family] = {
@@ -360,6 +371,50 @@ OWN_MODULES: dict[str, Family] = {
         query_pre_attn_scalar=20,
         final_logit_softcapping=20.0,
     ),
+    "k2-horizon": full(
+        "glm4_moe",
+        architecture="K2HorizonForCausalLM",
+        use_qk_norm=True,
+        **LATENT_EXPERTS,
+        **partly(0.5),
+    ),
+    "muse-glimmer": replace(
+        mixed(
+            "muse_glimmer_reference",
+            (True, False),
+            layer_rope_theta=[10000.0, 0],
+            qk_scale_factor=1.5,
+            output_multiplier=0.5,
+        ),
+        architecture="MuseGlimmerForCausalLM",
+    ),
+    # Layers with a window have more heads, and its configuration names layers that do not rotate.
+    "step3p5": replace(
+        mixed(
+            "step3p5_reference",
+            (False, True),
+            rope_parameters={
+                "sliding_attention": PLAIN,
+                "full_attention": {**PLAIN, "partial_rotary_factor": 0.5},
+            },
+            use_rope_layers=[False, True],
+            num_sliding_attention_heads=8,
+            mlp_layer_types=["dense", "sparse"],
+            n_routed_experts=4,
+            share_expert_dim=64,
+            moe_router_scaling_factor=1.5,
+            **EXPERTS,
+        ),
+        architecture="Step3p5ForCausalLM",
+    ),
+    "iquest-loop-coder": Family(
+        "iquestloopcoder",
+        {**SIZES, "loop_num": 2, "loop_window_size": WINDOW},
+        windows=(None, None, WINDOW, WINDOW, None, None),
+        rotated=(True,) * 6,
+        architecture="IQuestLoopCoderForCausalLM",
+        owners=((4, 0), (5, 1)),
+    ),
     "plamo3": replace(
         mixed(
             "gemma3_text",
@@ -371,6 +426,9 @@ OWN_MODULES: dict[str, Family] = {
         ),
         architecture="Plamo3ForCausalLM",
     ),
+    "gpt2": learned("gpt2", n_inner=96),
+    # Smaller embeddings than layers, and norms behind them, as in OPT-350m.
+    "opt": learned("opt", ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=False),
     "phimoe": full(
         "phimoe",
         architecture="PhiMoEForCausalLM",
@@ -380,6 +438,9 @@ OWN_MODULES: dict[str, Family] = {
     ),
 }
 """Families that vLLM has modules of its own for."""
+
+PICTURES = ("muse-glimmer",)
+"""Families that vLLM has a module for that sees pictures, too."""
 
 OTHER_NAMES: dict[str, Family] = {
     "llama-1": full("llama", architecture="LLaMAForCausalLM"),
@@ -415,6 +476,9 @@ BY_TRANSFORMERS: dict[str, Family] = {
         mlp_layer_types=["sparse", "sparse"],
         **EXPERTS,
     ),
+    "gpt-bigcode": learned("gpt_bigcode", num_key_value_heads=1, n_inner=96),
+    "hunyuan": full("hunyuan_v1_dense", **ALPHA),
+    "hunyuan-moe": full("hunyuan_v1_moe", num_experts=4, moe_topk=2, **ALPHA),
 }
 """Families that vLLM runs through transformers' modules."""
 
@@ -431,5 +495,5 @@ NOT_LOADED = {
 }
 """Families whose experts vLLM 0.32 itself cannot load."""
 
-NORMALISED_AFTERWARDS = {"hunyuan": full("hunyuan_v1_dense")}
-"""Families whose keys cannot be moved: a norm with weights by channel follows the rotation."""
+NORMALISED_AFTERWARDS = ("hunyuan", "hunyuan-moe")
+"""Families with a norm, and weights by channel, after the rotation."""

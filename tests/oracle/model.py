@@ -51,6 +51,9 @@ def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[Tensor, f
         return torch.cat([theta**-exponent, torch.zeros(head_dim // 2 - len(exponent))]), 1.0
     if kind == "linear":
         return inv_freq / rope["factor"], 1.0
+    if kind == "dynamic" and rope.get("alpha"):
+        base = theta * rope["alpha"] ** (dim / (dim - 2))
+        return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim), 1.0
     original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
     if kind == "longrope":  # below its original positions
         scale = config["max_position_embeddings"] / original

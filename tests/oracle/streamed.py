@@ -161,9 +161,10 @@ class Streamed:
         rows = rows.expand(num_kv, -1)
         places = rows if layer.window is not None else torch.arange(rows.shape[1]).expand_as(rows)
         heads = torch.arange(num_kv)[:, None]
-        keys = layer.rotate(layer.keys[heads, rows], places)
+        of_queries, of_keys = weights_after(module)
+        keys = layer.rotate(layer.keys[heads, rows] / of_keys, places) * of_keys
         queries = query[0].unflatten(0, (num_kv, -1))  # [KV heads, group, T, D]
-        queries = layer.rotate(queries, places[:, None, -len(own) :])
+        queries = layer.rotate(queries / of_queries, places[:, None, -len(own) :]) * of_queries
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         logits = queries @ keys[:, None].transpose(-1, -2) * scale
         if softcap is not None:
@@ -260,6 +261,13 @@ class Streamed:
         return result
 
 
+def weights_after(module: Any) -> tuple[Tensor, Tensor]:
+    """By channel, what the model multiplies queries and keys by after they were rotated."""
+    norms = (getattr(module, f"{name}_layernorm", None) for name in ("query", "key"))
+    found = [torch.ones(()) if norm is None else norm.weight for norm in norms]
+    return found[0], found[1]
+
+
 def latents_of(module: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The latents fp64 ``[n, latent]`` of which keys and values ``[heads, n, D]`` are made.
 
@@ -322,7 +330,7 @@ def rope_of(config: Any, kind: str, index: int) -> dict[str, Any]:
 def heads_of(config: Any, index: int) -> tuple[int, int]:
     """KV heads of a layer and their size, which some models have by layer."""
     if hasattr(config, "per_layer_config"):
-        config = config.per_layer_config[index]
+        config = config.per_layer_config[index % config.num_hidden_layers]
     num_heads = config.num_attention_heads
     num_kv = getattr(config, "num_key_value_heads", None) or num_heads
     return num_kv, getattr(config, "head_dim", None) or config.hidden_size // num_heads
@@ -372,6 +380,7 @@ def stream_family(
     latent: bool = False,
     chunked: bool = False,
     owners: dict[int, int] | None = None,
+    learned: bool = False,
     prompt_len: int,
     stride: int,
     make_sim: Callable[[], Sim],
@@ -394,6 +403,7 @@ def stream_family(
         latent: whether all heads share one cached row, and so the tokens that are kept.
         chunked: whether windows are sizes of chunks of the stream.
         owners: by layer without a cache of its own, the layer whose cache it attends to.
+        learned: whether inputs have learned positions, those of the stream.
     """
     assert logit_scale is None
     config = model.config
@@ -432,8 +442,8 @@ def stream_family(
         state.start, state.end = start, end
         of_policy = [layer.num_tokens for layer in layers if layer.window is None]
         state.position = of_policy[0] if of_policy else start
-        zeros = torch.zeros(1, end - start, dtype=torch.int64)
-        logits = model(input_ids=ids[None, start:end], position_ids=zeros, use_cache=False).logits
+        places = torch.arange(start, end)[None] * learned  # nothing is rotated at position 0
+        logits = model(input_ids=ids[None, start:end], position_ids=places, use_cache=False).logits
         state.end_stride()
         logits = logits[0].float()
         following = ids[start + 1 : end + 1]

@@ -11,10 +11,11 @@ import re
 from functools import cache
 from pathlib import Path
 
-from vllm_cascade.models.architectures import ELSEWHERE, SKIPPING
+from vllm_cascade.models.architectures import SKIPPING
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/MODELS.md"
 
+LEARNED = "learned positions: streams end where they end"
 TESTED = {
     "AfmoeForCausalLM": "experts, windows, unrotated layers, gated",
     "ApertusForCausalLM": "full attention",
@@ -49,6 +50,8 @@ TESTED = {
     "Glm4MoeForCausalLM": "experts, partly rotated",
     "Glm4MoeLiteForCausalLM": "multi-head latent attention, experts",
     "GlmForCausalLM": "partly rotated, neighbours paired; vLLM runs it by transformers",
+    "GPT2LMHeadModel": LEARNED,
+    "GPTBigCodeForCausalLM": f"{LEARNED}; vLLM runs it by transformers",
     "GPTJForCausalLM": "partly rotated, neighbours paired",
     "GPTNeoXForCausalLM": "partly rotated; vLLM runs it by transformers",
     "GptOssForCausalLM": "windows, learned sinks",
@@ -59,11 +62,19 @@ TESTED = {
     "GraniteMoeSWAForCausalLM": "experts, windows, learned sinks",
     "GraniteSWAForCausalLM": "windows, learned sinks, unrotated layers",
     "HyperCLOVAXForCausalLM": "full attention",
+    "HunYuanDenseV1ForCausalLM": "keys normalised after rotation; vLLM runs it by transformers",
+    "HunYuanMoEV1ForCausalLM": (
+        "experts, keys normalised after rotation; vLLM runs it by transformers"
+    ),
     "HYV3ForCausalLM": "experts",
     "InternLM2ForCausalLM": "full attention",
     "InternLM3ForCausalLM": "full attention",
     "IQuestCoderForCausalLM": "full attention",
+    "IQuestLoopCoderForCausalLM": "layers run twice: shared caches, windows",
     "Jais2ForCausalLM": "full attention; vLLM runs it by transformers",
+    "K2HorizonForCausalLM": (
+        "experts, partly rotated; not with quantised weights; on CPUs vLLM cannot run its experts"
+    ),
     "LagunaForCausalLM": "windows, two rotations, gated; on CPUs vLLM cannot run its experts",
     "Lfm2ForCausalLM": "recurrent layers (short convolutions)",
     "Lfm2MoeForCausalLM": "recurrent layers (short convolutions), experts",
@@ -79,6 +90,7 @@ TESTED = {
     "MistralForCausalLM": "with a window in every layer the policy decides nothing",
     "MistralLarge3ForCausalLM": "multi-head latent attention, experts",
     "MixtralForCausalLM": "experts",
+    "MuseGlimmerForCausalLM": "windows, unrotated layers, gated",
     "NanbeigeForCausalLM": "full attention; vLLM runs it by transformers",
     "NemotronForCausalLM": "partly rotated",
     "NemotronHForCausalLM": "recurrent layers (Mamba-2), unrotated layers",
@@ -86,6 +98,7 @@ TESTED = {
     "Olmo3ForCausalLM": "windows; vLLM runs it by transformers",
     "OlmoeForCausalLM": "experts",
     "OlmoForCausalLM": "full attention; vLLM runs it by transformers",
+    "OPTForCausalLM": LEARNED,
     "OrionForCausalLM": "full attention",
     "PanguEmbeddedForCausalLM": "full attention",
     "Phi3ForCausalLM": "LongRoPE",
@@ -106,6 +119,9 @@ TESTED = {
     "SmolLM3ForCausalLM": "unrotated layers; vLLM runs it by transformers",
     "SolarForCausalLM": "full attention",
     "StableLmForCausalLM": "partly rotated",
+    "Step3p5ForCausalLM": (
+        "experts, windows, two rotations, gated; on CPUs vLLM cannot run its experts"
+    ),
     "Starcoder2ForCausalLM": "full attention; vLLM runs it by transformers",
     "TeleChat2ForCausalLM": "full attention",
     "TeleChat3ForCausalLM": "full attention",
@@ -142,12 +158,9 @@ REASONS = {
     "vLLM 0.32 itself cannot load its experts": r"\bclass DbrxExperts\b",
     "layers choose the tokens that they attend to": (
         r"(?s)\b(kv_lora_rank|compress_ratios)\b.*\bindex_topk\b"
+        r"|\bindexer_budget\b|\bsparse_attention_config\b"
     ),
-    "attention with a cache of its own kind": r"\bclass \w+\([^)]*\bAttentionLayerBase\)",
-    "positions that are added to inputs": r"\b(wpe|embed_positions)\b",
-    "keys that are normalised after they were rotated": (
-        r"= apply_rotary_pos_emb\([^)]*\)\n +\w+ = self\.\w*norm\("
-    ),
+    "relative positions, which vLLM computes on GPUs only": r"\bfa4_rel_attention\b",
 }
 """Why a model is refused, and what its source has then."""
 
@@ -178,8 +191,6 @@ def reason(architecture: str, module: str) -> str | None:
     """Why an architecture is refused; None: nothing in its source says that it is."""
     if module in SKIPPING:
         return "which layers have rotary positions is not known here"
-    if module in ELSEWHERE:
-        return "rotates other channels of a head than the first ones"
     text = transformers_source(architecture) if module == "transformers" else source(module)
     for why, pattern in REASONS.items():
         if re.search(pattern, text) and architecture not in OTHER_CLASSES:

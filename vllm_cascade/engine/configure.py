@@ -11,6 +11,7 @@ from vllm_cascade.engine.lookup import token_importance
 from vllm_cascade.engine.recall_memory import shortage, with_defaults
 from vllm_cascade.engine.refusals import check
 from vllm_cascade.log import logger
+from vllm_cascade.models.architectures import learns_positions
 from vllm_cascade.policies.arguments import ARGUMENTS
 from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.registry import UNUSABLE, resolve
@@ -33,6 +34,8 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     device, cache = this_device(), config.cache_config
     if device.page_tokens is not None and not cache.user_specified_block_size:
         cache.block_size, cache.user_specified_block_size = device.page_tokens, True
+    if learns_positions(config.model_config.hf_text_config):
+        _check_stream_fits(config.model_config.max_model_len, native_max_len)
     max_position = None if config.model_config.uses_alibi else native_max_len
     policy = _policy(raw, config, max_position)
     token_importance(policy, config.model_config)  # raises errors before a model is loaded
@@ -56,6 +59,20 @@ def apply_policy(config: VllmConfig, raw: dict[str, Any], native_max_len: int) -
     config.parallel_config.worker_cls = device.worker
     device.configure(config, policy)
     _log(policy, raw, config, max_position)
+
+
+def _check_stream_fits(max_model_len: int, native_max_len: int) -> None:
+    """Refuse streams that are longer than a model's learned positions.
+
+    Raises:
+        KVPolicyError: names the setting and the positions.
+    """
+    if max_model_len > native_max_len:
+        raise KVPolicyError(
+            f"kv_policy: --max-model-len {max_model_len} is more than the model's {native_max_len} "
+            "positions. They are learned, so a policy bounds memory, but cannot give a token a "
+            f"position in the cache; set it to at most {native_max_len}"
+        )
 
 
 def _policy(raw: dict[str, Any], config: VllmConfig, max_position: int | None) -> Policy:

@@ -6,9 +6,10 @@ model is loaded. An entry leaves this list when a test shows that it works. Refu
 are in ``devices.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.transformers_utils.config import iter_rope_parameters
@@ -16,6 +17,9 @@ from vllm.transformers_utils.config import iter_rope_parameters
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.models.architectures import (
     BOTH_WAYS,
+    LEARNED,
+    learns_positions,
+    loops,
     may_be_unrotated,
     needs_no_positions,
     shares_caches,
@@ -25,6 +29,8 @@ from vllm_cascade.policies.policy import Policy
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.step.drafts import HOST_DRAFTERS, MODEL_DRAFTERS
 
+SPARSE = ("index_topk", "compress_ratios", "indexer_budget", "sparse_attention_config")
+"""Configuration keys of layers that choose the tokens that they attend to."""
 UNQUANTISED = ("auto", "float16", "bfloat16", "float32")
 
 
@@ -47,9 +53,18 @@ def layer_types(model: ModelConfig) -> set[str]:
     return set(getattr(model.hf_text_config, "layer_types", None) or ())
 
 
+def _rope_type(parameters: Mapping[str, Any]) -> str:
+    """The type of rotary parameters.
+
+    HunYuan's dynamic type has one base, made of ``alpha``, as long as its factor is 1.
+    """
+    kind = parameters.get("rope_type", "default")
+    fixed = parameters.get("alpha") and (parameters.get("factor") or 1.0) == 1.0
+    return "dynamic with alpha" if kind == "dynamic" and fixed else kind
+
+
 def _rope_types(config: VllmConfig) -> set[str]:
-    parameters = iter_rope_parameters(config.model_config.hf_text_config)
-    return {entry.get("rope_type", "default") for entry in parameters}
+    return set(map(_rope_type, iter_rope_parameters(config.model_config.hf_text_config)))
 
 
 def chunked(model: ModelConfig) -> bool:
@@ -76,6 +91,7 @@ def _no_movable_positions(config: VllmConfig) -> bool:
     return (
         not config.model_config.uses_alibi
         and not needs_no_positions(hf)
+        and not learns_positions(hf)
         and not _rope_types(config)
         and not any(getattr(hf, key, None) for key in rotary)
         and not hasattr(hf, "original_rope")  # ChatGLM's, true or false
@@ -259,11 +275,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "sparse attention",
         lambda config, _: any(
-            hasattr(config.model_config.hf_text_config, key)
-            for key in ("index_topk", "compress_ratios")
+            getattr(config.model_config.hf_text_config, key, None) is not None for key in SPARSE
         ),
-        "the model's layers choose the tokens that they attend to (DeepSeek V3.2 and V4, GLM-5), "
-        "by keys of their own that a policy would have to evict, too; use --kv-policy full",
+        "the model's layers choose the tokens that they attend to (DeepSeek V3.2 and V4, GLM-5, "
+        "MiniMax M3, Qwen 4), by keys of their own that a policy would have to evict, too; use "
+        "--kv-policy full",
     ),
     Refusal(
         "MLA by transformers",
@@ -328,10 +344,21 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda m: may_be_unrotated(m.hf_text_config),
     ),
     Refusal(
+        "learned positions of a drafting model",
+        lambda config, _: (
+            config.speculative_config is not None
+            and config.speculative_config.method in MODEL_DRAFTERS
+            and learns_positions(config.speculative_config.draft_model_config.hf_text_config)
+        ),
+        "--speculative-config names a model with learned positions (GPT-2, OPT), and a drafting "
+        "model is given positions in the cache; use another one, or method ngram or suffix",
+    ),
+    Refusal(
         "absolute positions",
         lambda config, _: _no_movable_positions(config),
-        "the model adds positions to its inputs (learned or sinusoidal), so cached keys cannot be "
-        "moved to new positions; use --kv-policy full",
+        "the model has neither rotary positions nor ALiBi, and is none of those whose learned "
+        f"positions are supported ({', '.join(LEARNED)}), so cached keys cannot be moved to new "
+        "positions; use --kv-policy full",
     ),
     Refusal(
         "shared caches over stages",
@@ -341,6 +368,14 @@ REFUSALS: tuple[Refusal, ...] = (
         ),
         "--pipeline-parallel-size must be 1 for models whose layers share caches (Gemma 3n, Gemma "
         "4 E2B and E4B): these layers must be in one process; use --tensor-parallel-size",
+    ),
+    Refusal(
+        "more than two runs",
+        lambda config, _: (
+            loops(hf := config.model_config.hf_text_config) and getattr(hf, "loop_num", 2) != 2
+        ),
+        "models that run their layers other than two times (loop_num of IQuest Loop Coder) are "
+        "not supported; use --kv-policy full",
     ),
     Refusal(
         "fast prefill",

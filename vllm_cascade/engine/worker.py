@@ -32,6 +32,8 @@ from vllm_cascade.engine.recall_memory import model_shape, open_memory, unit_sha
 from vllm_cascade.engine.session_worker import SessionWorker
 from vllm_cascade.engine.stages import of_all_stages, own_part
 from vllm_cascade.log import logger
+from vllm_cascade.models.architectures import learns_positions, loops
+from vllm_cascade.models.norms import move_key_weights
 from vllm_cascade.models.probe import rotaries_of
 from vllm_cascade.models.rotary import choose_long_tables
 from vllm_cascade.policies.registry import policy_of
@@ -129,9 +131,17 @@ class KVPolicyWorker(SessionWorker):
                 layer.attn_backend = resolve_name(self.device_entry.backend)
         for model in self._models():
             choose_long_tables(model, policy.max_position)
+        self._move_key_weights()
         # The worker's method calls the runner's, which profiling of CUDA graphs calls itself.
         stock = self.model_runner.get_kv_cache_spec
         self.model_runner.get_kv_cache_spec = lambda: self._bounded(stock)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        super().reload_weights(*args, **kwargs)
+        self._move_key_weights()
+
+    def _move_key_weights(self) -> None:
+        move_key_weights(self.model_runner.get_model(), self.model_config.hf_text_config)
 
     def _bounded(self, stock: Callable[[], dict[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
         """The specs of the model's layers under the policy; ``stock`` returns vLLM's."""
@@ -173,6 +183,10 @@ class KVPolicyWorker(SessionWorker):
         self._prepare(self.model_runner.get_model(), self.model_config, builders, layers)
         for name, owner in owners.items():
             layers[name].impl.attend_to(layers[owner].impl)
+        if loops(self.model_config.hf_text_config):
+            for layer in layers.values():
+                if layer.sliding_window is None:  # the first run's; others have a cache each
+                    layer.impl.attend_to(layer.impl)
         self._connect(builders)
         self._check_recalling(builders)
         self._open_stores(first, layers)
@@ -191,7 +205,10 @@ class KVPolicyWorker(SessionWorker):
         builders: list[StepBuilder],
         layers: Mapping[str, Any],
     ) -> None:
-        """Set up a model's layers, and make it read the positions of its first builder."""
+        """Set up a model's layers, and make it read the positions of its first builder.
+
+        Without that, as with learned positions, it reads those of the stream.
+        """
         owners, ranks = owners_of(layers), self.parallel_config.tensor_parallel_size
         rotaries = rotaries_of(model, dict(layers), config.hf_text_config)
         # Index of this rank's first KV head among those of all tensor-parallel ranks.
@@ -209,7 +226,8 @@ class KVPolicyWorker(SessionWorker):
                     (name, first_head),
                 )
         first, *others = builders
-        first.positions.install(model)
+        if not learns_positions(config.hf_text_config):
+            first.positions.install(model)
         for builder in others:
             builder.follow(first)
 

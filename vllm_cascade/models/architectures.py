@@ -25,6 +25,12 @@ def _flagged(key: str) -> Unrotated:
     return lambda config, index, windowed: not getattr(config, key)[index]
 
 
+def _unless_listed(config: Any, index: int, windowed: bool) -> bool:
+    """A list in the configuration, if there is one, has false for NoPE layers."""
+    listed = getattr(config, "use_rope_layers", None)
+    return bool(listed) and not listed[index]
+
+
 def _without_window(config: Any, index: int, windowed: bool) -> bool:
     return not windowed
 
@@ -62,8 +68,10 @@ UNROTATED: dict[str, Unrotated] = {
     "granitemoehybrid": _unless_asked,
     "jamba": _always,
     "llama4_text": _flagged("no_rope_layers"),
+    "muse_glimmer_text": _flagged("no_rope_layers"),
     "nemotron_h": _always,
     "smollm3": _flagged("no_rope_layers"),
+    "step3p5": _unless_listed,
 }
 """Rules of models with NoPE layers, by ``model_type``."""
 
@@ -73,19 +81,20 @@ ORDERED_BY_STATES = ("granitemoehybrid", "jamba", "nemotron_h")
 FLAGS = ("no_rope_layers", "no_rope_layer_interval", "use_rope_layers")
 """Configuration keys that may mark NoPE layers."""
 
-SKIPPING = (
-    "domyn_edge",
-    "iquest_loopcoder",
-    "muse_glimmer",
-    "step3p5",
-)
+SKIPPING = ("domyn_edge",)
 """vLLM model files whose layers skip their rotary module by rules that we have not tested."""
+
+LEARNED = ("gpt2", "gpt_bigcode", "opt")
+"""Models that add a learned vector for a token's position to its input, and rotate nothing."""
 
 BOTH_WAYS = ("hrm_text",)
 """Models whose prompts attend in both directions."""
 
 ELSEWHERE = ("k2_horizon",)
-"""vLLM model files that rotate other channels than the first ones of a head."""
+"""vLLM model files that may rotate other channels than the first ones of a head.
+
+They do unless vLLM reorders the channels in the weights, which it does if these are not quantised.
+"""
 
 HARMLESS = {
     "afmoe": "known above",
@@ -100,8 +109,11 @@ HARMLESS = {
     "granitemoe": "without a base there is no rotary module",
     "granitemoehybrid": "known above",
     "hy_v3": "a fused kernel rotates instead",
+    "iquest_loopcoder": "it is called in both branches",
     "llama4": "known above",
+    "muse_glimmer": "known above",
     "olmo_hybrid": "without a base there is no rotary module",
+    "step3p5": "known above",
     "zamba2": "where it is not called there is no rotary module",
 }
 """vLLM model files that call a rotary module conditionally, and why this is safe."""
@@ -111,14 +123,31 @@ def _kind(config: Any) -> str:
     return getattr(config, "model_type", "")
 
 
+def learns_positions(config: Any) -> bool:
+    """Whether inputs have learned positions.
+
+    A key that was made with one cannot be moved, and need not be: its token keeps the position of
+    its place in the stream, which therefore ends where the model's positions end.
+    """
+    return _kind(config) in LEARNED
+
+
 def shares_caches(config: Any) -> bool:
-    """Whether layers attend to the caches of earlier ones."""
-    return bool(getattr(config, "num_kv_shared_layers", 0))
+    """Whether layers attend to the caches of earlier ones, or of an earlier run."""
+    return bool(getattr(config, "num_kv_shared_layers", 0)) or loops(config)
+
+
+def loops(config: Any) -> bool:
+    """Whether layers run several times, and attend to what they cached the first time again."""
+    return "IQuestLoopCoderForCausalLM" in (getattr(config, "architectures", None) or ())
 
 
 def skips_unknown(block: nn.Module) -> bool:
-    """Whether the attention block's model file uses rotary modules in an unsupported way."""
-    return type(block).__module__.rpartition(".")[2] in (*SKIPPING, *ELSEWHERE)
+    """Whether the attention block uses rotary modules in an unsupported way."""
+    file = type(block).__module__.rpartition(".")[2]
+    partly = getattr(block, "rope_head_dim", None) != getattr(block, "head_dim", None)
+    elsewhere = file in ELSEWHERE and partly and not getattr(block, "fold_rope_weights", True)
+    return file in SKIPPING or elsewhere
 
 
 def may_be_unrotated(config: Any) -> bool:

@@ -9,7 +9,7 @@ of the model's rotary module. This must hold in every layer and head, in one of 
 layouts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ from vllm.model_executor.models.interfaces import supports_multimodal
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.transformers_utils.config import iter_rope_parameters
 
-from vllm_cascade.models.architectures import frequencies
+from vllm_cascade.models.architectures import frequencies, learns_positions
+from vllm_cascade.models.norms import normalises_rotated
 from vllm_cascade.models.rotary import Rotary, find_rotaries, rotate
 from vllm_cascade.policies.settings import KVPolicyError
 
@@ -43,7 +44,7 @@ Noted = dict[str, tuple[torch.Tensor, torch.Tensor]]
 def rotaries_of(
     model: nn.Module, layers: dict[str, Attention | MLAAttention], config: Any
 ) -> dict[str, Rotary | None]:
-    """Find the rotation of every attention layer; None for layers with ALiBi or NoPE.
+    """Find the rotation of every attention layer; None for ALiBi, NoPE and learned positions.
 
     For transformers models all ranks must call this together, because it runs the model.
 
@@ -54,6 +55,8 @@ def rotaries_of(
         KVPolicyError: If a layer's keys cannot be moved to new positions, or its rotation is
             unknown.
     """
+    if learns_positions(config):
+        return dict.fromkeys(layers)
     if not runs_transformers(model):
         return find_rotaries(model, layers, config)
     if any(rope.get("rope_type") == "longrope" for rope in iter_rope_parameters(config)):
@@ -62,8 +65,12 @@ def rotaries_of(
             "cached keys cannot be moved to new positions; use --kv-policy full for this model"
         )
     noted = ask(model, layers)
+    # Queries keep the weights of their norm, which only stand before a rotation in other models.
+    first = 1 if normalises_rotated(config) else 0
     return {
-        name: rotation(name, *noted[name], frequencies(model, config, extract_layer_index(name)))
+        name: rotation(
+            name, noted[name][first:], frequencies(model, config, extract_layer_index(name))
+        )
         for name in layers
     }
 
@@ -76,9 +83,9 @@ def runs_transformers(model: nn.Module) -> bool:
 
 
 def rotation(
-    name: str, queries: torch.Tensor, keys: torch.Tensor, inv_freq: torch.Tensor | None
+    name: str, both: Sequence[torch.Tensor], inv_freq: torch.Tensor | None
 ) -> Rotary | None:
-    """Infer a layer's rotation from its queries and keys at ``POSITIONS``.
+    """Infer a layer's rotation from its queries and keys at ``POSITIONS``, or from keys alone.
 
     Returns:
         The rotation, or None if rows are the same at all positions.
@@ -86,14 +93,13 @@ def rotation(
     Raises:
         KVPolicyError: If the rows match neither layout.
     """
-    both = (queries, keys)
     if all(same(rows, rows[:1].float().expand_as(rows)) for rows in both):
         return None
     for is_neox in (True, False):
         if inv_freq is None:
             break
         rotary = Rotary(inv_freq, is_neox)
-        if 2 * len(inv_freq) <= keys.shape[-1] and all(same(x, turned(x, rotary)) for x in both):
+        if 2 * len(inv_freq) <= both[0].shape[-1] and all(same(x, turned(x, rotary)) for x in both):
             return rotary
     raise KVPolicyError(
         f"kv_policy: the keys of {name} are not what the frequencies of the model's rotary module "

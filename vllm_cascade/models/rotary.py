@@ -28,7 +28,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_cascade.models.architectures import is_unrotated, skips_unknown
 from vllm_cascade.policies.settings import KVPolicyError
 
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
+SUPPORTED_ROPE_TYPES = (
+    *("default", "linear", "llama3", "longrope", "proportional", "yarn"),
+    "dynamic with alpha",
+)
 
 
 RotaryModule = RotaryEmbeddingBase | Phi3LongRoPEScaledRotaryEmbedding

@@ -4,7 +4,8 @@
 In Gemma 3n and Gemma 4 E2B and E4B the last layers attend to the caches of earlier ones. Such a
 layer must see the cache as its owner saw it. So the owner attends first and inserts only when the
 last of these layers has attended. A step then has at most one stride of a request
-(``engine/scheduler.py``).
+(``engine/scheduler.py``). In IQuest Loop Coder a layer attends to its own cache again in the second
+run, without keys, and inserts then.
 """
 
 from dataclasses import replace
@@ -32,7 +33,7 @@ class CPUKVPolicyImpl(KVPolicyImpl):
     Attributes:
         path: attends and inserts; only inserts if other layers attend to this layer's cache.
         attending: attends only; None if no cache is shared.
-        owner: the layer whose cache this one attends to; None: its own.
+        owner: the layer whose cache this one attends to; itself if it attends twice; None: its own.
         last: name of the last layer that attends to this layer's cache; empty: no other does.
         waiting: rows of the step that are not inserted yet.
     """
@@ -84,7 +85,7 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         return rotary.table(spec.max_distance, forward)[forward:]
 
     def run(self, name: str, metadata: CPUMetadata, new: NewTokens, kv_cache: torch.Tensor) -> None:
-        if self.owner is not None:
+        if self.owner is not None and (self.owner is not self or new.key is None):
             self._attend_as_sharer(self.owner, name, metadata, new)
         elif self.last:
             self._attend_as_owner(metadata, new)
