@@ -290,6 +290,7 @@ def check_frames(
     layer.builder.requests = layer.others.requests = SimpleNamespace(
         schedules=lambda common: [own, layer.spec.engine_schedule],
         prefilling=lambda common: common.is_prefilling.numpy(),
+        all_dummies=lambda common: False,
     )
     (stream,) = random_streams(layer.shape, [60])
     most = layer.spec.most_pages
