@@ -58,7 +58,7 @@ class Requests:
 
 
 class NoRequests(Requests):
-    """Rows of a batch that vLLM runs for other engines' sake; all of them are padding."""
+    """A dummy batch, run while other data-parallel engines have requests. All rows are padding."""
 
     def all_dummies(self, common: CommonAttentionMetadata) -> bool:
         return True

@@ -494,7 +494,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
 
 
 def _as_padding(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """A batch whose rows have no tokens, so that kernels read and write no page of theirs."""
+    """The batch with sequence lengths of 0: kernels treat its rows as padding and touch no page."""
     ends = common.seq_lens_cpu_upper_bound
     assert ends is not None, "runners set it"
     return common.replace(
