@@ -15,7 +15,7 @@ RUN python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM vllm/vllm-openai:v0.32.0 AS cuda
 COPY --from=wheel /wheels /wheels
-RUN python3 -m pip install --no-cache-dir --no-deps /wheels/*.whl
+RUN python3 -m pip install --no-cache-dir --no-deps xxhash==4.1.0 /wheels/*.whl
 
 FROM python:3.12-slim-bookworm AS cpu
 # g++ compiles attention at the first start; the libraries are OpenMP's and NUMA's.

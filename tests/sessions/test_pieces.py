@@ -15,7 +15,7 @@ from tests.sessions.test_files import ENGINE, SHAPE, header_of, pools, same_logs
 from vllm_cascade.cli import main
 from vllm_cascade.recall.log import Log
 from vllm_cascade.recall.stores import Stores
-from vllm_cascade.sessions import files
+from vllm_cascade.sessions import files, pieces
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.sessions.files import PIECE_SUFFIX, SUFFIX, Folder
 from vllm_cascade.sessions.index import Command, Session
@@ -94,6 +94,34 @@ def test_a_chats_units_are_written_once(tmp_path: Path) -> None:
     assert len(chunks) == len(names(tmp_path)), "what files share, memory shares"
     pages = sum(tensor.nbytes for state in other.states.values() for tensor in state.pages)
     assert other.num_bytes == pages + len(chunks) * SHAPE.chunk_bytes
+    other.close()
+
+
+@pytest.mark.parametrize("mapped", [0, 2, 99])
+def test_files_are_mapped_up_to_a_number(
+    mapped: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that goes on never writes to them, and they can be deleted meanwhile."""
+    monkeypatch.setattr(pieces, "MOST_MAPPED", mapped)
+    monkeypatch.setattr(pieces.os, "cpu_count", lambda: 1)
+    chat = Chat(tmp_path)
+    one = chat.turn(37)
+    chat.worker.close()
+    stores = Stores(SHAPE)
+    other = WorkerSessions(Copies(pools()), tmp_path, stores)
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    assert not read(other, one) and len(before) == 3
+    maps = Path("/proc/self/maps").read_text("utf-8")
+    assert sum(str(tmp_path / name) in maps for name in before) == min(mapped, 3)
+    other.execute([Command("restore", one.id, pages=(FIRST, 9))])
+    resumed = stores._resumed[FIRST]
+    for chunk, units, _ in resumed.grow(9).pieces():
+        for tensor in chunk.tensors:
+            tensor[:, :, units] = 77
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    for name in before:
+        (tmp_path / name).unlink()
+    assert same_logs(other.states[one.id].units, chat.turns[0][1])
     other.close()
 
 

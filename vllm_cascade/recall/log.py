@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.recall.chain import CHUNK_UNITS, Chain
-from vllm_cascade.recall.mapped import Layout, mapped, mapped_bytes
+from vllm_cascade.recall.mapped import Layout, block_bytes, new_block, views
 
 NUM_TENSORS = 8
 """Tensors of a chunk."""
@@ -78,7 +78,7 @@ class UnitShape:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of host memory per chunk of ``CHUNK_UNITS`` units, in whole pages."""
-        return mapped_bytes(self.layout)
+        return block_bytes(self.layout)
 
     @property
     def token_bytes(self) -> float:
@@ -89,7 +89,11 @@ class UnitShape:
 class Chunk:
     """Host memory for ``CHUNK_UNITS`` units.
 
+    Args:
+        memory: block of ``shape.chunk_bytes`` that holds units; None: a new one.
+
     Attributes:
+        memory: the block, uint8 ``[chunk_bytes]``; all other tensors are in it.
         rows: ``[layers, H, units, unit, row_size]``, as stored in the pages; with
             ``in_8_bits`` int8 ``[layers, H, units, unit, D]``, values quantised like ``codes``.
         row_scale: fp32 ``[layers, H, units, unit, row_scales]``, their scales in the pages; with
@@ -106,8 +110,9 @@ class Chunk:
         addresses: of these tensors, in this order.
     """
 
-    def __init__(self, shape: UnitShape) -> None:
-        self.tensors = mapped(shape.layout)
+    def __init__(self, shape: UnitShape, memory: torch.Tensor | None = None) -> None:
+        self.memory = new_block(shape.layout) if memory is None else memory
+        self.tensors = views(self.memory, shape.layout)
         self.rows, self.row_scale, self.codes, self.scale, *others = self.tensors
         self.centre, self.centre_scale, self.born, self.token = others
         self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
@@ -142,8 +147,7 @@ class Log(Chain[Chunk]):
 
     def _copy_chunk(self, chunk: Chunk) -> Chunk:
         other = self._new_chunk()
-        for mine, theirs in zip(chunk.tensors, other.tensors, strict=True):
-            theirs.copy_(mine)
+        other.memory.copy_(chunk.memory)
         return other
 
     def grow(self, num_units: int) -> "Part":

@@ -25,8 +25,8 @@ class Piece(Protocol):
     """A part of a session's units that never changes and that others can share."""
 
     @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """Its memory; contiguous."""
+    def memory(self) -> torch.Tensor:
+        """All of it, uint8 ``[bytes]``."""
         ...
 
 
@@ -77,11 +77,11 @@ class UnitStores(ABC):
         """Take saved units, by first page, for requests that start in the next step."""
 
     @abstractmethod
-    def new_piece(self) -> Piece:
-        """An empty piece of this worker's shape.
+    def piece_of(self, memory: torch.Tensor) -> Piece:
+        """The piece whose ``memory`` this is; the piece keeps it and never writes to it.
 
         Raises:
-            ValueError: units of this worker have no pieces.
+            ValueError: another size than this worker's pieces have, or it has none.
         """
 
     @abstractmethod
@@ -128,8 +128,8 @@ class Stores(UnitStores):
             log.live = self._live
             self._live.update(log.chunks)
 
-    def new_piece(self) -> Chunk:
-        return Chunk(self.shape)
+    def piece_of(self, memory: torch.Tensor) -> Chunk:
+        return Chunk(self.shape, memory)
 
     def units_of(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Chunk]) -> Log:
         return Log.of(self.shape, tensors, pieces)

@@ -13,8 +13,9 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
+import mmap
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.index import Session
 
-FORMAT = "2"
+FORMAT = "3"
 SUFFIX, PIECE_SUFFIX = ".session", ".units"
 DAMAGED = "damaged"
 """Folder inside the sessions' folder to which damaged files are moved."""
@@ -132,13 +134,18 @@ def _raw(tensor: torch.Tensor) -> memoryview:
 def _checksum(header: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
     """Digest of a header without its checksum, and of all tensors with their types and shapes.
 
-    Tensors enter by their CRC, which is several times as fast as a digest of their bytes.
+    Tensors enter by their XXH3, which is computed as fast as memory is read.
     """
     digest = hashlib.blake2b(digest_size=16)
     plain = {key: value for key, value in header.items() if key != "checksum"}
     digest.update(json.dumps(plain, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
-        entry = [name, DTYPES[tensor.dtype], list(tensor.shape), zlib.crc32(_raw(tensor))]
+        entry = [
+            name,
+            DTYPES[tensor.dtype],
+            list(tensor.shape),
+            xxhash.xxh3_128_hexdigest(_raw(tensor)),
+        ]
         digest.update(json.dumps(entry).encode())
     return digest.hexdigest()
 
@@ -163,7 +170,7 @@ def write(path: Path, header: Mapping[str, str], tensors: Mapping[str, torch.Ten
             "data_offsets": [begin, end],
         }
     text = json.dumps(description).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % mmap.PAGESIZE)  # tensors begin with a page
     temporary = path.with_name(f".{os.getpid()}-{path.name}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -210,17 +217,26 @@ def _description(file: BufferedReader) -> dict[str, Any]:
     return found
 
 
+def _mapping(file: BufferedReader) -> torch.Tensor:
+    """What follows in a file, uint8, in memory that the file fills on first use."""
+    content = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+    return torch.frombuffer(content, dtype=torch.uint8, offset=file.tell())
+
+
 def _tensor(
-    file: BufferedReader, entry: Mapping[str, Any], into: torch.Tensor | None = None
+    file: BufferedReader, entry: Mapping[str, Any], mapping: torch.Tensor | None
 ) -> torch.Tensor:
     shape, dtype = entry["shape"], TYPES[entry["dtype"]]
-    tensor = torch.empty(shape, dtype=dtype) if into is None else into
-    if list(tensor.shape) != shape or tensor.dtype != dtype:
-        raise ValueError("a tensor of another shape")
     begin, end = entry["data_offsets"]
-    if end - begin != tensor.nbytes or file.readinto(_raw(tensor)) != tensor.nbytes:
-        raise ValueError("a tensor is cut short")
-    return tensor
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError("a tensor of another size")
+    if mapping is not None:
+        content = mapping[begin:end]
+    else:
+        content = torch.empty(end - begin, dtype=torch.uint8)
+        if file.readinto(_raw(content)) != content.nbytes:
+            raise ValueError("a tensor is cut short")
+    return content.view(dtype).view(shape)
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -236,13 +252,14 @@ def read_header(path: Path) -> dict[str, str]:
 def read(
     path: Path,
     expected: Mapping[str, str] | None = None,
-    into: Mapping[str, torch.Tensor] | None = None,
+    mapped: bool = False,
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Read a file and check it.
 
     Args:
         expected: header entries that the file must have.
-        into: contiguous tensors that are filled with those of the file; None: new ones.
+        mapped: the tensors are views of a private mapping of the file. Nobody may write to the
+            file while they are in use; it can be deleted.
 
     Returns:
         Its header and its tensors.
@@ -254,10 +271,8 @@ def read(
         description = _description(file)
         header = dict(description.pop("__metadata__"))
         order = sorted(description.items(), key=lambda item: item[1]["data_offsets"])
-        targets = {} if into is None else into
-        if into is not None and into.keys() != description.keys():
-            raise ValueError("other tensors")
-        tensors = {name: _tensor(file, entry, targets.get(name)) for name, entry in order}
+        mapping = _mapping(file) if mapped and order else None
+        tensors = {name: _tensor(file, entry, mapping) for name, entry in order}
         if _checksum(header, tensors) != header.get("checksum"):
             raise ValueError("the checksum is wrong")
     wrong = [key for key, value in (expected or {}).items() if header.get(key) != value]

@@ -4,6 +4,10 @@
 A chat's evicted units only grow, and forks share what they have in common (``recall/chain.py``).
 A chunk that a session holds never changes. So it is written once, is in memory once, and its file
 goes with the last session that lists it.
+
+A file is mapped, not copied: a session of 100,000 tokens can have 1 GiB of evicted units, of which
+a turn reads a small part. All of it is checked once, when it is mapped. From then on nobody may
+write to the file; it can be deleted.
 """
 
 import os
@@ -22,10 +26,8 @@ from vllm_cascade.sessions import files
 
 Listed = tuple[str, str]
 """Name and checksum of a file."""
-
-
-def _named(piece: Piece) -> dict[str, torch.Tensor]:
-    return {f"{i:02}": tensor for i, tensor in enumerate(piece.tensors)}
+MOST_MAPPED = 16_384
+"""Files mapped at a time; more are copied. Linux allows a process 65,530 mappings by default."""
 
 
 class Pieces:
@@ -58,7 +60,7 @@ class Pieces:
             if known is None or known[0] not in self._used():
                 name = f"{secrets.token_hex(16)}.{self._rank}{files.PIECE_SUFFIX}"
                 header = {"format": files.FORMAT, "rank": self._rank}
-                known = name, files.write(self._folder / name, header, _named(piece))
+                known = name, files.write(self._folder / name, header, {"units": piece.memory})
                 self._note(piece, known)
             self._used().setdefault(known[0], set()).add(session)
             listed.append(known)
@@ -68,31 +70,33 @@ class Pieces:
         """Learn what sessions list, before one of them is moved aside."""
         self._used()
 
-    def read(self, listed: Sequence[Listed], new: Callable[[], Piece]) -> list[Piece]:
+    def read(self, listed: Sequence[Listed], of: Callable[[torch.Tensor], Piece]) -> list[Piece]:
         """The pieces of these files; those that are in memory are not read.
 
         Args:
-            new: makes an empty piece.
+            of: makes a piece of its memory.
 
         Raises:
             Unusable: a file is not as it was written.
+            ValueError: ``of`` takes no such memory.
         """
-        return list(self._pool.map(lambda one: self._one(one, new), listed))
+        return list(self._pool.map(lambda one: self._one(one, of), listed))
 
-    def _one(self, listed: Listed, new: Callable[[], Piece]) -> Piece:
+    def _one(self, listed: Listed, of: Callable[[torch.Tensor], Piece]) -> Piece:
         name, checksum = listed
         with self._lock:
             piece = self._pieces.get(name)
             if piece is not None and self._files[piece] == listed:
                 return piece
-        piece = new()
+            mapped = len(self._pieces) < MOST_MAPPED
         expected = {"checksum": checksum, "rank": self._rank}
         try:
-            files.read(self._folder / name, expected, _named(piece))
+            _, tensors = files.read(self._folder / name, expected, mapped)
         except files.Unusable as error:
             if error.reason == "damaged":
                 files.Folder(self._folder).move_aside(name)
             raise
+        piece = of(tensors["units"])
         self._note(piece, listed)
         return piece
 

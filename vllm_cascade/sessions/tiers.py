@@ -263,7 +263,7 @@ class WorkerSessions:
         try:
             pieces: Sequence[Piece] = ()
             if listed and self._stores is not None and self._pieces is not None:
-                pieces = self._pieces.read(listed, self._stores.new_piece)
+                pieces = self._pieces.read(listed, self._stores.piece_of)
             state = State.of(tensors, pieces, self._stores)
         except (KeyError, ValueError, RuntimeError) as error:
             raise files.Unusable("foreign", f"{id_}: evicted units of another shape") from error
