@@ -4,8 +4,10 @@
 Engines live in one process and take their steps in turn, as in ``benchmarks.token_time``: a policy
 that recalls evicted units, the same policy that attends to as many tokens and recalls nothing, and
 stock vLLM as far as the model has positions. For each length of the store they read a prompt that
-evicts so many tokens, then generate. Choosing units takes time only at every ``recall_every``-th
-token, so a token's time is the mean over such a period, of the medians of its steps.
+evicts so many tokens, then generate. Without recall a policy's cache holds as much after any
+prompt, so of a longer one it reads the last tokens only. Choosing units takes time only at every
+``recall_every``-th token, so a token's time is the mean over such a period, of the medians of its
+steps.
 """
 
 import argparse
@@ -25,6 +27,8 @@ from benchmarks.running.stepping import Arm, generate, in_turn
 from benchmarks.throughput import kv_bytes_per_token
 
 PLAIN, RECALL, STOCK = "no recall", "recall", "stock"
+PLAIN_READS = 16_384
+"""Most tokens of a prompt that the policy without recall reads."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,10 +90,13 @@ def settings(args: argparse.Namespace, policy: dict[str, Any] | None) -> engines
 def measure(arms: dict[str, Arm], num_prompt: int, args: argparse.Namespace) -> dict[str, Any]:
     """ms by arm: of the prompt's last chunks, and of generated tokens, medians over a period."""
     prompt = np.random.default_rng(num_prompt).integers(5, 4000, num_prompt).tolist()
-    for arm in arms.values():
-        arm.add(prompt, args.output_len)
+    for name, arm in arms.items():
+        arm.add(prompt[-PLAIN_READS:] if name == PLAIN else prompt, args.output_len)
     chunks: dict[str, list[float]] = {name: [] for name in arms}
     turn = 0
+    for _ in range(0, num_prompt - PLAIN_READS, args.chunk):  # the others then end at once
+        for name in arms.keys() - {PLAIN}:
+            chunks[name].append(arms[name].step().total)
     while any(arm.reading for arm in arms.values()):
         for name in in_turn(list(arms), turn):
             if arms[name].reading:
@@ -141,6 +148,7 @@ def table(points: Sequence[dict[str, Any]], args: argparse.Namespace) -> Table:
                 number(ms[RECALL]),
                 f"{ms[RECALL] / ms[PLAIN]:.3f}x",
                 f"{chunk[RECALL] / chunk[PLAIN]:.3f}x",
+                f"{point['counters']['store_bytes'] / 2**20:,.1f}",
             )
         )
     columns = (
@@ -150,6 +158,7 @@ def table(points: Sequence[dict[str, Any]], args: argparse.Namespace) -> Table:
         "recall",
         "a token",
         "a prompt token",
+        "store, MiB",
     )
     note = (
         f"{args.policy}, {args.attended} attended tokens, of which recall brings back "

@@ -7,7 +7,18 @@ from statistics import mean
 
 import pytest
 
-from benchmarks.recall_cost import PLAIN, RECALL, STOCK, main, of_period, parse_args, policies
+from benchmarks.recall_cost import (
+    PLAIN,
+    PLAIN_READS,
+    RECALL,
+    STOCK,
+    main,
+    measure,
+    of_period,
+    parse_args,
+    policies,
+)
+from benchmarks.running.stepping import Step
 from tests.conftest import MODEL
 from vllm_cascade.policies.registry import resolve
 
@@ -32,6 +43,47 @@ def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--attended", "144"])
     assert "--attended has no room besides --recall units" in capsys.readouterr().err
+
+
+class Reader:
+    """Reads a prompt in chunks of 1,024 tokens; notes when it takes a step."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        self.name, self.order, self.chunks, self.prompt = name, order, 0, [0]
+
+    def add(self, prompt: list[int], output_len: int) -> None:
+        self.prompt, self.chunks = prompt, -(-len(prompt) // 1024)
+
+    @property
+    def reading(self) -> bool:
+        return self.chunks > 0
+
+    def step(self) -> Step:
+        self.chunks -= 1
+        self.order.append(self.name)
+        return Step(1.0, 0.5)
+
+    def finish(self) -> None:
+        assert self.chunks < 0
+
+
+@pytest.mark.parametrize("num", [512, PLAIN_READS, PLAIN_READS + 1, 100_000])
+def test_the_last_chunks_are_read_in_turn(num: int) -> None:
+    """Without recall a policy reads the last tokens of a long prompt only."""
+    args = parse_args(["--output-len", "17"])
+    args.period = 16
+    order: list[str] = []
+    arms = {name: Reader(name, order) for name in (PLAIN, RECALL)}
+    point = measure(arms, num, args)  # type: ignore[arg-type]
+    assert arms[PLAIN].prompt == arms[RECALL].prompt[-PLAIN_READS:]
+    assert len(arms[RECALL].prompt) == num
+    chunks = [-(-min(num, most) // 1024) for most in (PLAIN_READS, num)]
+    assert [order.count(name) - 16 for name in arms] == chunks
+    alone = chunks[1] - chunks[0]
+    assert order[:alone] == [RECALL] * alone
+    rest = order[alone:]
+    assert all({a, b} == {PLAIN, RECALL} for a, b in zip(rest[::2], rest[1::2], strict=True))
+    assert all(len(ms) == min(4, chunks[0]) for ms in point["prompt"].values())
 
 
 @pytest.mark.slow
