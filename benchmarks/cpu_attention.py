@@ -18,7 +18,6 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,38 +33,6 @@ BLOCK_SIZE = 128  # vLLM's default on the CPU
 STRIDE = 256
 LATENT, LATENT_ROW = 512, 576
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def sinks_of(unit: int) -> int:
-    """The cascade's budget must be a multiple of 32, and of four units; the rest are sinks."""
-    return max(32, 4 * unit)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One shape, one thread count; milliseconds are medians over the trials.
-
-    Attributes:
-        kind: ``decode`` (a token for each of ``batch`` requests), ``latent`` (the same with
-            multi-head latent attention) or ``prefill`` (a stride of one).
-        heads: query heads.
-        metadata_bytes: bytes of a request's ranks, positions and scores that a step changes, mean.
-        ratio: median over the trials of ours / stock's attention op.
-    """
-
-    kind: str
-    heads: int
-    unit: int
-    dtype: str
-    head_size: int
-    batch: int
-    cached: int
-    path: str
-    ours_ms: float
-    stock_ms: float
-    stock_write_ms: float
-    metadata_bytes: int
-    ratio: float
 
 
 class Ours:
@@ -312,19 +279,27 @@ def milliseconds(call: Callable[[], None], repeats: int) -> float:
 
 def measure(
     kind: str,
+    num_heads: int,
     unit: int,
     dtype: str,
     head_size: int,
     batch: int,
     cached: int,
-    trials: int,
-    seconds: float,
-    num_heads: int = NUM_HEADS,
-) -> Row:
-    """Paired trials of one shape, about ``seconds`` long in all."""
-    new = STRIDE if kind == "prefill" else 1
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """A row: paired trials of one shape, about ``args.seconds`` long in all.
+
+    Milliseconds are medians over the trials, and so is the ratio of ours to stock's attention op.
+
+    Args:
+        kind: ``decode`` (a token for each of ``batch`` requests), ``latent`` (the same with
+            multi-head latent attention) or ``prefill`` (a stride of one).
+        num_heads: query heads.
+    """
+    new, trials = STRIDE if kind == "prefill" else 1, args.trials
     torch.manual_seed(0)
-    sinks, steps = sinks_of(unit), unit if new == 1 else 1
+    # The cascade's budget must be a multiple of 32, and of four units; the rest are sinks.
+    sinks, steps = max(32, 4 * unit), unit if new == 1 else 1
     policy = {"name": "cascade", "unit": unit, "num_sinks": sinks, "prefill_stride": STRIDE}
     policy["budget"] = cached - sinks
     latent = LATENT if kind == "latent" else None
@@ -345,20 +320,29 @@ def measure(
     ]
     metadata_bytes = ours.changed_bytes(batch, query, key, value)
     once = [min(milliseconds(call, 1) for _ in range(3)) for call in calls]
-    repeats = [max(int(seconds * 1e3 / 3 / trials / ms), 1) for ms in once]
+    repeats = [max(int(args.seconds * 1e3 / 3 / trials / ms), 1) for ms in once]
     repeats[0] = -(-repeats[0] // len(ours.steps)) * len(ours.steps)  # whole units
     repeats[2] = min(repeats[2], 200)
-    times = []
+    times = np.zeros((trials, 3))
     for trial in range(trials):
-        order = (0, 1, 2) if trial % 2 == 0 else (1, 0, 2)
-        ms = {index: milliseconds(calls[index], repeats[index]) for index in order}
-        times.append([ms[index] for index in range(3)])
-    columns = np.asarray(times)
-    medians = (round(float(x), 5) for x in np.median(columns, axis=0))
-    ratio = round(float(np.median(columns[:, 0] / columns[:, 1])), 3)
-    path = type(ours.impl.path).__name__.removesuffix("Path").lower()
-    shape = kind, num_heads, unit, dtype, head_size, batch, cached
-    return Row(*shape, path, *medians, metadata_bytes, ratio)
+        for index in (0, 1, 2) if trial % 2 == 0 else (1, 0, 2):
+            times[trial, index] = milliseconds(calls[index], repeats[index])
+    own, others, write = np.median(times, axis=0).tolist()
+    return {
+        "": kind,
+        "query heads": num_heads,
+        "unit": unit,
+        "dtype": dtype,
+        "head size": head_size,
+        "batch": batch,
+        "cached": cached,
+        "path": type(ours.impl.path).__name__.removesuffix("Path").lower(),
+        "ours ms": own,
+        "stock ms": others,
+        "stock's write ms": write,
+        "metadata bytes": metadata_bytes,
+        "ours / stock": float(np.median(times[:, 0] / times[:, 1])),
+    }
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -376,24 +360,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def table(rows: list[Row], threads: int) -> Table:
-    """The rows as people read them."""
-    return Table(
-        f"One layer, {NUM_KV_HEADS} KV heads or one latent row, threads: {threads}",
-        (
-            *("", "query heads", "unit", "dtype", "head size", "batch", "cached", "path"),
-            *("ours ms", "stock ms", "stock's write ms", "metadata bytes", "ours / stock"),
-        ),
-        tuple(
-            tuple(f"{x:.3f}" if isinstance(x, float) else str(x) for x in asdict(row).values())
-            for row in rows
-        ),
-        "Ours: attention with every key rotated to its position, score update, victim, insertion. "
-        "Stock: attention alone. Medians of paired trials. Metadata bytes: of a request and layer, "
-        "that a step changes.",
-    )
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     torch.set_num_threads(args.threads)
@@ -401,19 +367,26 @@ def main(argv: list[str] | None = None) -> None:
         (kind, *shape)
         for kind in args.kind
         for shape in itertools.product(
+            args.heads if kind == "latent" else [NUM_HEADS],
             args.unit,
             args.dtype,
             [LATENT_ROW] if kind == "latent" else args.head_size,
             [1] if kind == "prefill" else args.batch,
             args.cached,
-            args.heads if kind == "latent" else [NUM_HEADS],
         )
     ]
-    rows = []
-    for kind, unit, dtype, size, batch, cached, heads in tqdm(shapes, leave=False):
-        shape = kind, unit, dtype, size, batch, cached
-        rows.append(measure(*shape, args.trials, args.seconds, heads))
-    results.finish(args, argv, [table(rows, args.threads)])
+    rows = [measure(*shape, args) for shape in tqdm(shapes, leave=False)]
+    table = Table.of(
+        f"One layer, {NUM_KV_HEADS} KV heads or one latent row, threads: {args.threads}",
+        [
+            {name: f"{x:.3f}" if isinstance(x, float) else str(x) for name, x in row.items()}
+            for row in rows
+        ],
+        "Ours: attention with every key rotated to its position, score update, victim, insertion. "
+        "Stock: attention alone. Medians of paired trials. Metadata bytes: of a request and layer, "
+        "that a step changes.",
+    )
+    results.finish(args, argv, [table])
 
 
 if __name__ == "__main__":

@@ -24,17 +24,10 @@ from benchmarks.models import Model, best_model
 from benchmarks.reporting import demo_pictures, demo_report, results
 from benchmarks.reporting.demo_report import CASCADE, RECALL, STOCK
 from benchmarks.reporting.tables import say, show
-from benchmarks.running import novel, pools
+from benchmarks.running import engines, novel, pools
 from benchmarks.running.client import Refused
 from benchmarks.running.conversation import Conversation
-from benchmarks.running.engines import (
-    BOOK,
-    EngineSettings,
-    load_tokenizer,
-    native_positions,
-    quiet,
-    settle_dtype,
-)
+from benchmarks.running.engines import BOOK, EngineSettings, load_tokenizer
 from benchmarks.running.serving import Server
 
 BLOCK_SIZE = 32
@@ -88,14 +81,14 @@ def settle(args: argparse.Namespace) -> tuple[Model, int]:
 
     path = args.model
     model = Model(Path(path), Path(path).name, real=True) if path else best_model()
-    positions = native_positions(str(model.path))
+    positions = engines.native_positions(str(model.path))
     defaults = {"tokens": positions * 9 // 8, "budget": positions // 8}
     defaults["chat_tokens"] = positions * 65 // 64
     for name, value in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
     args.passage = args.passage or positions // 5
-    args.dtype = settle_dtype(args.dtype, str(model.path))
+    args.dtype = engines.settle_dtype(args.dtype, str(model.path))
     for name in ("tokens", "chat_tokens"):
         if getattr(args, name) <= positions:
             option = "--" + name.replace("_", "-")
@@ -249,16 +242,12 @@ def talk(args: argparse.Namespace, model: Model, positions: int) -> dict[str, An
     }
     both = {"stock": command[STOCK], "ours": command[CASCADE]}
     say(demo_report.CHAT.format(**both, block=BLOCK_SIZE, engines=args.engines))
-    settings = {
-        STOCK: engine(args, model),
-        CASCADE: engine(args, model, policy=policies(args)[CASCADE]),
-    }
     with ExitStack() as stack:
         up = servers(args, model, positions)
         for label, server in up.items():
             stack.callback(server.stop)
             server.start()
-            page = pools.page_bytes(settings[label])
+            page = pools.page_bytes(engine(args, model, policy=policies(args).get(label)))
             arm = {"command": command[label], "page_bytes": page, "turns": [], "refused": None}
             kept["arms"][label] = arm
         for server in up.values():
@@ -281,7 +270,6 @@ def converse(
     Stock vLLM drops out when it refuses; a refusal of ours is an error.
     """
     chats = {label: Conversation(server, ANSWER_TOKENS) for label, server in up.items()}
-    print(demo_report.live_head(kept), flush=True)
     with ThreadPoolExecutor(together) as pool:
         for number, passage in enumerate(parts, 1):
             question = QUESTION.format(number=number, passage=passage)
@@ -306,7 +294,7 @@ def converse(
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the demo."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # engines and servers end with it
-    quiet()
+    engines.quiet()
     sys.stdout.reconfigure(line_buffering=True)  # also where it goes through a pipe
     args = parse_args(argv)
     model, positions = settle(args)
@@ -315,11 +303,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     read = read_novel(args, model, positions)
     tables = [demo_report.novel_table(read)]
     show(tables)
-    say(demo_report.compared(read) + "\n")
     demo_report.show_answers(read)
     chat = talk(args, model, positions)
     tables.append(demo_report.chat_table(chat))
-    demo_report.show_chat(chat)
+    say(f"\n{demo_report.stopped(chat)}\n\n{demo_report.EVICTS}\n")
     picture = args.out.with_suffix(".png")
     picture.parent.mkdir(parents=True, exist_ok=True)
     demo_pictures.draw(read, picture)

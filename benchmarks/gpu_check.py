@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.kernels_alone import without_the_plugin
+from benchmarks.reporting.tables import table_of_json
 from benchmarks.running.environment import fingerprint
 
 Row = dict[str, Any]
@@ -29,12 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="folder for gpu_check.json")
     parser.add_argument("--minutes", type=float, default=8.0, help="no new timing after this long")
     parser.add_argument("--interpret", action="store_true", help="tiny sizes on the CPU")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=max(1, (os.cpu_count() or 1) - 2),
-        help="processes that compile and check kernels at once",
-    )
+    most = max(1, (os.cpu_count() or 1) - 2)
+    parser.add_argument("--workers", type=int, default=most, help="processes that check at once")
     options = parser.parse_args(arguments)
     if options.interpret:
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
@@ -76,8 +73,6 @@ def run(interpret: bool, seconds: float, workers: int) -> Row:
 
 def all_checks(interpret: bool, workers: int) -> list[Row]:
     """All in several processes: most of the time compiles kernels on one core."""
-    if workers == 1:
-        return part_of_checks(interpret, 0, 1)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         parts = [pool.submit(part_of_checks, interpret, i, workers) for i in range(workers)]
@@ -116,12 +111,9 @@ def goals(result: Row) -> list[Row]:
     goal("attend <= 1.15 x plain build", costs, all(v <= 1.15 for v in costs))
     speedups = [row["speedup"] for row in measured("caching") if row["score_update"]]
     goal("caching >= 20 x concatenation", speedups, all(v >= 20 for v in speedups))
+    prefill = [row for row in measured("prefill") if row["tokens"] >= 8192]
     for stride in sorted({row["stride"] for row in measured("prefill")}):
-        times = [
-            row["us_per_token"]
-            for row in measured("prefill")
-            if row["stride"] == stride and row["tokens"] >= 8192
-        ]
+        times = [row["us_per_token"] for row in prefill if row["stride"] == stride]
         flat = bool(times) and max(times) <= 1.05 * min(times)
         goal(f"prefill flat to 5 %, stride {stride} (us a token)", times, flat)
     return rows
@@ -129,25 +121,16 @@ def goals(result: Row) -> list[Row]:
 
 def table(result: Row) -> str:
     """What was found, as text."""
-    lines = []
     failed = [row for row in result["checks"] if row["error"] is not None]
     passed = len(result["checks"]) - len(failed)
-    environment = result["environment"]
-    lines.append(environment["gpu"] or "no GPU: interpreted, times mean nothing")
-    lines.append(f"checks: {passed} passed, {len(failed)} failed")
-    lines += [f"  FAILED {row['check']}: {row['error']}" for row in failed]
-    lines.append(f"copy bandwidth: {result['copy_gbps']:.0f} GB/s")
+    lines = [
+        result["environment"]["gpu"] or "no GPU: interpreted, times mean nothing",
+        f"checks: {passed} passed, {len(failed)} failed",
+        *(f"  FAILED {row['check']}: {row['error']}" for row in failed),
+        f"copy bandwidth: {result['copy_gbps']:.0f} GB/s",
+    ]
     for kind in ("attend", "caching", "prefill", "split"):
-        rows = result[kind]
-        columns = list(dict.fromkeys(key for row in rows for key in row if key != "what"))
-        lines.append(f"\n{kind}")
-        lines.append("  ".join(f"{column:>14}" for column in columns))
-        for row in rows:
-            cells = (row.get(column, "") for column in columns)
-            text = (f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells)
-            lines.append("  ".join(f"{cell:>14}" for cell in text))
-    if result["goals"]:
-        lines.append("\ngoals")
+        lines += ["", table_of_json(kind, result[kind]).markdown()]
     for row in result["goals"]:
         lines.append(f"  {'yes' if row['reached'] else 'NO '}  {row['goal']}: {row['measured']}")
     return "\n".join(lines)

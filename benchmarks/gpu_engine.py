@@ -19,17 +19,17 @@ a CPU.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.running import leash
+from benchmarks.reporting.tables import show, table_of_json
+from benchmarks.running.children import Failure, outcomes
 from benchmarks.running.environment import ROOT, fingerprint
 from tests.engine.on_device import identity, windows
 
@@ -69,15 +69,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=1, help="engines compared at a time")
     parser.add_argument("--seconds", type=float, default=540.0, help="most of one engine")
     parser.add_argument("--engine", type=json.loads, default={}, help="engine arguments, as JSON")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.job is not None:
-        job = json.loads(options.job)
-        kind, engine = KINDS[job.pop("kind")], job.pop("engine")
-        print("RESULT " + json.dumps(kind(**job, **engine)))
-        return 0
+    logs = Path(tempfile.mkdtemp()) if options.out is None else options.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
     wanted = jobs(options.tiny, options.policies, options.kinds, options.models)
     for job in wanted:
+        name = "-".join([job["kind"], job["label"], job.get("model", "")]).replace(" ", "-")
+        job |= {"log": str(logs / f"{name}.log"), "limit": options.seconds}
         job["engine"] = dict(options.engine)
         if job["kind"] == "speed" and not options.tiny:
             job |= {"requests": options.requests, "contexts": options.contexts or CONTEXTS}
@@ -85,30 +83,24 @@ def main(arguments: list[str] | None = None) -> int:
             job["contexts"] = options.contexts or FIRST_TOKEN_CONTEXTS
         elif options.at_once > 1 and job["kind"] in ("identity", "windows"):
             job["engine"]["kv_cache_memory_bytes"] = 1 << 28
-    logs = Path(tempfile.mkdtemp()) if options.out is None else options.out / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     # References run on the CPU: threads of several processes must not compete for its cores.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.at_once))
-    run = partial(run_job, logs=logs, seconds=options.seconds)
-    with ThreadPoolExecutor(options.at_once) as pool:
-        rows = [row for found in pool.map(run, wanted) for row in found]
+    found = dict(outcomes(run_job, wanted, options.at_once))
+    rows = [row for place, job in enumerate(wanted) for row in rows_of(job, found[place])]
     result = {"tiny": options.tiny, "environment": fingerprint(), "rows": rows}
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
         name = "gpu_engine_tiny.json" if options.tiny else "gpu_engine.json"
         (options.out / name).write_text(json.dumps(result, indent=1) + "\n")
-    print(table(rows))
+    kinds = dict.fromkeys(row["what"] for row in rows)
+    show([table_of_json(kind, [row for row in rows if row["what"] == kind]) for kind in kinds])
     return 0 if all("error" not in row and row.get("equal", True) for row in rows) else 1
 
 
 def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -> list[Row]:
     """Every engine to run, as keyword arguments."""
     found: list[Row] = []
-    if "identity" in kinds:
-        for name in policies:
-            found.append({"kind": "identity", "policy": POLICIES[name], "label": name})
-    if "check" in kinds:
-        found += [{"kind": "check", "policy": POLICIES[name], "label": name} for name in policies]
+    for kind in [kind for kind in ("identity", "check") if kind in kinds]:
+        found += [{"kind": kind, "policy": POLICIES[name], "label": name} for name in policies]
     if "windows" in kinds:
         policy = POLICIES["cascade"]
         found += [{"kind": "windows", "policy": policy, "label": name} for name in FAMILIES]
@@ -120,31 +112,25 @@ def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -
     return [job | {"tiny": tiny} for job in found]
 
 
-def run_job(job: dict[str, Any], logs: Path, seconds: float) -> list[Row]:
-    """Run one engine in a process of its own; its results, or the last line of its error.
-
-    Args:
-        logs: folder for the engine's output.
-        seconds: after which it is ended.
-    """
+def run_job(job: Row) -> list[Row]:
+    """One engine, in this (child) process, which the kernel ends after the job's seconds."""
     print(f"{job['kind']} {job['label']} {job.get('model', '')}", flush=True)
-    command = [sys.executable, "-m", "benchmarks.gpu_engine", "--job", json.dumps(job)]
-    name = "-".join([job["kind"], job["label"], job.get("model", "")]).replace(" ", "-")
-    log = logs / f"{name}.log"
-    begin = time.monotonic()
-    with log.open("w") as out:
-        done = leash.run(["timeout", str(seconds), *command], cwd=ROOT, stdout=out, stderr=out)
-    row = {"what": job["kind"], "policy": job["label"]}
-    row |= {key: job[key] for key in ("model",) if key in job}
-    lines = log.read_text().splitlines() or ["no output"]
-    results = [line for line in lines if line.startswith("RESULT ")]
-    if done.returncode == 0 and results:
-        found = json.loads(results[-1].removeprefix("RESULT "))
-    else:
-        errors = [line for line in lines if "Error" in line] or lines
-        found = [{"error": f"exit {done.returncode}: {errors[0][:300]}"}]
-    elapsed = round(time.monotonic() - begin, 1)
-    return [row | one | {"seconds": elapsed} for one in found]
+    with open(job.pop("log"), "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    signal.setitimer(signal.ITIMER_REAL, job.pop("limit"))
+    begin, kind, engine = time.monotonic(), KINDS[job.pop("kind")], job.pop("engine")
+    found = kind(**job, **engine)
+    return [row | {"seconds": round(time.monotonic() - begin, 1)} for row in found]
+
+
+def rows_of(job: Row, found: list[Row] | Failure) -> list[Row]:
+    """A job's rows: what was measured, or why not."""
+    if isinstance(found, Failure):
+        found = [{"error": f"{found.reason}; see {job['log']}"}]
+    head = {"what": job["kind"], "policy": job["label"]}
+    head |= {key: job[key] for key in ("model",) if key in job}
+    return [head | row for row in found]
 
 
 def check(policy: dict[str, Any], label: str, tiny: bool, **_: Any) -> list[Row]:
@@ -170,16 +156,11 @@ def check(policy: dict[str, Any], label: str, tiny: bool, **_: Any) -> list[Row]
 
 
 def stopwatch(
-    folder: Path,
-    policy: dict[str, Any] | None,
-    model: str,
-    tiny: bool,
-    **arguments: Any,
+    policy: dict[str, Any] | None, model: str, tiny: bool, **arguments: Any
 ) -> Callable[[int, int, int], float]:
     """An engine with dummy weights; seconds of some requests, by their number, context and output.
 
     Args:
-        folder: for a table of document frequencies.
         arguments: of ``LLM``.
     """
     import numpy as np
@@ -190,7 +171,7 @@ def stopwatch(
     if policy is not None:
         policy = {"budget": 64 if tiny else 2048, "recall": 0, **policy}
         if policy["name"] == "dgc" and "importance" not in policy:
-            policy["idf"] = write_idf(folder / "idf.safetensors", vocab)
+            policy["idf"] = write_idf(vocab)
         if tiny:
             policy["prefill_stride"] = 16
     if tiny:
@@ -234,21 +215,20 @@ def speed(
     """
     num_tokens, found = 5 if tiny else 257, []
     sizes = {"max_model_len": contexts[-1] + num_tokens, "max_num_seqs": requests}
-    with tempfile.TemporaryDirectory() as folder:
-        memory = {"kv_cache_memory_bytes": 8 << 30}
-        seconds = stopwatch(Path(folder), policy, model, tiny, **memory | sizes | engine)
-        seconds(requests, contexts[0], 2)  # warm up
-        for context in contexts:
-            prefill, whole = (seconds(requests, context, num) for num in (1, num_tokens))
-            total = requests * (num_tokens - 1)
-            found.append(
-                {
-                    "context": context,
-                    "prompt_tokens_per_s": requests * context / prefill,
-                    "output_tokens_per_s": total / max(whole - prefill, 1e-9),
-                    "total_s": whole,
-                }
-            )
+    memory = {"kv_cache_memory_bytes": 8 << 30}
+    seconds = stopwatch(policy, model, tiny, **memory | sizes | engine)
+    seconds(requests, contexts[0], 2)  # warm up
+    for context in contexts:
+        prefill, whole = (seconds(requests, context, num) for num in (1, num_tokens))
+        total = requests * (num_tokens - 1)
+        found.append(
+            {
+                "context": context,
+                "prompt_tokens_per_s": requests * context / prefill,
+                "output_tokens_per_s": total / max(whole - prefill, 1e-9),
+                "total_s": whole,
+            }
+        )
     return found
 
 
@@ -262,13 +242,12 @@ def first_token(
 ) -> list[Row]:
     """Seconds from a prompt of each length to its first token, median of three, one at a time."""
     sizes = {"max_model_len": max(contexts) + 2, "max_num_seqs": 8}
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = stopwatch(Path(folder), policy, model, tiny, **sizes | engine)
-        seconds(1, min(contexts), 1)  # warm up
-        return [
-            {"context": c, "first_token_s": statistics.median(seconds(1, c, 1) for _ in range(3))}
-            for c in contexts
-        ]
+    seconds = stopwatch(policy, model, tiny, **sizes | engine)
+    seconds(1, min(contexts), 1)  # warm up
+    return [
+        {"context": c, "first_token_s": statistics.median(seconds(1, c, 1) for _ in range(3))}
+        for c in contexts
+    ]
 
 
 KINDS = {
@@ -280,47 +259,16 @@ KINDS = {
 }
 
 
-def write_idf(path: Path, vocab: int) -> str:
-    """A table of document frequencies for a model without a tokenizer."""
+def write_idf(vocab: int) -> str:
+    """A table of document frequencies for a model without a tokenizer; its file."""
     import numpy as np
 
     from vllm_cascade.policies.text_importance import IdfTable
 
+    path = Path(tempfile.gettempdir()) / f"idf-{vocab}.safetensors"  # always the same content
     counts = np.arange(vocab) % 97 + 1
     IdfTable(1000, counts, counts, np.arange(vocab) % 20 == 0, "none").save(path)
     return str(path)
-
-
-def table(rows: list[Row]) -> str:
-    """What was found, as text."""
-    lines = []
-    for row in rows:
-        head = f"{row['what']:<9} {row['policy']:<20}"
-        if "error" in row:
-            lines.append(f"{head} FAILED: {row['error']}")
-        elif "equal" in row:
-            verdict = "equal" if row["equal"] else "DIFFERS"
-            lines.append(
-                f"{head} {verdict}, max error {row['max_error']:.1e}, {row['evicted']} evicted, "
-                f"{row['reused']} tokens from a snapshot"
-            )
-        elif "check_s" in row:
-            lines.append(
-                f"{head} {row['comparisons']} comparisons in {row['check_s']:.0f} s, "
-                f"largest relative error {row['largest_error']:.1e}"
-            )
-        elif "first_token_s" in row:
-            lines.append(
-                f"{head} {row['model']:>4} {row['context']:>6} tokens: "
-                f"{row['first_token_s']:9.3f} s to the first token"
-            )
-        else:
-            lines.append(
-                f"{head} {row['model']:>4} {row['context']:>6} tokens: "
-                f"{row['output_tokens_per_s']:9.0f} output tokens/s, "
-                f"{row['prompt_tokens_per_s']:9.0f} prompt tokens/s"
-            )
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

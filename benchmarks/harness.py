@@ -10,7 +10,6 @@ each length, without and with recall. It needs no network either (``benchmarks/i
 """
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -23,7 +22,7 @@ import numpy as np
 from benchmarks.inputs import ruler
 from benchmarks.perplexity import FULL, add_policy_arguments, engines
 from benchmarks.reporting import results, stats
-from benchmarks.reporting.tables import Table, failure_rows, number
+from benchmarks.reporting.tables import Table, number
 from benchmarks.running import arms
 from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
 from benchmarks.running.engines import (
@@ -31,7 +30,6 @@ from benchmarks.running.engines import (
     EngineSettings,
     load_tokenizer,
     native_positions,
-    quiet,
     settle,
 )
 from benchmarks.running.environment import ROOT
@@ -123,8 +121,6 @@ def evaluations(args: argparse.Namespace) -> list[Evaluation]:
 
 def evaluate(job: Evaluation) -> Results:
     """One engine's results by task, in this (child) process."""
-    quiet()
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval.models.vllm_causallms import VLLM
 
     arguments = job.engine.llm_arguments()
@@ -155,44 +151,30 @@ def _task(model: Any, job: Evaluation, task: str) -> Results:
 
 def metrics(found: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
     """Value and standard error by metric, out of the harness's flat mapping."""
+    numbers = {key: float(x) for key, x in found.items() if isinstance(x, int | float)}
+    names = [key.split(",") for key in numbers if "," in key and "_stderr" not in key]
     return {
-        key.split(",")[0]: (float(value), _error(found, key))
-        for key, value in found.items()
-        if isinstance(value, int | float) and "_stderr" not in key and "," in key
+        name: (numbers[f"{name},{filter_}"], numbers.get(f"{name}_stderr,{filter_}"))
+        for name, filter_ in names
     }
-
-
-def _error(found: dict[str, Any], key: str) -> float | None:
-    name, _, suffix = key.partition(",")
-    value = found.get(f"{name}_stderr,{suffix}")
-    return float(value) if isinstance(value, int | float) else None
 
 
 def table(
     results_by_arm: Mapping[str, Results], capacity: int, failed: Mapping[str, str] | None = None
 ) -> Table:
     """A row an arm, a column a task's metric; arms that failed say why."""
-    columns = [
-        (task, name)
-        for task, found in next(iter(results_by_arm.values()), {}).items()
-        for name in metrics(found)
-    ]
     rows = []
     for arm, by_task in results_by_arm.items():
-        cells = []
-        for task, name in columns:
-            value, error = metrics(by_task[task])[name]
-            cells.append(number(value, 4) + (f" ± {error:.4f}" if error else ""))
-        rows.append((arm, *cells))
-    heads = ("policy", *(f"{task} {name}" for task, name in columns))
-    heads = heads if len(heads) > 1 else ("policy", "result")
-    return Table(
-        "lm-evaluation-harness",
-        heads,
-        (*rows, *failure_rows(failed or {}, len(heads))),
+        row = {"policy": arm}
+        for task, found in by_task.items():
+            for name, (value, error) in metrics(found).items():
+                row[f"{task} {name}"] = number(value, 4) + (f" ± {error:.4f}" if error else "")
+        rows.append(row)
+    note = (
         f"At most {capacity:,} tokens cached, sinks included; ± is the harness's standard error. "
-        "`full` is stock vLLM, whose texts end where the model's positions do.",
+        "`full` is stock vLLM, whose texts end where the model's positions do."
     )
+    return Table.of("lm-evaluation-harness", rows, note, failed)
 
 
 # --- RULER --------------------------------------------------------------------------------------
@@ -297,24 +279,22 @@ def ruler_table(
         found: scores in percent by task.
     """
     full = {share.length: scores for share, scores in found if share.policy == FULL}
-    tasks = list(found[0][1]) if found else []
     rows, data = [], {}
     for share, scores in found:
-        mean = stats.mean_of_groups(list(scores.values()))
-        base = full.get(share.length)
-        of_full = None
-        if base is not None and share.policy != FULL:
-            of_full = stats.mean_of_groups(list(scores.values()), list(base.values()))
+        mean, of_full = stats.mean_of_groups(list(scores.values())), None
+        if share.length in full and share.policy != FULL:
+            base = list(full[share.length].values())
+            of_full = stats.mean_of_groups(list(scores.values()), base)
         by_task = {task: float(values.mean()) for task, values in scores.items()}
         rows.append(
-            (
-                share.policy,
-                f"{share.length:,}",
-                f"{share.attended:,}",
-                *(number(by_task[task], 0) for task in tasks),
-                _with_interval(mean),
-                "-" if of_full is None else _with_interval(of_full, 100, "%"),
-            )
+            {
+                "policy": share.policy,
+                "tokens": f"{share.length:,}",
+                "attended": f"{share.attended:,}",
+                **{task: number(score, 0) for task, score in by_task.items()},
+                "mean (95 % interval)": _with_interval(mean),
+                "of full's mean": "-" if of_full is None else _with_interval(of_full, 100, " %"),
+            }
         )
         data[share.job.label] = {
             "policy": share.job.engine.policy,
@@ -325,49 +305,40 @@ def ruler_table(
             "mean": _plain(mean),
             "share_of_full": None if of_full is None else _plain(of_full),
         }
-    heads = ("policy", "tokens", "attended", *tasks, "mean (95 % interval)", "of full's mean")
+    documents = len(next(iter(found[0][1].values()))) if found else 0
     note = (
         "Percent of the expected strings that an answer contains, by RULER's rule; "
-        f"{len(next(iter(found[0][1].values()))) if found else 0} documents a task and length. "
+        f"{documents} documents a task and length. "
         "Intervals: bootstrap of the documents of each task; against full attention in pairs."
     )
-    return Table("RULER", heads, (*rows, *failure_rows(failed, len(heads))), note), data
+    return Table.of("RULER", rows, note, failed), data
 
 
 def _with_interval(found: tuple[float, float, float], times: float = 1, unit: str = "") -> str:
     value, low, high = (times * one for one in found)
     if not isfinite(value):
         return "-"
-    space = f" {unit}" if unit else ""
-    return f"{value:.1f}{space}" + (f" ({low:.1f} to {high:.1f})" if isfinite(low) else "")
+    return f"{value:.1f}{unit}" + (f" ({low:.1f} to {high:.1f})" if isfinite(low) else "")
 
 
 def _plain(found: tuple[float, float, float]) -> list[float | None]:
     return [round(value, 4) if isfinite(value) else None for value in found]
 
 
-def run_ruler(args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-    """RULER's documents through servers."""
-    plan = shares(args)
-    found = results.run_arms(ask, [share.job for share in plan], args)
-    done = [
-        (share, share.scores(found.done[share.job.label]))
-        for share in plan
-        if share.job.label in found.done
-    ]
-    table, data = ruler_table(done, found.failed)
-    results.finish(args, argv, [table], data, found.failed)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluate."""
+    """Evaluate; RULER's documents go through servers."""
     args = parse_args(argv)
     settle(args)
-    if args.suite == "ruler":
-        return run_ruler(args, argv)
-    found = results.run_arms(evaluate, evaluations(args), args)
-    tables = [table(found.done, args.capacity, found.failed)]
-    results.finish(args, argv, tables, {"results": found.done}, found.failed)
+    if args.suite != "ruler":
+        found = results.run_arms(evaluate, evaluations(args), args)
+        made, data = table(found.done, args.capacity, found.failed), {"results": found.done}
+    else:
+        plan = shares(args)
+        found = results.run_arms(ask, [share.job for share in plan], args)
+        labelled = ((share, found.done.get(share.job.label)) for share in plan)
+        done = [(share, share.scores(answers)) for share, answers in labelled if answers]
+        made, data = ruler_table(done, found.failed)
+    results.finish(args, argv, [made], data, found.failed)
 
 
 if __name__ == "__main__":

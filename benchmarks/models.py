@@ -33,13 +33,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks.running.engines import MODEL
 from benchmarks.running.environment import ROOT, cache_folder
-
-if TYPE_CHECKING:
-    from benchmarks.inputs.gguf_file import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,6 @@ class Source:
     gguf_sha256: str
     megabytes: int
     reader: str = "gguf_llama.LlamaFile"
-
-    def read(self, gguf: Path) -> "GGUFFile":
-        """The GGUF, by the class that converts it."""
-        module, name = self.reader.split(".")
-        return getattr(import_module(f"benchmarks.inputs.{module}"), name)(gguf)
 
     def identity(self) -> str:
         """Changes when the pinned wheels, the GGUF or the conversion does."""
@@ -282,13 +273,11 @@ def _convert(source: Source, folder: Path) -> None:
     _say(f"converting the model to {folder}")
     try:
         with _scratch(folder.parent) as scratch:
-            source.read(gguf).save(scratch)
+            module, reader = source.reader.split(".")
+            getattr(import_module(f"benchmarks.inputs.{module}"), reader)(gguf).save(scratch)
             sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
-            stamp = {
-                "identity": source.identity(),
-                "gguf_sha256": source.gguf_sha256,
-                "bytes": sizes,
-            }
+            stamp = {"identity": source.identity(), "gguf_sha256": source.gguf_sha256}
+            stamp["bytes"] = sizes
             (scratch / STAMP).write_text(json.dumps(stamp, indent=2) + "\n", "utf-8")
             scratch.chmod(0o755)  # others may read it, whatever mkdtemp and safetensors say
             (scratch / "model.safetensors").chmod(0o644)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,9 @@ from benchmarks import harness
 from benchmarks.inputs import texts
 from benchmarks.reporting import results, stats
 from benchmarks.reporting.tables import Table, mean_std, number
-from benchmarks.running import arms, parts, scoring
+from benchmarks.running import arms, engines, parts, scoring
 from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
-from benchmarks.running.engines import (
-    BOOK,
-    MODEL,
-    EngineSettings,
-    load_tokenizer,
-    native_positions,
-    settle,
-)
+from benchmarks.running.engines import BOOK, MODEL, EngineSettings
 from benchmarks.running.environment import ROOT
 
 RECOMPUTED = "recomputed window"
@@ -167,14 +161,11 @@ def plan_of(
 ) -> dict[Cell, dict[str, Any] | None]:
     """Settings of the cells that can be run; None: a recomputed window."""
     made: dict[Cell, dict[str, Any] | None] = {}
-    for index, row in enumerate(table.rows):
-        for column, budget in enumerate(budgets):
-            if row.arm == RECOMPUTED:
-                made[index, column] = None
-            elif isinstance(row.arm, dict):
-                chosen = settings_at(row.arm, budget, stride)
-                if chosen is not None:
-                    made[index, column] = chosen
+    for (index, row), (column, budget) in product(enumerate(table.rows), enumerate(budgets)):
+        if row.arm == RECOMPUTED:
+            made[index, column] = None
+        elif isinstance(row.arm, dict) and (chosen := settings_at(row.arm, budget, stride)):
+            made[index, column] = chosen
     return made
 
 
@@ -209,7 +200,7 @@ def streams_of(table: PaperTable, args: argparse.Namespace) -> list[texts.Stream
     """The text of a perplexity table or of timed streams."""
     sources = args.data or ([table.text] if args.paper_sizes else [str(BOOK)])
     ranks = "19:44" if "pg19" in sources else None
-    tokenizer = load_tokenizer(args.model)
+    tokenizer = engines.load_tokenizer(args.model)
     return texts.load(sources, tokenizer, num_tokens=args.tokens or None, ranks=ranks)
 
 
@@ -226,7 +217,7 @@ def engine_for(
     )
     if policy is not None:
         return engine, None
-    native = native_positions(args.model)
+    native = engines.native_positions(args.model)
     window = min(budget + 4, native - 1)
     # Prefix caching would skip a window that an earlier trial has read.
     uncached = {"enable_prefix_caching": False}
@@ -256,12 +247,8 @@ def perplexity(table: PaperTable, args: argparse.Namespace) -> Filled:
 # --- ROUGE --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Example:
-    """A prompt, and the summary that it is compared with."""
-
-    prompt: str
-    summary: str
+Example = tuple[str, str]
+"""A prompt, and the summary that its answer is compared with."""
 
 
 def examples_of(data: str | None, samples: int) -> list[Example]:
@@ -282,7 +269,7 @@ def examples_of(data: str | None, samples: int) -> list[Example]:
         else:
             rows = [json.loads(line) for line in Path(data).read_text("utf-8").splitlines() if line]
         pairs = [(row["document"], row["summary"]) for row in rows[:samples]]
-    return [Example(SUMMARISE.format(document=document), summary) for document, summary in pairs]
+    return [(SUMMARISE.format(document=document), summary) for document, summary in pairs]
 
 
 def rouge_scores(answers: Sequence[str], examples: Sequence[Example]) -> dict[str, float]:
@@ -291,7 +278,7 @@ def rouge_scores(answers: Sequence[str], examples: Sequence[Example]) -> dict[st
 
     scorer = RougeScorer(ROUGE, use_stemmer=True)
     pairs = zip(answers, examples, strict=True)
-    scores = [scorer.score(example.summary, answer) for answer, example in pairs]
+    scores = [scorer.score(summary, answer) for answer, (_, summary) in pairs]
     means = {kind: 100 * float(np.mean([s[kind].fmeasure for s in scores])) for kind in ROUGE}
     return {**means, "mean": float(np.prod(list(means.values())) ** (1 / len(means)))}
 
@@ -299,8 +286,8 @@ def rouge_scores(answers: Sequence[str], examples: Sequence[Example]) -> dict[st
 def rouge(table: PaperTable, args: argparse.Namespace) -> Filled:
     """ROUGE of summaries under every row."""
     data = args.data[0] if args.data else (table.text if args.paper_sizes else None)
-    examples, tokenizer = examples_of(data, args.samples), load_tokenizer(args.model)
-    tokens = [as_tokens(tokenizer, example.prompt, chat=False) for example in examples]
+    examples, tokenizer = examples_of(data, args.samples), engines.load_tokenizer(args.model)
+    tokens = [as_tokens(tokenizer, prompt, chat=False) for prompt, _ in examples]
     prompts = tuple(Prompt(one, SUMMARY_TOKENS) for one in tokens)
     median = int(np.median([len(one) for one in tokens]))
     given, budgets = budgets_of(table, args), budgets_of(table, args)
@@ -308,11 +295,11 @@ def rouge(table: PaperTable, args: argparse.Namespace) -> Filled:
         budgets = [max(share * median // 100, 1) for share in given]
     plan = policies_of(table, budgets, args.stride)
     longest = max(map(len, tokens)) + SUMMARY_TOKENS
-    engines = {
+    of = {
         str(policy): replace(engine_for(args, longest, policy)[0], max_num_seqs=16)
         for policy in plan.values()
     }
-    jobs = [Asking(label, engine, prompts) for label, engine in engines.items()]
+    jobs = [Asking(label, engine, prompts) for label, engine in of.items()]
     outcome = results.run_arms(ask, jobs, args)
     score = {label: rouge_scores(found, examples) for label, found in outcome.done.items()}
     first = score.get(str(plan.get((0, 0))), {}).get("mean")
@@ -362,31 +349,21 @@ def accuracy(table: PaperTable, args: argparse.Namespace) -> Filled:
 # --- the caching operation ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CachingSizes:
-    """The cascade paper's Table 4: batch 8, 32 heads of 128, 4 sinks, 1,024 tokens, fp32."""
+def concatenation(shape: tuple[int, int, int, int], sinks: int) -> tuple[list[float], list[float]]:
+    """StreamingLLM's cache, joined anew at every step: ms of the operation, and of a layer.
 
-    batch: int = 8
-    num_heads: int = 32
-    head_size: int = 128
-    num_sinks: int = 4
-    budget: int = 1024
-    block_size: int = 32
-
-
-def concatenation(sizes: CachingSizes) -> tuple[list[float], list[float]]:
-    """StreamingLLM's cache, joined anew at every step: ms of the operation, and of a layer."""
+    Args:
+        shape: batch, heads, cached tokens and numbers of a head.
+    """
     import torch
 
-    shape = (sizes.batch, sizes.num_heads, sizes.num_sinks + sizes.budget, sizes.head_size)
     cache, new = list(torch.randn(2, *shape)), torch.randn(*shape[:2], 1, shape[3])
-    angle = torch.rand(shape[2] + 1, sizes.head_size // 2)
+    angle = torch.rand(shape[2] + 1, shape[3] // 2)
     cos, sin = angle.cos(), angle.sin()
 
     def insert() -> None:
         for index, kept in enumerate(cache):
-            sinks, recent = kept[:, :, : sizes.num_sinks], kept[:, :, sizes.num_sinks + 1 :]
-            cache[index] = torch.cat([sinks, recent, new], dim=2)
+            cache[index] = torch.cat([kept[:, :, :sinks], kept[:, :, sinks + 1 :], new], dim=2)
 
     def layer() -> None:
         keys = torch.cat([cache[0], new], dim=2)
@@ -399,18 +376,20 @@ def concatenation(sizes: CachingSizes) -> tuple[list[float], list[float]]:
     return timed(insert), timed(layer)
 
 
-def subcaches(arm: dict[str, Any], sizes: CachingSizes) -> tuple[list[float], list[float]]:
+def subcaches(
+    arm: dict[str, Any], shape: tuple[int, int, int, int], sinks: int
+) -> tuple[list[float], list[float]]:
     """Our pages: ms of score update and insertion in PyTorch, and of all that a layer does."""
     import torch
 
     from benchmarks.cpu_attention import Ours
 
-    policy = {**arm, "budget": sizes.budget, "num_sinks": sizes.num_sinks, "prefill_stride": 1}
-    heads = (sizes.num_heads, sizes.num_heads)
-    shape = (torch.float32, sizes.head_size, sizes.batch, 1)
+    batch, heads, cached, size = shape
+    policy = {**arm, "budget": cached - sinks, "num_sinks": sinks, "prefill_stride": 1}
     steps = 2 * (CACHING_STEPS + CACHING_WARM_UP)
-    layer = Ours(policy, *shape, heads=heads, block_size=sizes.block_size, steps=steps)
-    new = torch.randn(sizes.batch, sizes.num_heads, sizes.head_size)
+    options: dict[str, Any] = {"heads": (heads, heads), "block_size": 32, "steps": steps}
+    layer = Ours(policy, torch.float32, size, batch, 1, **options)
+    new = torch.randn(batch, heads, size)
     return timed(lambda: layer.insert(new)), timed(lambda: layer(new, new, new))
 
 
@@ -425,11 +404,12 @@ def timed(step: Any) -> list[float]:
 
 
 def caching(table: PaperTable, args: argparse.Namespace) -> Filled:
-    """The caching operation at the paper's sizes; it needs no model."""
-    sizes = CachingSizes(budget=budgets_of(table, args)[0])
-    cells = {}
+    """The caching operation at the paper's sizes, in fp32; it needs no model."""
+    cells, sinks = {}, 4
+    shape = (8, 32, sinks + budgets_of(table, args)[0], 128)
     for index, row in enumerate(table.rows):
-        taken = subcaches(row.arm, sizes) if isinstance(row.arm, dict) else concatenation(sizes)
+        ours = isinstance(row.arm, dict)
+        taken = subcaches(row.arm, shape, sinks) if ours else concatenation(shape, sinks)
         cells |= {(index, column): mean_std(times) for column, times in enumerate(taken)}
     extra = f"Ours: {CACHING_STEPS} steps, mean ± standard deviation."
     return with_ours(table, ["operation", "a whole layer's step"], cells, extra), {}, {}
@@ -479,14 +459,16 @@ def _pace(job: Pace) -> dict[str, Any]:
     scored = scoring.run_on(
         llm, scoring.Job(job.label, job.engine, (job.text,), job.window, job.stride)
     )
-    trials = [_token_seconds(llm, job) for _ in range(1 + job.trials)][1:]
-    totals = [sum(times) for times in trials]
-    values = (
-        [1e3 * times[0] for times in trials],
-        [1e3 * sum(times[1:]) / (len(times) - 1) for times in trials],
-        [len(times) / total for times, total in zip(trials, totals, strict=True)],
-        totals,
-    )
+    trials = [np.asarray(_token_seconds(llm, job)) for _ in range(1 + job.trials)][1:]
+    values = [
+        [float(of(times)) for times in trials]
+        for of in (
+            lambda times: 1e3 * times[0],
+            lambda times: 1e3 * times[1:].mean(),
+            lambda times: len(times) / times.sum(),
+            np.sum,
+        )
+    ]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**20
@@ -553,7 +535,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{table.key}: {table.title} [{table.measure}]")
             print("\n".join(f"    {row.name}: {row.arm or 'not ours'}" for row in table.rows))
         return
-    settle(args)
+    engines.settle(args)
     from benchmarks.running import controls
 
     controls.register()

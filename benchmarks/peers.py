@@ -32,7 +32,7 @@ from benchmarks.running.answers import as_tokens
 from benchmarks.running.engines import BOOK, load_tokenizer, native_positions, quiet
 from benchmarks.running.peers.environment import PeerUnavailable, python_of, requirements
 from benchmarks.running.peers.process import PROGRAMS, Asked, Entry, Task, ask
-from benchmarks.running.peers.questions import ASK
+from benchmarks.running.peers.questions import QUESTIONS
 
 ANSWER_TOKENS = 16
 MIB = 1 << 20
@@ -57,7 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--policies", nargs="+", default=["sink", "cascade"])
     add("--base", default="cascade", help="policy that peers are compared with")
     add("--peers", nargs="*", choices=programs, default=programs)
-    add("--questions", nargs="+", choices=tuple(ASK), default=tuple(ASK))
+    add("--questions", nargs="+", choices=QUESTIONS, default=QUESTIONS)
     add("--tokens", type=int, default=16_000, help="stream: tokens of a text")
     add("--prompt", type=int, default=2048, help="tokens before a cache is asked")
     add("--prompts", type=int, default=100, help="continuation: how many")
@@ -84,65 +84,49 @@ def entries(args: argparse.Namespace, positions: int) -> list[Entry]:
     Raises:
         KVPolicyError: no budget of a policy fits ``args.kept``.
     """
-    chosen = vllm_entries(args, positions)
-    if "kvpress" in args.peers:
-        chosen += kvpress_entries(args.kept, args.stride)
-    if "llama.cpp" in args.peers:
-        chosen += llama_entries(args.kept, args.stride, args.num_sinks, positions)
-    return chosen
-
-
-def vllm_entries(args: argparse.Namespace, positions: int) -> list[Entry]:
-    """Stock vLLM and this project's policies."""
     prompts = max(args.prompt, args.speed_prompt) + args.stride + args.new_tokens
     full = {"policy": None, "positions": positions}
-    found = [Entry("full, vLLM", "vLLM", full, bounded=False)]
+    chosen = [Entry("full, vLLM", "vLLM", full, bounded=False)]
     for name in args.policies:
         policy = scoring.equal_policy(
             name, args.kept, num_sinks=args.num_sinks, prefill_stride=args.stride
         )
         longest = max(args.tokens + 2, prompts)
-        found.append(Entry(name, "vLLM", {"policy": policy, "positions": longest}))
-    return found
+        chosen.append(Entry(name, "vLLM", {"policy": policy, "positions": longest}))
+    if "kvpress" in args.peers:
+        chosen += kvpress_entries(args.kept, args.stride)
+    if "llama.cpp" in args.peers:
+        context, sinks = {"context": positions}, args.num_sinks
+        own = {"context": args.kept, "keep": sinks}
+        equal = {"context": args.kept + args.stride, "keep": sinks, "discard": args.stride}
+        chosen += [
+            Entry("full, llama.cpp", "llama.cpp", context, bounded=False),
+            Entry("llama.cpp shift, half", "llama.cpp", own),
+            Entry(f"llama.cpp shift, {args.stride}", "llama.cpp", equal),
+        ]
+    return chosen
 
 
 def kvpress_entries(kept: int, stride: int) -> list[Entry]:
     """Presses after the prompt, and while decoding where kvpress allows that."""
     size = {"kept": kept, "interval": stride, "step": stride}
     window = {"decoding_options": {"window_size": min(SNAPKV_WINDOW, stride - 1)}}
-    streaming, observed = {"press": "StreamingLLMPress"}, {"press": "ObservedAttentionPress"}
-    once = {
-        "StreamingLLM, re-rotated": ({**streaming, "rerotated": True}, PROMPT_ONLY),
-        "observed attention": ({**observed, "attention": "eager"}, OBSERVED),
-    }
-    always: dict[str, dict[str, Any]] = {
-        "StreamingLLM": streaming,
-        "SnapKV": {"press": "SnapKVPress", **window},
-        "expected attention": {"press": "ExpectedAttentionPress"},
-        "TOVA": {"press": "TOVAPress"},
-        "KeyDiff": {"press": "KeyDiffPress"},
-    }
+    always, once = {"decoding": True}, {"rerotated": True}
+    presses: list[tuple[str, str, dict[str, Any], dict[str, str]]] = [
+        ("StreamingLLM, re-rotated", "StreamingLLMPress", once, PROMPT_ONLY),
+        ("observed attention", "ObservedAttentionPress", {"attention": "eager"}, OBSERVED),
+        ("StreamingLLM", "StreamingLLMPress", always, {}),
+        ("SnapKV", "SnapKVPress", {**always, **window}, {}),
+        ("expected attention", "ExpectedAttentionPress", always, {}),
+        ("TOVA", "TOVAPress", always, {}),
+        ("KeyDiff", "KeyDiffPress", always, {}),
+    ]
     return [
         Entry("full, transformers", "kvpress", bounded=False),
         *(
-            Entry(f"kvpress {name}", "kvpress", {**size, **settings}, cannot=cannot)
-            for name, (settings, cannot) in once.items()
+            Entry(f"kvpress {name}", "kvpress", {**size, "press": press, **own}, cannot=cannot)
+            for name, press, own, cannot in presses
         ),
-        *(
-            Entry(f"kvpress {name}", "kvpress", {**size, **settings, "decoding": True})
-            for name, settings in always.items()
-        ),
-    ]
-
-
-def llama_entries(kept: int, stride: int, sinks: int, positions: int) -> list[Entry]:
-    """llama.cpp as it shifts by itself, and told to shift as often as the others evict."""
-    own = {"context": kept, "keep": sinks}
-    equal = {"context": kept + stride, "keep": sinks, "discard": stride}
-    return [
-        Entry("full, llama.cpp", "llama.cpp", {"context": positions}, bounded=False),
-        Entry("llama.cpp shift, half", "llama.cpp", own),
-        Entry(f"llama.cpp shift, {stride}", "llama.cpp", equal),
     ]
 
 
@@ -217,16 +201,12 @@ def continuations(
     documents: Sequence[list[int]], length: int, following: int, count: int
 ) -> list[dict[str, list[int]]]:
     """Prompts that lie evenly over all documents, and what follows each."""
-    rooms = [max(len(ids) - length - following + 1, 0) for ids in documents]
-    made = []
-    for place in spread_out(sum(rooms), count):
-        for ids, room in zip(documents, rooms, strict=True):
-            if place < room:
-                end = place + length
-                made.append({"prompt": ids[place:end], "following": ids[end : end + following]})
-                break
-            place -= room
-    return made
+    whole = length + following
+    places = [(ids, at) for ids in documents for at in range(len(ids) - whole + 1)]
+    return [
+        {"prompt": ids[at : at + length], "following": ids[at + length : at + whole]}
+        for ids, at in (places[index] for index in spread_out(len(places), count))
+    ]
 
 
 def spread_out(room: int, count: int) -> list[int]:
@@ -307,12 +287,14 @@ class Report:
 
     def tables(self) -> list[Table]:
         """All entries, peers beside the base, and what is missing."""
-        made = [self._overall(), self._verdicts(), self._missing()]
+        rows = [{"entry": entry.label, **self._cells(entry)} for entry in self.entries]
+        names = ("entry", "question", "", "why")
+        made = [
+            Table.of("The same model, tokens and cached tokens", rows, self._note()),
+            self._verdicts(),
+            Table("What is missing", names, tuple(self.missing())),
+        ]
         return [table for table in made if table.rows]
-
-    def numbers(self) -> dict[str, Any]:
-        """For the JSON: settings, means and sizes of every entry, and why some are missing."""
-        return {entry.label: self._numbers(entry) for entry in self.entries}
 
     def found(self, entry: Entry, question: str) -> list[Any]:
         """An entry's answers, one an item; empty if there are none."""
@@ -362,52 +344,48 @@ class Report:
             "KV": [held / MIB],
         }
 
-    def _numbers(self, entry: Entry) -> dict[str, Any]:
-        kept: dict[str, Any] = {"program": entry.program, "settings": entry.settings}
+    def numbers(self) -> dict[str, Any]:
+        """For the JSON: settings, means and sizes of every entry, and why some are missing."""
+        kept: dict[str, Any] = {
+            entry.label: {"program": entry.program, "settings": entry.settings}
+            for entry in self.entries
+        }
         for measure in self.measures():
-            if values := measure.values.get(entry.label):
+            for label, values in measure.values.items():
                 mean, count = float(np.concatenate(values).mean()), sum(map(len, values))
-                kept[measure.name] = {"mean": mean, "count": count}
-        for question in self.asked:
-            key = entry.label, question
-            for word, why in (("cannot", self.answers.cannot), ("failed", self.answers.failed)):
-                if key in why:
-                    kept[question] = {word: why[key]}
-            if key in self.answers.found:
-                kept[f"held for {question}"] = self.answers.found[key][-1]["held"]
+                kept[label][measure.name] = {"mean": mean, "count": count}
+        for (label, question), answers in self.answers.found.items():
+            kept[label][f"held for {question}"] = answers[-1]["held"]
+        for label, question, word, why in self.missing():
+            kept[label][question] = {word: why}
         return kept
 
-    def _overall(self) -> Table:
-        """A row an entry, and columns for what was asked."""
-        prompt = _length(self.asked, "continuation", "prompt")
-        heads = {
-            "stream": (f"perplexity to {self.limit:,}", "past that"),
-            "continuation": (f"after {prompt:,} tokens",),
-            "passkey": ("pass key",),
-            "speed": ("read tok/s", "write tok/s", "memory MiB", "KV MiB"),
-        }
-        shown = [question for question in heads if question in self.asked]
-        rows = [
-            (entry.label, *(cell for question in shown for cell in self._cells(entry, question)))
-            for entry in self.entries
-        ]
-        names = ("entry", *(name for question in shown for name in heads[question]))
-        return Table("The same model, tokens and cached tokens", names, tuple(rows), self._note())
+    def missing(self) -> list[tuple[str, str, str, str]]:
+        """Entry, question, ``cannot`` or ``failed``, and why."""
+        kinds = (("cannot", self.answers.cannot), ("failed", self.answers.failed))
+        return [(*key, word, why) for word, of in kinds for key, why in of.items()]
 
-    def _cells(self, entry: Entry, question: str) -> tuple[str, ...]:
-        """An entry's part of the first table; ``*`` where memory is that of loading, too."""
-        if question == "stream":
-            return tuple(_perplexity(self.streams(entry, past)) for past in (False, True))
-        if question == "continuation":
-            return (_perplexity(self.continuations(entry)),)
-        if question == "passkey":
-            matches = self.matches(entry)
-            return (f"{np.mean(matches):.0%}" if matches else "-",)
-        if not (found := self.speeds(entry)):
-            return ("-", "-", "-", "-")
-        mark = "*" if self.found(entry, "speed")[0]["load_included"] else ""
-        read, write = spread(found["read"], 0), spread(found["write"], 1)
-        return read, write, number(found["memory"][0], 0) + mark, number(found["KV"][0], 1)
+    def _cells(self, entry: Entry) -> dict[str, str]:
+        """A row of the first table; ``*`` where memory is that of loading, too."""
+        near, past = (_perplexity(self.streams(entry, past)) for past in (False, True))
+        prompt = _length(self.asked, "continuation", "prompt")
+        matches, speeds = self.matches(entry), self.speeds(entry)
+        speed = dict.fromkeys(("read tok/s", "write tok/s", "memory MiB", "KV MiB"), "-")
+        if speeds:
+            mark = "*" if self.found(entry, "speed")[0]["load_included"] else ""
+            speed["read tok/s"] = spread(speeds["read"], 0)
+            speed["write tok/s"] = spread(speeds["write"], 1)
+            speed["memory MiB"] = number(speeds["memory"][0], 0) + mark
+            speed["KV MiB"] = number(speeds["KV"][0], 1)
+        after = _perplexity(self.continuations(entry))
+        of = {
+            "stream": {f"perplexity to {self.limit:,}": near, "past that": past},
+            "continuation": {f"after {prompt:,} tokens": after},
+            "passkey": {"pass key": f"{np.mean(matches):.0%}" if matches else "-"},
+            "speed": speed,
+        }
+        shown = [of[question] for question in QUESTIONS if question in self.asked]
+        return {name: cell for cells in shown for name, cell in cells.items()}
 
     def _note(self) -> str:
         """The columns that were asked, and the programs' versions."""
@@ -433,15 +411,17 @@ class Report:
 
     def _verdicts(self) -> Table:
         """Every peer beside the base, with intervals."""
-        peers = [entry for entry in self.entries if entry.bounded and entry.program != "vLLM"]
         measures = [measure for measure in self.measures() if self.base in measure.values]
         rows, better = [], []
-        for entry in peers:
-            cells = [measure.compared(entry.label, self.base) for measure in measures]
-            rows.append((entry.label, *(text for _, text in cells)))
-            for measure, (verdict, _) in zip(measures, cells, strict=True):
+        for entry in self.entries if measures else ():
+            if not entry.bounded or entry.program == "vLLM":
+                continue
+            row = {"peer": entry.label}
+            for measure in measures:
+                verdict, row[measure.name] = measure.compared(entry.label, self.base)
                 if verdict == "better":
                     better.append(f"{entry.label} ({measure.name})")
+            rows.append(row)
         said = f"Better than {self.base}: {', '.join(better)}."
         if not better:
             said = f"No peer is better than {self.base} in any of these."
@@ -450,16 +430,7 @@ class Report:
             f"Nats a token{share} more than {self.base}, with 95 % intervals; undecided where they "
             f"hold 0. {said} Programs round differently: compare their rows of full attention."
         )
-        columns = ("peer", *(measure.name for measure in measures))
-        return Table(f"Peers against {self.base}", columns, tuple(rows if measures else ()), note)
-
-    def _missing(self) -> Table:
-        rows = [
-            (label, question, word, why)
-            for word, all_ in (("cannot", self.answers.cannot), ("failed", self.answers.failed))
-            for (label, question), why in all_.items()
-        ]
-        return Table("What is missing", ("entry", "question", "", "why"), tuple(rows))
+        return Table.of(f"Peers against {self.base}", rows, note)
 
 
 def versions() -> str:

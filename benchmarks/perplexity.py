@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming perplexity of every policy at equal size: ``python -m benchmarks.perplexity``.
 
-By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext2``,
-``wikitext103`` and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works
-with ``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies runs
-stock attention recomputed over a sliding window of the same length: the best that a cache of that
-size could do. Differences are to ``--base``, with paired bootstrap
-intervals.
+By default the shipped model reads the shipped book. ``--data pg19``, ``wikitext2``, ``wikitext103``
+and ``bookcorpus`` are the papers' protocols; any file, folder or Hub dataset works with
+``--protocol`` (see ``benchmarks/inputs/texts.py``). Beside the policies runs stock attention
+recomputed over a sliding window of the same length: the best that a cache of that size could do.
+Differences are to ``--base``, with paired bootstrap intervals.
 """
 
 import argparse
@@ -20,7 +19,7 @@ import numpy as np
 
 from benchmarks.inputs import texts
 from benchmarks.reporting import results, stats
-from benchmarks.reporting.tables import Table, failure_rows, number
+from benchmarks.reporting.tables import Table, number
 from benchmarks.running import scoring
 from benchmarks.running.engines import (
     BOOK,
@@ -48,11 +47,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--length-ranks", help="of books, by length: 19:44 is the cascade paper's")
     add("--tokens", type=int, help="cut every stream here")
     add("--no-full", action="store_true", help="leave stock attention out")
-    add(
-        "--reference-stride",
-        type=int,
-        help="tokens predicted a recomputed window (default: an eighth of it; 0: no reference)",
-    )
+    add("--reference-stride", type=int, help="tokens predicted a recomputed window (default: an "
+        "eighth of it; 0: no reference)")  # fmt: skip
     add("--chunk", type=int, default=BATCHED_TOKENS, help="tokens a step")
     add("--streams", type=int, default=1, help="texts at a time in an engine")
     args = parser.parse_args(argv)
@@ -74,19 +70,12 @@ def add_policy_arguments(
     add("--num-sinks", type=int, default=4)
     add("--stride", type=int, default=stride, help="prompt tokens between evictions")
     add("--policies", nargs="+", help="default: all of them")
-    add(
-        "--policy-config",
-        type=json.loads,
-        default={} if capacity else None,
-        help='settings by policy name, JSON: {"cascade": {"head_reduction": "max"}}',
-    )
-    add(
-        "--arms",
-        type=arms_of,
-        help="a JSON file of arms, each a label and settings, instead of --policies: "
-        '{"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; an arm may have its own '
-        '"capacity" and "kv_cache_dtype"; `benchmarks/inputs/studies` has some',
-    )
+    add("--policy-config", type=json.loads, default={} if capacity else None,
+        help='settings by policy name, JSON: {"cascade": {"head_reduction": "max"}}')  # fmt: skip
+    add("--arms", type=arms_of, help="a JSON file of arms, each a label and settings, instead of "
+        '--policies: {"two sub-caches": {"name": "cascade", "num_subcaches": 2}}; an arm may have '
+        'its own "capacity" and "kv_cache_dtype"; `benchmarks/inputs/studies` '
+        "has some")  # fmt: skip
     add("--base", default="sink", help="policy that differences are to")
     add("--kv-cache-dtype", default="auto", help="vLLM's, of the policies' caches: fp8, ...")
 
@@ -210,13 +199,27 @@ def overall(
         arms: the resolved policies.
         failed: arms without a result, and why; a row each.
     """
-    columns = (
-        *("policy", "tokens", "perplexity", "mean of texts"),
-        *(f"nats a token more than {base} (95 % interval)", "cached: min / mean / max"),
-        *("evicted", "tokens/s"),
-    )
-    rows = [_row(run, arms.get(run.label), scored.get(base)) for run in scored.values()]
-    rows += failure_rows(failed, len(columns))
+    rows = []
+    for label, run in scored.items():
+        other, held = scored.get(base), "-"
+        if label in arms:
+            longest = max(len(values) for values in run.nll) + 1
+            held = "{:,} / {:,.0f} / {:,}".format(*cached(arms[label], longest))
+        evicted = f"{run.counters['evicted_tokens']:,}" if run.counters else "-"
+        rows.append(
+            {
+                "policy": label,
+                "tokens": f"{run.num_tokens:,}",
+                "perplexity": number(stats.perplexity(run.scored)),
+                "mean of texts": number(stats.perplexity_per_document(run.scored)),
+                f"nats a token more than {base} (95 % interval)": "-"
+                if other is None or other is run
+                else str(_difference(run, other)),
+                "cached: min / mean / max": held,
+                "evicted": evicted,
+                "tokens/s": f"{run.tokens_per_second:,.0f}",
+            }
+        )
     texts_each = next((len(run.nll) for run in scored.values()), 0)
     many = texts_each >= stats.FEW_DOCUMENTS
     note = (
@@ -227,22 +230,7 @@ def overall(
         f"`{REFERENCE}` predicts from a fresh pass over a window of that length. `tokens/s`: "
         "tokens of the texts that an engine read in a second."
     )
-    return Table("Streaming perplexity at equal size", columns, tuple(rows), note)
-
-
-def _row(run: Scored, policy: Any, base: Scored | None) -> tuple[str, ...]:
-    longest = max(len(values) for values in run.nll) + 1
-    least, mean, most = cached(policy, longest) if policy else (0, 0.0, 0)
-    return (
-        run.label,
-        f"{run.num_tokens:,}",
-        number(stats.perplexity(run.scored)),
-        number(stats.perplexity_per_document(run.scored)),
-        "-" if base is None or base is run else str(_difference(run, base)),
-        f"{least:,} / {mean:,.0f} / {most:,}" if policy else "-",
-        f"{run.counters['evicted_tokens']:,}" if run.counters else "-",
-        f"{run.tokens_per_second:,.0f}",
-    )
+    return Table.of("Streaming perplexity at equal size", rows, note, failed)
 
 
 def _difference(run: Scored, base: Scored) -> stats.Difference:
@@ -267,29 +255,31 @@ def positions(scored: Mapping[str, Scored], base: str) -> Table:
         reference = curves[base][index]
         if reference is None:
             continue
-        cells = []
-        for label in scored:
-            point = curves[label][index]
+        row = {"tokens": f"{begin:,} - {end:,}"}
+        for label, of in curves.items():
+            point, row[label] = of[index], "-"
             if label == base:
-                cells.append(number(float(np.exp(reference[0]))))
-            elif point is None or point[1] != reference[1]:
-                cells.append("-")
-            else:
-                cells.append(f"{np.expm1(point[0] - reference[0]):+.2%}")
-        rows.append((f"{begin:,} - {end:,}", *cells))
+                row[label] = number(float(np.exp(reference[0])))
+            elif point is not None and point[1] == reference[1]:
+                row[label] = f"{np.expm1(point[0] - reference[0]):+.2%}"
+        rows.append(row)
     note = f"`{base}`: perplexity; the others: relative to it."
-    return Table("Perplexity by position in the text", ("tokens", *scored), tuple(rows), note)
+    return Table.of("Perplexity by position in the text", rows, note)
 
 
 def sizes(held: Mapping[str, Mapping[str, Any]]) -> Table:
     """What a request holds, by arm: ``kv_cache_dtype``, ``pages``, ``bytes``."""
     rows = [
-        (label, size["kv_cache_dtype"], f"{size['pages']:,}", f"{size['bytes'] / 1024:,.0f}")
+        {
+            "policy": label,
+            "--kv-cache-dtype": size["kv_cache_dtype"],
+            "pages": f"{size['pages']:,}",
+            "KiB": f"{size['bytes'] / 1024:,.0f}",
+        }
         for label, size in held.items()
     ]
-    columns = ("policy", "--kv-cache-dtype", "pages", "KiB")
     note = "At most, over all layers, with all that a page holds beside keys and values."
-    return Table("What a request holds", columns, tuple(rows), note)
+    return Table.of("What a request holds", rows, note)
 
 
 def numbers(scored: Mapping[str, Scored], arms: Mapping[str, Any]) -> dict[str, Any]:

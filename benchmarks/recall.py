@@ -28,14 +28,10 @@ from benchmarks.inputs.pass_keys import DIGITS, Hidden, digits_right, is_exact
 from benchmarks.inputs.texts import Stream, beginning, read, whole_text
 from benchmarks.perplexity import FULL, add_policy_arguments, engines
 from benchmarks.reporting import results, stats
-from benchmarks.reporting.tables import Table, failure_rows, number
+from benchmarks.reporting.tables import Table, number
 from benchmarks.running import scoring
 from benchmarks.running.answers import Asking, Prompt, as_tokens, ask
-from benchmarks.running.engines import (
-    BOOK,
-    load_tokenizer,
-    settle,
-)
+from benchmarks.running.engines import BOOK, load_tokenizer, settle
 
 TOGETHER = 16
 """Prompts at a time in an engine."""
@@ -76,26 +72,36 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def columns(cells: Sequence[Cell], able: Mapping[Cell, bool | None]) -> tuple[str, ...]:
-    """The table's heads; cells that full attention cannot do, or has not done, are marked."""
+def judged(
+    title: str,
+    shown: Mapping[str, Mapping[Cell, str]],
+    able: Mapping[Cell, bool | None],
+    note: str,
+    needs: str,
+    failed: Mapping[str, str],
+) -> Table:
+    """A row an arm, a column a cell; those that full attention cannot do compare nothing.
+
+    Args:
+        shown: by arm and cell.
+        able: whether full attention can do a cell; None: it has no result there.
+        needs: what full attention does where it is not able.
+    """
     marks = {True: "", False: f" {UNABLE}", None: f" {UNJUDGED}"}
-    return (
-        "policy",
-        *(f"{cell[0]:,} tokens, depth {cell[1]:g}{marks[able[cell]]}" for cell in cells),
-    )
-
-
-def verdict(able: Mapping[Cell, bool | None], needs: str) -> str:
-    """What the marks mean, where there are any."""
-    judged = [one for one in able.values() if one is not None]
+    names = {cell: f"{cell[0]:,} tokens, depth {cell[1]:g}{marks[able[cell]]}" for cell in able}
+    rows = [
+        {"policy": arm} | {name: by_cell.get(cell, "-") for cell, name in names.items()}
+        for arm, by_cell in shown.items()
+    ]
     said = []
-    if judged and not any(judged):
-        said.append("This model cannot do the task: the table says nothing about the policies.")
     if False in able.values():
+        if True not in able.values():
+            said.append("This model cannot do the task: the table says nothing about the policies.")
         said.append(f"{UNABLE}: full attention itself {needs}, so the cell compares nothing.")
     if None in able.values():
         said.append(f"{UNJUDGED}: not judged, full attention has no result there.")
-    return " ".join(said) or "Full attention can do every cell, so the arms can be compared."
+    verdict = " ".join(said) or "Full attention can do every cell, so the arms can be compared."
+    return Table.of(title, rows, f"{note} {verdict}", failed)
 
 
 # --- a key and a value --------------------------------------------------------------------------
@@ -122,40 +128,31 @@ def pairs(
 
     Args:
         head: what the tokenizer puts before any text; it replaces a part's first tokens.
+
+    Raises:
+        ValueError: a length with no room for a text, or with more than there is.
     """
-    rng = np.random.default_rng(args.seed)
-    made = []
-    for length in args.lengths:
-        for depth in args.depths:
-            for _ in range(args.samples):
-                made.append(_pair(args, rng, text, vocab, head, length, depth))
+    rng, size, made = np.random.default_rng(args.seed), args.pair, []
+    for length, depth in cells(args):
+        room = length - 4 * size
+        if room < 1 or room > len(text):
+            raise ValueError(f"length {length}: needs {4 * size} to {len(text)} tokens of text")
+        for _ in range(args.samples):
+            begin = int(rng.integers(len(text) - room + 1))
+            filler = [*head, *text[begin + len(head) : begin + room]]
+            key, value, other = rng.choice(vocab, (3, size), replace=False).tolist()
+            place = max(int(depth * room), len(head))
+            both = (
+                [*filler[:place], *key, *first, *filler[place:], *key, *value]
+                for first in (value, other)
+            )
+            made.append(Pair(length, depth, *(_stream("pair", ids, size) for ids in both)))
     return made
 
 
-def _pair(
-    args: argparse.Namespace,
-    rng: np.random.Generator,
-    text: Sequence[int],
-    vocab: Sequence[int],
-    head: Sequence[int],
-    length: int,
-    depth: float,
-) -> Pair:
-    size = args.pair
-    room = length - 4 * size
-    if room < 1 or room > len(text):
-        raise ValueError(f"length {length}: needs {4 * size} to {len(text)} tokens of text")
-    begin = int(rng.integers(len(text) - room + 1))
-    filler = [*head, *text[begin + len(head) : begin + room]]
-    key, value, other = rng.choice(vocab, (3, size), replace=False).tolist()
-    place = max(int(depth * room), len(head))
-    scored = np.zeros(length - 1, dtype=bool)
-    scored[-size:] = True
-    told, untold = (
-        Stream("pair", [*filler[:place], *key, *first, *filler[place:], *key, *value], scored)
-        for first in (value, other)
-    )
-    return Pair(length, depth, told, untold)
+def _stream(name: str, tokens: list[int], last: int) -> Stream:
+    """A stream of which only the last tokens are scored."""
+    return Stream(name, tokens, np.arange(1, len(tokens)) >= len(tokens) - last)
 
 
 def associative(args: argparse.Namespace) -> Answer:
@@ -197,27 +194,21 @@ def associative_table(
         untold: nats a token of a value that was not told.
     """
     found = {
-        arm: {cell: _interval(values) for cell, values in by_cell.items()}
+        arm: {
+            cell: stats.paired_difference([values], [np.zeros_like(values)], block=1)
+            for cell, values in by_cell.items()
+        }
         for arm, by_cell in gains.items()
     }
     full = found.get(FULL, {})
     able = {cell: full[cell].low > WORTH * untold if cell in full else None for cell in cells}
-    rows = [
-        (arm, *(str(by_cell[cell]) if cell in by_cell else "-" for cell in cells))
-        for arm, by_cell in found.items()
-    ]
+    shown = {arm: {cell: str(one) for cell, one in of.items()} for arm, of in found.items()}
     note = (
         f"Nats a token that the value is easier to predict, with 95 % intervals; {samples} "
-        f"prompts a cell. A value that was not told costs {untold:.2f}. "
-        + verdict(able, f"gains less than {WORTH:.0%} of that")
+        f"prompts a cell. A value that was not told costs {untold:.2f}."
     )
-    heads = columns(cells, able)
-    title = "Recall of a value by its key"
-    return Table(title, heads, (*rows, *failure_rows(failed, len(heads))), note)
-
-
-def _interval(values: np.ndarray) -> stats.Difference:
-    return stats.paired_difference([values], [np.zeros_like(values)], block=1)
+    needs = f"gains less than {WORTH:.0%} of that"
+    return judged("Recall of a value by its key", shown, able, note, needs, failed)
 
 
 def in_cells(asked: Sequence[Pair] | Sequence[Hidden], values: Sequence[Any]) -> Cells:
@@ -253,10 +244,7 @@ def rewound(
         raise ValueError(f"the text has {len(text)} tokens, not {begin + burn_in}")
     first = [*head, *text[begin + len(head) : begin + burn_in]]
     start = burn_in - back
-    tokens = [*first, *first[start : start + again]]
-    scored = np.zeros(len(tokens) - 1, dtype=bool)
-    scored[burn_in:] = True
-    return Stream("rewind", tokens, scored)
+    return _stream("rewind", [*first, *first[start : start + again]], again - 1)
 
 
 def rewind(args: argparse.Namespace) -> Answer:
@@ -282,32 +270,27 @@ def rewind(args: argparse.Namespace) -> Answer:
             gain = stats.paired_difference(second, base.scored[: len(streams)], block=64)
             more = f"{np.expm1(gain.mean):+.1%}", str(gain)
         rows.append(
-            (name, number(stats.perplexity(first)), number(stats.perplexity(second)), *more)
+            {
+                "policy": name,
+                "first reading": number(stats.perplexity(first)),
+                "second reading": number(stats.perplexity(second)),
+                f"against {args.base}": more[0],
+                "nats a token (95 % interval)": more[1],
+            }
         )
-    columns = (
-        "policy",
-        "first reading",
-        "second reading",
-        f"against {args.base}",
-        "nats a token (95 % interval)",
-    )
     note = (
         f"Perplexity of {args.again - 1:,} tokens read again after a jump back of {args.back:,}, "
         f"{args.burn_in:,} tokens into a text; {len(streams)} places. Capacity {args.capacity:,}. "
         "The paper (Llama2-7B, window 1,024, back 2,048) reports 33.1 % less for the cascade."
     )
-    rows += failure_rows(found.failed, len(columns))
-    table = Table("Rewind (cascade paper, Figure 3)", columns, tuple(rows), note)
+    table = Table.of("Rewind (cascade paper, Figure 3)", rows, note, found.failed)
     return [table], {}, found.failed
 
 
 def _first_reading(stream: Stream, args: argparse.Namespace) -> Stream:
     """The same tokens where they stand for the first time."""
-    start = args.burn_in - args.back
-    tokens = stream.token_ids[: start + args.again]
-    scored = np.zeros(len(tokens) - 1, dtype=bool)
-    scored[start:] = True
-    return Stream("first", tokens, scored)
+    end = args.burn_in - args.back + args.again
+    return _stream("first", stream.token_ids[:end], args.again - 1)
 
 
 # --- pass keys ----------------------------------------------------------------------------------
@@ -365,21 +348,16 @@ def pass_key_table(
     """Digits and exact answers, by arm and cell."""
     full = found.get(FULL, {})
     able = {cell: full[cell][0] >= ABLE if cell in full else None for cell in cells}
-    rows = [
-        (arm, *(_two(by_cell[cell]) if cell in by_cell else "-" for cell in cells))
-        for arm, by_cell in found.items()
-    ]
+    shown = {
+        arm: {cell: "{:.0%} / {:.0%}".format(*share) for cell, share in of.items()}
+        for arm, of in found.items()
+    }
     note = (
         f"Digits of a {DIGITS}-digit number that are right / answers that are right as a whole; "
-        f"{samples} prompts a cell; guessing gives 10 % of the digits. "
-        + verdict(able, f"finds less than {ABLE:.0%} of the digits")
+        f"{samples} prompts a cell; guessing gives 10 % of the digits."
     )
-    heads = columns(cells, able)
-    return Table("Pass key", heads, (*rows, *failure_rows(failed, len(heads))), note)
-
-
-def _two(share: tuple[float, float]) -> str:
-    return f"{share[0]:.0%} / {share[1]:.0%}"
+    needs = f"finds less than {ABLE:.0%} of the digits"
+    return judged("Pass key", shown, able, note, needs, failed)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.inputs import asked
 from benchmarks.models import best_model
 from benchmarks.reporting import results
-from benchmarks.reporting.tables import Table, number, table_of_goals
+from benchmarks.reporting.tables import Table, number, table_of_goals, times
 from benchmarks.running import engines
 from benchmarks.running.answers import as_tokens
 from benchmarks.running.children import end_with_parent
@@ -215,9 +215,6 @@ def run(args: argparse.Namespace) -> Answers:
     return found
 
 
-# --- tables -------------------------------------------------------------------------------------
-
-
 def of_kinds(found: Answers, arm: str, kinds: Sequence[str]) -> list[Answer]:
     return [one for kind, one in found[arm] if kind in kinds]
 
@@ -258,16 +255,13 @@ def speed_table(found: Answers, args: argparse.Namespace) -> Table:
         for arm in (STOCK, POLICY):
             plain, drafted = (of_kinds(found, name, kinds) for name in (arm, arm + DRAFTS))
             cells += [number(rate(plain), 1), number(rate(drafted), 1)]
-            cells += [f"{gain(found, arm, kinds):.2f}x", number(per_step(drafted))]
+            cells += [times(gain(found, arm, kinds)), number(per_step(drafted))]
         rows.append(tuple(cells))
-    name = f"{args.policy} {args.budget:,}"
+    with_drafts = ("with ngram", "gain", "tokens a step")
     num = len(of_kinds(found, STOCK, asked.REPEATS))
     return Table(
         f"Tokens/s, {args.drafts} drafts from n-grams of {args.match}",
-        (
-            *("answers", "stock", "with ngram", "gain", "tokens a step"),
-            *(name, "with ngram", "gain", "tokens a step"),
-        ),
+        ("answers", "stock", *with_drafts, f"{args.policy} {args.budget:,}", *with_drafts),
         tuple(rows),
         f"{args.requests} answers of a kind, of at most {args.output_len} tokens, to prompts with "
         f"{args.before:,} tokens of a novel. Answers that repeat are greedy: with "

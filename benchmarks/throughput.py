@@ -18,15 +18,15 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 from benchmarks.reporting import results
-from benchmarks.reporting.tables import Table, number, spread
+from benchmarks.reporting.tables import Table, number, spread, times
 from benchmarks.running.engines import MODEL, native_positions
 from benchmarks.running.environment import ROOT
 from benchmarks.running.serving import Load, Server, ServerError, bench_serve, plain_words
@@ -77,34 +77,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompts", type=int, help="requests in a trial (at least --concurrency)")
     add("--pools", nargs="+", help="2x: requests of the longest context; or 64M")
     add("--block-size", type=int, default=128, help="of every arm; 16 on a GPU")
-    add("--shared-prefix", type=int, default=0, help="tokens all prompts share")
     add("--trials", type=int)
     add("--stock-longest", type=int, help="no stock arm above this context")
-    add(
-        "--stock",
-        nargs="*",
-        choices=list(STOCK_ARMS),
-        default=list(STOCK_ARMS),
-        help="stock arms, default and without prefix caching; nothing after it: none",
-    )
-    add(
-        "--one-at-a-time",
-        action="store_true",
-        help="one server at a time, for large models; trials then do not alternate",
-    )
-    add(
-        "--sessions",
-        action="store_true",
-        help="one arm more for each policy, which keeps sessions in memory and in a folder",
-    )
+    add("--stock", nargs="*", choices=list(STOCK_ARMS), default=list(STOCK_ARMS), help="stock "
+        "arms, default and without prefix caching; nothing after it: none")  # fmt: skip
+    add("--one-at-a-time", action="store_true", help="one server at a time, for large models; "
+        "trials then do not alternate")  # fmt: skip
     add("--server-args", default="", help='more arguments for every arm: "--enforce-eager"')
     words = list(sys.argv[1:] if argv is None else argv)
     preset = PRESETS[parser.parse_args(words).preset]
     args = parser.parse_args([*preset.split(), *words])
     if min(args.trials, args.prompts, *args.contexts, *args.concurrency) < 1:
         parser.error("--trials, --prompts, --contexts and --concurrency must be at least 1")
-    if args.shared_prefix >= min(args.contexts):
-        parser.error("--shared-prefix must be shorter than every context")
     return args
 
 
@@ -150,23 +134,18 @@ def cells(args: argparse.Namespace, per_token: int, block_size: int) -> list[Cel
     longest = max(args.contexts) + args.output_len
     pages = -(-longest // block_size) + 2  # vLLM's null block, and the page of the next token
     sizes = [pool_bytes(spec, pages * block_size * per_token) for spec in args.pools]
-    prefix = args.shared_prefix
     return [
-        Cell(context, args.output_len, at_once, max(args.prompts, at_once), prefix, pool)
+        Cell(context, args.output_len, at_once, max(args.prompts, at_once), pool)
         for pool, at_once, context in itertools.product(sizes, args.concurrency, args.contexts)
     ]
 
 
-def arms(args: argparse.Namespace, folder: str) -> dict[str, list[str]]:
-    """Flags of every arm; ``folder``: for sessions."""
-    stock = {name: STOCK_ARMS[name] for name in args.stock}
-    config = {"budget": args.budget, **args.policy_config}
-    made = {name: {"kv_policy": {"name": name, "recall": 0, **config}} for name in args.policies}
-    for name in args.policies if args.sessions else ():
-        keeps = {"kv_sessions": True, "kv_sessions_dir": os.path.join(folder, name)}
-        made[f"{name}-sessions"] = {**made[name], **keeps, "kv_sessions_disk": 4.0}
+def arms(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Flags of every arm."""
+    config = {"recall": 0, "budget": args.budget, **args.policy_config}
+    made = {name: {"kv_policy": {"name": name, **config}} for name in args.policies}
     policies = {name: ["--additional-config", json.dumps(one)] for name, one in made.items()}
-    return {**stock, **policies}
+    return {**{name: STOCK_ARMS[name] for name in args.stock}, **policies}
 
 
 def rounds(
@@ -189,7 +168,6 @@ def warm_up(cell: Cell) -> Cell:
         context=min(cell.context, WARM_UP_CONTEXT),
         output_len=min(cell.output_len, WARM_UP_OUTPUT),
         num_prompts=cell.concurrency,
-        shared_prefix=0,
     )
 
 
@@ -239,9 +217,6 @@ def measure_pool(
                 yield {**asdict(cell), "arm": name, "trial": trial, **record}
 
 
-# --- tables -------------------------------------------------------------------------------------
-
-
 Record = dict[str, Any]
 Metric = tuple[str, int]
 COLUMNS: tuple[tuple[str, tuple[Metric, ...]], ...] = (
@@ -288,24 +263,30 @@ def values(records: Iterable[Record], key: str, **match: Any) -> list[float]:
 def tables(records: Sequence[Record]) -> list[Table]:
     """A table a pool and concurrency: a row an arm and context."""
     keys = {key for record in records for key in record}
-    shown = [column for column in COLUMNS if column[1][0][0] in keys]
+    shown = {name: metrics for name, metrics in COLUMNS if metrics[0][0] in keys}
     made = []
     for pool, at_once in dict.fromkeys(_key(record)[:2] for record in records):
         part = [r for r in records if (r["pool"], r["concurrency"]) == (pool, at_once)]
-        rows = [
-            _row(part, shown, arm, context)
-            for context in dict.fromkeys(r["context"] for r in part)
-            for arm in dict.fromkeys(r["arm"] for r in part)
-        ]
-        made.append(
-            Table(
-                f"KV pool {pool / 2**20:,.1f} MiB, {at_once} requests in flight",
-                ("context, arm", *(name for name, _ in shown)),
-                tuple(rows),
-                NOTE,
-            )
-        )
+        contexts, names = (dict.fromkeys(r[key] for r in part) for key in ("context", "arm"))
+        rows = []
+        for context, arm in itertools.product(contexts, names):
+            trials = [r for r in part if (r["arm"], r["context"]) == (arm, context)]
+            cells = {name: _cell(trials, metrics) for name, metrics in shown.items()}
+            if not trials or "refused" in trials[0]:
+                cells = dict.fromkeys(shown, "")
+                cells[next(iter(shown))] = "does not start" if trials else "not run"
+            rows.append({"context, arm": f"{context:,} {arm}", **cells})
+        title = f"KV pool {pool / 2**20:,.1f} MiB, {at_once} requests in flight"
+        made.append(Table.of(title, rows, NOTE))
     return made
+
+
+def _cell(trials: Sequence[Record], metrics: tuple[Metric, ...]) -> str:
+    """A metric and its range, or the medians of several."""
+    found = [(values(trials, key), digits) for key, digits in metrics]
+    if len(found) == 1:
+        return spread(*found[0])
+    return " / ".join(number(median(some) if some else None, digits) for some, digits in found)
 
 
 def beside_stock(records: Sequence[Record]) -> list[Table]:
@@ -317,23 +298,24 @@ def beside_stock(records: Sequence[Record]) -> list[Table]:
     done, rows = [record for record in records if "refused" not in record], []
     for pool, at_once, context in dict.fromkeys(map(_key, done)):
         here = [record for record in done if _key(record) == (pool, at_once, context)]
-        arms = list(dict.fromkeys(record["arm"] for record in here))
-        stock = [arm for arm in arms if arm.startswith(STOCK)]
-        for arm in arms if stock else []:
-            if arm in stock:
-                continue
-            cells = [_ratio(here, arm, stock, "output_throughput", more=True)]
-            for metric in ("mean_tpot_ms", "median_ttft_ms"):
-                cells.append(_ratio(here, arm, stock, metric) if at_once == 1 else "-")
-            where = f"{arm}, {context:,} tokens, {at_once} at once, {pool / 2**20:,.0f} MiB"
-            rows.append((where, *cells))
-    columns = ("", "output tok/s", "time per token", "time to first token")
+        names = list(dict.fromkeys(record["arm"] for record in here))
+        stock = [name for name in names if name.startswith(STOCK)]
+
+        ratio = partial(_ratio, here, stock)
+        for arm in names if stock else []:
+            if arm not in stock:
+                where = f"{arm}, {context:,} tokens, {at_once} at once, {pool / 2**20:,.0f} MiB"
+                alone = at_once == 1
+                row = {"": where, "output tok/s": ratio(arm, "output_throughput", more=True)}
+                row["time per token"] = ratio(arm, "mean_tpot_ms") if alone else "-"
+                row["time to first token"] = ratio(arm, "median_ttft_ms") if alone else "-"
+                rows.append(row)
     note = "How many times better than the better of the stock arms: ratios of medians."
-    return [Table("Beside stock vLLM", columns, tuple(rows), note)] if rows else []
+    return [Table.of("Beside stock vLLM", rows, note)] if rows else []
 
 
 def _ratio(
-    here: Sequence[Record], arm: str, stock: Sequence[str], metric: str, more: bool = False
+    here: Sequence[Record], stock: Sequence[str], arm: str, metric: str, more: bool = False
 ) -> str:
     """``more``: a higher value is better."""
     found = {name: values(here, metric, arm=name) for name in (arm, *stock)}
@@ -341,27 +323,7 @@ def _ratio(
     others = [medians[name] for name in stock if name in medians]
     if arm not in medians or not others:
         return "-"
-    ratio = medians[arm] / max(others) if more else min(others) / medians[arm]
-    return f"{ratio:.2f}x"
-
-
-def _row(
-    part: Sequence[Record], shown: Sequence[tuple[str, tuple[Metric, ...]]], arm: str, context: int
-) -> tuple[str, ...]:
-    name, here = f"{context:,} {arm}", {"arm": arm, "context": context}
-    if not any((r["arm"], r["context"]) == (arm, context) for r in part):
-        return (name, "not run", *[""] * (len(shown) - 1))
-    if any("refused" in r for r in part if (r["arm"], r["context"]) == (arm, context)):
-        return (name, "does not start", *[""] * (len(shown) - 1))
-    cells = []
-    for _, metrics in shown:
-        found = [values(part, key, **here) for key, _ in metrics]
-        if len(metrics) == 1:
-            cells.append(spread(found[0], metrics[0][1]))
-        else:
-            pairs = zip(found, metrics, strict=True)
-            cells.append(" / ".join(number(median(v) if v else None, m[1]) for v, m in pairs))
-    return (name, *cells)
+    return times(medians[arm] / max(others) if more else min(others) / medians[arm])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -375,16 +337,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     sweep = cells(args, kv_bytes_per_token(model), args.block_size)
     records = []
     for pool, part in itertools.groupby(sweep, key=lambda cell: cell.pool):
-        with tempfile.TemporaryDirectory() as folder:
-            of_pool = {
-                name: [*shared, "--kv-cache-memory-bytes", str(pool), *extra]
-                for name, extra in arms(args, folder).items()
-            }
-            for record in measure_pool(args, list(part), of_pool, model, tokenizer):
-                print(line(record), file=sys.stderr, flush=True)
-                records.append(record)
-    made = [*tables(records), *beside_stock(records)]
-    results.finish(args, argv, made)
+        of_pool = {
+            name: [*shared, "--kv-cache-memory-bytes", str(pool), *extra]
+            for name, extra in arms(args).items()
+        }
+        for record in measure_pool(args, list(part), of_pool, model, tokenizer):
+            print(line(record), file=sys.stderr, flush=True)
+            records.append(record)
+    results.finish(args, argv, [*tables(records), *beside_stock(records)])
 
 
 if __name__ == "__main__":

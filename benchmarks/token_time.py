@@ -2,10 +2,9 @@
 """Time per output token beside stock vLLM, step by step: ``python -m benchmarks.token_time``.
 
 Several engines live in one process and take their steps in turn: stock vLLM, the policy, and the
-policy once more at a short context. Whatever else the machine does hits all of them within the same
-few milliseconds, so the ratios hold where ``benchmarks.throughput``, whose trials lie seconds
-apart, has nothing but noise. A step is all that an engine does for a token: scheduling, model,
-sampling. Not in it: HTTP and text, which cost every arm the same.
+policy once more at a short context. So the ratios hold where ``benchmarks.throughput``, whose
+trials lie seconds apart, has nothing but noise. A step is all that an engine does for a token:
+scheduling, model, sampling. Not in it: HTTP and text, which cost every arm the same.
 
 For each context the engines read a prompt of that length (their chunks also in turn, and in those
 of the third engine prompts of 4,096 tokens, one after the other), then generate ``--output-len``
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reporting import results
-from benchmarks.reporting.tables import Goal, Table, number, table_of_goals
+from benchmarks.reporting.tables import Goal, Table, number, table_of_goals, times
 from benchmarks.running import engines
 from benchmarks.running.children import in_children
 from benchmarks.running.stepping import Arm, Step, generate, in_turn
@@ -217,34 +216,26 @@ def run(args: argparse.Namespace) -> tuple[list[Point], int]:
     return points, torch.get_num_threads()
 
 
-# --- tables -------------------------------------------------------------------------------------
-
-
 def token_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
     """Time a generated token, by context."""
     rows = []
     for point in points:
-        ours, stock = point.token(POLICY), point.token(STOCK)
-        floor = point.without_attention(STOCK)
-        speed_up = point.paired(STOCK, POLICY)
+        stock, floor = point.token(STOCK), point.without_attention(STOCK)
+        over = point.paired(POLICY, ANCHOR)
         rows.append(
-            (
-                f"{point.context:,}",
-                number(stock, 2),
-                number(ours, 2),
-                _times(speed_up),
-                number(floor, 2),
-                _times(stock / floor if stock and floor else None),
-                _percent(point.paired(POLICY, ANCHOR)),
-            )
+            {
+                "context": f"{point.context:,}",
+                "stock": number(stock),
+                args.policy: number(point.token(POLICY)),
+                "faster": times(point.paired(STOCK, POLICY)),
+                "stock, attention free": number(floor),
+                "faster at best": times(stock / floor if stock and floor else None),
+                f"over {args.anchor:,} tokens": "-" if over is None else f"{over - 1:+.1%}",
+            }
         )
-    return Table(
+    return Table.of(
         f"ms a token, {args.policy} with budget {args.budget:,} beside stock vLLM",
-        (
-            *("context", "stock", args.policy, "faster"),
-            *("stock, attention free", "faster at best", f"over {args.anchor:,} tokens"),
-        ),
-        tuple(rows),
+        rows,
         f"Medians of 2 x {args.output_len - 1} steps taken in turn, and of their paired ratios. "
         "Attention free: stock's steps less the time in its attention.",
     )
@@ -252,19 +243,18 @@ def token_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
 
 def prompt_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
     """Time to read a prompt, by context."""
-    rows = tuple(
-        (
-            f"{point.context:,}",
-            *(number(point.prompt_token(arm), 3) for arm in (STOCK, POLICY)),
-            _times(_prompt_ratio(point)),
-            _percent(point.prompt_over_short),
-        )
+    rows = [
+        {
+            "context": f"{point.context:,}",
+            "stock": number(point.prompt_token(STOCK), 3),
+            args.policy: number(point.prompt_token(POLICY), 3),
+            "faster": times(_prompt_ratio(point)),
+            f"over {short_length(args):,} tokens": f"{point.prompt_over_short - 1:+.1%}",
+        }
         for point in points
-    )
+    ]
     title = f"ms a prompt token, in chunks of {args.chunk:,}"
-    over = f"over {short_length(args):,} tokens"
-    columns = ("context", "stock", args.policy, "faster", over)
-    return Table(title, columns, rows, "Means of two prompts; the last column beside short ones.")
+    return Table.of(title, rows, "Means of two prompts; the last column beside short ones.")
 
 
 def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
@@ -299,14 +289,6 @@ def goal_table(points: Sequence[Point], args: argparse.Namespace) -> Table:
 def _prompt_ratio(point: Point) -> float | None:
     stock, ours = point.prompt_token(STOCK), point.prompt_token(POLICY)
     return stock / ours if stock and ours else None
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value - 1:+.1%}"
 
 
 def short_length(args: argparse.Namespace) -> int:

@@ -36,16 +36,16 @@ def cascade_schedule(device: torch.device, sinks: int, window: int, levels: int)
 
 def caching_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     """One caching operation, step by step, in the protocol of the cascade paper's Table 4."""
-    for dtype, levels in itertools.product((torch.float32, torch.float16), (1, 4)):
-        row: Row = {"what": "caching", "dtype": str(dtype).removeprefix("torch.")}
-        row |= {"cascades": levels, "score_update": levels > 1}
-        if bench.late():
-            yield row | {"skipped": "out of time"}
-            continue
-        row["ms"] = _steps(bench, sizes, _our_caching(bench, sizes, dtype, levels))
+
+    def measure(case: Row) -> Row:
+        dtype = getattr(torch, case["dtype"])
+        row: Row = {"ms": _steps(bench, sizes, _our_caching(bench, sizes, dtype, case["cascades"]))}
         row["concatenation_ms"] = _steps(bench, sizes, _concatenation(bench, sizes, dtype))
-        row["speedup"] = row["concatenation_ms"] / row["ms"]
-        yield row
+        return row | {"speedup": row["concatenation_ms"] / row["ms"]}
+
+    pairs = itertools.product(("float32", "float16"), (1, 4))
+    cases = ({"dtype": d, "cascades": n, "score_update": n > 1} for d, n in pairs)
+    return bench.rows("caching", cases, measure)
 
 
 def _steps(bench: Bench, sizes: Sizes, step: Callable[[], Any]) -> float:

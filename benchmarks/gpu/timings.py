@@ -8,7 +8,7 @@ the L2 cache holds. Sizes come in a ``Sizes``, so that a test can run this code 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from vllm_cascade.kernels.triton.strides import (
 from vllm_cascade.kernels.triton.tiles import STEP_COLUMNS
 
 Row = dict[str, Any]
+SDPA = torch.nn.functional.scaled_dot_product_attention
 GIB = 1 << 30
 AVERAGE = (0.991, 0.009)
 """Decay and weight of the scores' average."""
@@ -105,10 +106,11 @@ class Bench:
         call()
         return (time.perf_counter() - begin) * 1e3
 
-    def l2_bytes(self) -> int:
-        if not self.on_gpu:
-            return 0
-        return torch.cuda.get_device_properties(self.device).L2_cache_size
+    def rows(self, what: str, cases: Iterable[Row], measure: Callable[[Row], Row]) -> Iterator[Row]:
+        """A row a case: its sizes and what was measured, or that there was no time left."""
+        for case in cases:
+            found = {"skipped": "out of time"} if self.late() else measure(case)
+            yield {"what": what, **case, **found}
 
 
 def copy_bandwidth(bench: Bench, sizes: Sizes) -> float:
@@ -158,11 +160,8 @@ class Layer:
         first = [10 * cached, cached, cached, cached, 0, 1, 4, 5, 1, 0, 0, 0, 0, 1, *average]
         steps = torch.tensor(first, dtype=torch.int32)
         exponent = torch.arange(0, head_size, 2) / head_size
-        turning = {
-            "inv_freq": 10000.0**-exponent,
-            "max_distance": 2 * cached + 8,
-            "device": device,
-        }
+        turning = {"inv_freq": 10000.0**-exponent, "max_distance": 2 * cached + 8}
+        turning["device"] = device
         return cls(
             kv=kv,
             rank=rank,
@@ -238,103 +237,85 @@ class Layer:
 
 
 def attend_rows(bench: Bench, sizes: Sizes, copy_gbps: float) -> Iterator[Row]:
-    """Decode attention of every batch, length and head layout."""
-    for heads, cached, batch in itertools.product(sizes.heads, sizes.cached, sizes.batches):
-        row: Row = {"what": "attend", "heads": "{}/{}".format(*heads), "cached": cached}
-        row["batch"] = batch
-        if bench.late():
-            yield row | {"skipped": "out of time"}
-        else:
-            yield row | _attend_row(bench, sizes, copy_gbps, heads, cached, batch)
-
-
-def _attend_row(
-    bench: Bench,
-    sizes: Sizes,
-    copy_gbps: float,
-    num_heads: tuple[int, int],
-    cached: int,
-    batch: int,
-) -> Row:
+    """Decode attention of every batch, length and head layout, beside torch's SDPA."""
     device, size, dtype = bench.device, sizes.head_size, torch.float16
-    queries, heads = num_heads
-    kv_bytes = batch * cached * heads * 2 * size * dtype.itemsize
-    copies = max(1, min(8, math.ceil(2 * bench.l2_bytes() / kv_bytes)))
-    layers = [Layer.make(device, batch, heads, size, cached, dtype) for _ in range(copies)]
-    query = torch.randn(batch, queries, size, dtype=dtype, device=device)
-    key = torch.randn(batch, heads, size, dtype=dtype, device=device)
 
-    def timed(featured: bool) -> float:
-        turn = itertools.cycle(layers)
-        return bench.milliseconds(lambda: next(turn).attend(query, key, featured))
+    def measure(case: Row) -> Row:
+        queries, heads = map(int, case["heads"].split("/"))
+        cached, batch = case["cached"], case["batch"]
+        kv_bytes = batch * cached * heads * 2 * size * dtype.itemsize
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size if bench.on_gpu else 0
+        copies = max(1, min(8, math.ceil(2 * l2 / kv_bytes)))
+        layers = [Layer.make(device, batch, heads, size, cached, dtype) for _ in range(copies)]
+        query = torch.randn(batch, queries, size, dtype=dtype, device=device)
+        key = torch.randn(batch, heads, size, dtype=dtype, device=device)
 
-    row: Row = {"ms": timed(True), "plain_ms": timed(False)}
-    row["gbps"] = kv_bytes / row["ms"] / 1e6
-    row["of_copy"] = row["gbps"] / copy_gbps
-    row["over_plain"] = row["ms"] / row["plain_ms"]
-    layers.clear()
-    return row | _dense_attention(bench, row["ms"], query, batch, heads, cached)
+        def timed(featured: bool) -> float:
+            turn = itertools.cycle(layers)
+            return bench.milliseconds(lambda: next(turn).attend(query, key, featured))
 
+        row: Row = {"ms": timed(True), "plain_ms": timed(False)}
+        row["gbps"] = kv_bytes / row["ms"] / 1e6
+        row["of_copy"] = row["gbps"] / copy_gbps
+        row["over_plain"] = row["ms"] / row["plain_ms"]
+        layers.clear()
+        # The same amount of keys, gathered ahead.
+        keys, values = torch.randn(2, batch, heads, cached, size, dtype=dtype, device=device)
+        one = query[:, :, None]
+        row["sdpa_ms"] = bench.milliseconds(lambda: SDPA(one, keys, values, enable_gqa=True))
+        return row | {"over_sdpa": row["ms"] / row["sdpa_ms"]}
 
-def _dense_attention(
-    bench: Bench, ours: float, query: torch.Tensor, batch: int, heads: int, cached: int
-) -> Row:
-    """The same amount of keys, gathered ahead: torch's SDPA."""
-    shape = batch, heads, cached, query.shape[2]
-    keys = torch.randn(shape, dtype=query.dtype, device=query.device)
-    values = torch.randn_like(keys)
-    one = query[:, :, None]
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    row: Row = {}
-    row["sdpa_ms"] = bench.milliseconds(lambda: sdpa(one, keys, values, enable_gqa=True))
-    row["over_sdpa"] = ours / row["sdpa_ms"]
-    return row
+    cases = (
+        {"heads": f"{queries}/{heads}", "cached": cached, "batch": batch}
+        for (queries, heads), cached, batch in itertools.product(
+            sizes.heads, sizes.cached, sizes.batches
+        )
+    )
+    return bench.rows("attend", cases, measure)
 
 
 def prefill_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     """A prompt through a bounded cache, stride by stride, and full causal attention."""
-    for stride, length in itertools.product(sizes.prefill_strides, sizes.prefill_lengths):
-        row: Row = {"what": "prefill", "stride": stride, "tokens": length}
-        if bench.late():
-            yield row | {"skipped": "out of time"}
-        else:
-            yield row | _prefill_row(bench, sizes, stride, length)
+    queries, heads = sizes.heads[0]
 
+    def measure(case: Row) -> Row:
+        length = case["tokens"]
+        prompt = _Prompt(bench, sizes, case["stride"], queries, heads, torch.float16)
+        row: Row = {"ms": bench.milliseconds(lambda: prompt.run(length))}
+        row["us_per_token"] = row["ms"] * 1e3 / length
+        query = torch.randn(1, queries, length, sizes.head_size, device=bench.device).half()
+        key = torch.randn(1, heads, length, sizes.head_size, device=bench.device).half()
+        full = bench.milliseconds(lambda: SDPA(query, key, key, is_causal=True, enable_gqa=True))
+        row["full_us_per_token"] = full * 1e3 / length
+        return row | {"stride_attention_ms": bench.milliseconds(prompt.attend)}
 
-def _prefill_row(bench: Bench, sizes: Sizes, stride: int, length: int) -> Row:
-    dtype, (queries, heads) = torch.float16, sizes.heads[0]
-    prompt = _Prompt(bench, sizes, stride, queries, heads, dtype)
-    row: Row = {"ms": bench.milliseconds(lambda: prompt.run(length))}
-    row["us_per_token"] = row["ms"] * 1e3 / length
-    query = torch.randn(1, queries, length, sizes.head_size, device=bench.device).to(dtype)
-    key = torch.randn(1, heads, length, sizes.head_size, device=bench.device).to(dtype)
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    full = bench.milliseconds(lambda: sdpa(query, key, key, is_causal=True, enable_gqa=True))
-    row["full_us_per_token"] = full * 1e3 / length
-    row["stride_attention_ms"] = bench.milliseconds(prompt.attend)
-    return row
+    pairs = itertools.product(sizes.prefill_strides, sizes.prefill_lengths)
+    cases = ({"stride": stride, "tokens": length} for stride, length in pairs)
+    return bench.rows("prefill", cases, measure)
 
 
 def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
     """Attention of one stride of few query heads: a program for all keys, and split over them."""
-    for queries, heads in sizes.split_heads:
-        row: Row = {"what": "split", "heads": f"{queries}/{heads}", "stride": sizes.split_stride}
-        if bench.late():
-            yield row | {"skipped": "out of time"}
-            continue
-        prompt = _Prompt(bench, sizes, sizes.split_stride, queries, heads, torch.float16)
+
+    def measure(case: Row) -> Row:
+        queries, heads = map(int, case["heads"].split("/"))
+        prompt = _Prompt(bench, sizes, case["stride"], queries, heads, torch.float16)
         split = configs.stride_split(
             bench.device,
             torch.float16,
             head_size=sizes.head_size,
             num_queries=queries,
-            longest=sizes.split_stride,
+            longest=case["stride"],
             most_slots=sizes.prefill_budget,
             least=sizes.split_least,
         )
-        row |= {"parts": split.splits, "whole_ms": bench.milliseconds(prompt.attend)}
-        row["ms"] = bench.milliseconds(lambda p=prompt, s=split: p.attend(s))
-        yield row | {"speedup": row["whole_ms"] / row["ms"]}
+        row: Row = {"parts": split.splits, "whole_ms": bench.milliseconds(prompt.attend)}
+        row["ms"] = bench.milliseconds(lambda: prompt.attend(split))
+        return row | {"speedup": row["whole_ms"] / row["ms"]}
+
+    stride = sizes.split_stride
+    cases = ({"heads": f"{q}/{heads}", "stride": stride} for q, heads in sizes.split_heads)
+    return bench.rows("split", cases, measure)
 
 
 class _Prompt:
@@ -393,31 +374,26 @@ class _Prompt:
         )
         self.splits: dict[configs.Split, tuple[StrideAttention, Strides]] = {}
 
-    def _partial(self, split: configs.Split) -> Partial:
-        """What parts leave each other."""
-        query = self.tokens.query
-        shape, device = (*query.shape[:2], split.splits), query.device
-        return Partial(
-            output=torch.empty(*shape, query.shape[2], device=device),
-            marks=torch.empty(*shape, MARKS, device=device),
-            arrived=torch.zeros(query[..., 0].numel(), dtype=torch.int32, device=device),
-        )
-
     def attend(self, split: configs.Split = configs.WHOLE) -> None:
         if split not in self.splits:
             attention = StrideAttention(
                 **self._read, score=self.layer.score, token=None, split=split
             )
-            partial = None if split == configs.WHOLE else self._partial(split)
+            partial = None
+            if split != configs.WHOLE:  # what parts leave each other
+                query = self.tokens.query
+                shape, device = (*query.shape[:2], split.splits), query.device
+                partial = Partial(
+                    output=torch.empty(*shape, query.shape[2], device=device),
+                    marks=torch.empty(*shape, MARKS, device=device),
+                    arrived=torch.zeros(query[..., 0].numel(), dtype=torch.int32, device=device),
+                )
             self.splits[split] = attention, replace(self.strides, partial=partial)
         attention, strides = self.splits[split]
         attention(self.tokens, strides)
 
-    def one(self) -> None:
-        self.attend()
-        self.sums(self.tokens, self.strides)
-        self.insertion(self.tokens, self.strides)
-
     def run(self, length: int) -> None:
         for _ in range(length // self.stride):
-            self.one()
+            self.attend()
+            self.sums(self.tokens, self.strides)
+            self.insertion(self.tokens, self.strides)

@@ -4,6 +4,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice, product
 from typing import Any
 
 import numpy as np
@@ -59,22 +60,15 @@ def hide(
     for length in lengths:
         if length <= around:
             raise ValueError(f"length {length}: needle and question alone take {around} tokens")
-        for depth in depths:
-            for _ in range(samples):
-                key = "".join(str(digit) for digit in rng.integers(0, 10, DIGITS))
-                begin = int(rng.integers(len(tokens)))
-                filler = _part(tokens, begin, length - around)
-                place = int(depth * len(filler))
-                head, tail = tokenizer.decode(filler[:place]), tokenizer.decode(filler[place:])
-                prompt = to_prompt(question.format(text=head + NEEDLE.format(key=key) + tail))
-                made.append(Hidden(length, depth, key, prompt))
+        for depth, _ in product(depths, range(samples)):
+            key = "".join(str(digit) for digit in rng.integers(0, 10, DIGITS))
+            begin = int(rng.integers(len(tokens)))
+            filler = list(islice(cycle(tokens), begin, begin + length - around))
+            place = int(depth * len(filler))
+            head, tail = tokenizer.decode(filler[:place]), tokenizer.decode(filler[place:])
+            prompt = to_prompt(question.format(text=head + NEEDLE.format(key=key) + tail))
+            made.append(Hidden(length, depth, key, prompt))
     return made
-
-
-def _part(tokens: Sequence[int], begin: int, length: int) -> list[int]:
-    """From ``begin`` on, going on at the text's beginning as often as it takes."""
-    rounds = (begin + length) // len(tokens) + 1
-    return list((list(tokens) * rounds)[begin : begin + length])
 
 
 def is_exact(answer: str, key: str) -> bool:

@@ -75,39 +75,32 @@ def read(source: str, limit: int | None = None) -> dict[str, str]:
 
     Raises:
         FileNotFoundError: no such file or folder.
-        ValueError: a kind of file that is none of the above, or nothing in it.
+        ValueError: an unknown option of a dataset, or nothing in a source.
     """
+    path = Path(source)
     if source.startswith("hf:"):
-        found = _read_hub(source.removeprefix("hf:"), limit)
+        name, *options = source.removeprefix("hf:").split(",")
+        chosen = {"config": None, "split": "test", "column": "text"}
+        own = dict(option.split("=", 1) for option in options)
+        if unknown := set(own) - set(chosen):
+            raise ValueError(f"{source}: unknown option {', '.join(sorted(unknown))}")
+        chosen |= own
+        rows = load_dataset(name, chosen["config"], chosen["split"], limit)
+        found = {f"{name}-{index}": row[chosen["column"]] for index, row in enumerate(rows)}
+    elif path.is_dir():
+        found = {file.stem: file.read_text("utf-8") for file in sorted(path.glob("*.txt"))}
+    elif not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file or folder")
+    elif path.suffix == ".jsonl":
+        lines = path.read_text("utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.strip()]
+        found = {f"{path.stem}-{index}": row["text"] for index, row in enumerate(rows)}
     else:
-        found = _read_files(Path(source))
+        found = {path.stem: path.read_text("utf-8")}
     texts = {name: text for name, text in list(found.items())[:limit] if text.strip()}
     if not texts:
         raise ValueError(f"{source}: no text in it")
     return texts
-
-
-def _read_files(path: Path) -> dict[str, str]:
-    if path.is_dir():
-        return {file.stem: file.read_text(encoding="utf-8") for file in sorted(path.glob("*.txt"))}
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file or folder")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".jsonl":
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-        return {f"{path.stem}-{index}": row["text"] for index, row in enumerate(rows)}
-    return {path.stem: text}
-
-
-def _read_hub(spec: str, limit: int | None) -> dict[str, str]:
-    name, *options = spec.split(",")
-    chosen = dict(option.split("=", 1) for option in options)
-    unknown = set(chosen) - {"config", "split", "column"}
-    if unknown:
-        raise ValueError(f"hf:{spec}: unknown option {', '.join(sorted(unknown))}")
-    rows = load_dataset(name, chosen.get("config"), chosen.get("split", "test"), limit)
-    column = chosen.get("column", "text")
-    return {f"{name}-{index}": row[column] for index, row in enumerate(rows)}
 
 
 def load_dataset(
@@ -222,16 +215,11 @@ def _whole(name: str, token_ids: list[int], beginning: int) -> Stream:
 
 
 def _lines(texts: dict[str, str], tokenize: Tokenize) -> Stream:
-    token_ids: list[int] = []
-    first: list[int] = []
-    for text in texts.values():
-        for line in text.splitlines():
-            sample = list(tokenize(line)) if line.strip() else []
-            if sample:
-                first.append(len(token_ids))
-                token_ids += sample
+    lines = [line for text in texts.values() for line in text.splitlines() if line.strip()]
+    samples = [sample for line in lines if (sample := list(tokenize(line)))]
+    token_ids = [token for sample in samples for token in sample]
     scored = np.ones(len(token_ids), dtype=bool)
-    scored[first] = False
+    scored[np.cumsum([0, *map(len, samples)])[:-1]] = False
     return Stream("lines", token_ids, scored[1:])
 
 

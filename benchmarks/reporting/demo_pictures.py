@@ -79,51 +79,38 @@ def _line(
     stock, colour = bool(arm["refusal"]), COLOURS[label]
     axes.plot(at, values, color=colour, linewidth=2.2 if stock else 1.8, zorder=3 if stock else 2)
     memory = f"{arm['peak_kv_bytes'] / 2**20:,.1f} MiB"
+    style = {"textcoords": "offset points", "color": colour, "fontsize": 10, "fontweight": "bold"}
+    end = at[-1], values[-1]
     if stock:
-        axes.plot(at[-1], values[-1], marker="X", color=colour, markersize=10, zorder=4)
-        text, place, align = f"stock vLLM stops\n({memory})", (-10, -26), "right"
+        axes.plot(*end, marker="X", color=colour, markersize=10, zorder=4)
+        text = f"stock vLLM stops\n({memory})"
+        axes.annotate(text, end, xytext=(-10, -26), ha="right", va="top", **style)
     else:
         up = {"window": 0, "sink": 9, "cascade": -9, "sink, recall": -27}[label]
-        text, place, align = f"{label} ({memory})", (8, up), "left"
-    axes.annotate(
-        text,
-        (at[-1], values[-1]),
-        xytext=place,
-        textcoords="offset points",
-        color=colour,
-        ha=align,
-        va="top" if stock else "center",
-        fontsize=10,
-        fontweight="bold",
-    )
+        text = f"{label} ({memory})"
+        axes.annotate(text, end, xytext=(8, up), ha="left", va="center", **style)
 
 
 def _beyond(axes: "Axes", positions: int, longest: int) -> None:
     """Mark where the model's positions end."""
     axes.axvline(positions, color=DARK, linestyle="--", linewidth=1.2)
     axes.axvspan(positions, longest, color="#f2e8d5", alpha=0.6, zorder=0, linewidth=0)
-    axes.annotate(
-        f"the model's {positions:,} positions end here",
-        (positions, 0.98),
-        xycoords=("data", "axes fraction"),
-        xytext=(6, 0),
-        textcoords="offset points",
-        va="top",
-        fontsize=9.5,
-        color=DARK,
-    )
+    place = {"xycoords": ("data", "axes fraction"), "xytext": (6, 0), "textcoords": "offset points"}
+    style = {"va": "top", "fontsize": 9.5, "color": DARK}
+    text = f"the model's {positions:,} positions end here"
+    axes.annotate(text, (positions, 0.98), **place, **style)
 
 
 def _axes(axes: "Axes", longest: int) -> None:
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import NullFormatter
 
     low, high = axes.get_ylim()
     axes.set_yscale("log")
     axes.set_ylim(low * 0.85, high * 1.1)
     axes.set_yticks([tick for tick in TICKS if low * 0.85 <= tick <= high * 1.1])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
     step = 2 ** max(round(np.log2(longest / 6)), 0)
     axes.set_xticks(range(0, longest + 1, step))
     axes.set_xlabel("tokens of the novel read")

@@ -2,6 +2,7 @@
 """What the demo prints and keeps, for readers who are new to the topic."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
@@ -46,7 +47,8 @@ CHAT = """\
 
 The user pastes the novel part by part and asks each time what it is about; every turn sends the \
 whole conversation so far. A page holds {block} tokens. "Until first" is the time from the \
-question to the answer's first token, "a token" the time of each token after it.
+question to the answer's first token, "a token" the time of each token after it. Each turn's line \
+has for both: tokens / pages / until first / a token.
 """
 
 EVICTS = """\
@@ -104,48 +106,27 @@ def novel_table(novel: Mapping[str, Any]) -> Table:
     """A row an arm."""
     head = novel["head"]
     rows = [
-        (
-            label,
-            keeps(label, novel),
-            f"{arm['tokens']:,}" + (", stops" if arm["refusal"] else ""),
-            number(arm["perplexity_head"]),
-            number(arm["perplexity_beyond"]),
-            memory(arm),
-            number(arm["read_ms"]),
-            number(arm["write_ms"], 1),
-            knows(arm),
-        )
+        {
+            "": label,
+            "keeps": keeps(label, novel),
+            "tokens read": f"{arm['tokens']:,}" + (", stops" if arm["refusal"] else ""),
+            f"perplexity of the first {head:,}": number(arm["perplexity_head"]),
+            "of those after": number(arm["perplexity_beyond"]),
+            "cache": memory(arm),
+            "ms a token read": number(arm["read_ms"]),
+            "ms a token written": number(arm["write_ms"], 1),
+            "knows the note": knows(arm),
+        }
         for label, arm in novel["arms"].items()
     ]
-    return Table(
+    return Table.of(
         f"The first {novel['tokens']:,} tokens of a novel, {novel['model']}",
-        (
-            *("", "keeps", "tokens read", f"perplexity of the first {head:,}"),
-            *("of those after", "cache", "ms a token read", "ms a token written"),
-            "knows the note",
-        ),
-        tuple(rows),
+        rows,
         f"Written: {novel['new_tokens']} tokens after what was read, their median; with those "
         f"stock vLLM has used all {novel['positions']:,} positions. The note stood "
         f"{novel['note']['ago']:,} tokens before the end. Engines at a time, on a core each: "
         f"{novel['engines']}.",
     )
-
-
-def compared(novel: Mapping[str, Any]) -> str:
-    """What the novel's numbers say, in whole sentences."""
-    arms = novel["arms"]
-    stock, window, ours = arms[STOCK], arms["window"], arms[CASCADE]
-    share = 100 * ours["peak_kv_bytes"] / stock["peak_kv_bytes"]
-    lines = [
-        f"Stock vLLM stops at the model's {novel['positions']:,} positions. Of the whole text it "
-        f'says: "{stock["refusal"]}"',
-        f"Up to there, cascade's perplexity is {_against(ours, stock)} stock's, with "
-        f"{share:.0f} % of its memory; window's is {_against(window, stock)} stock's: it has "
-        "forgotten the first tokens, on which such models lean.",
-        "Perplexity rises and falls with the text, for all of them alike.",
-    ]
-    return "\n".join(lines)
 
 
 def show_answers(novel: Mapping[str, Any]) -> None:
@@ -158,40 +139,16 @@ def show_answers(novel: Mapping[str, Any]) -> None:
     say("")
 
 
-def _against(arm: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """``1.8 % above``."""
-    more = 100 * (arm["perplexity_head"] / other["perplexity_head"] - 1)
-    return f"{abs(more):.1f} % {'above' if more >= 0 else 'below'}"
-
-
 def turn_numbers(turn: Turn) -> dict[str, Any]:
     """What is kept of a turn."""
-    return {
-        "context": turn.context,
-        "prompt": turn.prompt,
-        "reused": turn.reused,
-        "generated": turn.generated,
-        "first_seconds": turn.first_seconds,
-        "token_ms": turn.token_ms,
-        "pages": turn.pages,
-        "answer": turn.answer + ("" if turn.complete else " ..."),
-    }
-
-
-def live_head(arms: Mapping[str, Any]) -> str:
-    """Two lines above the turns, which are printed as they come."""
-    names = " " * 6 + "".join(f"{label:^42}" for label in arms)
-    columns = f"{'tokens':>10}{'pages':>8}{'until first':>13}{'a token':>11}"
-    return f"{names}\n{'turn':<6}{columns * len(arms)}"
+    answer = turn.answer + ("" if turn.complete else " ...")
+    return {**asdict(turn), "context": turn.context, "answer": answer}
 
 
 def live_row(arms: Mapping[str, Any], turn: int) -> str:
-    """One turn."""
-    line = f"{turn + 1:<6}"
-    for arm in arms.values():
-        tokens, pages, first, token = cells(arm, turn)
-        line += f"{tokens:>10}{pages:>8}{first:>13}{token:>11}"
-    return line
+    """One turn, as it ends."""
+    shown = [f"{label} {' / '.join(cells(arm, turn))}" for label, arm in arms.items()]
+    return f"turn {turn + 1}: {', '.join(shown)}"
 
 
 def chat_table(chat: Mapping[str, Any]) -> Table:
@@ -237,34 +194,32 @@ def stopped(chat: Mapping[str, Any]) -> str:
     )
 
 
-def show_chat(chat: Mapping[str, Any]) -> None:
-    """Print where stock vLLM stopped, the memory of both, and the last answer under cascade."""
-    share = [
-        f"{label} {mib(arm['page_bytes'] * max(turn['pages'] for turn in arm['turns']))}"
-        for label, arm in chat["arms"].items()
-    ]
-    last = chat["arms"][CASCADE]["turns"][-1]["answer"]
-    memory_ = f"Most memory: {', '.join(share)}."
-    say(f"\n{stopped(chat)}\n{memory_}\nLast answer: {last}\n\n{EVICTS}\n")
-
-
 def shown(novel: Mapping[str, Any], chat: Mapping[str, Any]) -> list[str]:
     """What the demo has shown, in five lines."""
     arms, (stock, ours) = novel["arms"], (chat["arms"][label] for label in (STOCK, CASCADE))
-    share = 100 * arms[CASCADE]["peak_kv_bytes"] / arms[STOCK]["peak_kv_bytes"]
+    full, cascade = arms[STOCK], arms[CASCADE]
+    share = 100 * cascade["peak_kv_bytes"] / full["peak_kv_bytes"]
     knowing = [label for label, arm in arms.items() if arm.get("right")] or ["no policy"]
     refused = stock["refused"]
     ended = f"answers HTTP {refused['status']}" if refused else "is not at its limit"
     first, last = (arm["turns"][-1]["first_seconds"] for arm in (stock, ours))
     return [
-        f"1. Past the positions: stock vLLM stops after {arms[STOCK]['tokens']:,} tokens of the "
-        f"novel, the policies read all {novel['tokens']:,}.",
-        f"2. Memory: cascade's KV cache takes {mib(arms[CASCADE]['peak_kv_bytes'])}, "
-        f"{share:.0f} % of stock's {mib(arms[STOCK]['peak_kv_bytes'])}, and no longer grows.",
-        f"3. Quality: cascade's perplexity is {_against(arms[CASCADE], arms[STOCK])} stock's, a "
-        f"plain window's {_against(arms['window'], arms[STOCK])}.",
+        f"1. Past the positions: stock vLLM stops after {full['tokens']:,} tokens of the novel "
+        f'("{full["refusal"]}"); the policies read all {novel["tokens"]:,}.',
+        f"2. Memory: cascade's KV cache takes {mib(cascade['peak_kv_bytes'])}, {share:.0f} % of "
+        f"stock's {mib(full['peak_kv_bytes'])}, and no longer grows.",
+        f"3. Quality: cascade's perplexity is {_against(cascade, full)} stock's. A plain window's "
+        f"is {_against(arms['window'], full)}: it has forgotten the first tokens, on which such "
+        "models lean.",
         f"4. Recall: a note {novel['note']['ago']:,} tokens back is known to "
         f"{' and '.join(knowing)}.",
         f"5. A chat: stock vLLM {ended} in turn {len(stock['turns']) + 1}; its last answer began "
-        f"after {first:.1f} s, cascade's in turn {len(ours['turns'])} after {last:.1f} s.",
+        f"after {first:.1f} s, cascade's in turn {len(ours['turns'])} after {last:.1f} s: "
+        f"{ours['turns'][-1]['answer']}",
     ]
+
+
+def _against(arm: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """``1.8 % above``."""
+    more = 100 * (arm["perplexity_head"] / other["perplexity_head"] - 1)
+    return f"{abs(more):.1f} % {'above' if more >= 0 else 'below'}"

@@ -27,6 +27,24 @@ class Table:
         wrong = [row for row in self.rows if len(row) != len(self.columns)]
         assert not wrong, f"{self.title}: {len(self.columns)} columns, but a row is {wrong[0]}"
 
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        rows: Sequence[Mapping[str, str]],
+        note: str = "",
+        failed: Mapping[str, str] | None = None,
+    ) -> "Table":
+        """A table of rows that name their columns, all the same ones.
+
+        Args:
+            failed: arms without a result, and why; a row each, with the reason in column two.
+        """
+        columns = tuple(rows[0]) if rows else ("", "result")
+        spare = [""] * (len(columns) - 2)
+        ends = [(label, f"failed: {why}", *spare) for label, why in (failed or {}).items()]
+        return cls(title, columns, (*(tuple(row.values()) for row in rows), *ends), note)
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -43,6 +61,14 @@ class Table:
         ]
         title = [f"**{self.title}**", ""] if self.title else []
         return "\n".join([*title, *body, *(["", self.note] if self.note else [])])
+
+
+def table_of_json(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A table with a column for whatever the rows say but ``what`` they are; floats: 4 digits."""
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "what"]
+    cells = [[row.get(column, "") for column in columns] for row in rows]
+    shown = [tuple(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row) for row in cells]
+    return Table(title, tuple(columns), tuple(shown))
 
 
 def console() -> Any:
@@ -76,14 +102,14 @@ def show(tables: Sequence[Table]) -> None:
             say(table.note)
 
 
-def failure_rows(failed: Mapping[str, str], columns: int) -> list[tuple[str, ...]]:
-    """A row an arm that failed: why, in the second column."""
-    return [(label, f"failed: {reason}", *[""] * (columns - 2)) for label, reason in failed.items()]
-
-
 def number(value: float | None, digits: int = 2) -> str:
     """``-`` for what was not measured; thousands are separated."""
     return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def times(value: float | None) -> str:
+    """``1.50x``, or ``-`` for what was not measured."""
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:

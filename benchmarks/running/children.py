@@ -121,7 +121,13 @@ class _Child(Generic[Job, Result]):
         wait([self._process.sentinel], PATIENCE)  # not joined: its group keeps its number
         self.kill()
         code = self._process.exitcode
-        return Failure(_how_it_ended(code)) if outcome is None else outcome[0]
+        if outcome is not None:
+            return outcome[0]
+        if code is None or code >= 0:
+            return Failure(f"its process ended with status {code} and without a result")
+        name = signal.Signals(-code).name
+        why = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
+        return Failure(f"its process was ended by {name}{why}")
 
     def kill(self) -> None:
         """End the process, and what it has started; nothing if they have ended."""
@@ -131,14 +137,6 @@ class _Child(Generic[Job, Result]):
         self._process.kill()  # in case that it has not come to lead a group
         self._process.join()
         self.results.close()
-
-
-def _how_it_ended(code: int | None) -> str:
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        why = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
-        return f"its process was ended by {name}{why}"
-    return f"its process ended with status {code} and without a result"
 
 
 def _run(work: Callable[[Any], Any], job: Any, results: Connection) -> None:

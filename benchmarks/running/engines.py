@@ -164,23 +164,18 @@ def settle_dtype(dtype: str, model: str) -> str:
     """``auto`` is bfloat16 where the model is stored so and this machine multiplies it fast."""
     if dtype != "auto":
         return dtype
+    import torch
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model)
-    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
-    return "bfloat16" if stored == "bfloat16" and multiplies_bfloat16() else "float32"
+    stored = getattr(AutoConfig.from_pretrained(model), "dtype", None)
+    if torch.cuda.is_available():
+        fast = torch.cuda.is_bf16_supported()
+    else:
+        fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if stored in (torch.bfloat16, "bfloat16") and fast else "float32"
 
 
 def settle(args: Namespace) -> None:
     """What every command with engines begins with: quiet engines, and a settled ``--dtype``."""
     quiet()
     args.dtype = settle_dtype(args.dtype, args.model)
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether there are instructions for it here, so that it is faster than float32."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

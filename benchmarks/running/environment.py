@@ -16,6 +16,7 @@ def fingerprint() -> dict[str, str | int | bool | None]:
     import torch
 
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
@@ -24,7 +25,7 @@ def fingerprint() -> dict[str, str | int | bool | None]:
         "gpu": gpu and gpu.name,
         "gpu_memory": gpu and gpu.total_memory,
         "capability": gpu and f"{gpu.major}.{gpu.minor}",
-        "driver": _driver(),
+        "driver": driver and driver.split()[0],
         "cuda": torch.version.cuda,
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -70,21 +71,14 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _driver() -> str | None:
-    """Version of the NVIDIA driver; None where there is none."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return None
-
-
 def _git(*command: str) -> str | None:
     """Output of a git command in the repository; None where there is no git or no commit."""
+    return _said("git", "-C", str(ROOT), *command)
+
+
+def _said(*command: str) -> str | None:
+    """Output of a command; None where it fails or is not there."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()

@@ -64,17 +64,16 @@ def run(arm: Arm) -> Read:
     """An arm, in this (child) process."""
     llm = arm.engine.start()
     from benchmarks.running.stream import prepare, read_together
-    from vllm_cascade.policies.registry import policy_of
+    from vllm_cascade.policies.registry import resolve
     from vllm_cascade.policies.schedule import compiled
 
-    read = arm.readable
+    read, policy = arm.readable, arm.engine.policy
     whole = len(read) >= len(arm.token_ids)
     refused = "" if whole else refusal(llm, arm.token_ids)
     prepare(llm, read[:256])
     shown = {"label": arm.label, "bar_line": arm.bar_line}
     result = read_together(llm, [read], max_new_tokens=arm.new_tokens, **shown)
-    policy = policy_of(llm.llm_engine.vllm_config.additional_config)
-    cached = len(read) if policy is None else compiled(policy).count_at(len(read))
+    cached = compiled(resolve(policy)).count_at(len(read)) if policy else len(read)
     page = pools.page_bytes(arm.engine)
     return Read(result, page, cached, refused, len(arm.question) if whole else 0)
 

@@ -68,25 +68,16 @@ class Arm:
     def add(self, items: dict[str, Any]) -> None:
         """Keep finished items; they are on the disk when this returns."""
         self.own.parent.mkdir(parents=True, exist_ok=True)
-        with self.own.open("ab") as file:
+        with self.own.open("a", encoding="utf-8") as file:
             if file.tell() == 0:
-                _write(file, {"arm": self.determines, "commit": commit(), "versions": versions()})
-            elif not _ends_a_line(self.own):
-                file.write(b"\n")
+                file.write(
+                    json.dumps({"arm": self.determines, "commit": commit(), "versions": versions()})
+                )
+            # Each begins a line of its own, also behind one that was cut off.
             for key, value in items.items():
-                _write(file, {"item": key, "value": value})
+                file.write("\n" + json.dumps({"item": key, "value": value}))
             file.flush()
             os.fsync(file.fileno())
-
-
-def _write(file: Any, line: dict[str, Any]) -> None:
-    file.write(json.dumps(line).encode() + b"\n")
-
-
-def _ends_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
 
 
 def _lines(path: Path) -> Iterable[tuple[str, Any]]:

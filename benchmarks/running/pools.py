@@ -17,8 +17,7 @@ def pool_bytes(settings: EngineSettings) -> int:
 
     At most 1 GiB, unless a single request needs more than that; then that.
     """
-    page, pages = page_bytes(settings), pages_of_request(settings)
-    spare = 1 + MARGIN_PAGES
+    page, pages, spare = page_bytes(settings), pages_of_request(settings), 1 + MARGIN_PAGES
     all_ = (settings.max_num_seqs * pages + spare) * page
     return max(min(all_, MOST_BYTES), (pages + spare) * page)
 

@@ -28,13 +28,9 @@ def install(llm: "LLM") -> None:
 
 def _install(worker: Any) -> None:
     sampler = worker.model_runner.sampler
-    sampler.compute_logprobs = _as_they_are
+    # ``_gather`` makes log-probabilities a few rows at a time, and so gets the logits as they are.
+    sampler.compute_logprobs = lambda logits: logits
     sampler.gather_logprobs = _gather
-
-
-def _as_they_are(logits: torch.Tensor) -> torch.Tensor:
-    """Instead of the log-probabilities, which ``_gather`` makes a few rows at a time."""
-    return logits
 
 
 def _gather(logits: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:

@@ -139,12 +139,8 @@ def _read(llm: "LLM", job: Job, group: Sequence[Stream]) -> list[Reading]:
     from benchmarks.running.stream import read_together
 
     name = group[0].name if len(group) == 1 else f"{len(group)} texts"
-    found = read_together(
-        llm,
-        [text.token_ids for text in group],
-        label=f"{job.label} {name}"[:40],
-        bar_line=job.bar_line,
-    )
+    shown = {"label": f"{job.label} {name}"[:40], "bar_line": job.bar_line}
+    found = read_together(llm, [text.token_ids for text in group], **shown)
     first = Reading(found.nll[0], found.seconds, found.counters, found.pages_peak)
     return [first, *(Reading(nll) for nll in found.nll[1:])]
 

@@ -20,7 +20,6 @@ import urllib.request
 import zlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.running.engines import load_tokenizer
@@ -48,14 +47,13 @@ class Load:
     """What is sent: vLLM's ``random`` dataset, all at once, at most ``concurrency`` in flight.
 
     Attributes:
-        context: tokens of a prompt, of which the first ``shared_prefix`` are those of all others.
+        context: tokens of a prompt.
     """
 
     context: int
     output_len: int
     concurrency: int
     num_prompts: int
-    shared_prefix: int = 0
 
     def arguments(self, trial: int) -> list[str]:
         """For ``vllm bench serve``."""
@@ -64,8 +62,7 @@ class Load:
         seed = zlib.crc32(repr((trial, self.context, self.concurrency)).encode())
         return [
             *("--dataset-name", "random", "--seed", str(seed)),
-            *("--random-input-len", str(self.context - self.shared_prefix)),
-            *("--random-prefix-len", str(self.shared_prefix)),
+            *("--random-input-len", str(self.context)),
             *("--random-output-len", str(self.output_len)),
             *("--num-prompts", str(self.num_prompts)),
             *("--max-concurrency", str(self.concurrency)),
@@ -142,7 +139,8 @@ class Server:
         while self._process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
-                self.num_pages = int(self._cache_config()["num_gpu_blocks"]) - 1
+                (pages,) = self.samples(CACHE_CONFIG, "num_gpu_blocks")
+                self.num_pages = int(pages) - 1
                 return
             time.sleep(0.5)
         tail = self.tail()
@@ -154,22 +152,19 @@ class Server:
         self.wait()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def pause(self) -> None:
         """Stop its processes where they are: vLLM's workers spin for a second after a request."""
-        assert self._process is not None, "start() first"
-        os.killpg(self._process.pid, signal.SIGSTOP)
+        self._send(signal.SIGSTOP)
 
     def resume(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
         assert self._process is not None, "start() first"
-        os.killpg(self._process.pid, signal.SIGCONT)
+        os.killpg(self._process.pid, number)
 
     def stop(self) -> None:
         """End it and its engine."""
@@ -179,7 +174,7 @@ class Server:
             self.resume()  # a paused process would not hear what follows
         for end in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, end)
+                self._send(end)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(20)
                 break
@@ -188,8 +183,8 @@ class Server:
 
     def kill(self) -> None:
         """End it and its engine at once, as a crash does."""
-        assert self._process is not None, "start() first"
-        os.killpg(self._process.pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
+        assert self._process is not None
         self._process.wait()
 
     def tail(self, lines: int = 12) -> str:
@@ -209,9 +204,6 @@ class Server:
     def samples(self, name: str, label: str) -> dict[str, float]:
         """A metric's values by one of its labels."""
         return {s.labels[label]: s.value for s in self._samples() if s.name == name}
-
-    def _cache_config(self) -> dict[str, str]:
-        return next(dict(s.labels) for s in self._samples() if s.name == CACHE_CONFIG)
 
     def _samples(self) -> Iterator[Any]:
         from prometheus_client.parser import text_string_to_metric_families

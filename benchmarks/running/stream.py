@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 from vllm import LLM, SamplingParams
-from vllm.config import VllmConfig
 
 from benchmarks.running import prompt_scores
 from vllm_cascade.policies.registry import policy_of
@@ -78,6 +77,9 @@ def read_together(
     engine, ended, token_seconds = llm.llm_engine, dict[str, Any](), list[float]()
     shown = {"unit": "tok", "unit_scale": True, "dynamic_ncols": True, "leave": False}
     bar = tqdm(total=sum(map(len, prompts)), desc=label, position=bar_line, **shown)
+    chunk = engine.vllm_config.scheduler_config.max_num_batched_tokens
+    if policy := policy_of(engine.vllm_config.additional_config):
+        chunk -= chunk % policy.prefill_stride
     before, peak, seconds = _counters(llm), 0, 0.0
     counters, start = before, time.perf_counter()
     for place, prompt in enumerate(prompts):
@@ -93,7 +95,7 @@ def read_together(
                 seconds, counters = now - start, _counters(llm)
             ended |= {output.request_id: output for output in outputs}
             peak = max(peak, pages_in_use(llm))
-            bar.update(min(_chunk(engine.vllm_config), bar.total - bar.n))
+            bar.update(min(chunk, bar.total - bar.n))
             last = time.perf_counter()
     outputs = [ended[str(place)] for place in range(len(prompts))]
     return Together(
@@ -111,13 +113,6 @@ def pages_in_use(llm: LLM) -> int:
     (usage,) = (metric.value for metric in llm.get_metrics() if metric.name == USAGE_GAUGE)
     pool = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks - 1  # less the null block
     return round(usage * pool)
-
-
-def _chunk(config: VllmConfig) -> int:
-    """Prompt tokens that an engine with one request reads in a step."""
-    most = config.scheduler_config.max_num_batched_tokens
-    policy = policy_of(config.additional_config)
-    return most if policy is None else most // policy.prefill_stride * policy.prefill_stride
 
 
 def _counters(llm: LLM) -> dict[str, int]:

@@ -280,12 +280,6 @@ def test_novel_table_and_what_it_says(read: dict[str, Any]) -> None:
         *("2,048", "31.50", "31.50"),
     )
     assert [row[-1] for row in table.rows] == ["-", "no", "no", "no", "yes"]
-    said = demo_report.compared(read)
-    assert "too long, says vLLM" in said
-    assert "cascade's perplexity is 5.0 % above stock's, with 16 % of its memory" in said
-    assert "window's is 200.0 % above" in said
-    read["arms"][CASCADE]["perplexity_head"] = 27.0
-    assert "cascade's perplexity is 10.0 % below stock's" in demo_report.compared(read)
 
 
 def test_chat_table_shows_where_stock_stops(chat: dict[str, Any]) -> None:
@@ -296,30 +290,24 @@ def test_chat_table_shows_where_stock_stops(chat: dict[str, Any]) -> None:
         ("3", "HTTP 400", "-", "-", "-", "1,500", "5", "1.2 s", "40 ms"),
     )
     assert "answers turn 3 with HTTP 400: \"This model's maximum context" in table.note
-    live = demo_report.live_row(chat["arms"], 2).split()
-    assert live == ["3", "HTTP", "400", "-", "-", "-", "1,500", "5", "1.2", "s", "40", "ms"]
-    head = demo_report.live_head(chat["arms"]).splitlines()
-    assert len(head[1]) == len(demo_report.live_row(chat["arms"], 0)), "columns stand in line"
+    live = demo_report.live_row(chat["arms"], 2)
+    assert live == ("turn 3: stock vLLM HTTP 400 / - / - / -, cascade 1,500 / 5 / 1.2 s / 40 ms")
     chat["arms"][STOCK]["refused"] = None
     assert "not brought to its limit" in demo_report.stopped(chat)
-
-
-def test_what_is_said_of_the_chat(chat: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert chat["arms"][STOCK]["turns"][1]["answer"] == "An answer ...", "it was cut off"
-    demo_report.show_chat(chat)
-    printed = capsys.readouterr().out
-    assert "Last answer: An answer" in printed and "stock vLLM 32.0 MiB, cascade 5.0 MiB" in printed
-    assert "It knows nothing of the others" in printed
 
 
 def test_the_last_five_lines(read: dict[str, Any], chat: dict[str, Any]) -> None:
     lines = demo_report.shown(read, chat)
     assert [line[:2] for line in lines] == ["1.", "2.", "3.", "4.", "5."]
     assert "stops after 976 tokens" in lines[0] and "all 2,048" in lines[0]
+    assert '("too long, says vLLM")' in lines[0]
     assert "5.0 MiB, 16 % of stock's 31.0 MiB" in lines[1]
     assert "5.0 % above stock's" in lines[2] and "200.0 % above" in lines[2]
+    read["arms"][CASCADE]["perplexity_head"] = 27.0
+    assert "10.0 % below stock's" in demo_report.shown(read, chat)[2]
     assert lines[3].endswith("1,900 tokens back is known to sink, recall.")
-    assert "HTTP 400 in turn 3" in lines[4] and "in turn 3 after 1.2 s." in lines[4]
+    assert "HTTP 400 in turn 3" in lines[4] and "in turn 3 after 1.2 s: An answer" in lines[4]
+    assert chat["arms"][STOCK]["turns"][1]["answer"] == "An answer ...", "it was cut off"
     chat["arms"][STOCK]["refused"] = None
     assert "is not at its limit" in demo_report.shown(read, chat)[4]
 
@@ -456,7 +444,7 @@ def test_ours_goes_on_where_stock_stops(
     assert kept[STOCK]["refused"] == {"status": 400, "message": "too long"}
     assert kept[CASCADE]["turns"][-1]["context"] == 600 and len(kept[CASCADE]["turns"]) == 6
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 6 and sum("HTTP 400" in line for line in lines) == 1
+    assert len(lines) == 6 and sum("HTTP 400" in line for line in lines) == 1
 
 
 def test_ours_must_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,7 +490,7 @@ def test_the_whole_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert out.with_suffix(".png").stat().st_size > 30_000
     assert len(kept["tables"]) == 2 and "git_commit" in kept["environment"]
     printed = capsys.readouterr().out
-    assert "HTTP 400" in printed and "Last answer" in printed
+    assert "HTTP 400" in printed and "It knows nothing of the others" in printed
     readme.block(kept)
 
 
@@ -515,7 +503,7 @@ def test_nothing_is_left_behind(part: str, number: int, tmp_path: Path) -> None:
         from benchmarks import demo
         if {part!r} == "chat":
             demo.read_novel = lambda *_: {{}}
-            demo.demo_report.novel_table = demo.demo_report.compared = lambda *_: ""
+            demo.demo_report.novel_table = lambda *_: ""
             demo.show = demo.demo_report.show_answers = lambda *_: None
         demo.main({[*TINY, "--out", str(tmp_path / "demo.json")]!r})
     """

@@ -25,7 +25,7 @@ from benchmarks.running.peers.process import Asked, Entry, Task
 from benchmarks.running.peers.questions import (
     CHUNK,
     Held,
-    Stepwise,
+    Program,
     nats,
     removed_share,
 )
@@ -38,7 +38,7 @@ WORDS, CACHED = 23, 7
 # --- how a program is asked ---------------------------------------------------------------------
 
 
-class Window(Stepwise):
+class Window(Program):
     """A model whose logits are the sum of a row for each of the last ``CACHED`` tokens."""
 
     def __init__(self) -> None:
@@ -135,7 +135,10 @@ def test_answers_of_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
     program.positions = 10
 
     def found(question: str, *items: object) -> list:
-        return [one["found"] for one in process.answers(program, question, items)]
+        return [
+            questions.ask(program, question, item, place == 0)["found"]
+            for place, item in enumerate(items)
+        ]
 
     (stream,) = found("stream", text(30))
     assert stream == pytest.approx(expected(text(10)), abs=1e-4)
@@ -146,7 +149,7 @@ def test_answers_of_every_question(monkeypatch: pytest.MonkeyPatch) -> None:
     item = {"prompt": text(80), "new": 3}
     reader = program
     reader.reads.clear()
-    first, second = process.answers(program, "speed", [item, item])
+    first, second = (questions.ask(program, "speed", item, at_first) for at_first in (True, False))
     assert reader.reads == [80, 1, 1, 1, 80, 1, 1, 80, 1, 1], "warmed up once, with four tokens"
     assert first["held"] == {"tokens": 7, "bytes": 14}
     assert first["found"]["read"] > 0 < second["found"]["decode"]
@@ -329,17 +332,9 @@ def asked(entry: Entry, items: Sequence[int], question: str = "stream", threads:
     return Asked(f"{entry.label}, {question}", entry, question, task, tuple(items))
 
 
-@pytest.fixture
-def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``ask`` sets for the process that it starts does not stay in this one."""
-    for name in process.variables(threads=1):
-        monkeypatch.setenv(name, "unset")
-
-
 SNAPKV = Entry("SnapKV", "kvpress", {"kept": 5})
 
 
-@pytest.mark.usefixtures("own_environment")
 def test_peer_runs_in_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets its task, its threads and no network, and its answers come back in order."""
     body = "print('noise')\n" + "\n".join(
@@ -353,7 +348,6 @@ def test_peer_runs_in_its_own_python(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert '"items": [7, 8]' in task and '"settings": {"kept": 5}' in task
 
 
-@pytest.mark.usefixtures("own_environment")
 def test_peer_that_dies_keeps_what_it_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +366,6 @@ def test_peer_that_dies_keeps_what_it_answered(
     assert '"items": [8, 9]' in (tmp_path / "python.tasks").read_text().splitlines()[-1]
 
 
-@pytest.mark.usefixtures("own_environment")
 def test_peer_that_answers_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = stand_in(tmp_path / "python", "answer(1)")
     monkeypatch.setattr(process, "python_of", lambda peer: fake)

@@ -124,13 +124,12 @@ def test_a_server_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_load_is_vllms_random_dataset() -> None:
-    words = Load(100, 20, 4, 8, shared_prefix=30).arguments(trial=1)
+    words = Load(100, 20, 4, 8).arguments(trial=1)
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given.pop("--seed").isdecimal()
     assert given == {
         "--dataset-name": "random",
-        "--random-input-len": "70",
-        "--random-prefix-len": "30",
+        "--random-input-len": "100",
         "--random-output-len": "20",
         "--num-prompts": "8",
         "--max-concurrency": "4",

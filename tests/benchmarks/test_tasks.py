@@ -130,10 +130,10 @@ def test_the_caching_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rouge_scores() -> None:
-    examples = [papers.Example("", "a cat sat on the mat")] * 2
+    examples = [("", "a cat sat on the mat")] * 2
     perfect = papers.rouge_scores(["a cat sat on the mat"] * 2, examples)
     assert perfect == {key: pytest.approx(100) for key in ("rouge1", "rouge2", "rougeL", "mean")}
     half = papers.rouge_scores(["a cat sat on the mat", "nothing alike"], examples)
     assert half["rouge1"] == pytest.approx(50) and half["mean"] == pytest.approx(50)
-    for example in papers.examples_of(None, 3):
-        assert len(example.summary) == 250 and example.summary not in example.prompt
+    for prompt, summary in papers.examples_of(None, 3):
+        assert len(summary) == 250 and summary not in prompt

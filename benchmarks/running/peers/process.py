@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One way to bound a cache, one question, one process, in the environment of its program.
 
-This project's own entries run in the process that is asked. A peer's process is started from it,
-with ``python -m benchmarks.running.peers.process FD``: it reads its task from standard input and
-writes an answer a line to the file descriptor FD. What it prints is shown if it fails.
+The process is ``python -m benchmarks.running.peers.process FD``, by this project's Python or a
+peer's. It reads its task from standard input and writes an answer a line to the file descriptor FD.
+What it prints is shown if it fails.
 """
 
 import json
@@ -19,8 +19,8 @@ from typing import Any
 from benchmarks.running import arms, parts
 from benchmarks.running.children import ChildError
 from benchmarks.running.environment import ROOT
+from benchmarks.running.peers import questions
 from benchmarks.running.peers.environment import python_of, requirements
-from benchmarks.running.peers.questions import ASK, Program
 
 PROGRAMS = {
     "vLLM": ("with_vllm", None),
@@ -68,7 +68,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Asked(arms.Job):
-    """A question to an entry, and all its items: what ``ASK[question]`` reads, JSON."""
+    """A question to an entry, and all its items, JSON (see ``questions.ask``)."""
 
     entry: Entry
     question: str
@@ -93,22 +93,18 @@ class Asked(arms.Job):
 
 
 def ask(job: Asked) -> list[Any]:
-    """An entry's answers, in this (child) process: ``{"found": ..., "held": ...}`` an item.
+    """An entry's answers, ``{"found": ..., "held": ...}`` an item, from a process of its program.
 
     Raises:
-        ChildError: a peer's process has ended without all answers.
+        ChildError: the process has ended without all answers.
         PeerUnavailable: the peer is not installed and cannot be.
     """
     print(f"peers: {job.label}", file=sys.stderr, flush=True)
-    os.environ |= variables(job.task.threads)
     _, peer = PROGRAMS[job.entry.program]
+    python = str(python_of(peer)) if peer else sys.executable
 
     def work(places: list[int]) -> Iterator[dict[int, Any]]:
-        items = [job.items[place] for place in places]
-        if peer is None:
-            found = answers(load(job.task), job.question, items)
-        else:
-            found = _from_process(str(python_of(peer)), job.task, job.question, items)
+        found = _answers(python, job, [job.items[place] for place in places])
         yield from ({place: one} for place, one in zip(places, found, strict=True))
 
     return arms.fill(job, work)
@@ -121,18 +117,22 @@ def variables(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **dict.fromkeys(on, "1"), **quiet}
 
 
-def _from_process(
-    python: str, task: Task, question: str, items: Sequence[Any]
-) -> Iterator[dict[str, Any]]:
-    """The same from a process of another interpreter, an answer as soon as it is there."""
-    asked = json.dumps({"task": asdict(task), "question": question, "items": items}).encode()
+def _answers(python: str, job: Asked, items: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Each answer as soon as it is there."""
+    asked = {"task": asdict(job.task), "question": job.question, "items": items}
     readable, writable = os.pipe()
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as said:
-        given.write(asked)
+        given.write(json.dumps(asked).encode())
         given.seek(0)
-        command = [python, "-m", __name__, str(writable)]
-        streams = {"stdin": given, "stdout": said, "stderr": said, "pass_fds": [writable]}
-        child = subprocess.Popen(command, cwd=ROOT, **streams)
+        child = subprocess.Popen(
+            [python, "-m", __name__, str(writable)],
+            cwd=ROOT,
+            env={**os.environ, **variables(job.task.threads)},
+            stdin=given,
+            stdout=said,
+            stderr=said,
+            pass_fds=[writable],
+        )
         os.close(writable)
         with child, open(readable, encoding="utf-8") as lines:
             yield from map(json.loads, lines)
@@ -142,25 +142,15 @@ def _from_process(
             raise ChildError(f"status {child.returncode}: " + " / ".join(last[-SAID:]))
 
 
-def load(task: Task) -> Program:
-    """The program, its model in memory."""
-    module, _ = PROGRAMS[task.program]
-    return import_module(f"benchmarks.running.peers.{module}").load(task)
-
-
-def answers(program: Program, question: str, items: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """What a program answers to each item, and the most that its cache held so far."""
-    for place, item in enumerate(items):
-        found = ASK[question](program, item, place == 0)
-        yield {"found": found, "held": asdict(program.held())}
-
-
 def main(words: Sequence[str]) -> None:
-    """A peer's process."""
+    """A program's process."""
     given = json.loads(sys.stdin.read())
+    task = Task(**given["task"])
     with open(int(words[0]), "w", encoding="utf-8") as out:
-        program = load(Task(**given["task"]))
-        for answer in answers(program, given["question"], given["items"]):
+        module, _ = PROGRAMS[task.program]
+        program = import_module(f"benchmarks.running.peers.{module}").load(task)
+        for place, item in enumerate(given["items"]):
+            answer = questions.ask(program, given["question"], item, place == 0)
             print(json.dumps(answer), file=out, flush=True)
 
 

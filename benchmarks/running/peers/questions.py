@@ -6,9 +6,8 @@ bounded, which positions its tokens get) is the program's own.
 """
 
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import numpy as np
 
 CHUNK = 256
 """Tokens whose logits a stepwise program gives at a time: 256 rows of 49,152 are 50 MB."""
+QUESTIONS = ("stream", "continuation", "passkey", "speed")
+"""Items of ``stream`` are token ids; those of the others name the arguments of their method."""
 
 
 @dataclass(frozen=True)
@@ -39,54 +40,33 @@ class Timing:
     decode: float
 
 
-class Program(ABC):
-    """A model, a cache and a rule that bounds it.
+class Program:
+    """A model, a cache and a rule that bounds it; tokens go in step by step.
+
+    A program has ``begin``, ``read`` and ``held``, or answers the questions in its own way.
 
     Attributes:
         positions: tokens that it can read one after the other; None: any number.
-    """
-
-    positions: int | None = None
-
-    @abstractmethod
-    def stream(self, token_ids: Sequence[int]) -> np.ndarray:
-        """Nats of tokens 1, 2, ..., each predicted from what the cache then holds."""
-
-    @abstractmethod
-    def continuation(self, prompt: Sequence[int], following: Sequence[int]) -> np.ndarray:
-        """Nats of every following token, after the prompt's cache was bounded."""
-
-    @abstractmethod
-    def answer(self, context: Sequence[int], question: Sequence[int], most: int) -> list[int]:
-        """Greedy tokens after a question that is not known while the context is read."""
-
-    @abstractmethod
-    def speed(self, prompt: Sequence[int], new_tokens: int) -> Timing:
-        """Seconds for a prompt up to its first token, and for the others, one at a time."""
-
-    @abstractmethod
-    def held(self) -> Held:
-        """The most held so far."""
-
-
-class Stepwise(Program):
-    """A program whose tokens go in step by step.
-
-    Attributes:
         stops: token ids that end an answer.
     """
 
+    positions: int | None = None
     stops: frozenset[int] = frozenset()
 
-    @abstractmethod
     def begin(self) -> None:
         """Forget everything; the next ``read`` is a prompt."""
+        raise NotImplementedError
 
-    @abstractmethod
     def read(self, token_ids: Sequence[int], every: bool) -> np.ndarray:
         """Read on. Logits after each token, or after the last: float32 ``[tokens or 1, vocab]``."""
+        raise NotImplementedError
+
+    def held(self) -> Held:
+        """The most held so far."""
+        raise NotImplementedError
 
     def stream(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Nats of tokens 1, 2, ..., each predicted from what the cache then holds."""
         self.begin()
         before, found = None, []
         for begin in range(0, len(token_ids), CHUNK):
@@ -100,6 +80,7 @@ class Stepwise(Program):
         return np.concatenate(found)
 
     def continuation(self, prompt: Sequence[int], following: Sequence[int]) -> np.ndarray:
+        """Nats of every following token, after the prompt's cache was bounded."""
         self.begin()
         logits = self.read(prompt, every=False)
         if len(following) > 1:
@@ -107,11 +88,13 @@ class Stepwise(Program):
         return nats(logits, following)
 
     def answer(self, context: Sequence[int], question: Sequence[int], most: int) -> list[int]:
+        """Greedy tokens after a question that is not known while the context is read."""
         self.begin()
         self.read(context, every=False)
         return self._greedy(question, most, self.stops)
 
     def speed(self, prompt: Sequence[int], new_tokens: int) -> Timing:
+        """Seconds for a prompt up to its first token, and for the others, one at a time."""
         self.begin()
         start = time.perf_counter()
         first = int(self.read(prompt, every=False)[-1].argmax())
@@ -131,45 +114,34 @@ class Stepwise(Program):
         return made
 
 
-# --- the questions: of a program and an item, the first of its process or not ---------------------
+def ask(program: Program, question: str, item: Any, first: bool) -> dict[str, Any]:
+    """A program's answer as JSON, and the most that its cache held so far.
 
-
-def _speed(program: Program, item: dict[str, Any], first: bool) -> dict[str, Any]:
-    """Seconds, resident bytes at most, and whether these include loading.
-
-    One-off costs (allocating, choosing kernels) come before anything counts.
+    Args:
+        question: one of ``QUESTIONS``.
+        first: of the program's process. One-off costs of speed (allocating, choosing kernels) then
+            come before anything counts.
     """
-    if first:
-        program.speed(item["prompt"], 4)
-    fresh = forget_peak()
-    timing = program.speed(item["prompt"], item["new"])
-    return {**vars(timing), "resident_peak": resident_peak(), "load_included": not fresh}
-
-
-ASK: dict[str, Callable[[Program, Any, bool], Any]] = {
-    "stream": lambda program, ids, _: program.stream(ids[: program.positions]).tolist(),
-    "continuation": lambda program, item, _: program.continuation(
-        item["prompt"], item["following"]
-    ).tolist(),
-    "passkey": lambda program, item, _: program.answer(
-        item["context"], item["question"], item["most"]
-    ),
-    "speed": _speed,
-}
-"""``stream``: token ids, up to the program's positions. ``continuation``: ``prompt`` and
-``following``. ``passkey``: ``context``, ``question`` and ``most`` tokens. ``speed``: ``prompt`` and
-``new`` tokens."""
-
-
-# --- small parts ----------------------------------------------------------------------------------
+    if question == "stream":
+        found: Any = program.stream(item[: program.positions]).tolist()
+    elif question == "continuation":
+        found = program.continuation(item["prompt"], item["following"]).tolist()
+    elif question == "passkey":
+        found = program.answer(item["context"], item["question"], item["most"])
+    else:
+        if first:
+            program.speed(item["prompt"], 4)
+        fresh = forget_peak()
+        timing = program.speed(item["prompt"], item["new"])
+        found = {**vars(timing), "resident_peak": resident_peak(), "load_included": not fresh}
+    return {"found": found, "held": asdict(program.held())}
 
 
 def resident_peak() -> int:
     """Most bytes of memory that this process had since ``forget_peak``."""
-    for line in Path("/proc/self/status").read_text("utf-8").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) << 10
-    raise OSError("/proc/self/status has no VmHWM")
+    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+    (peak,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    return peak << 10
 
 
 def forget_peak() -> bool:
@@ -183,10 +155,10 @@ def forget_peak() -> bool:
 
 def nats(logits: np.ndarray, targets: Sequence[int]) -> np.ndarray:
     """Negative log-likelihood of each row's target: float64 ``[rows]``."""
-    wanted = logits[np.arange(len(targets)), np.asarray(targets)].astype(np.float64)
-    highest = logits.max(axis=1, keepdims=True)
-    total = np.exp(logits - highest).sum(axis=1, dtype=np.float64)
-    return np.log(total) + highest[:, 0] - wanted
+    from scipy.special import logsumexp
+
+    wide = logits.astype(np.float64)
+    return logsumexp(wide, axis=1) - wide[np.arange(len(targets)), np.asarray(targets)]
 
 
 def removed_share(num_tokens: int, kept: int) -> float:

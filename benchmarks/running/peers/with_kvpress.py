@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from benchmarks.running.peers.process import Task
-from benchmarks.running.peers.questions import Held, Program, Stepwise, removed_share
+from benchmarks.running.peers.questions import Held, Program, removed_share
 
 
 def load(task: Task) -> Program:
@@ -26,7 +26,7 @@ def load(task: Task) -> Program:
     return KVPress(task.model, **task.settings)
 
 
-class KVPress(Stepwise):
+class KVPress(Program):
     """A model, and a press over it.
 
     Args:
@@ -69,7 +69,8 @@ class KVPress(Stepwise):
         self._rerotated = rerotated
         if not self._decoding_press:
             self.positions = self._model.config.max_position_embeddings
-        self.stops = _stops(self._model)
+        ends = self._model.generation_config.eos_token_id
+        self.stops = frozenset(ends if isinstance(ends, list) else [ends])
         self._most = Held(0, 0)
         self._decoding = ExitStack()
         self.begin()
@@ -134,9 +135,3 @@ class KVPress(Stepwise):
         whole = in_a_layer * (stored[-1] // keys.shape[2])
         found = sum(stored[:-1]) + whole
         self._most = Held(max(self._most.tokens, in_a_layer), max(self._most.bytes, found))
-
-
-def _stops(model: Any) -> frozenset[int]:
-    """Tokens that end an answer."""
-    found = model.generation_config.eos_token_id
-    return frozenset(found if isinstance(found, list) else [found])

@@ -15,7 +15,7 @@ import llama_cpp
 import numpy as np
 
 from benchmarks.running.peers.process import Task
-from benchmarks.running.peers.questions import Held, Program, Stepwise
+from benchmarks.running.peers.questions import Held, Program
 
 BATCH = 512
 """Tokens a call, llama.cpp's default for what it computes at once."""
@@ -37,7 +37,7 @@ def load(task: Task) -> Program:
     return LlamaCpp(task.gguf, task.threads, **task.settings)
 
 
-class LlamaCpp(Stepwise):
+class LlamaCpp(Program):
     """One model and one context."""
 
     def __init__(

@@ -38,19 +38,21 @@ class Engine(Program):
             dtype="bfloat16",
             max_model_len=positions,
             max_num_batched_tokens=1024,
-            arguments={
-                "enforce_eager": not compiled,
-                "enable_prefix_caching": False,  # a prompt that warms up is read again, and timed
-            },
+            # A prompt that warms up is read again, and timed.
+            arguments={"enforce_eager": not compiled, "enable_prefix_caching": False},
         )
         self._llm = self._settings.start()
-        self._most, self._scoring = Held(0, 0), False
+        self._most = Held(0, 0)
 
     def stream(self, token_ids: Sequence[int]) -> np.ndarray:
-        return self._costs(list(token_ids))
+        from benchmarks.running import prompt_scores
+
+        prompt_scores.install(self._llm)
+        (nll,) = self._read(list(token_ids), 2).nll
+        return nll.astype(np.float64)
 
     def continuation(self, prompt: Sequence[int], following: Sequence[int]) -> np.ndarray:
-        return self._costs([*prompt, *following])[-len(following) :]
+        return self.stream([*prompt, *following])[-len(following) :]
 
     def answer(self, context: Sequence[int], question: Sequence[int], most: int) -> list[int]:
         made = self._read([*context, *question], most, scored=False, ignore_eos=False)
@@ -63,15 +65,6 @@ class Engine(Program):
 
     def held(self) -> Held:
         return self._most
-
-    def _costs(self, token_ids: list[int]) -> np.ndarray:
-        from benchmarks.running import prompt_scores
-
-        if not self._scoring:
-            prompt_scores.install(self._llm)
-            self._scoring = True
-        (nll,) = self._read(token_ids, 2).nll
-        return nll.astype(np.float64)
 
     def _read(self, token_ids: list[int], most: int, **options: bool) -> "Together":
         """Read a prompt and write at most ``most`` tokens; counts what is held meanwhile."""
