@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -83,6 +84,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "arms, default and without prefix caching; nothing after it: none")  # fmt: skip
     add("--one-at-a-time", action="store_true", help="one server at a time, for large models; "
         "trials then do not alternate")  # fmt: skip
+    add("--sessions", action="store_true", help="one arm more for each policy, which keeps "
+        "sessions in memory and in a folder")  # fmt: skip
     add("--server-args", default="", help='more arguments for every arm: "--enforce-eager"')
     words = list(sys.argv[1:] if argv is None else argv)
     preset = PRESETS[parser.parse_args(words).preset]
@@ -140,10 +143,13 @@ def cells(args: argparse.Namespace, per_token: int, block_size: int) -> list[Cel
     ]
 
 
-def arms(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Flags of every arm."""
+def arms(args: argparse.Namespace, folder: str) -> dict[str, list[str]]:
+    """Flags of every arm; ``folder``: for sessions."""
     config = {"recall": 0, "budget": args.budget, **args.policy_config}
     made = {name: {"kv_policy": {"name": name, **config}} for name in args.policies}
+    for name in args.policies if args.sessions else ():
+        keeps = {"kv_sessions": True, "kv_sessions_dir": os.path.join(folder, name)}
+        made[f"{name}-sessions"] = {**made[name], **keeps, "kv_sessions_disk": 4.0}
     policies = {name: ["--additional-config", json.dumps(one)] for name, one in made.items()}
     return {**{name: STOCK_ARMS[name] for name in args.stock}, **policies}
 
@@ -337,13 +343,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     sweep = cells(args, kv_bytes_per_token(model), args.block_size)
     records = []
     for pool, part in itertools.groupby(sweep, key=lambda cell: cell.pool):
-        of_pool = {
-            name: [*shared, "--kv-cache-memory-bytes", str(pool), *extra]
-            for name, extra in arms(args).items()
-        }
-        for record in measure_pool(args, list(part), of_pool, model, tokenizer):
-            print(line(record), file=sys.stderr, flush=True)
-            records.append(record)
+        with tempfile.TemporaryDirectory() as folder:
+            of_pool = {
+                name: [*shared, "--kv-cache-memory-bytes", str(pool), *extra]
+                for name, extra in arms(args, folder).items()
+            }
+            for record in measure_pool(args, list(part), of_pool, model, tokenizer):
+                print(line(record), file=sys.stderr, flush=True)
+                records.append(record)
     results.finish(args, argv, [*tables(records), *beside_stock(records)])
 
 

@@ -210,7 +210,7 @@ def test_sweep_and_arms() -> None:
     assert {cell.num_prompts for cell in sweep if cell.concurrency == 8} == {8}
     # 320 tokens are 20 pages of 16, and two more.
     assert {cell.pool for cell in sweep} == {22 * 160, 44 * 160}
-    made = arms(args)
+    made = arms(args, "folder")
     assert list(made) == ["full", "full-no-prefix", "sink", "cascade"]
     assert made["full"] == [] and made["full-no-prefix"] == ["--no-enable-prefix-caching"]
     flag, settings = made["cascade"]
@@ -218,6 +218,13 @@ def test_sweep_and_arms() -> None:
     assert json.loads(settings) == {
         "kv_policy": {"name": "cascade", "recall": 0, "budget": args.budget}
     }
+    with_sessions = parse_args([*options, "--stock", "--sessions"])
+    made = arms(with_sessions, "folder")
+    assert list(made) == ["sink", "cascade", "sink-sessions", "cascade-sessions"]
+    settings = json.loads(made["sink-sessions"][1])
+    assert settings.pop("kv_sessions_dir") == "folder/sink"
+    assert settings.pop("kv_sessions") is True and settings.pop("kv_sessions_disk") == 4.0
+    assert settings == json.loads(made["sink"][1])
 
 
 def test_no_two_loads_share_prompts() -> None:
