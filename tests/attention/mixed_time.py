@@ -3,9 +3,9 @@
 
 python -m tests.attention.mixed_time
 
-64 requests decode and one reads 512 tokens of its prompt, in a model like Llama 8B. Such a step runs
-outside full CUDA graphs: the metadata is built once, and each of 32 layers runs its attention from
-Python. All of that runs here, through vLLM's own operators, and every launch runs down to the
+64 requests decode and one reads 512 tokens of its prompt, in a model like Llama 8B. Such a step
+runs outside full CUDA graphs: the metadata is built once, and each of 32 layers runs its attention
+from Python. All of that runs here, through vLLM's own operators, and every launch runs down to the
 driver's ``cuLaunchKernelEx``, which is a stub (``no_card.py``). Not counted: the driver's part of a
 launch, the same for both, which the last column multiplies; and what PyTorch's operators would
 launch, which run on the CPU here. Stock vLLM on an H100 chooses FlashAttention, whose operators are
@@ -51,9 +51,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "cascade, units": {"name": "cascade", **UNITS},
     "cascade, recall": {"name": "cascade", **UNITS, "recall": 8, "recall_store": 1024},
 }
-FULL = FullAttentionSpec(
-    block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.bfloat16
-)
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=SIZE, dtype=torch.bfloat16)
 
 
 @dataclass
@@ -156,15 +154,11 @@ def ours(settings: dict[str, Any], evicts: bool) -> Side:
         builder.stores, builder.requests.names = rings, lambda _: names
     layers = {}
     for i in range(LAYERS):
-        impl = TritonKVPolicyImpl(
-            HEADS * GROUP, SIZE, SIZE**-0.5, HEADS, None, None, "auto", None
-        )
+        impl = TritonKVPolicyImpl(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS, None, None, "auto", None)
         impl.prepare(spec, pool, rotary)
         if rings is not None:
             impl.recall_from(rings, 0, policy.recall_queries)
-        layers[f"layers.{i}"] = SimpleNamespace(
-            impl=impl, kv_cache=pool, layer_name=f"layers.{i}"
-        )
+        layers[f"layers.{i}"] = SimpleNamespace(impl=impl, kv_cache=pool, layer_name=f"layers.{i}")
     table = torch.ones(ROWS + 1, -(-policy.capacity // BLOCK), dtype=torch.int32)
     firsts, lengths, prompts = steps_at(evicts)
     common = step_of(firsts, lengths, prompts, table)

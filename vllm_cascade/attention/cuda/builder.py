@@ -20,7 +20,6 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
 from vllm_cascade.attention.cuda.mail import DeviceTables, Mail, Plans
 from vllm_cascade.attention.cuda.metadata import (
-    ChunkRows,
     DecodeRows,
     DeviceWave,
     PrefillRows,
@@ -38,6 +37,7 @@ from vllm_cascade.kernels.columns import (
     STEP_COLUMNS,
     STREAM,
 )
+from vllm_cascade.kernels.triton.chunk import Chunks
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.schedule import Schedule, by_schedule
@@ -391,7 +391,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         recall: np.ndarray | None,
         names: Sequence[str | None],
     ) -> DecodeRows:
-        index = mail.steps[at, START].long()
+        index = _places(rows.steps[:, START])
+        if index is None:
+            index = mail.steps[at, START].long()
         scored = saves = None
         if self.drafts is not None:
             places = self.drafts.saves(names, rows.request, rows.steps[:, STREAM])
@@ -474,9 +476,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         plain = np.asarray([one.keeps_newest is not None for one in rows.schedules], dtype=bool)
         return plain & (rows.steps[:, STREAM] % self.schedule.unit == 0)
 
-    def _chunks(self, chunks: ChunkDraft, mail: Mail) -> ChunkRows:
+    def _chunks(self, chunks: ChunkDraft, mail: Mail) -> Chunks:
         steps, own, longest = chunks
-        return ChunkRows(
+        return Chunks(
             steps=mail.others[steps],
             chunks=mail.steps[own],
             table=mail.table[own],
@@ -491,6 +493,15 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             decays = schedule.scoring.weight * schedule.scoring.decay**power
             self._decays[schedule.arithmetic] = sent(decays.float(), self.device)
         return self._decays[schedule.arithmetic]
+
+
+def _places(places: np.ndarray) -> slice | None:
+    """Ascending places in a step as a slice if they follow each other, as where decoding requests
+    come first (vLLM's second runner). Then no layer has to gather their rows."""
+    first = int(places[0])
+    if int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
+        return slice(first, first + len(places), 1)
+    return None
 
 
 def _as_padding(common: CommonAttentionMetadata) -> CommonAttentionMetadata:

@@ -9,6 +9,8 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.kernels.triton.chunk import Chunks
+from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.strides import Strides
 from vllm_cascade.policies.rules import Scoring
 from vllm_cascade.step.inputs import Stride
@@ -30,6 +32,9 @@ class DecodeRows:
         given: fp32 ``[B]``, the host's scores, or None.
         recall: int32 ``[B, RECALL_COLUMNS]``; None without recall.
         saves: int32 ``[B]``, places of draft tokens, -1 for others; None: there are no drafts.
+        leads: whether the tokens are the first of the step, in order.
+        singles: launch arguments and the kernels' shared memory, by number and size of the layer's
+            query heads. The first layer builds them for all layers.
     """
 
     index: torch.Tensor | slice
@@ -41,6 +46,11 @@ class DecodeRows:
     given: torch.Tensor | None = None
     recall: torch.Tensor | None = None
     saves: torch.Tensor | None = None
+    singles: dict[tuple[int, int], Singles] = field(default_factory=dict)
+
+    @property
+    def leads(self) -> bool:
+        return isinstance(self.index, slice) and self.index == slice(0, len(self.steps), 1)
 
 
 @dataclass(frozen=True)
@@ -77,27 +87,6 @@ class PrefillRows:
 
 
 @dataclass(frozen=True)
-class ChunkRows:
-    """Strides of ``M`` requests with score-free policies, attended in one launch.
-
-    Attributes:
-        steps: int32 ``[K, STEP_COLUMNS]``, one row per stride.
-        chunks: int32 ``[M, STEP_COLUMNS]``, one row per request, for all of its strides.
-        table: int32 ``[M, P]`` block numbers of the requests.
-        positions: int64 ``[num_tokens]``, the tokens' positions.
-        finished: int32 zeros, counters of finished programs.
-        max_length: tokens of the longest stride.
-    """
-
-    steps: torch.Tensor
-    chunks: torch.Tensor
-    table: torch.Tensor
-    positions: torch.Tensor
-    finished: torch.Tensor
-    max_length: int
-
-
-@dataclass(frozen=True)
 class DeviceWave:
     """One stride per request, grouped by implementation.
 
@@ -115,7 +104,7 @@ class DeviceWave:
     decode: DecodeRows | None = None
     prefill: Sequence[PrefillRows] = ()
     others: Sequence[tuple[Stride, np.ndarray | None]] = ()
-    chunks: ChunkRows | None = None
+    chunks: Chunks | None = None
 
 
 @dataclass
