@@ -61,7 +61,7 @@ class Launcher:
             self._by_triton(grid, variant, own)
             return
         kernel, in_order = ready
-        active = driver.active
+        active: Any = driver.active
         kernel.run(
             *grid,
             active.get_current_stream(active.get_current_device()),

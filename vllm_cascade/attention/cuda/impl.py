@@ -59,6 +59,7 @@ from vllm_cascade.kernels.triton.insert import Insertion
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
 from vllm_cascade.kernels.triton.prefill import StrideAttention
+from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
@@ -296,9 +297,10 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             save_versions(
                 saves=saves, **_words(pages, "rank", "score", "versions"), **where, unit=pages.unit
             )
-        recall = {**where, "recall": decode.recall}
+        recalling = None
         if self.recall is not None:
-            self.recall.choose(new.query, **recall, single=True)
+            recalling = self._recall_rows(self.recall, decode)
+            self.recall.choose(tokens, recalling, single=True, does=decode.recalls)
         if not decode.leads:
             place = new.output[rows]
             if isinstance(rows, torch.Tensor):  # a copy
@@ -309,7 +311,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             singles = self._shared_singles(kernels, pages, metadata, decode, saves)
         kernels.attention(tokens, singles)
         kernels.merge(tokens, singles)
-        if isinstance(rows, torch.Tensor):
+        if isinstance(rows, torch.Tensor) and tokens.output is not None:
             new.output[rows] = tokens.output
         if kernels.update is not None:
             kernels.update(singles)
@@ -326,10 +328,25 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 unit=pages.unit,
                 salts=self._salts,
             )
-        ranks = None if self.recall is None else self.recall.ranks(**recall)
+        if self.recall is not None and recalling is not None:
+            self.recall.before(recalling, decode.recalls)
         kernels.insertion(tokens, singles)
-        if self.recall is not None:
-            self.recall.store(**recall, ranks=ranks)
+        if self.recall is not None and recalling is not None:
+            self.recall.store(recalling, decode.recalls)
+
+    def _recall_rows(
+        self, recall: LayerRings, rows: DecodeRows | PrefillRows, columns: int | None = None
+    ) -> RecallRows:
+        """What recall's launches are given, the first layer's for all."""
+        which = self.num_heads, self.head_size
+        found = rows.recalling.get(which)
+        if found is None:
+            assert rows.recall is not None, "the builder has stores, too"
+            own = rows.table, rows.steps, rows.recall
+            found = recall.rows(*own, self.num_heads, columns)
+            if not _is_captured(rows.steps.device):
+                rows.recalling[which] = found
+        return found
 
     def _shared_singles(
         self,
@@ -356,7 +373,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if metadata.spec.policy.uses_attention:
             found["new_score"], new_score = (num_rows, kernels.num_sets), {}
         shapes = {name: (shape, torch.float32) for name, shape in found.items()}
-        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        captured = _is_captured(device)
         workspace = Workspace(device) if captured else workspace_of(device)
         made = Singles(
             steps=decode.steps,
@@ -442,19 +459,18 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
         """Three launches: attend, add up what keys received, and choose and write; and recall's."""
-        recall = {"table": rows.table, "steps": rows.steps, "recall": rows.recall}
-        assert tokens.query is not None, "a stride attends"
+        recalling = None
         if self.recall is not None:
-            self.recall.choose(tokens.query, **recall, single=False)
+            recalling = self._recall_rows(self.recall, rows, columns=rows.width)
+            self.recall.choose(tokens, recalling, single=False, does=rows.recalls)
         shared = rows.strides.get((self.num_heads, self.head_size))
         strides = shared or self._shared(kernels, tokens, rows)
         kernels.attention(tokens, strides)
         if strides.sums is not None:
             kernels.sums(tokens, strides)
             strides = self._of_all_ranks(strides, kernels.reduction)
-        if self.recall is not None:
-            keep = kernels.choice(strides)
-            self.recall.store(**recall, keep=keep, key=tokens.key, value=tokens.value)
+        if self.recall is not None and recalling is not None and rows.recalls.stores:
+            self.recall.store(recalling, rows.recalls, tokens, kernels.choice(strides))
         kernels.insertion(tokens, strides)
 
     def _shared(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> Strides:
@@ -548,6 +564,11 @@ def stored_of(pages: Pages) -> Codes | None:
         own = {"dtype": torch.float32, "device": pages.kv.device}
         scales = torch.cat([torch.full((1,), scale, **own) for scale in quantised.scales])
     return Codes(quantised.code, scales)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether launches are recorded for a CUDA graph, which keeps the memory that they use."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _words(pages: Pages, *names: str) -> dict[str, Any]:

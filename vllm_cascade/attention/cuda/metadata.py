@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,11 +11,29 @@ from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.kernels.triton.chunk import Chunks
+from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.strides import Strides
 from vllm_cascade.policies.rules import Scoring
 from vllm_cascade.step.inputs import Stride
 from vllm_cascade.step.rows import StrideRows
+
+
+class Recalls(NamedTuple):
+    """What any of some strides does with evicted units, as far as the host knows: launches for what
+    none of them does are left out.
+
+    Attributes:
+        selects: whether any selects units; ``judges``: by their evidence.
+        stores: whether any evicts units.
+    """
+
+    selects: bool = True
+    judges: bool = True
+    stores: bool = True
+
+
+EVERYTHING = Recalls()
 
 
 @dataclass(frozen=True)
@@ -33,8 +52,9 @@ class DecodeRows:
         recall: int32 ``[B, RECALL_COLUMNS]``; None without recall.
         saves: int32 ``[B]``, places of draft tokens, -1 for others; None: there are no drafts.
         leads: whether the tokens are the first of the step, in order.
-        singles: launch arguments and the kernels' shared memory, by number and size of the layer's
-            query heads. The first layer builds them for all layers.
+        recalls: what rows do by ``recall``. A captured graph has all launches, for later steps.
+        singles, recalling: launch arguments and the kernels' shared memory, by number and size of
+            the layer's query heads. The first layer builds them for all layers.
     """
 
     index: torch.Tensor | slice
@@ -46,7 +66,9 @@ class DecodeRows:
     given: torch.Tensor | None = None
     recall: torch.Tensor | None = None
     saves: torch.Tensor | None = None
+    recalls: Recalls = EVERYTHING
     singles: dict[tuple[int, int], Singles] = field(default_factory=dict)
+    recalling: dict[tuple[int, int], RecallRows] = field(default_factory=dict)
 
     @property
     def leads(self) -> bool:
@@ -69,8 +91,9 @@ class PrefillRows:
         width: units of the longest line (cached and new tokens), or of the most slots afterwards if
             that is more.
         recall: int32 ``[R, RECALL_COLUMNS]``; None without recall.
-        strides: launch arguments and the kernels' shared memory, by number and size of the layer's
-            query heads. The first layer builds them for all layers.
+        recalls: what the strides do by ``recall``.
+        strides, recalling: launch arguments and the kernels' shared memory, by number and size of
+            the layer's query heads. The first layer builds them for all layers.
     """
 
     steps: torch.Tensor
@@ -83,7 +106,9 @@ class PrefillRows:
     max_slots: int
     width: int
     recall: torch.Tensor | None = None
+    recalls: Recalls = EVERYTHING
     strides: dict[tuple[int, int], Strides] = field(default_factory=dict)
+    recalling: dict[tuple[int, int], RecallRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
