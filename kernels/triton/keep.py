@@ -198,13 +198,8 @@ class StrideChoice:
         self._launch = Launcher(_keep_of_strides, **fixed)
 
     def __call__(self, strides: Strides) -> torch.Tensor:
-        """Write ``notes`` and ``values``.
-
-        Returns:
-            int32 ``[R, S, W]``, a part of ``notes``: each unit's new rank, -1 if it is evicted;
-            cached units come first, then the stride's.
-        """
-        assert strides.notes is not None and strides.recall is not None
+        """Write ``notes``, ``values`` and so ``keep``, which is returned."""
+        assert strides.keep is not None, "it is for recall"
         if strides.num_rows:
             self._launch(
                 (strides.num_rows, strides.num_sets, 1),
@@ -226,4 +221,4 @@ class StrideChoice:
                 PARTS=strides.parts,
                 SCORE_TILE=strides.score_tile,
             )
-        return strides.notes[:, :, 0, NEW_RANK.value]
+        return strides.keep

@@ -19,8 +19,8 @@ from .tiles import check_rows, check_steps, head_size_of
 
 LINE_WORDS = 3
 """Numbers per cached unit that attention writes (``prefill``)."""
-NUMBER_ROWS, VALUE_ROWS = 4, 2
-"""Rows of notes and of values (``keep``)."""
+NUMBER_ROWS, VALUE_ROWS, NEW_RANK = 4, 2, 0
+"""Rows of notes and of values (``keep``); the first one of notes has the units' new ranks."""
 
 
 @dataclass(eq=False)
@@ -94,6 +94,8 @@ class Strides:
             the most slots of a request, in units.
         values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, equally wide.
         recall: int32 ``[>= R, RECALL_COLUMNS]``, or None without recall.
+        keep: int32 ``[R, S, W]``, a part of ``notes`` with recall: each unit's new rank, -1 if it
+            is evicted; cached units come first, then the stride's.
         variant: ``launch.variant_of`` all that kernels are compiled for.
     """
 
@@ -132,8 +134,11 @@ class Strides:
         if self.sums is not None:
             rows, self.sums_heads, self.sums_width = self.sums.shape
             assert rows == self.num_rows and self.sums.is_contiguous(), self.sums.shape
+        self.keep = None
         if self.recall is not None:
             check_recall(self.recall, self.steps)
+            if self.notes is not None:
+                self.keep = self.notes[:, :, 0, NEW_RANK]
         self.summed = max(self.sums_heads // max(self.num_sets, 1), 1)
         self.score_tile = score_tile(self.summed)
         partial = self.partial

@@ -13,6 +13,7 @@ C++ and are not here; its Triton backend is what can be compared.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from tests.attention.steps import step_of
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.kernels.triton import launch
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.recall.log import UnitShape
@@ -68,8 +70,9 @@ class Side:
     layers: dict[str, Any]
     writes_apart: bool = False
 
-    def step(self) -> Callable[[], None]:
+    def step(self, build: Callable[[], Any] | None = None) -> Callable[[], None]:
         """One step on the host: the metadata, then all layers."""
+        build = build or self.build
         rows = torch.zeros(TOKENS, (GROUP + 2) * HEADS * SIZE, dtype=torch.bfloat16)
         query, key, value = rows.split([GROUP * HEADS * SIZE, HEADS * SIZE, HEADS * SIZE], dim=1)
         query = query.view(TOKENS, GROUP * HEADS, SIZE)
@@ -82,7 +85,7 @@ class Side:
         attend = torch.ops.vllm.unified_attention_with_output
 
         def run() -> None:
-            metadata = dict.fromkeys(self.layers, self.build())
+            metadata = dict.fromkeys(self.layers, build())
             context = ForwardContext(self.layers, metadata, slot_mapping)
             with override_forward_context(context):
                 for encoded in names.values():
@@ -129,8 +132,12 @@ def stock(evicts: bool) -> Side:
     return Side(lambda: builder.build(0, common), layers, writes_apart=True)
 
 
-def ours(settings: dict[str, Any], evicts: bool) -> Side:
-    """Our CUDA backend under a policy; layers share a pool of two pages, which nothing reads."""
+def ours(settings: dict[str, Any], *steps: bool) -> Side:
+    """Our CUDA backend under a policy; layers share a pool of two pages, which nothing reads.
+
+    Args:
+        steps: whether they evict; plans are of each in turn.
+    """
     policy = resolve({"recall": 0, **settings, "budget": BUDGET})
     spec = KVPolicySpec.from_full(FULL, policy)
     limits = SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=256)
@@ -160,10 +167,11 @@ def ours(settings: dict[str, Any], evicts: bool) -> Side:
             impl.recall_from(rings, 0, policy.recall_queries)
         layers[f"layers.{i}"] = SimpleNamespace(impl=impl, kv_cache=pool, layer_name=f"layers.{i}")
     table = torch.ones(ROWS + 1, -(-policy.capacity // BLOCK), dtype=torch.int32)
-    firsts, lengths, prompts = steps_at(evicts)
-    common = step_of(firsts, lengths, prompts, table)
+    each = [steps_at(evicts) for evicts in steps]
+    turn = itertools.cycle([(step[0], step_of(*step, table)) for step in each])
 
     def build() -> Any:
+        firsts, common = next(turn)
         if rings is not None:  # as before the step
             rings.end[:] = spec.schedule.evicted(np.asarray(firsts))
             rings.shown[:] = spec.schedule.recalled(np.asarray(firsts))
@@ -173,15 +181,53 @@ def ours(settings: dict[str, Any], evicts: bool) -> Side:
 
 
 def milliseconds(*runs: Callable[[], Any], trials: int) -> list[float]:
-    """Median of single calls that take turns, so that all see the same machine."""
+    """Median of single calls that take turns, so that all see the same machine.
+
+    It is the thread's own time, to which other processes add less than to the clock's.
+    """
     times: list[list[float]] = [[] for _ in runs]
     for trial in range(trials + 3):
         for run, own in zip(runs, times, strict=True):
-            begin = time.perf_counter_ns()
+            begin = time.thread_time_ns()
             run()
             if trial >= 3:
-                own.append((time.perf_counter_ns() - begin) / 1e6)
+                own.append((time.thread_time_ns() - begin) / 1e6)
     return [statistics.median(own) for own in times]
+
+
+def differing(settings: dict[str, Any]) -> list[str]:
+    """Kernels that were launched otherwise than Triton would have: in a step that grows caches, one
+    that evicts, and both again."""
+    side, found = ours(settings, False, True), []
+    side.layers = dict(list(side.layers.items())[:2])
+    for _ in range(4):
+        metadata = side.build()
+        run = side.step(lambda made=metadata: made)
+        run()  # the first launches of a kind are Triton's
+        each = [_launches_of(run, by_triton) for by_triton in (False, True)]
+        assert len(each[0]) == len(each[1]) > 0
+        for one, other in zip(*each, strict=True):
+            if one != other:
+                found.append(str(other))
+    return found
+
+
+def _launches_of(run: Callable[[], None], by_triton: bool) -> list[Any]:
+    """Grids, kernels, their options and arguments."""
+    plain = launch._profiled
+    launch._profiled, no_card.noting = (lambda: by_triton), True
+    no_card.launched.clear()
+    try:
+        run()
+    finally:
+        launch._profiled, no_card.noting = plain, False
+    return [_told(args) for args in no_card.launched]
+
+
+def _told(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    *first, arguments = args
+    values = [(x.data_ptr(), x.dtype) if isinstance(x, torch.Tensor) else x for x in arguments]
+    return (*first[:5], first[7], *values)
 
 
 def measure(settings: dict[str, Any], evicts: bool, trials: int = 40) -> dict[str, float]:
@@ -203,9 +249,16 @@ def measure(settings: dict[str, Any], evicts: bool, trials: int = 40) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=40)
+    parser.add_argument("--check", action="store_true", help="compare launches with Triton's")
     parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=POLICIES)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.check:
+        for name in args.policies:
+            with torch.inference_mode():
+                assert not (found := differing(POLICIES[name])), (name, found[:3])
+            print(f"{name}: all launches are what Triton's would be")
+        return
     print(
         f"one thread; {ROWS} requests decode, one reads {CHUNK} tokens; {LAYERS} layers, budget "
         f"{BUDGET}; ms of the host a step, of that the plan; launches a layer"

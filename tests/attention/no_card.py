@@ -9,6 +9,7 @@ when it is imported. ``TRITON_INTERPRET`` must not be set.
 """
 
 import ctypes
+import itertools
 import os
 import subprocess
 import tempfile
@@ -45,6 +46,12 @@ R cuTensorMapEncodeTiled(void) { return 0; }
 R cuTensorMapEncodeIm2col(void) { return 0; }
 """
 _library: ctypes.CDLL | None = None
+_functions = itertools.count(1)
+
+
+launched: list[tuple[Any, ...]] = []
+"""What the C launcher was given, while ``noting``."""
+noting = False
 
 
 def launches() -> int:
@@ -79,6 +86,14 @@ def pretend() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     torch.cuda.current_device = lambda: 0
     driver = CudaDriver()
+    launch = driver.utils.launch
+
+    def note(*args: Any) -> None:
+        if noting:
+            launched.append(args)
+        launch(*args)
+
+    driver.utils.launch = note
     driver.get_current_device, driver.get_current_stream = (lambda: 0), (lambda _: 0)
     triton.runtime.driver.set_active(driver)
     JITFunction._do_compile = _not_compiled
@@ -103,7 +118,8 @@ def _not_compiled(
     aligned = dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
     flags = {"launch_cooperative_grid": False, "launch_pdl": False, "num_ctas": 1}
     kernel = CompiledKernel.__new__(CompiledKernel)
-    kernel.src, kernel.name, kernel.module, kernel.function = source, self.__name__, object(), 1
+    kernel.src, kernel.name, kernel.module = source, self.__name__, object()
+    kernel.function = next(_functions)
     kernel.packed_metadata = (options.num_warps, 1, 0)
     kernel._run = CudaLauncher(source, SimpleNamespace(**nothing, **aligned, **flags))
     self.device_caches[device][0][key] = kernel
