@@ -27,7 +27,7 @@ from .attend_tiles import (
     wide_of,
     words_of,
 )
-from .attend_units import _attend_units, units_constants
+from .attend_units import units_launcher
 from .configs import TURNED, attend_config, sharing
 from .launch import Launcher
 from .singles import Singles
@@ -329,18 +329,22 @@ class DecodeAttention:
             "page_stride": kv.stride(0),
             "word_stride": rank.stride(0),
             "NUM_SETS": sets,
-            "HEAD": head_size,
             "HALF": 0 if rotation is None else rotation.shape[2],
             "INTERLEAVED": interleaved,
-            "UNIT": unit,
             "PAGE": page,
             **codes_arguments(stored, kv, rank, latent),
         }
         if self.turns_queries:
-            own = units_constants(kv.device, new, head_size, group, unit)
             self._programs = num_heads
-            self._launch = Launcher(
-                _attend_units, **common, **own, NUM_HEADS=num_heads, KEEP_MASSES=keep_logits
+            self._launch = units_launcher(
+                kv.device,
+                new,
+                head_size,
+                group,
+                unit,
+                **common,
+                NUM_HEADS=num_heads,
+                KEEP_MASSES=keep_logits,
             )
             return
         shared = sharing(group, latent)
@@ -351,6 +355,8 @@ class DecodeAttention:
         self._launch = Launcher(
             _attend,
             **common,
+            HEAD=head_size,
+            UNIT=unit,
             NUM_HEADS=num_heads,
             HEADS=heads,
             GROUP=group,

@@ -15,11 +15,14 @@ long one. For the scores, the kernel writes one log-sum-exp per chunk and query 
   then depend on registers only, and the compiler keeps two chunks of them in flight.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .configs import units_config
+from .launch import Launcher
 from .stored import apart, factor_of, load_scales, scale_place, widened
 from .tiles import (
     CACHED,
@@ -240,16 +243,26 @@ def _attend_units(
     tl.store(partial_lse + place, lse, mask=real)
 
 
-def units_constants(
-    device: torch.device, dtype: torch.dtype, head_size: int, group: int, unit: int
-) -> dict[str, int]:
-    """What the kernel is compiled for beside a layer's shape (``attend.DecodeAttention``)."""
+def units_launcher(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    unit: int,
+    **fixed: Any,
+) -> Launcher:
+    """Launches the kernel in one layer, of whose arguments ``fixed`` are the others that are
+    ``attend.DecodeAttention``'s."""
     config = units_config(device, dtype, head_size, group)
-    return {
-        "GROUP": group,
-        "LEAD": triton.next_power_of_2(group),
-        "CHUNK": chunk_of(unit, config.tile),
-        "STAGES": config.stages,
-        "num_warps": config.warps,
-        "num_stages": config.stages,
-    }
+    return Launcher(
+        _attend_units,
+        **fixed,
+        UNIT=unit,
+        HEAD=head_size,
+        GROUP=group,
+        LEAD=triton.next_power_of_2(group),
+        CHUNK=chunk_of(unit, config.tile),
+        STAGES=config.stages,
+        num_warps=config.warps,
+        num_stages=config.stages,
+    )
