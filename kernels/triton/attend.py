@@ -11,6 +11,8 @@ and log-sum-exps for the merge of the parts. Units of a multiple of 16 tokens ha
 Source: split-KV decoding as in Flash-Decoding (https://pytorch.org/blog/flash-decoding/).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,9 +27,12 @@ from .attend_tiles import (
     wide_of,
     words_of,
 )
-from .attend_units import attend_units
+from .attend_units import units_launcher
 from .configs import TURNED, attend_config, sharing
+from .launch import Launcher
+from .singles import Singles
 from .stored import Codes, apart, codes_arguments, load_scales, scale_place
+from .strides import Tokens, heads_of
 from .tiles import (
     CACHED,
     OLD_SLOTS,
@@ -35,11 +40,8 @@ from .tiles import (
     STEP,
     STREAM,
     check_pages,
-    check_rows,
-    check_steps,
     chunk_of,
     first_part,
-    head_size_of,
     load_pair,
     load_rows,
     padded,
@@ -271,46 +273,168 @@ def masses_of(num_slots: int, unit: int) -> int:
     return num_slots // chunk_of(unit, TURNED)
 
 
-def attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    rotation: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    logit_scale: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    interleaved: bool,
-    splits: int,
-    keep_logits: bool,
-    positions: torch.Tensor | None = None,
-    latent: int | None = None,
-    stored: Codes | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one token per request, in ``splits`` parts that ``combine.merge`` merges.
+class DecodeAttention:
+    """Attention of one token per request in one layer, in parts that ``combine.Merge`` merges.
 
     ``B`` requests, ``H`` KV heads, ``G`` query heads each, ``D`` channels, ``N = P * block_size``.
 
     Args:
-        query: ``[B, H * G, D]``, rotated at position ``cached``; fp16, bf16 or fp32.
-        key, value: ``[B, H, D]`` of the new token, keys rotated at position ``cached``.
         kv, rank, born: ``Pages`` views.
-        table: int32 ``[>= B, P]`` block numbers.
-        steps: int32 ``[B, STEP_COLUMNS]`` step rows (``tiles``).
         rotation: ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys are not rotated.
+        interleaved: rotary pairs are (2i, 2i + 1).
         slopes: fp32 ``[H * G]``, ALiBi slopes, or None.
-        logit_scale: fp32 ``[B]``, factors on the logits, or None.
         softcap: soft cap of the logits; 0: none.
-        keep_logits: whether to return raw logits.
-        positions: int64 positions of all tokens of the step, in layers with a window; None: queries
-            and keys are at ``cached``. Requires units of one token.
+        num_queries: query heads, ``H * G``.
+        keep_logits: whether to leave raw logits.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
         stored: how ``kv`` is stored in 8 bits; None: in the queries' type.
+        dtype: of new tokens; None: that of ``kv``.
+    """
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        rotation: torch.Tensor | None,
+        interleaved: bool,
+        slopes: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        num_queries: int,
+        keep_logits: bool,
+        latent: int | None = None,
+        stored: Codes | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        unit = check_pages(kv, rank, born)
+        num_heads, page = kv.shape[1], kv.shape[2]
+        assert num_queries % num_heads == 0, (num_queries, num_heads)
+        self._heads = heads_of(num_queries, kv, latent, dtype)
+        head_size, new = self._heads[2], self._heads[3]
+        assert stored is not None or new == kv.dtype, (new, kv.dtype)
+        group, sets = num_queries // num_heads, rank.shape[1]
+        self._page, self._unit, self._keeps = page, unit, keep_logits
+        self.value_size = latent or head_size
+        # Of latent rows, few channels turn.
+        self.turns_queries = unit % TURNED == 0 and latent is None
+        common = {
+            "kv": kv,
+            "rank": rank,
+            "born": born,
+            "rotation": rotation,
+            "slopes": slopes,
+            "scale": scale,
+            "cap": softcap or None,
+            "page_stride": kv.stride(0),
+            "word_stride": rank.stride(0),
+            "NUM_SETS": sets,
+            "HALF": 0 if rotation is None else rotation.shape[2],
+            "INTERLEAVED": interleaved,
+            "PAGE": page,
+            **codes_arguments(stored, kv, rank, latent),
+        }
+        if self.turns_queries:
+            self._programs = num_heads
+            self._launch = units_launcher(
+                kv.device,
+                new,
+                head_size,
+                group,
+                unit,
+                **common,
+                NUM_HEADS=num_heads,
+                KEEP_MASSES=keep_logits,
+            )
+            return
+        shared = sharing(group, latent)
+        group, num_heads = group // shared, num_heads * shared
+        alone = max(sets, shared)  # programs that share a KV head have one each
+        config, heads = attend_config(kv.device, new, head_size, group, num_heads, alone)
+        self._programs = num_heads // heads
+        self._launch = Launcher(
+            _attend,
+            **common,
+            HEAD=head_size,
+            UNIT=unit,
+            NUM_HEADS=num_heads,
+            HEADS=heads,
+            GROUP=group,
+            LEAD=triton.next_power_of_2(group),
+            SHARED=shared,
+            VALUE=self.value_size,
+            ROW=kv.shape[3],
+            KEEP_LOGITS=keep_logits,
+            CHUNK=chunk_of(unit, TURNED),
+            TILE=config.tile,
+            STAGES=config.stages,
+            FLAT=config.warps > heads,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+
+    def shapes(self, num_rows: int, num_pages: int, splits: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what it leaves, by attribute of ``Singles``."""
+        num_queries = self._heads[0]
+        masses = masses_of(num_pages * self._page, self._unit) if self._keeps else 0
+        return {
+            "partial": (num_rows, num_queries, splits, self.value_size),
+            "partial_lse": (num_rows, num_queries, splits),
+            "logits": (num_rows, num_queries, masses) if masses else (0,),
+            "own": (num_rows, num_queries) if masses else (0,),
+        }
+
+    def __call__(self, tokens: Tokens, singles: Singles) -> None:
+        """Write ``partial``, ``partial_lse``, ``logits`` and ``own``, but for padding rows."""
+        assert tokens.heads == self._heads, (tokens.heads, self._heads)
+        if singles.num_rows == 0:
+            return
+        of_logits = "masses" if self.turns_queries else "logits"
+        own = {of_logits: singles.logits, f"{of_logits}_stride": singles.num_masses}
+        if not self.turns_queries:
+            own["positions"] = singles.positions
+        query_stride, key_stride, value_stride, _ = tokens.places
+        self._launch(
+            (singles.num_rows, self._programs, singles.splits),
+            (tokens.variant, singles.variant),
+            query=tokens.query,
+            key=tokens.key,
+            value=tokens.value,
+            table=singles.table,
+            steps=singles.steps,
+            logit_scale=singles.logit_scale,
+            partial=singles.partial,
+            partial_lse=singles.partial_lse,
+            own=singles.own,
+            query_stride=query_stride,
+            key_stride=key_stride,
+            value_stride=value_stride,
+            table_stride=singles.table_place,
+            **own,
+        )
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    logit_scale: torch.Tensor | None,
+    splits: int,
+    positions: torch.Tensor | None = None,
+    **layer: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One call of ``DecodeAttention`` for a layer that is described by the rest.
+
+    Args:
+        query: ``[B, H * G, D]``, rotated at position ``cached``; fp16, bf16 or fp32.
+        key, value: ``[B, H, D]`` of the new token, keys rotated at position ``cached``.
+        table: int32 ``[>= B, P]`` block numbers.
+        steps: int32 ``[B, STEP_COLUMNS]`` step rows (``tiles``).
+        logit_scale: fp32 ``[B]``, factors on the logits, or None.
+        positions: int64 positions of all tokens of the step, in layers with a window; None: queries
+            and keys are at ``cached``. Requires units of one token.
 
     Returns:
         Four fp32 tensors. Padding rows are not written.
@@ -322,115 +446,10 @@ def attend(
           Empty without ``keep_logits``.
         - The new token's own logits ``[B, H * G]``. Empty without ``keep_logits``.
     """
-    unit = check_pages(kv, rank, born)
-    check_steps(steps, table)
-    num_rows, num_queries, head_size = query.shape
-    num_heads, page = kv.shape[1], kv.shape[2]
-    assert steps.shape[0] == num_rows and num_queries % num_heads == 0, query.shape
-    for rows in (query, key, value):
-        check_rows(rows)
-    value_size = latent or head_size
-    assert head_size == head_size_of(kv, latent) and value.shape[2] == value_size, kv.shape
-    assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype)
-    assert stored is not None or query.dtype == kv.dtype, (query.dtype, kv.dtype)
-    group = num_queries // num_heads
-    half = 0 if rotation is None else rotation.shape[2]
-    num_slots = table.shape[1] * page
-    masses = masses_of(num_slots, unit) if keep_logits else 0
-    outputs = partial, partial_lse, logits, own = _outputs(query, splits, masses, value_size)
-    if num_rows == 0:
-        return outputs
-    assert positions is None or (unit == 1 and positions.dtype == torch.int64), unit
-    if unit % TURNED == 0 and latent is None:  # of latent rows, few channels turn
-        attend_units(
-            query=query,
-            key=key,
-            value=value,
-            kv=kv,
-            rank=rank,
-            born=born,
-            table=table,
-            steps=steps,
-            rotation=rotation,
-            slopes=slopes,
-            logit_scale=logit_scale,
-            partial=partial,
-            partial_lse=partial_lse,
-            masses=logits,
-            own=own,
-            scale=scale,
-            softcap=softcap,
-            interleaved=interleaved,
-            keep_masses=keep_logits,
-            stored=stored,
-        )
-        return outputs
-    sets, shared = rank.shape[1], sharing(group, latent)
-    group, num_heads = group // shared, num_heads * shared
-    alone = max(sets, shared)  # programs that share a KV head have one each
-    config, heads = attend_config(query.device, query.dtype, head_size, group, num_heads, alone)
-    _attend[(num_rows, num_heads // heads, splits)](
-        query=query,
-        key=key,
-        value=value,
-        kv=kv,
-        rank=rank,
-        born=born,
-        table=table,
-        steps=steps,
-        rotation=rotation,
-        slopes=slopes,
-        logit_scale=logit_scale,
-        positions=positions,
-        partial=partial,
-        partial_lse=partial_lse,
-        logits=logits,
-        own=own,
-        scale=scale,
-        cap=softcap or None,
-        query_stride=query.stride(0),
-        key_stride=key.stride(0),
-        value_stride=value.stride(0),
-        page_stride=kv.stride(0),
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        logits_stride=masses_of(num_slots, unit),
-        NUM_HEADS=num_heads,
-        NUM_SETS=rank.shape[1],
-        HEADS=heads,
-        GROUP=group,
-        LEAD=triton.next_power_of_2(group),
-        SHARED=shared,
-        HEAD=head_size,
-        VALUE=value_size,
-        ROW=kv.shape[3],
-        HALF=half,
-        INTERLEAVED=interleaved,
-        KEEP_LOGITS=keep_logits,
-        UNIT=unit,
-        CHUNK=chunk_of(unit, TURNED),
-        PAGE=page,
-        TILE=config.tile,
-        STAGES=config.stages,
-        FLAT=config.warps > heads,
-        **codes_arguments(stored, kv, rank, latent),
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
-    return outputs
-
-
-def _outputs(
-    query: torch.Tensor, splits: int, masses: int, value_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    num_rows, num_queries, _ = query.shape
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=query.device)
-
-    return (
-        empty(num_rows, num_queries, splits, value_size),
-        empty(num_rows, num_queries, splits),
-        empty(num_rows, num_queries, masses) if masses else empty(0),
-        empty(num_rows, num_queries) if masses else empty(0),
-    )
+    launch = DecodeAttention(**layer, num_queries=query.shape[1], dtype=query.dtype)
+    shapes = launch.shapes(len(steps), table.shape[1], splits)
+    made = {name: query.new_empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
+    assert len(query) == len(steps), query.shape
+    tokens = Tokens(query, key, value)
+    launch(tokens, Singles(steps, table, logit_scale=logit_scale, positions=positions, **made))
+    return made["partial"], made["partial_lse"], made["logits"], made["own"]

@@ -15,12 +15,15 @@ long one. For the scores, the kernel writes one log-sum-exp per chunk and query 
   then depend on registers only, and the compiler keeps two chunks of them in flight.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .configs import units_config
-from .stored import Codes, apart, codes_arguments, factor_of, load_scales, scale_place, widened
+from .launch import Launcher
+from .stored import apart, factor_of, load_scales, scale_place, widened
 from .tiles import (
     CACHED,
     OLD_SLOTS,
@@ -240,79 +243,26 @@ def _attend_units(
     tl.store(partial_lse + place, lse, mask=real)
 
 
-def attend_units(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    rotation: torch.Tensor | None,
-    slopes: torch.Tensor | None,
-    logit_scale: torch.Tensor | None,
-    partial: torch.Tensor,
-    partial_lse: torch.Tensor,
-    masses: torch.Tensor,
-    own: torch.Tensor,
-    scale: float,
-    softcap: float,
-    interleaved: bool,
-    keep_masses: bool,
-    stored: Codes | None = None,
-) -> None:
-    """Launch the kernel with the arguments of ``attend``; writes the four tensors it returns.
-
-    Args:
-        masses: the log-sum-exps per chunk that ``attend`` returns as logits.
-        keep_masses: whether ``masses`` and ``own`` are written.
-        stored: how ``kv`` is stored in 8 bits; None: in the queries' type.
-    """
-    num_rows, num_queries, head_size = query.shape
-    num_heads, page = kv.shape[1], kv.shape[2]
-    unit, splits = page // rank.shape[2], partial.shape[2]
-    group = num_queries // num_heads
-    config = units_config(query.device, query.dtype, head_size, group)
-    chunk = chunk_of(unit, config.tile)
-    _attend_units[(num_rows, num_heads, splits)](
-        query=query,
-        key=key,
-        value=value,
-        kv=kv,
-        rank=rank,
-        born=born,
-        table=table,
-        steps=steps,
-        rotation=rotation,
-        slopes=slopes,
-        logit_scale=logit_scale,
-        partial=partial,
-        partial_lse=partial_lse,
-        masses=masses,
-        own=own,
-        scale=scale,
-        cap=softcap or None,
-        query_stride=query.stride(0),
-        key_stride=key.stride(0),
-        value_stride=value.stride(0),
-        page_stride=kv.stride(0),
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        masses_stride=table.shape[1] * page // chunk,
-        NUM_HEADS=num_heads,
-        NUM_SETS=rank.shape[1],
+def units_launcher(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    group: int,
+    unit: int,
+    **fixed: Any,
+) -> Launcher:
+    """Launches the kernel in one layer, of whose arguments ``fixed`` are the others that are
+    ``attend.DecodeAttention``'s."""
+    config = units_config(device, dtype, head_size, group)
+    return Launcher(
+        _attend_units,
+        **fixed,
+        UNIT=unit,
+        HEAD=head_size,
         GROUP=group,
         LEAD=triton.next_power_of_2(group),
-        HEAD=head_size,
-        HALF=0 if rotation is None else rotation.shape[2],
-        INTERLEAVED=interleaved,
-        KEEP_MASSES=keep_masses,
-        UNIT=unit,
-        CHUNK=chunk,
-        PAGE=page,
+        CHUNK=chunk_of(unit, config.tile),
         STAGES=config.stages,
-        **codes_arguments(stored, kv, rank, None),
         num_warps=config.warps,
         num_stages=config.stages,
     )

@@ -11,7 +11,8 @@ In layers with a window, positions differ from ranks (``shift_of``), and a strid
 the window: keys outside a query's window are masked.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,8 @@ import triton.language as tl
 
 from .chunk_write import write_rows, write_words
 from .configs import prefill_config
-from .prefill import MOST_REGISTERS, check_new, stride_constants, stride_logits, stride_queries
+from .launch import Launcher, variant_of
+from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
 from .softmax import empty_softmax, online_softmax, with_sink
 from .stored import (
     Codes,
@@ -31,6 +33,7 @@ from .stored import (
     scale_of_word,
     wide,
 )
+from .strides import Tokens, heads_of
 from .tiles import (
     CACHED,
     CHUNK,
@@ -322,102 +325,161 @@ def _attend_chunks(
             )
 
 
-def attend_chunks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    score: torch.Tensor,
-    token: torch.Tensor | None,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    chunks: torch.Tensor,
-    positions: torch.Tensor,
-    finished: torch.Tensor,
-    rotation: torch.Tensor | None,
-    new_rotation: torch.Tensor | None,
-    interleaved: bool,
-    slopes: torch.Tensor | None,
-    logit_scale: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-    max_length: int,
-    output: torch.Tensor,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    latent: int | None = None,
-    stored: Codes | None = None,
-) -> None:
-    """Attend ``K`` strides of ``M`` requests' chunks and write the survivors into the pages.
+@dataclass(eq=False)
+class Chunks:
+    """``K`` strides of ``M`` requests' chunks, the same for all layers of a kind.
+
+    Attributes:
+        steps: int32 ``[K, STEP_COLUMNS]`` step rows of strides with their ``CHUNK``; strides begin
+            at units.
+        chunks: int32 ``[M, STEP_COLUMNS]`` (``stride_columns``).
+        table: int32 ``[>= M, P]`` block numbers.
+        positions: int64 ``[>= num_tokens]``, positions with which the step's keys were rotated.
+        finished: int32 ``[>= M, 2 * H]`` counters; zero before and after a launch.
+        max_length: the longest stride.
+        variant: ``launch.variant_of`` all that the kernel is compiled for.
+    """
+
+    steps: torch.Tensor
+    chunks: torch.Tensor
+    table: torch.Tensor
+    positions: torch.Tensor
+    finished: torch.Tensor
+    max_length: int
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps, self.steps)
+        check_steps(self.chunks, self.table)
+        assert self.finished.dtype == torch.int32 and self.finished.is_contiguous()
+        assert len(self.finished) >= len(self.chunks), self.finished.shape
+        self.num_rows, self.num_counters = len(self.steps), self.finished.shape[1]
+        self.table_place = self.table.stride(0)
+        tensors = self.steps, self.chunks, self.table, self.positions, self.finished
+        self.variant = variant_of(*tensors, self.table_place)
+
+
+class ChunkAttention:
+    """Attention of chunks in one layer, and the survivors into the pages.
 
     Args:
-        query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
-        key, value: ``[num_tokens, H, D]``, keys rotated likewise.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` may be None.
-        table: int32 ``[>= M, P]`` block numbers.
-        steps: int32 ``[K, STEP_COLUMNS]`` step rows of strides with their ``CHUNK``; strides
-            begin at units.
-        chunks: int32 ``[M, STEP_COLUMNS]`` (``stride_columns``).
-        positions: int64 ``[>= num_tokens]``, positions with which the step's keys were rotated.
-        finished: int32 ``[>= M, 2 * H]`` counters; zero before and after the launch.
         rotation, new_rotation: tables of ``rotate`` for reading and (fp32) for writing.
         interleaved: rotary pairs are (2i, 2i + 1).
         slopes: fp32 ``[H * G]`` of ALiBi, or None.
-        logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
-        max_length: the longest stride.
-        output: like ``query``; the strides' rows are written.
+        num_queries: query heads, ``H * G``.
         sinks: fp32 ``[H * G]``, learned sink logits, or None.
         window: tokens that a query sees, its own included, in layers whose ``positions`` come from
             other layers; None: positions are ranks, and a query sees the whole cache.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
         stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
+        dtype: of new tokens; None: that of ``kv``.
     """
-    words = (rank, born, score) if token is None else (rank, born, score, token)
-    unit = check_pages(kv, *words)
-    check_steps(steps, steps)
-    check_steps(chunks, table)
-    check_new(query, key, kv, latent, stored)
-    assert finished.dtype == torch.int32 and finished.is_contiguous()
-    assert finished.shape[0] >= len(chunks) and finished.shape[1] == 2 * kv.shape[1]
-    if len(steps) == 0 or max_length == 0:
-        return
-    config = prefill_config(query.device, query.dtype, query.shape[2])
-    if stored is not None:  # encoding needs the registers of other queries
-        config = replace(config, queries=16)
-    _attend_chunks[(triton.cdiv(max_length, config.queries), query.shape[1], len(steps))](
-        query=query,
-        key=key,
-        value=value,
-        kv=kv,
-        rank=rank,
-        born=born,
-        score=score,
-        token=token,
-        table=table,
-        steps=steps,
-        chunks=chunks,
-        positions=positions,
-        finished=finished,
-        rotation=rotation,
-        new_rotation=new_rotation if unit > 1 else None,
-        slopes=slopes,
-        sinks=sinks,
-        logit_scale=logit_scale,
-        output=output,
-        scale=scale,
-        cap=softcap or None,
-        window=window,
-        query_stride=query.stride(0),
-        key_stride=key.stride(0),
-        value_stride=value.stride(0),
-        output_stride=output.stride(0),
-        page_stride=kv.stride(0),
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        RENUMBER=RENUMBERED,
-        COPY=COPIED if stored is None else ENCODED,
-        maxnreg=MOST_REGISTERS,
-        **stride_constants(config, query.shape[1], kv, rank, rotation, interleaved, latent, stored),
-    )
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        score: torch.Tensor,
+        token: torch.Tensor | None,
+        rotation: torch.Tensor | None,
+        new_rotation: torch.Tensor | None,
+        interleaved: bool,
+        slopes: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        num_queries: int,
+        sinks: torch.Tensor | None = None,
+        window: int | None = None,
+        latent: int | None = None,
+        stored: Codes | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        words = (rank, born, score) if token is None else (rank, born, score, token)
+        unit = check_pages(kv, *words)
+        self._heads = heads_of(num_queries, kv, latent, dtype)
+        _, num_heads, head_size, new = self._heads
+        assert stored is not None or new == kv.dtype, (new, kv.dtype)
+        self._num_counters = 2 * num_heads
+        config = prefill_config(kv.device, new, head_size)
+        if stored is not None:  # encoding needs the registers of other queries
+            config = replace(config, queries=16)
+        self._queries = config.queries
+        constants = stride_constants(
+            config, num_queries, kv, rank, rotation, interleaved, latent, stored
+        )
+        self._launch = Launcher(
+            _attend_chunks,
+            kv=kv,
+            rank=rank,
+            born=born,
+            score=score,
+            token=token,
+            rotation=rotation,
+            new_rotation=new_rotation if unit > 1 else None,
+            slopes=slopes,
+            sinks=sinks,
+            scale=scale,
+            cap=softcap or None,
+            window=window,
+            page_stride=kv.stride(0),
+            word_stride=rank.stride(0),
+            RENUMBER=RENUMBERED,
+            COPY=COPIED if stored is None else ENCODED,
+            maxnreg=MOST_REGISTERS,
+            **constants,
+        )
+
+    def __call__(self, tokens: Tokens, chunks: Chunks) -> None:
+        """Write the strides' rows of ``output``, and the pages."""
+        assert tokens.heads == self._heads, (tokens.heads, self._heads)
+        assert chunks.num_counters == self._num_counters, chunks.num_counters
+        if chunks.num_rows == 0 or chunks.max_length == 0:
+            return
+        query_stride, key_stride, value_stride, output_stride = tokens.places
+        self._launch(
+            (-(-chunks.max_length // self._queries), self._heads[0], chunks.num_rows),
+            (tokens.variant, chunks.variant),
+            query=tokens.query,
+            key=tokens.key,
+            value=tokens.value,
+            table=chunks.table,
+            steps=chunks.steps,
+            chunks=chunks.chunks,
+            positions=chunks.positions,
+            finished=chunks.finished,
+            logit_scale=tokens.logit_scale,
+            output=tokens.output,
+            query_stride=query_stride,
+            key_stride=key_stride,
+            value_stride=value_stride,
+            output_stride=output_stride,
+            table_stride=chunks.table_place,
+        )
+
+
+def attend_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    chunks: torch.Tensor,
+    positions: torch.Tensor,
+    finished: torch.Tensor,
+    logit_scale: torch.Tensor | None,
+    max_length: int,
+    output: torch.Tensor,
+    **layer: Any,
+) -> None:
+    """One call of ``ChunkAttention`` for a layer that is described by the rest.
+
+    Args:
+        query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
+        key, value: ``[num_tokens, H, D]``, keys rotated likewise.
+        logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
+        output: like ``query``; the strides' rows are written.
+    """
+    launch = ChunkAttention(**layer, num_queries=query.shape[1], dtype=query.dtype)
+    tokens = Tokens(query, key, value, output, logit_scale)
+    launch(tokens, Chunks(steps, chunks, table, positions, finished, max_length))

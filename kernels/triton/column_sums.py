@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .configs import Config, mass_config
+from .launch import Launcher
 from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
 from .stored import Codes, apart, load_scales, load_stored, load_turned, scale_of_word
 from .strides import Strides, Tokens, heads_of
@@ -206,7 +207,7 @@ class ColumnSums:
         config = mass_config(kv.device, new, head_size, slopes is not None)
         self._sums_heads, self.parts = _num_sums(config, num_queries, kv.shape[1], unit, reduction)
         self._heads, self._tile = heads_of(num_queries, kv, latent, dtype), config.tile
-        self._fixed = {
+        fixed = {
             "kv": kv,
             "rank": rank,
             "born": born,
@@ -218,7 +219,7 @@ class ColumnSums:
             "word_stride": rank.stride(0),
         }
         registers = {} if latent is None else {"maxnreg": MOST_REGISTERS}
-        self._constants = {
+        constants = {
             **registers,
             "CHUNK": unit // self.parts,
             "REDUCED": reduced(reduction, self.parts),
@@ -226,6 +227,7 @@ class ColumnSums:
                 config, num_queries, kv, rank, rotation, interleaved, latent, stored
             ),
         }
+        self._launch = Launcher(_column_sums, **fixed, **constants)
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write the first columns of ``sums`` in time order, ``parts`` per unit."""
@@ -236,7 +238,9 @@ class ColumnSums:
             return
         old_tiles = -(-strides.max_slots // self._tile)
         tiles = old_tiles - (-strides.max_length // self._tile)
-        _column_sums[(tiles, self._heads[1], strides.num_rows)](
+        self._launch(
+            (tiles, self._heads[1], strides.num_rows),
+            (tokens.variant, strides.variant),
             query=tokens.query,
             key=tokens.key,
             table=strides.table,
@@ -250,8 +254,6 @@ class ColumnSums:
             table_stride=strides.table_place,
             sums_stride=strides.sums_width,
             old_tiles=old_tiles,
-            **self._fixed,
-            **self._constants,
         )
 
 

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 
 from .configs import MAX_SPLITS
+from .launch import Launcher
+from .singles import Singles
+from .strides import Tokens
 from .tiles import (
     CACHED,
     DECAY,
@@ -71,6 +74,43 @@ def _merge(
     tl.store(lse + row * NUM_QUERIES + head, top + tl.log(total))
 
 
+class Merge:
+    """Joins the parts of ``attend.DecodeAttention``, and a head's learned logit of nothing.
+
+    Args:
+        num_queries: query heads.
+        value_size: channels of values.
+        sinks: fp32 ``[Hq]``, learned logits of nothing, or None.
+    """
+
+    def __init__(self, num_queries: int, value_size: int, sinks: torch.Tensor | None) -> None:
+        self._shape = num_queries, value_size
+        self._launch = Launcher(
+            _merge,
+            sinks=sinks,
+            NUM_QUERIES=num_queries,
+            HEAD=value_size,
+            MOST=MAX_SPLITS,
+            num_warps=4,
+        )
+
+    def __call__(self, tokens: Tokens, singles: Singles) -> None:
+        """Write rows of ``output``, zeros in padding, and ``lse``, but for padding rows."""
+        if singles.num_rows == 0:
+            return
+        self._launch(
+            (singles.num_rows, self._shape[0], 1),
+            (tokens.variant, singles.variant),
+            partial=singles.partial,
+            partial_lse=singles.partial_lse,
+            steps=singles.steps,
+            output=tokens.output,
+            lse=singles.lse,
+            output_stride=tokens.places[3],
+            splits=singles.splits,
+        )
+
+
 def merge(
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -78,40 +118,24 @@ def merge(
     output: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Join ``attend``'s parts, and a head's learned logit of nothing.
+    """One call of ``Merge``.
 
     Args:
         partial: fp32 ``[B, Hq, splits, D]``; splits are ``MAX_SPLITS`` at most.
         partial_lse: fp32 ``[B, Hq, splits]``.
         steps: int32 ``[B, STEP_COLUMNS]``.
         output: ``[B, Hq, D]``, written; zeros in rows that are padding.
-        sinks: fp32 ``[Hq]``, learned logits of nothing, or None.
 
     Returns:
         fp32 ``[B, Hq]`` log-sum-exps over all keys and sinks; not written in rows that are padding.
     """
-    num_rows, num_queries, splits, head_size = partial.shape
-    assert partial.is_contiguous() and partial_lse.is_contiguous()
-    assert splits <= MAX_SPLITS, splits
-    assert output.shape == (num_rows, num_queries, head_size), output.shape
-    assert output.stride()[1:] == (head_size, 1), output.stride()
+    num_rows, num_queries, _, value_size = partial.shape
+    assert output.shape == (num_rows, num_queries, value_size), output.shape
     lse = partial_lse.new_empty(num_rows, num_queries)
-    if num_rows == 0:
-        return lse
-    _merge[(num_rows, num_queries)](
-        partial=partial,
-        partial_lse=partial_lse,
-        steps=steps,
-        sinks=sinks,
-        output=output,
-        lse=lse,
-        output_stride=output.stride(0),
-        splits=splits,
-        NUM_QUERIES=num_queries,
-        HEAD=head_size,
-        MOST=MAX_SPLITS,
-        num_warps=4,
-    )
+    made = {"partial": partial, "partial_lse": partial_lse, "lse": lse}
+    singles = Singles(steps, steps, **made)  # no block table is read
+    tokens = Tokens(None, output, output=output)  # no keys either
+    Merge(num_queries, value_size, sinks)(tokens, singles)
     return lse
 
 
@@ -236,6 +260,62 @@ def _update(
             tl.store(score + word, decay * old + weight * mass, mask=valid)
 
 
+class ScoreUpdate:
+    """Scores after one query: ``decay * score + weight * reduced probability``.
+
+    Decay and weight are each request's own, in its step row.
+
+    Args:
+        rank, score: ``Pages`` views; ``score`` is written where a slot holds a token.
+        num_queries: query heads, of all tensor-parallel ranks if those decide together.
+        reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
+        unit: slots that share one rank and score.
+    """
+
+    def __init__(
+        self, rank: torch.Tensor, score: torch.Tensor, num_queries: int, reduction: str, unit: int
+    ) -> None:
+        assert reduction in ("mean", "max", "median"), reduction
+        self._num_sets, self._page = rank.shape[1:]
+        assert num_queries % self._num_sets == 0, (num_queries, self._num_sets)
+        heads = num_queries // self._num_sets
+        self._tile = _tile_of(heads)
+        self._launch = Launcher(
+            _update,
+            masses=None,
+            rank=rank,
+            score=score,
+            word_stride=rank.stride(0),
+            NUM_QUERIES=num_queries,
+            HEADS=heads,
+            REDUCTION=reduction,
+            PAGE=self._page,
+            TILE=self._tile,
+            UNIT=unit,
+            LEAVES=False,
+            num_warps=4,
+        )
+
+    def __call__(self, singles: Singles) -> None:
+        """Update ``score`` in the pages, and write ``new_score`` in rows that are not padding."""
+        if singles.num_rows == 0:
+            return
+        places = singles.num_pages * self._page
+        self._launch(
+            (singles.num_rows, self._num_sets, -(-places // self._tile)),
+            singles.variant,
+            logits=singles.logits,
+            own=singles.own,
+            lse=singles.lse,
+            table=singles.table,
+            steps=singles.steps,
+            new_score=singles.new_score,
+            table_stride=singles.table_place,
+            logits_stride=singles.num_masses,
+            PARTS=singles.num_masses // places,
+        )
+
+
 def update(
     logits: torch.Tensor,
     own: torch.Tensor,
@@ -310,6 +390,11 @@ def update_from(
     return new_score
 
 
+def _tile_of(heads: int) -> int:
+    """Slots of a program that reduces so many heads."""
+    return 64 if heads > 8 else 128
+
+
 def _launch(
     logits: torch.Tensor | None,
     own: torch.Tensor | None,
@@ -338,7 +423,7 @@ def _launch(
     if num_rows == 0:
         return
     heads = num_queries // num_sets
-    tile = 64 if heads > 8 else 128
+    tile = _tile_of(heads)
     _update[(num_rows, num_sets, triton.cdiv(num_places, tile))](
         logits=logits,
         own=own,

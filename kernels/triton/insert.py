@@ -18,13 +18,17 @@ Source: Algorithm 1 of Cascading KV Cache (https://arxiv.org/abs/2406.17808) on 
 cells: BUZZ (https://arxiv.org/abs/2410.23079).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from ..columns import RULE_COLUMNS
 from .drafts import Saved, check_saved, heads_at_once, save_slot, slot_arguments
+from .launch import Launcher
+from .singles import Singles
 from .stored import Codes, apart, codes_arguments, scale_place, write_codes
+from .strides import Tokens, heads_of
 from .tiles import (
     CACHED,
     CELL,
@@ -43,8 +47,6 @@ from .tiles import (
     STEP,
     STREAM,
     check_pages,
-    check_rows,
-    check_steps,
     copy_rows,
     slot_tile,
     victim_key,
@@ -369,102 +371,135 @@ def _insert(
         )
 
 
-def insert(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    new_score: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    score: torch.Tensor,
-    token: torch.Tensor | None,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    rules: torch.Tensor,
-    has_cells: bool,
-    positions: torch.Tensor | None = None,
-    latent: int | None = None,
-    stored: Codes | None = None,
-    saves: torch.Tensor | None = None,
-    saved: Saved | None = None,
-) -> None:
-    """Insert one token per request, evicting by the rules in ``steps`` and ``rules``.
+class Insertion:
+    """Insertion of one token per request in one layer, evicting by the rules of ``Singles``.
 
     In pages of units, ranks number units. A token whose stream index is a multiple of ``unit``
     opens a unit in the first free place; any other token joins the unit of rank ``cached // unit``.
     Rules apply when a unit is complete.
 
     Args:
-        key, value: ``[B, H, D]``, keys rotated at position ``cached``.
-        new_score: fp32 ``[B, S]``, scores of the new tokens, or of the units they open.
         kv, rank, born, score, token: ``Pages`` views, written; ``token`` None if not stored.
-        table: int32 ``[>= B, P]``.
-        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 are padding and write nothing.
-            Rows with ``PER_AGE`` need ``token``.
-        rules: int32 ``[n, RULE_COLUMNS]``, the rules after each row's first.
         has_cells: whether any rule may have cells.
-        positions: int64 key positions of all tokens of the step, in layers with a window; None:
-            keys are at ``cached``.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
         stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
-        saves: int32 ``[>= B]``, places of drafts, -1 for other tokens; None: there are no drafts.
-        saved: with ``saves``, what the drafts replace; written.
+        saved: what drafts replace; written. None: there are no drafts.
+        dtype: of new tokens; None: that of ``kv``.
     """
-    words = (rank, born, score) if token is None else (rank, born, score, token)
-    unit = check_pages(kv, *words)
-    check_steps(steps, table)
-    num_rows, num_heads, head_size = key.shape
-    check_rows(key)
-    check_rows(value)
-    assert new_score.is_contiguous() and new_score.shape == (num_rows, rank.shape[1])
-    assert stored is not None or key.dtype == kv.dtype, (key.dtype, kv.dtype)
-    assert rules.dtype == torch.int32 and rules.is_contiguous() and rules.shape[1] == RULE_COLUMNS
-    if num_rows == 0:
-        return
-    num_sets, page = rank.shape[1:]
-    heads = num_heads // num_sets
-    if saves is not None:
-        assert saved is not None and saves.dtype == torch.int32 and len(saves) >= num_rows
-        check_saved(saved, kv, rank)
-    # One program per request and head set. Latency dominates: one tile for all slots if possible.
-    num_places = table.shape[1] * page
-    tile = min(4096, triton.next_power_of_2(num_places))
-    values = score.new_empty((num_rows, num_sets, num_places) if has_cells else (1,))
-    _insert[(num_rows, num_sets)](
-        key=key,
-        value=value,
-        new_score=new_score,
-        kv=kv,
-        rank=rank,
-        born=born,
-        score=score,
-        token=token,
-        table=table,
-        steps=steps,
-        rules=rules,
-        values=values,
-        positions=positions,
-        saves=saves,
-        **slot_arguments(None if saves is None else saved),
-        key_stride=key.stride(0),
-        value_stride=value.stride(0),
-        page_stride=kv.stride(0),
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        values_stride=num_places,
-        NUM_SETS=num_sets,
-        HEADS=heads,
-        HEAD=head_size,
-        VALUE=value.shape[2],
-        ROW=kv.shape[3],
-        HAS_CELLS=has_cells,
-        AT_ONCE=1 if saves is None else heads_at_once(heads, kv.shape[3]),
-        PAGE=page,
-        TILE=tile,
-        CELL_TILE=min(tile, 512),
-        UNIT=unit,
-        **codes_arguments(stored, kv, rank, latent),
-        # With fewer elements than threads all warps would load a rank that one of them rewrites.
-        num_warps=max(min(tile // 32, 8 if tile > 1024 else 4), 1),
-        maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more
-    )
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        score: torch.Tensor,
+        token: torch.Tensor | None,
+        has_cells: bool,
+        latent: int | None = None,
+        stored: Codes | None = None,
+        saved: Saved | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        words = (rank, born, score) if token is None else (rank, born, score, token)
+        unit = check_pages(kv, *words)
+        self._heads = heads_of(0, kv, latent, dtype)[1:]
+        num_heads, head_size, new = self._heads
+        assert stored is not None or new == kv.dtype, (new, kv.dtype)
+        self._num_sets, self._page = rank.shape[1:]
+        heads = num_heads // self._num_sets
+        self._has_cells, self._saved = has_cells, saved
+        if saved is not None:
+            check_saved(saved, kv, rank)
+        self._at_once = heads_at_once(heads, kv.shape[3])
+        self._slots, self._no_slots = slot_arguments(saved), slot_arguments(None)
+        self._launch = Launcher(
+            _insert,
+            kv=kv,
+            rank=rank,
+            born=born,
+            score=score,
+            token=token,
+            page_stride=kv.stride(0),
+            word_stride=rank.stride(0),
+            NUM_SETS=self._num_sets,
+            HEADS=heads,
+            HEAD=head_size,
+            VALUE=latent or head_size,
+            ROW=kv.shape[3],
+            HAS_CELLS=has_cells,
+            PAGE=self._page,
+            UNIT=unit,
+            **codes_arguments(stored, kv, rank, latent),
+            maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more
+        )
+
+    def shapes(self, num_rows: int, num_pages: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of its scratch memory, by attribute of ``Singles``."""
+        places = num_pages * self._page
+        return {"cells": (num_rows, self._num_sets, places) if self._has_cells else (1,)}
+
+    def __call__(self, tokens: Tokens, singles: Singles) -> None:
+        """Write the pages; padding rows write nothing. Rows with ``PER_AGE`` need ``token``."""
+        assert tokens.heads[1:] == self._heads, (tokens.heads, self._heads)
+        if singles.num_rows == 0:
+            return
+        # A program per request and head set. Latency dominates: one tile for all slots if possible.
+        num_places = singles.num_pages * self._page
+        tile = min(4096, triton.next_power_of_2(num_places))
+        drafts = singles.saves is not None
+        assert not drafts or self._saved is not None, "saves comes with saved"
+        self._launch(
+            (singles.num_rows, self._num_sets, 1),
+            (tokens.variant, singles.variant),
+            key=tokens.key,
+            value=tokens.value,
+            new_score=singles.new_score,
+            table=singles.table,
+            steps=singles.steps,
+            rules=singles.rules,
+            values=singles.cells,
+            positions=singles.positions,
+            saves=singles.saves,
+            key_stride=tokens.places[1],
+            value_stride=tokens.places[2],
+            table_stride=singles.table_place,
+            values_stride=num_places,
+            AT_ONCE=self._at_once if drafts else 1,
+            TILE=tile,
+            CELL_TILE=min(tile, 512),
+            # With fewer elements than threads all warps load a rank that one of them rewrites.
+            num_warps=max(min(tile // 32, 8 if tile > 1024 else 4), 1),
+            **(self._slots if drafts else self._no_slots),
+        )
+
+
+def insert(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    new_score: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    rules: torch.Tensor,
+    positions: torch.Tensor | None = None,
+    saves: torch.Tensor | None = None,
+    **layer: Any,
+) -> None:
+    """One call of ``Insertion`` for a layer that is described by the rest.
+
+    Args:
+        key, value: ``[B, H, D]``, keys rotated at position ``cached``.
+        new_score: fp32 ``[B, S]``, scores of the new tokens, or of the units they open.
+        table: int32 ``[>= B, P]``.
+        steps: int32 ``[B, STEP_COLUMNS]``; rows with ``STREAM`` -1 are padding and write nothing.
+        rules: int32 ``[n, RULE_COLUMNS]``, the rules after each row's first.
+        positions: int64 key positions of all tokens of the step, in layers with a window; None:
+            keys are at ``cached``.
+        saves: int32 ``[>= B]``, places of drafts, -1 for other tokens; None: there are no drafts.
+    """
+    launch, tokens = Insertion(**layer, dtype=key.dtype), Tokens(None, key, value)
+    assert len(key) == len(steps) and new_score.shape == (len(steps), layer["rank"].shape[1])
+    shapes = launch.shapes(len(steps), table.shape[1])
+    made = {name: layer["score"].new_empty(shape) for name, shape in shapes.items()}
+    made["new_score"] = new_score
+    told = {"rules": rules, "positions": positions, "saves": saves}
+    launch(tokens, Singles(steps, table, **told, **made))

@@ -26,6 +26,7 @@ from .keep import (
     WHO,
     choose_ranks,
 )
+from .launch import Launcher
 from .prefill import LINE, LINE_SLOT
 from .recall_columns import MORE_RECALLED, RECALL
 from .stored import Codes, apart, codes_arguments, scale_place, write_codes
@@ -341,7 +342,7 @@ class StrideInsertion:
         assert reduction in ("mean", "max", "median"), reduction
         self._heads, self._num_sets = heads_of(0, kv, latent, dtype)[1:], rank.shape[1]
         turned = rotation if unit > 1 else None
-        self._fixed = {
+        fixed = {
             "kv": kv,
             "rank": rank,
             "born": born,
@@ -352,7 +353,7 @@ class StrideInsertion:
             "page_stride": kv.stride(0),
             "word_stride": rank.stride(0),
         }
-        self._constants = {
+        constants = {
             "NUM_SETS": self._num_sets,
             "HEADS": kv.shape[1] // self._num_sets,
             "REDUCTION": reduction,
@@ -369,6 +370,7 @@ class StrideInsertion:
             "maxnreg": 128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
             **codes_arguments(stored, kv, rank, latent),
         }
+        self._launch = Launcher(_insert_strides, **fixed, **constants)
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write the pages, ``notes`` and ``values``."""
@@ -376,7 +378,9 @@ class StrideInsertion:
         assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
         if strides.num_rows == 0:
             return
-        _insert_strides[(strides.num_rows, self._num_sets, strides.num_parts)](
+        self._launch(
+            (strides.num_rows, self._num_sets, strides.num_parts),
+            (tokens.variant, strides.variant),
             key=tokens.key,
             value=tokens.value,
             sums=strides.sums,
@@ -394,10 +398,8 @@ class StrideInsertion:
             sums_stride=strides.sums_width,
             line_stride=strides.line_width,
             notes_stride=strides.notes_width,
-            **self._fixed,
             SUMMED=strides.summed,
             QUERY_HEADS=strides.query_heads,
             PARTS=strides.parts,
             SCORE_TILE=strides.score_tile,
-            **self._constants,
         )

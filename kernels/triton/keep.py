@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .choose import best_of_groups, score_columns, without_lowest
+from .launch import Launcher
 from .prefill import LINE
 from .recall_columns import NOW, RECALL, SINKS
 from .strides import NUMBER_ROWS, VALUE_ROWS, Strides
@@ -185,30 +186,27 @@ class StrideChoice:
         reduction: str,
         salts: torch.Tensor | None = None,
     ) -> None:
-        self._token, self._salts = token, salts
-        self._constants = {
+        fixed = {
+            "token": token,
+            "salts": salts,
             "REDUCTION": reduction,
             "UNIT": unit,
             "TILE": 1024,
             "num_warps": 8,
             "maxnreg": 128,  # as in insert_strides: without it ptxas may spill
         }
+        self._launch = Launcher(_keep_of_strides, **fixed)
 
     def __call__(self, strides: Strides) -> torch.Tensor:
-        """Write ``notes`` and ``values``.
-
-        Returns:
-            int32 ``[R, S, W]``, a part of ``notes``: each unit's new rank, -1 if it is evicted;
-            cached units come first, then the stride's.
-        """
-        assert strides.notes is not None and strides.recall is not None
+        """Write ``notes``, ``values`` and so ``keep``, which is returned."""
+        assert strides.keep is not None, "it is for recall"
         if strides.num_rows:
-            _keep_of_strides[(strides.num_rows, strides.num_sets)](
+            self._launch(
+                (strides.num_rows, strides.num_sets, 1),
+                strides.variant,
                 sums=strides.sums,
                 given=strides.given,
-                salts=self._salts,
                 line=strides.line,
-                token=self._token,
                 steps=strides.steps,
                 plans=strides.plans,
                 recall=strides.recall,
@@ -222,6 +220,5 @@ class StrideChoice:
                 QUERY_HEADS=strides.query_heads,
                 PARTS=strides.parts,
                 SCORE_TILE=strides.score_tile,
-                **self._constants,
             )
-        return strides.notes[:, :, 0, NEW_RANK.value]
+        return strides.keep

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from .configs import WHOLE, Config, Split, prefill_config
+from .launch import Launcher
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
 from .split import is_last, join_parts, leave_part, slots_of_part
 from .stored import (
@@ -303,20 +304,6 @@ def stride_constants(
     }
 
 
-def check_new(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    kv: torch.Tensor,
-    latent: int | None,
-    stored: Codes | None,
-) -> None:
-    """New tokens as kernels over strides read them."""
-    for tensor in (query, key):
-        assert tensor.stride()[1:] == (head_size_of(kv, latent), 1), tensor.stride()
-    assert query.dtype == key.dtype, (query.dtype, key.dtype)
-    assert stored is not None or key.dtype == kv.dtype, (key.dtype, kv.dtype)
-
-
 class StrideAttention:
     """Attention of strides in one layer, none of which begins inside a unit.
 
@@ -357,7 +344,7 @@ class StrideAttention:
         head_size = head_size_of(kv, latent)
         config = prefill_config(kv.device, dtype or kv.dtype, head_size, stored is not None)
         self._queries = config.queries
-        self._fixed = {
+        fixed = {
             "kv": kv,
             "rank": rank,
             "born": born,
@@ -377,7 +364,7 @@ class StrideAttention:
         self.split, self._partial = split, (num_queries, split.splits, latent or head_size)
         assert split.slots % config.tile == 0, (split, config)
         own = {"maxnreg": MOST_REGISTERS, "SPLITS": split.splits, "SLOTS": split.slots}
-        self._constants = {**own, **constants}
+        self._launch = Launcher(_attend_strides, **fixed, **own, **constants)
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write the strides' rows of ``output`` and ``lse``, and the cached units of ``line``."""
@@ -391,7 +378,9 @@ class StrideAttention:
             assert partial is not None and partial.shape == self._partial, self._partial
         query_stride, key_stride, value_stride, output_stride = tokens.places
         blocks = -(-strides.max_length // self._queries)
-        _attend_strides[(blocks * splits, self._heads[0], strides.num_rows)](
+        self._launch(
+            (blocks * splits, self._heads[0], strides.num_rows),
+            (tokens.variant, strides.variant),
             query=tokens.query,
             key=tokens.key,
             value=tokens.value,
@@ -410,6 +399,4 @@ class StrideAttention:
             output_stride=output_stride,
             table_stride=strides.table_place,
             line_stride=strides.line_width,
-            **self._fixed,
-            **self._constants,
         )

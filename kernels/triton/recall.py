@@ -11,14 +11,19 @@ counts, and the mean over a set's query heads is the evidence. Rings are divided
 fixed size, so results do not depend on the batch.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .. import columns
-from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING, check_recall
+from .launch import Launcher
+from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING
+from .recall_rows import Judged, RecallRows
 from .recall_vectors import ask
-from .tiles import LENGTH, STEP, check_steps
+from .strides import Tokens
+from .tiles import LENGTH, STEP
 
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite."""
@@ -191,117 +196,158 @@ def _weigh(
     tl.store(evidence + mine * CAPACITY + unit, found, mask=inside)
 
 
-def judge_units(
-    query: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    steps: torch.Tensor,
-    recall: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-    scale: float,
-    capacity: int,
-    num_sets: int,
-    most_asking: int,
-    latent: int | None = None,
-) -> torch.Tensor:
-    """Evidence of ``R`` requests' queries for each of their stored units.
+class Judge:
+    """Evidence of requests' queries for each of their stored units, in one layer.
 
     Args:
-        query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
-        codes: int8 ``[H, rings, unit, D]``, one layer's stored keys before rotation, in units of
+        codes: int8 ``[H, rings, unit, D]``, the layer's stored keys before rotation, in units of
             ``scales``, fp32 ``[H, rings, unit]``; ``rings`` counts the places of all rings.
-        steps: int32 ``[R, STEP_COLUMNS]`` step rows.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is not ``JUDGED`` are skipped.
         rotation, interleaved: as for ``rotate.gather``.
         scale: factor on logits.
         capacity: places of a ring.
         num_sets: head sets.
+        num_queries: query heads, ``H * G``.
         most_asking: most queries per stride, evenly spaced, the last one included.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+    """
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        rotation: torch.Tensor | None,
+        interleaved: bool,
+        scale: float,
+        capacity: int,
+        num_sets: int,
+        num_queries: int,
+        most_asking: int,
+        latent: int | None = None,
+    ) -> None:
+        num_heads, rings, unit, head_size = codes.shape
+        assert codes.dtype == torch.int8 and codes.is_contiguous() and scales.is_contiguous()
+        assert scales.shape == codes.shape[:3] and scales.dtype == torch.float32, scales.shape
+        assert num_queries % num_heads == 0, (num_queries, num_heads)
+        group, half = num_queries // num_heads, 0 if rotation is None else rotation.shape[2]
+        span = span_of(unit)
+        self.num_sets, self.capacity = num_sets, capacity
+        self._most_asking, self._spans = most_asking, triton.cdiv(capacity, span)
+        self._queries, self._head_size, self._device = num_queries, head_size, codes.device
+        most = 64 if head_size <= 512 else 32  # by shared memory
+        queries = min(most, max(16, triton.next_power_of_2(group * most_asking)))
+        units, room = tile_of_units(unit)
+        self._grids = (
+            (num_queries, triton.cdiv(most_asking, QUERY_ROWS)),
+            (num_heads, self._spans * triton.cdiv(group * most_asking, queries)),
+            (num_sets, triton.cdiv(capacity, WEIGHED)),
+        )
+        self._ask = Launcher(
+            ask,
+            rotation=rotation,
+            scale=scale,
+            ASKING=most_asking,
+            HEAD=head_size,
+            HALF=half,
+            INTERLEAVED=interleaved,
+            UNIT=unit,
+            TILE=QUERY_ROWS,
+            num_warps=4,
+        )
+        spans = {"CAPACITY": capacity, "SPANS": self._spans, "SPAN": span, "ASKING": most_asking}
+        self._judge = Launcher(
+            _judge,
+            codes=codes,
+            scales=scales,
+            rings=rings,
+            **spans,
+            GROUP=group,
+            HEAD=head_size,
+            FIRST=head_size - (latent or 0),
+            QUERIES=queries,
+            UNITS=units,
+            ROOM=room,
+            UNIT=unit,
+            STAGES=3,
+            num_warps=4,
+        )
+        self._weigh = Launcher(
+            _weigh,
+            **spans,
+            HEADS=num_queries // num_sets,
+            TILE=WEIGHED,
+            PARTS=PARTS,
+            ROWS=min(QUERY_ROWS, triton.next_power_of_2(most_asking)),
+            num_warps=4,
+        )
+
+    def room(self, steps: torch.Tensor, recall: torch.Tensor, most_rows: int) -> dict[str, Any]:
+        """Memory for ``RecallRows``: ``evidence``, and ``parts`` of at most so many rows."""
+        own = {"dtype": torch.float32, "device": self._device}
+        evidence = torch.empty(len(steps), self.num_sets, self.capacity, **own)
+        parts = []
+        for first in range(0, len(steps), most_rows):
+            place = slice(first, first + most_rows)
+            each = len(steps[place]), self._queries, self._most_asking
+            asked = torch.empty(*each, self._head_size, dtype=torch.int8, device=self._device)
+            sizes, worth = torch.empty(each, **own), torch.empty(*each, self.capacity, **own)
+            sums = torch.empty(*each, self._spans, **own)
+            made = evidence[place], asked, sizes, worth, sums
+            parts.append(Judged(steps[place], recall[place], *made))
+        return {"evidence": evidence, "parts": parts}
+
+    def __call__(self, tokens: Tokens, rows: RecallRows) -> None:
+        """Write ``evidence``: units ``BEGIN .. END - 1`` in order; the rest is not written."""
+        for part in rows.parts:
+            if part.num_rows == 0:
+                continue
+            asks, judges, weighs = ((part.num_rows, *grid) for grid in self._grids)
+            shared = {"steps": part.steps, "recall": part.recall}
+            self._ask(
+                asks,
+                (tokens.variant, part.variant),
+                query=tokens.query,
+                asked=part.asked,
+                sizes=part.sizes,
+                query_stride=tokens.places[0],
+                **shared,
+            )
+            self._judge(
+                judges,
+                part.variant,
+                asked=part.asked,
+                sizes=part.sizes,
+                worth=part.worth,
+                sums=part.sums,
+                **shared,
+            )
+            self._weigh(
+                weighs,
+                part.variant,
+                worth=part.worth,
+                sums=part.sums,
+                evidence=part.evidence,
+                **shared,
+            )
+
+
+def judge_units(
+    query: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor, **layer: Any
+) -> torch.Tensor:
+    """One call of ``Judge`` for a layer that is described by the rest.
+
+    Args:
+        query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
+        steps: int32 ``[R, STEP_COLUMNS]`` step rows.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is not ``JUDGED`` are skipped.
 
     Returns:
         fp32 ``[R, S, capacity]``, units ``BEGIN .. END - 1`` in order; the rest is not written.
     """
-    num_heads, rings, unit, head_size = codes.shape
-    num_rows, num_queries = len(steps), query.shape[1]
-    check_steps(steps, steps)
-    check_recall(recall, steps)
-    assert codes.dtype == torch.int8 and codes.is_contiguous() and scales.is_contiguous()
-    assert scales.shape == codes.shape[:3] and scales.dtype == torch.float32, scales.shape
-    assert query.stride()[1:] == (head_size, 1) and num_queries % num_heads == 0, query.shape
-    evidence = scales.new_empty(num_rows, num_sets, capacity)
-    if num_rows == 0:
-        return evidence
-    group, half = num_queries // num_heads, 0 if rotation is None else rotation.shape[2]
-    span = span_of(unit)
-    spans = triton.cdiv(capacity, span)
-    rows = num_rows, num_queries, most_asking
-    asked = codes.new_empty(*rows, head_size)
-    sizes = scales.new_empty(rows)
-    worth = scales.new_empty(*rows, capacity)
-    sums = scales.new_empty(*rows, spans)
-    ask[(num_rows, num_queries, triton.cdiv(most_asking, QUERY_ROWS))](
-        query=query,
-        steps=steps,
-        recall=recall,
-        rotation=rotation,
-        asked=asked,
-        sizes=sizes,
-        scale=scale,
-        query_stride=query.stride(0),
-        ASKING=most_asking,
-        HEAD=head_size,
-        HALF=half,
-        INTERLEAVED=interleaved,
-        UNIT=unit,
-        TILE=QUERY_ROWS,
-        num_warps=4,
-    )
-    most = 64 if head_size <= 512 else 32  # by shared memory
-    queries = min(most, max(16, triton.next_power_of_2(group * most_asking)))
-    units, room = tile_of_units(unit)
-    _judge[(num_rows, num_heads, spans * triton.cdiv(group * most_asking, queries))](
-        asked=asked,
-        sizes=sizes,
-        codes=codes,
-        scales=scales,
-        steps=steps,
-        recall=recall,
-        worth=worth,
-        sums=sums,
-        rings=rings,
-        CAPACITY=capacity,
-        SPANS=spans,
-        SPAN=span,
-        ASKING=most_asking,
-        GROUP=group,
-        HEAD=head_size,
-        FIRST=head_size - (latent or 0),
-        QUERIES=queries,
-        UNITS=units,
-        ROOM=room,
-        UNIT=unit,
-        STAGES=3,
-        num_warps=4,
-    )
-    _weigh[(num_rows, num_sets, triton.cdiv(capacity, WEIGHED))](
-        worth=worth,
-        sums=sums,
-        steps=steps,
-        recall=recall,
-        evidence=evidence,
-        CAPACITY=capacity,
-        SPANS=spans,
-        SPAN=span,
-        ASKING=most_asking,
-        HEADS=num_queries // num_sets,
-        TILE=WEIGHED,
-        PARTS=PARTS,
-        ROWS=min(QUERY_ROWS, triton.next_power_of_2(most_asking)),
-        num_warps=4,
-    )
-    return evidence
+    judge, tokens = Judge(**layer, num_queries=query.shape[1]), Tokens(query, query)
+    rows = RecallRows(steps, steps, recall, **judge.room(steps, recall, max(len(steps), 1)))
+    judge(tokens, rows)
+    assert rows.evidence is not None, "there is room"
+    return rows.evidence
 
 
 def asking_reference(length: int, most: int) -> list[int]:

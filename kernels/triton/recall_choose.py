@@ -7,10 +7,13 @@ first unit. Units that stay keep their slots and rows. Keys and values of the ot
 the host's pinned memory directly into the pages.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from .launch import Launcher
 from .recall_columns import (
     BEFORE,
     BEGIN,
@@ -21,10 +24,10 @@ from .recall_columns import (
     RECALL,
     RING,
     SINKS,
-    check_recall,
 )
+from .recall_rows import RecallRows
 from .stored import Codes, apart, check_scales, codes_arguments, scale_place
-from .tiles import NEVER, OLD_SLOTS, STEP, check_pages, check_steps, slot_tile
+from .tiles import NEVER, OLD_SLOTS, STEP, check_pages, slot_tile
 
 MOST_TILE = 1024
 """Units or places per tile."""
@@ -226,116 +229,148 @@ def _bring(
         tl.store(at + apart(PAGE * UNIT, OF_ROWS), tl.load(kept + 1, mask=inside), mask=inside)
 
 
-def recall_units(
-    evidence: torch.Tensor,
-    rows: torch.Tensor,
-    stored_born: torch.Tensor,
-    stored_token: torch.Tensor,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    score: torch.Tensor,
-    token: torch.Tensor,
-    table: torch.Tensor,
-    steps: torch.Tensor,
-    recall: torch.Tensor,
-    exchanged: torch.Tensor,
-    most: int,
-    latent: int | None = None,
-    stored: Codes | None = None,
-    row_scales: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Recall the units with the most evidence behind the sinks of ``R`` requests.
+class Recaller:
+    """Brings the units with the most evidence behind the sinks of requests, in one layer.
 
     Args:
-        evidence: fp32 ``[R, S, capacity]`` of ``judge_units``, not negative.
-        rows: ``[H, rings, unit, 2 D]``, one layer's stored keys and values as in the pages; in
+        rows: ``[H, rings, unit, 2 D]``, the layer's stored keys and values as in the pages; in
             pinned host memory or in device memory.
         stored_born, stored_token: int32 ``[S, rings]``.
         kv, rank, born, score, token: ``Pages`` views, written.
-        table: int32 ``[>= R, P]``.
-        steps: int32 ``[R, STEP_COLUMNS]``.
-        recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is 0 are skipped.
         exchanged: int32 ``[1]``, counter to which newly recalled units are added.
+        capacity: places of a ring.
         most: most units that any request recalls.
         latent: channels of a latent row's value, or None (``tiles.head_size_of``).
         stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
         row_scales: fp32 ``[H, rings, unit, 2]``, scales of ``rows`` beside them; None if rows have
             no scales of their own.
+    """
+
+    def __init__(
+        self,
+        rows: torch.Tensor,
+        stored_born: torch.Tensor,
+        stored_token: torch.Tensor,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        score: torch.Tensor,
+        token: torch.Tensor,
+        exchanged: torch.Tensor,
+        capacity: int,
+        most: int,
+        latent: int | None = None,
+        stored: Codes | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> None:
+        unit = check_pages(kv, rank, born, score, token)
+        num_heads, rings = rows.shape[:2]
+        self._num_sets, self._page = rank.shape[1:]
+        assert rows.is_contiguous() and rows.dtype == kv.dtype
+        assert rows.shape[2:] == (unit, kv.shape[3]) and num_heads == kv.shape[1], rows.shape
+        assert stored_born.shape == stored_token.shape == (self._num_sets, rings)
+        assert stored_born.is_contiguous() and stored_token.is_contiguous()
+        coded = codes_arguments(stored, kv, rank, latent)
+        check_scales(row_scales, rows, coded["OF_ROWS"])
+        self._room, self._most, self._num_heads = triton.next_power_of_2(most), most, num_heads
+        shared = {
+            "word_stride": rank.stride(0),
+            "rings": rings,
+            "CAPACITY": capacity,
+            "MOST": self._room,
+            "PAGE": self._page,
+            "UNIT": unit,
+            "num_warps": 4,
+        }
+        self._choose = Launcher(
+            _choose,
+            stored_born=stored_born,
+            stored_token=stored_token,
+            rank=rank,
+            born=born,
+            score=score,
+            token=token,
+            exchanged=exchanged,
+            TILE=min(MOST_TILE, triton.next_power_of_2(capacity)),
+            **shared,
+        )
+        size = unit * kv.shape[3]
+        self._bring = Launcher(
+            _bring,
+            rows=rows,
+            row_scales=row_scales,
+            kv=kv,
+            scales=coded["scales"] if coded["OF_ROWS"] else None,
+            page_stride=kv.stride(0),
+            NUM_SETS=self._num_sets,
+            SIZE=size,
+            TILE=min(COPIED, triton.next_power_of_2(size)),
+            LEAD=triton.next_power_of_2(unit),
+            OF_ROWS=coded["OF_ROWS"],
+            **shared,
+        )
+
+    def room(self, num_rows: int, device: torch.device) -> dict[str, Any]:
+        """Memory for ``RecallRows``."""
+        each, own = (num_rows, self._num_sets), {"dtype": torch.int32, "device": device}
+        names = ("chosen", "moves")
+        made = {name: torch.empty(*each, self._room, **own) for name in names}
+        return made | {"scratch": torch.empty(*each, 3, self._room, **own)}
+
+    def __call__(self, rows: RecallRows) -> None:
+        """Write ``chosen``, numbers of the recalled units in stream order, and the pages.
+
+        Rows whose ``HOW`` is 0 are skipped.
+        """
+        if rows.num_rows == 0:
+            return
+        places = rows.num_pages * self._page
+        self._choose(
+            (rows.num_rows, self._num_sets, 1),
+            rows.variant,
+            evidence=rows.evidence,
+            table=rows.table,
+            steps=rows.steps,
+            recall=rows.recall,
+            chosen=rows.chosen,
+            moves=rows.moves,
+            scratch=rows.scratch,
+            table_stride=rows.table_place,
+            LINE=min(MOST_TILE, triton.next_power_of_2(places)),
+        )
+        self._bring(
+            (rows.num_rows, self._num_heads, self._most),
+            rows.variant,
+            table=rows.table,
+            recall=rows.recall,
+            chosen=rows.chosen,
+            moves=rows.moves,
+            table_stride=rows.table_place,
+        )
+
+
+def recall_units(
+    evidence: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    recall: torch.Tensor,
+    **layer: Any,
+) -> torch.Tensor:
+    """One call of ``Recaller`` for a layer that is described by the rest.
+
+    Args:
+        evidence: fp32 ``[R, S, capacity]`` of ``judge_units``, not negative.
+        table: int32 ``[>= R, P]``.
+        steps: int32 ``[R, STEP_COLUMNS]``.
+        recall: int32 ``[>= R, RECALL_COLUMNS]``.
 
     Returns:
         int32 ``[R, S, room]``: numbers of the recalled units in stream order; ``room >= most``.
     """
-    unit = check_pages(kv, rank, born, score, token)
-    check_steps(steps, table)
-    check_recall(recall, steps)
-    num_rows, num_sets, capacity = evidence.shape
-    num_heads, rings = rows.shape[:2]
-    assert evidence.is_contiguous() and rows.is_contiguous() and rows.dtype == kv.dtype
-    assert rows.shape[2:] == (unit, kv.shape[3]) and num_heads == kv.shape[1], rows.shape
-    assert stored_born.shape == stored_token.shape == (num_sets, rings), stored_born.shape
-    assert stored_born.is_contiguous() and stored_token.is_contiguous()
-    coded = codes_arguments(stored, kv, rank, latent)
-    check_scales(row_scales, rows, coded["OF_ROWS"])
-    room = triton.next_power_of_2(most)
-    chosen = recall.new_empty(num_rows, num_sets, room)
-    if num_rows == 0:
-        return chosen
-    moves, scratch = torch.empty_like(chosen), recall.new_empty(num_rows, num_sets, 3, room)
-    page = rank.shape[2]
-    line = min(MOST_TILE, triton.next_power_of_2(table.shape[1] * page))
-    _choose[(num_rows, num_sets)](
-        evidence=evidence,
-        stored_born=stored_born,
-        stored_token=stored_token,
-        rank=rank,
-        born=born,
-        score=score,
-        token=token,
-        table=table,
-        steps=steps,
-        recall=recall,
-        chosen=chosen,
-        moves=moves,
-        scratch=scratch,
-        exchanged=exchanged,
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        rings=rings,
-        CAPACITY=capacity,
-        MOST=room,
-        PAGE=page,
-        TILE=min(MOST_TILE, triton.next_power_of_2(capacity)),
-        LINE=line,
-        UNIT=unit,
-        num_warps=4,
-    )
-    size = unit * kv.shape[3]
-    _bring[(num_rows, num_heads, most)](
-        rows=rows,
-        row_scales=row_scales,
-        kv=kv,
-        scales=coded["scales"] if coded["OF_ROWS"] else None,
-        table=table,
-        recall=recall,
-        chosen=chosen,
-        moves=moves,
-        page_stride=kv.stride(0),
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        rings=rings,
-        CAPACITY=capacity,
-        MOST=room,
-        NUM_SETS=num_sets,
-        PAGE=page,
-        SIZE=size,
-        TILE=min(COPIED, triton.next_power_of_2(size)),
-        UNIT=unit,
-        LEAD=triton.next_power_of_2(unit),
-        OF_ROWS=coded["OF_ROWS"],
-        num_warps=4,
-    )
-    return chosen
+    recaller = Recaller(**layer, capacity=evidence.shape[2])
+    room = recaller.room(len(steps), steps.device)
+    recaller(RecallRows(steps, table, recall, evidence=evidence, **room))
+    return room["chosen"]
 
 
 def chosen_reference(evidence: list[float], now: int) -> list[int]:

@@ -7,11 +7,15 @@ unchanged to the host's pinned memory; nothing waits for that copy. The keys, wi
 undone, are also stored in 8 bits in device memory, where the judge reads them.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .recall_columns import END, RECALL, RING, STORED, check_recall
+from .launch import Launcher, variant_of
+from .recall_columns import END, RECALL, RING, STORED
+from .recall_rows import RecallRows
 from .recall_vectors import LEVELS, TINY, most_of, plain_rows
 from .stored import (
     Codes,
@@ -26,6 +30,7 @@ from .stored import (
     widened,
     write_codes,
 )
+from .strides import Tokens
 from .tiles import (
     CACHED,
     LENGTH,
@@ -34,7 +39,6 @@ from .tiles import (
     STEP,
     STREAM,
     check_pages,
-    check_steps,
     copy_rows,
     first_part,
     head_size_of,
@@ -458,6 +462,178 @@ def _store_units(
             tl.store(stored_token + place, first_token)
 
 
+class UnitStore:
+    """Stores the units that strides evict, in one layer; rows whose ``STORED`` is 0 store nothing.
+
+    Args:
+        kv, rank, born, token: ``Pages`` views.
+        rotation, interleaved: as for ``rotate.gather``, by position.
+        rows, codes, scales, stored_born, stored_token: one layer's store (``recall.Judge``,
+            ``recall_choose.Recaller``), written.
+        capacity: places of a ring.
+        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
+        stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
+        row_scales: fp32 ``[1, rings, unit, 2]``, scales of ``rows``, written; None if rows have no
+            scales of their own.
+    """
+
+    def __init__(
+        self,
+        kv: torch.Tensor,
+        rank: torch.Tensor,
+        born: torch.Tensor,
+        token: torch.Tensor,
+        rotation: torch.Tensor | None,
+        interleaved: bool,
+        rows: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        stored_born: torch.Tensor,
+        stored_token: torch.Tensor,
+        capacity: int,
+        latent: int | None = None,
+        stored: Codes | None = None,
+        row_scales: torch.Tensor | None = None,
+    ) -> None:
+        unit, head_size = check_pages(kv, rank, born, token), head_size_of(kv, latent)
+        self._num_sets, self._page = rank.shape[1:]
+        self._num_heads = kv.shape[1]
+        assert rows.is_contiguous() and codes.is_contiguous() and scales.is_contiguous()
+        assert rows.dtype == kv.dtype and codes.dtype == torch.int8
+        assert scales.dtype == torch.float32
+        assert rows.shape[3] == kv.shape[3] and codes.shape[3] == head_size, rows.shape
+        coded = codes_arguments(stored, kv, rank, latent)
+        check_scales(row_scales, rows, coded["OF_ROWS"])
+        self._remember = _remembering(rank, unit)
+        self._list_gone = Launcher(
+            _list_gone,
+            rank=rank,
+            word_stride=rank.stride(0),
+            PAGE=self._page,
+            UNIT=unit,
+            num_warps=4,
+            maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
+        )
+        self._store = Launcher(
+            _store_units,
+            kv=kv,
+            born=born,
+            token=token,
+            rotation=rotation,
+            rows=rows,
+            row_scales=row_scales,
+            codes=codes,
+            key_scales=scales,
+            stored_born=stored_born,
+            stored_token=stored_token,
+            page_stride=kv.stride(0),
+            word_stride=rank.stride(0),
+            rings=rows.shape[1],
+            CAPACITY=capacity,
+            NUM_SETS=self._num_sets,
+            HEAD=head_size,
+            VALUE=latent or head_size,
+            ROW=kv.shape[3],
+            HALF=0 if rotation is None else rotation.shape[2],
+            INTERLEAVED=interleaved,
+            PAGE=self._page,
+            UNIT=unit,
+            KEYS=min(KEYS, triton.next_power_of_2(unit)),
+            **coded,
+            num_warps=4,
+            maxnreg=255,  # as above
+        )
+
+    def room(
+        self, num_rows: int, num_pages: int, columns: int | None, device: torch.device
+    ) -> dict[str, Any]:
+        """Memory for ``RecallRows``; ``columns``: of a stride's ``keep``, None: single tokens."""
+        names = ("numbers", "sources") if columns is not None else ("numbers", "sources", "ranks")
+        places = num_pages * self._page if columns is None else columns
+        shape = num_rows, self._num_sets, places
+        return {name: torch.empty(shape, dtype=torch.int32, device=device) for name in names}
+
+    def before(self, rows: RecallRows) -> None:
+        """Write ``ranks`` of single tokens that are about to be inserted, and evict a unit."""
+        _launch_remember(self._remember, rows, self._num_sets, self._page)
+
+    def __call__(
+        self, rows: RecallRows, tokens: Tokens | None = None, keep: torch.Tensor | None = None
+    ) -> None:
+        """Store units: before a stride of several tokens is inserted, with its ``tokens`` and
+        ``keep``; or after single tokens are inserted: evicted rows are still in their free slots.
+
+        Args:
+            keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 for evicted units.
+        """
+        assert (keep is None) == (tokens is None)
+        if rows.num_rows == 0:
+            return
+        places, keep_stride = rows.num_pages * self._page, 0
+        if keep is not None:
+            keep_stride = keep.stride(1)
+            assert keep.stride() == (self._num_sets * keep_stride, keep_stride, 1), keep.stride()
+            assert keep.shape[2] == rows.columns, keep.shape
+        self._list_gone(
+            (rows.num_rows, self._num_sets, 1),
+            (rows.variant, variant_of(keep)),
+            keep=keep,
+            ranks=rows.ranks if keep is None else None,
+            table=rows.table,
+            steps=rows.steps,
+            recall=rows.recall,
+            numbers=rows.numbers,
+            sources=rows.sources,
+            table_stride=rows.table_place,
+            places_stride=places,
+            keep_stride=keep_stride,
+            columns_stride=rows.columns,
+            TILE=min(LINE, triton.next_power_of_2(places)),
+        )
+        key_stride, value_stride = (0, 0) if tokens is None else tokens.places[1:3]
+        self._store(
+            (rows.num_rows, self._num_heads, AT_ONCE),
+            (rows.variant, -1 if tokens is None else tokens.variant),
+            key=None if tokens is None else tokens.key,
+            value=None if tokens is None else tokens.value,
+            sources=rows.sources,
+            table=rows.table,
+            steps=rows.steps,
+            recall=rows.recall,
+            key_stride=key_stride,
+            value_stride=value_stride,
+            table_stride=rows.table_place,
+            columns_stride=rows.columns,
+        )
+
+
+def _remembering(rank: torch.Tensor, unit: int) -> Launcher:
+    return Launcher(
+        _remember,
+        rank=rank,
+        word_stride=rank.stride(0),
+        PAGE=rank.shape[2],
+        UNIT=unit,
+        num_warps=4,
+    )
+
+
+def _launch_remember(launch: Launcher, rows: RecallRows, num_sets: int, page: int) -> None:
+    places = rows.num_pages * page
+    if rows.num_rows:
+        launch(
+            (rows.num_rows, num_sets, 1),
+            rows.variant,
+            table=rows.table,
+            steps=rows.steps,
+            recall=rows.recall,
+            ranks=rows.ranks,
+            table_stride=rows.table_place,
+            places_stride=places,
+            TILE=min(LINE, triton.next_power_of_2(places)),
+        )
+
+
 def ranks_before(
     rank: torch.Tensor, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor, unit: int
 ) -> torch.Tensor:
@@ -470,25 +646,10 @@ def ranks_before(
         recall: int32 ``[>= R, RECALL_COLUMNS]``.
         unit: slots that share one rank.
     """
-    check_steps(steps, table)
-    check_recall(recall, steps)
-    num_rows, (num_sets, page) = len(steps), rank.shape[1:]
-    ranks = rank.new_empty(num_rows, num_sets, table.shape[1] * page)
-    if num_rows:
-        _remember[(num_rows, num_sets)](
-            rank=rank,
-            table=table,
-            steps=steps,
-            recall=recall,
-            ranks=ranks,
-            word_stride=rank.stride(0),
-            table_stride=table.stride(0),
-            places_stride=ranks.shape[2],
-            PAGE=page,
-            TILE=min(LINE, triton.next_power_of_2(ranks.shape[2])),
-            UNIT=unit,
-            num_warps=4,
-        )
+    num_sets, page = rank.shape[1:]
+    ranks = rank.new_empty(len(steps), num_sets, table.shape[1] * page)
+    rows = RecallRows(steps, table, recall, ranks=ranks)
+    _launch_remember(_remembering(rank, unit), rows, num_sets, page)
     return ranks
 
 
@@ -497,120 +658,26 @@ def store_units(
     ranks: torch.Tensor | None,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    born: torch.Tensor,
-    token: torch.Tensor,
     table: torch.Tensor,
     steps: torch.Tensor,
     recall: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-    rows: torch.Tensor,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-    stored_born: torch.Tensor,
-    stored_token: torch.Tensor,
-    capacity: int,
-    latent: int | None = None,
-    stored: Codes | None = None,
-    row_scales: torch.Tensor | None = None,
+    **layer: Any,
 ) -> None:
-    """Store the units that ``R`` strides evict; rows whose ``STORED`` is 0 store nothing.
-
-    Call it before a stride of several tokens is inserted, with ``keep``, ``key`` and ``value``; or
-    after single tokens are inserted, with ``ranks``: evicted rows are still in their free slots.
+    """One call of ``UnitStore`` for a layer that is described by the rest.
 
     Args:
         keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 for evicted units.
-        ranks: int32 ``[R, S, N]`` of ``ranks_before``.
-        key, value: ``[num_tokens, H, D]`` of the whole step, keys rotated at cache positions.
-        kv, rank, born, token: ``Pages`` views.
+        ranks: int32 ``[R, S, N]`` of ``ranks_before``; without ``keep``.
+        key, value: with ``keep``, ``[num_tokens, H, D]`` of the whole step, keys rotated at cache
+            positions.
         table: int32 ``[>= R, P]``.
         steps: int32 ``[R, STEP_COLUMNS]``.
         recall: int32 ``[>= R, RECALL_COLUMNS]``.
-        rotation, interleaved: as for ``rotate.gather``, by position.
-        rows, codes, scales, stored_born, stored_token: one layer's store (``judge_units``,
-            ``recall_units``), written.
-        capacity: places of a ring.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
-        row_scales: fp32 ``[1, rings, unit, 2]``, scales of ``rows``, written; None if rows have no
-            scales of their own.
     """
-    unit = check_pages(kv, rank, born, token)
-    check_steps(steps, table)
-    check_recall(recall, steps)
-    num_rows, (num_sets, page), num_heads = len(steps), rank.shape[1:], kv.shape[1]
     assert (keep is None) != (ranks is None) and (key is None) == (keep is None)
-    assert rows.is_contiguous() and codes.is_contiguous() and scales.is_contiguous()
-    assert rows.dtype == kv.dtype and codes.dtype == torch.int8 and scales.dtype == torch.float32
-    if num_rows == 0:
-        return
-    coded = codes_arguments(stored, kv, rank, latent)
-    check_scales(row_scales, rows, coded["OF_ROWS"])
-    num_places, rings, head_size = table.shape[1] * page, rows.shape[1], head_size_of(kv, latent)
-    assert rows.shape[3] == kv.shape[3] and codes.shape[3] == head_size, (rows.shape, codes.shape)
-    columns = num_places if keep is None else keep.shape[2]
-    keep_stride = 0 if keep is None else keep.stride(1)
-    assert keep is None or keep.stride() == (num_sets * keep_stride, keep_stride, 1)
-    numbers = rank.new_empty(num_rows, num_sets, columns)
-    sources = torch.empty_like(numbers)
-    _list_gone[(num_rows, num_sets)](
-        keep=keep,
-        ranks=ranks,
-        rank=rank,
-        table=table,
-        steps=steps,
-        recall=recall,
-        numbers=numbers,
-        sources=sources,
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        places_stride=num_places,
-        keep_stride=keep_stride,
-        columns_stride=columns,
-        PAGE=page,
-        TILE=min(LINE, triton.next_power_of_2(num_places)),
-        UNIT=unit,
-        num_warps=4,
-        maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
-    )
-    _store_units[(num_rows, num_heads, AT_ONCE)](
-        key=key,
-        value=value,
-        sources=sources,
-        kv=kv,
-        born=born,
-        token=token,
-        table=table,
-        steps=steps,
-        recall=recall,
-        rotation=rotation,
-        rows=rows,
-        row_scales=row_scales,
-        codes=codes,
-        key_scales=scales,
-        stored_born=stored_born,
-        stored_token=stored_token,
-        key_stride=0 if key is None else key.stride(0),
-        value_stride=0 if value is None else value.stride(0),
-        page_stride=kv.stride(0),
-        word_stride=rank.stride(0),
-        table_stride=table.stride(0),
-        rings=rings,
-        columns_stride=columns,
-        CAPACITY=capacity,
-        NUM_SETS=num_sets,
-        HEAD=head_size,
-        VALUE=latent or head_size,
-        ROW=kv.shape[3],
-        HALF=0 if rotation is None else rotation.shape[2],
-        INTERLEAVED=interleaved,
-        PAGE=page,
-        UNIT=unit,
-        KEYS=min(KEYS, triton.next_power_of_2(unit)),
-        **coded,
-        num_warps=4,
-        maxnreg=255,  # as above
-    )
+    store, columns = UnitStore(**layer), None if keep is None else keep.shape[2]
+    room = store.room(len(steps), table.shape[1], columns, steps.device)
+    if ranks is not None:
+        room["ranks"] = ranks
+    rows = RecallRows(steps, table, recall, **room)
+    store(rows, None if key is None else Tokens(None, key, value), keep)

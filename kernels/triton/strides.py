@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from .launch import variant_of
 from .recall_columns import check_recall
 from .split import Partial
 from .tiles import check_rows, check_steps, head_size_of
 
 LINE_WORDS = 3
 """Numbers per cached unit that attention writes (``prefill``)."""
-NUMBER_ROWS, VALUE_ROWS = 4, 2
-"""Rows of notes and of values (``keep``)."""
+NUMBER_ROWS, VALUE_ROWS, NEW_RANK = 4, 2, 0
+"""Rows of notes and of values (``keep``); the first one of notes has the units' new ranks."""
 
 
 @dataclass(eq=False)
@@ -35,6 +36,7 @@ class Tokens:
         heads: number of query heads (0 without queries), of KV heads, D, and the dtype.
         places: token strides of ``query``, ``key``, ``value`` and ``output`` in elements; 0 for
             absent ones.
+        variant: ``launch.variant_of`` all of these.
     """
 
     query: torch.Tensor | None
@@ -50,6 +52,7 @@ class Tokens:
         self.heads = num_queries, num_heads, head_size, self._dtype
         rows = self.query, self.key, self.value, self.output
         self.places = tuple(0 if one is None else self._place(one) for one in rows)
+        self.variant = variant_of(*rows, self.logit_scale, *self.places)
 
     def _place(self, rows: torch.Tensor) -> int:
         check_rows(rows)
@@ -91,6 +94,9 @@ class Strides:
             the most slots of a request, in units.
         values: fp32 ``[R, S, programs, VALUE_ROWS, W]``, equally wide.
         recall: int32 ``[>= R, RECALL_COLUMNS]``, or None without recall.
+        keep: int32 ``[R, S, W]``, a part of ``notes`` with recall: each unit's new rank, -1 if it
+            is evicted; cached units come first, then the stride's.
+        variant: ``launch.variant_of`` all that kernels are compiled for.
     """
 
     steps: torch.Tensor
@@ -128,10 +134,20 @@ class Strides:
         if self.sums is not None:
             rows, self.sums_heads, self.sums_width = self.sums.shape
             assert rows == self.num_rows and self.sums.is_contiguous(), self.sums.shape
+        self.keep = None
         if self.recall is not None:
             check_recall(self.recall, self.steps)
+            if self.notes is not None:
+                self.keep = self.notes[:, :, 0, NEW_RANK]
         self.summed = max(self.sums_heads // max(self.num_sets, 1), 1)
         self.score_tile = score_tile(self.summed)
+        partial = self.partial
+        shared = () if partial is None else (partial.output, partial.marks, partial.arrived)
+        self.variant = variant_of(
+            *(self.steps, self.table, self.lse, self.line, self.decays, self.sums, self.given),
+            *(self.plans, self.notes, self.values, self.recall, *shared),
+            *(self.table_place, self.num_parts, self.summed, self.query_heads, self.parts),
+        )
 
     def _check_notes(self, notes: torch.Tensor) -> None:
         *shared, numbers, self.notes_width = notes.shape

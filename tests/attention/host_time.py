@@ -4,12 +4,14 @@
 python -m tests.attention.host_time
 
 A decode step is planned once for all layers; what its layers launch is in a CUDA graph. A prompt's
-stride is launched by every layer. What is not counted: Triton's own launcher, which needs a driver,
-and vLLM.
+stride is launched by every layer. What is not counted: Triton's own launcher, and vLLM. Both are
+counted in mixed steps, which come last, beside stock vLLM's (``mixed_time.py``).
 """
 
 import argparse
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -148,8 +150,11 @@ def main() -> None:
             f"{name:8s} decode step, 256 rows: {decode_step(settings):6.0f} us; outside a graph "
             f"{mixed_layer(settings):4.0f} us a layer; "
             f"chunk: planned in {found['plan_us']:6.0f} us, {found['launches']} launches a layer, "
-            f"{found['stride_us']:5.1f} us a stride and layer"
+            f"{found['stride_us']:5.1f} us a stride and layer",
+            flush=True,
         )
+    # Its own process: vLLM is imported beside a stub of the driver.
+    subprocess.run([sys.executable, "-m", "tests.attention.mixed_time"], check=True)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def splits_of(layer: PagedLayer) -> int:
     """Parts of a stride; what they count with is 0 between launches."""
     counters = workspace_of(torch.device("cpu")).counters(1)
     assert not counters.any() and not workspace_of(torch.device("cpu"))._counters.any()
-    return layer.impl._stride_kernels.attention.split.splits
+    return layer.impl._made.strides.attention.split.splits
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_stride_is_three_launches(name: str, least: int, monkeypatch: pytest.M
     monkeypatch.setattr(TritonKVPolicyImpl, "least_part", least)
     layer = served(STRIDES_WAIT[name], monkeypatch)
     kernels, operations, planning = chunk(layer)
-    assert (layer.impl._stride_kernels.attention.split.splits > 1) == (least < 64)
+    assert (layer.impl._made.strides.attention.split.splits > 1) == (least < 64)
     strides = TOKENS // STRIDE
     assert kernels == dict.fromkeys(("attend_strides", "column_sums", "insert_strides"), strides)
     assert not operations.launches and not operations.allocations and not operations.waiting
@@ -187,7 +187,7 @@ def test_a_stride_only_launches(name: str, least: int, monkeypatch: pytest.Monke
     (asked, calls, launches), (asked_of_half, calls_of_half, launches_of_half) = found
     assert launches == 3 * TOKENS // STRIDE == 2 * launches_of_half
     assert 0 < asked == asked_of_half <= 40
-    assert calls - calls_of_half <= 16 * (TOKENS // STRIDE // 2)
+    assert calls - calls_of_half <= 20 * (TOKENS // STRIDE // 2)
 
 
 @pytest.mark.parametrize("name", NOBODY_WAITS)

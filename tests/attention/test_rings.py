@@ -21,7 +21,6 @@ from tests.attention.test_recall import new, output, shape_of
 from tests.attention.test_replay import Graph
 from tests.attention.test_variants import variant_of
 from vllm_cascade.attention.cpu.paths import SWITCH
-from vllm_cascade.attention.cuda import recall as cuda_recall
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.warm_up import warm_up
@@ -30,7 +29,7 @@ from vllm_cascade.cache.kinds import window_policy
 from vllm_cascade.engine import gpu_worker, recall_memory
 from vllm_cascade.engine.worker import KVPolicyWorker
 from vllm_cascade.kernels import columns
-from vllm_cascade.kernels.triton.recall import judge_units
+from vllm_cascade.kernels.triton.recall import Judge
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
@@ -491,11 +490,14 @@ def test_strides_are_judged_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     plain, layer, stores = two_layers(shape, settings, 16, monkeypatch)
     judged: list[int] = []
 
-    def judge(*, steps: torch.Tensor, **others: Any) -> torch.Tensor:
-        judged.append(len(steps))
-        return judge_units(steps=steps, **others)
+    room = Judge.room
 
-    monkeypatch.setattr(cuda_recall, "judge_units", judge)
+    def noted(judge: Judge, *args: Any) -> dict[str, Any]:
+        made = room(judge, *args)
+        judged.extend(part.num_rows for part in made["parts"])
+        return made
+
+    monkeypatch.setattr(Judge, "room", noted)
     table, names = torch.arange(1, 16).view(3, 5).int(), ["a", "b", "c"]
     monkeypatch.setattr(layer.builder.requests, "names", lambda common: names, raising=False)
     layer.builder.stores.note(

@@ -161,7 +161,7 @@ def test_nothing_is_compiled_where_strides_are_split(
     monkeypatch.setattr(TritonKVPolicyImpl, "least_part", 64)
     served = Served(POLICIES["cascade"])
     everything_is_warm(served, "cascade", variants)
-    assert served.layer.impl._stride_kernels.attention.split.splits == 4
+    assert served.layer.impl._made.strides.attention.split.splits == 4
 
 
 def everything_is_warm(served: Served, name: str, variants: set[Variant]) -> None:

@@ -165,9 +165,21 @@ def check_judge(
         asking = start + torch.tensor(asking_reference(length, most_asking))
         middle = (["sink"] * sinks[row] + ["shown"] * (shown[row] // 2)) * case.unit
         plain[row] = _sure_queries(case, query, asking, len(middle), generator)
-    tensors = on(device, query, rings.codes, rings.scales, steps, recall)
+    dquery, codes, scales, dsteps, drecall = on(
+        device, query, rings.codes, rings.scales, steps, recall
+    )
     found = judge_units(
-        *(*tensors, rotation, case.interleaved, scale, capacity, case.num_sets, most_asking),
+        query=dquery,
+        steps=dsteps,
+        recall=drecall,
+        codes=codes,
+        scales=scales,
+        rotation=rotation,
+        interleaved=case.interleaved,
+        scale=scale,
+        capacity=capacity,
+        num_sets=case.num_sets,
+        most_asking=most_asking,
         latent=case.latent,
     )
     worst = 0.0

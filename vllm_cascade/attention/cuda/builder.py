@@ -20,10 +20,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
 from vllm_cascade.attention.cuda.mail import DeviceTables, Mail, Plans
 from vllm_cascade.attention.cuda.metadata import (
-    ChunkRows,
+    EVERYTHING,
     DecodeRows,
     DeviceWave,
     PrefillRows,
+    Recalls,
     TritonMetadata,
 )
 from vllm_cascade.attention.cuda.rows import ChunkDraft, mail_chunks, plan_of, stride_rows, widest
@@ -31,13 +32,17 @@ from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
     CACHED,
+    HOW,
+    JUDGED,
     LENGTH,
     OLD_SLOTS,
     RECALL_COLUMNS,
     START,
     STEP_COLUMNS,
+    STORED,
     STREAM,
 )
+from vllm_cascade.kernels.triton.chunk import Chunks
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.schedule import Schedule, by_schedule
@@ -306,9 +311,15 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         by_row[rows.request] = plan_rings(self.stores, requests, rows.schedules, stream, length)
         return by_row
 
-    def _recall_of(self, rows: StrideRows, recall: np.ndarray | None) -> torch.Tensor | None:
-        """int32 ``[R, RECALL_COLUMNS]`` of some strides, on the device."""
-        return None if recall is None else self._sent(recall[rows.request])
+    def _recall_of(
+        self, rows: StrideRows, recall: np.ndarray | None
+    ) -> tuple[torch.Tensor | None, Recalls]:
+        """int32 ``[R, RECALL_COLUMNS]`` of some strides, on the device; and what these do."""
+        if recall is None:
+            return None, EVERYTHING
+        own = recall[rows.request]
+        how, stores = own[:, HOW], bool(own[:, STORED].any())
+        return self._sent(own), Recalls(bool(how.any()), bool((how == JUDGED).any()), stores)
 
     def _waves(
         self,
@@ -391,7 +402,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         recall: np.ndarray | None,
         names: Sequence[str | None],
     ) -> DecodeRows:
-        index = mail.steps[at, START].long()
+        index = _places(rows.steps[:, START])
+        if index is None:
+            index = mail.steps[at, START].long()
         scored = saves = None
         if self.drafts is not None:
             places = self.drafts.saves(names, rows.request, rows.steps[:, STREAM])
@@ -401,6 +414,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             theirs = np.asarray([schedule.scoring.from_host for schedule in rows.schedules])
             rank = (rows.steps[:, CACHED] - lag) // self.schedule.unit
             scored = self._sent(np.where(theirs, rank, NO_RANK).astype(np.int32))
+        recalled, recalls = self._recall_of(rows, recall)
         return DecodeRows(
             index=index,
             steps=mail.steps[at],
@@ -409,8 +423,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             no_scores=self.no_scores[: len(rows)],
             scored=scored,
             given=None if given is None else given[index],
-            recall=self._recall_of(rows, recall),
+            recall=recalled,
             saves=saves,
+            recalls=recalls,
         )
 
     def _strides(
@@ -422,6 +437,7 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         recall: np.ndarray | None,
     ) -> PrefillRows:
         schedule, most = rows.schedules[0], rows.steps.max(axis=0)
+        recalled, recalls = self._recall_of(rows, recall)
         return PrefillRows(
             steps=mail.steps[at],
             table=mail.table[at],
@@ -432,7 +448,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             max_length=int(most[LENGTH]),
             max_slots=int(most[OLD_SLOTS]),
             width=widest(rows.steps, schedule.unit),
-            recall=self._recall_of(rows, recall),
+            recall=recalled,
+            recalls=recalls,
         )
 
     # --- strides in which nobody is compared ------------------------------------------------------
@@ -474,9 +491,9 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         plain = np.asarray([one.keeps_newest is not None for one in rows.schedules], dtype=bool)
         return plain & (rows.steps[:, STREAM] % self.schedule.unit == 0)
 
-    def _chunks(self, chunks: ChunkDraft, mail: Mail) -> ChunkRows:
+    def _chunks(self, chunks: ChunkDraft, mail: Mail) -> Chunks:
         steps, own, longest = chunks
-        return ChunkRows(
+        return Chunks(
             steps=mail.others[steps],
             chunks=mail.steps[own],
             table=mail.table[own],
@@ -491,6 +508,15 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
             decays = schedule.scoring.weight * schedule.scoring.decay**power
             self._decays[schedule.arithmetic] = sent(decays.float(), self.device)
         return self._decays[schedule.arithmetic]
+
+
+def _places(places: np.ndarray) -> slice | None:
+    """Ascending places in a step as a slice if they follow each other, as where decoding requests
+    come first (vLLM's second runner). Then no layer has to gather their rows."""
+    first = int(places[0])
+    if int(places[-1]) - first == len(places) - 1 and (np.diff(places) == 1).all():
+        return slice(first, first + len(places), 1)
+    return None
 
 
 def _as_padding(common: CommonAttentionMetadata) -> CommonAttentionMetadata:

@@ -14,7 +14,6 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from vllm_cascade.attention.cuda.metadata import (
-    ChunkRows,
     DecodeRows,
     DeviceWave,
     PrefillRows,
@@ -22,6 +21,7 @@ from vllm_cascade.attention.cuda.metadata import (
 )
 from vllm_cascade.attention.cuda.recall import LayerRings
 from vllm_cascade.attention.cuda.workspace import (
+    Workspace,
     counters_of,
     memory_of,
     size_of,
@@ -29,6 +29,7 @@ from vllm_cascade.attention.cuda.workspace import (
     stride_shapes,
     workspace_of,
     worst_shapes,
+    worst_singles,
 )
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.latent import LatentImpl
@@ -41,18 +42,26 @@ from vllm_cascade.cache.quantised import Quantised
 from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
-from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.chunk import attend_chunks
+from vllm_cascade.kernels.triton.attend import DecodeAttention
+from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
-from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
-from vllm_cascade.kernels.triton.configs import LEAST_PART, Split, attend_splits, sharing
+from vllm_cascade.kernels.triton.combine import (
+    Merge,
+    ScoreUpdate,
+    head_masses,
+    update,
+    update_from,
+)
+from vllm_cascade.kernels.triton.configs import LEAST_PART, attend_splits, sharing
 from vllm_cascade.kernels.triton.drafts import Saved, save_versions
 from vllm_cascade.kernels.triton.drafts import undo as undo_drafts
-from vllm_cascade.kernels.triton.insert import insert
+from vllm_cascade.kernels.triton.insert import Insertion
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
 from vllm_cascade.kernels.triton.prefill import StrideAttention
+from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.models.rotary import Rotary
@@ -60,6 +69,16 @@ from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.drafts import most_drafts
 from vllm_cascade.step.inputs import Stride, Undone
+
+
+class SingleKernels(NamedTuple):
+    """The kernels of single tokens with what no step changes of a layer."""
+
+    attention: DecodeAttention
+    merge: Merge
+    update: ScoreUpdate | None
+    insertion: Insertion
+    num_sets: int
 
 
 class StrideKernels(NamedTuple):
@@ -74,6 +93,14 @@ class StrideKernels(NamedTuple):
     reduction: str
 
 
+class LayerKernels(NamedTuple):
+    """All of a layer's; ``strides``: None in layers with a window."""
+
+    singles: SingleKernels
+    strides: StrideKernels | None
+    chunks: ChunkAttention
+
+
 class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's.
 
@@ -84,7 +111,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     least_part = LEAST_PART
     knows_windows = knows_sinks = knows_codes = True
     _decode_rotation: torch.Tensor | None = None
-    _stride_kernels: StrideKernels | None = None
+    _made: LayerKernels | None = None
     _stored: Codes | None = None
     recall: LayerRings | None = None
     _saved: Saved | None = None
@@ -95,14 +122,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         self._config = get_current_vllm_config_or_none()
 
     def reserve(self, query: torch.Tensor) -> None:
-        """The strides' workspace, for good; what decode needs at a time, for the profile only."""
+        """The kernels' workspace, for good; what recall needs at a time, for the profile only."""
         config = self._config
         policy = None if config is None else policy_of(config.additional_config)
         if config is None or policy is None:
             return
         limits, device = config.scheduler_config, query.device
         worst = worst_shapes(policy, limits, query, self.num_kv_heads, self.least_part, self.latent)
-        workspace_of(device).reserve(size_of(worst), counters_of(worst))
         block = config.cache_config.block_size
         pages, slots = -(-policy.capacity // block), block
         if self.window is not None:
@@ -111,11 +137,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         num, heads = limits.max_num_seqs, self.num_heads
         splits = attend_splits(device, num, self._decode_programs, slots)
         size = self.latent or self.head_size
-        parts = torch.empty(num, heads, splits, size + 1, device=device)
-        logits = torch.empty(num, heads, slots if policy.uses_attention else 0, device=device)
+        sets = self.num_kv_heads if policy.head_policy == "per_kv_head" else 1
+        scored = slots if policy.uses_attention else 0
+        singles = worst_singles(num, heads, splits, size, scored, sets)
+        num_bytes = max(size_of(singles), size_of(worst))
+        workspace_of(device).reserve(num_bytes, counters_of(worst))
         stored = policy.recall_store // policy.unit if policy.recall else 0
         worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
-        del parts, logits, worth
+        del worth
         if self._saved is None and (drafts := most_drafts(config)):
             row = 2 * self.head_size if self.latent is None else self.head_size
             num_bytes = num * drafts * self.num_kv_heads * (row * query.element_size() + 20)
@@ -123,7 +152,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
     def keep_drafts(self, most_requests: int) -> None:
         assert self._pages is not None, "prepare comes first"
-        self._held = None  # the profile has counted it
+        self._held = self._made = None  # the profile has counted it
         own = Journal(self._pages, most_requests)
         self._saved = Saved(own.rows, own.words, own.scale, self._pages.scale)
 
@@ -143,7 +172,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     ) -> None:
         super().prepare(spec, kv_cache, rotary, *args, **kwargs)
         assert self._pages is not None
-        self._stride_kernels, self._stored = None, stored_of(self._pages)
+        self._made, self._stored = None, stored_of(self._pages)
         if rotary is not None:
             self._decode_rotation = rotation_table(
                 rotary.inv_freq,
@@ -170,23 +199,80 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         # Before the real pool exists, vLLM measures what graphs need on one that it throws away:
         # its block tables are empty, so every row is padding.
         pages = self._pages or self._thrown_away(kv_cache, metadata.spec)
-        strides = None
         if not metadata.waves:  # a dummy run
             new.output.zero_()
+            return
+        tokens = Tokens(*new, logit_scale=metadata.logit_scale)
+        kernels = self._kernels(pages, metadata.spec, tokens)
         for wave in metadata.waves:
             if wave.decode is not None:
-                self._decode(pages, metadata, wave.decode, new)
-            if wave.prefill:
-                strides = strides or self._strides(pages, metadata, new)
-                kernels, tokens = strides
-                for rows in wave.prefill:
-                    self._prefill(kernels, tokens, rows)
+                self._decode(kernels.singles, pages, metadata, wave.decode, new, tokens)
+            for rows in wave.prefill:
+                assert kernels.strides is not None, "in a window nobody is compared"
+                self._prefill(kernels.strides, tokens, rows)
             if wave.chunks is not None:
-                self._chunks(pages, metadata, wave.chunks, new)
+                kernels.chunks(tokens, wave.chunks)
             for stride, recall in wave.others:
                 self._in_pytorch(pages, stride, recall, new)
             if self.recorder is not None:
                 self._record(name, pages, metadata, wave)
+
+    def _kernels(self, pages: Pages, spec: KVPolicySpec, tokens: Tokens) -> LayerKernels:
+        """The layer's kernels on its pages; those on a pool that is thrown away are not kept."""
+        if self._made is not None and pages is self._pages:
+            return self._made
+        made = self._make_kernels(pages, spec, tokens)
+        if pages is self._pages:
+            self._made = made
+        return made
+
+    def _make_kernels(self, pages: Pages, spec: KVPolicySpec, tokens: Tokens) -> LayerKernels:
+        policy, turning, num_queries = spec.policy, self._turning, self.num_heads
+        rows = {**self._rows, "dtype": tokens.key.dtype}
+        read, words = _words(pages, "kv", "rank", "born"), _words(pages)
+        common = {
+            "slopes": self.alibi_slopes,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "rotation": self._decode_rotation,
+            "interleaved": turning["interleaved"],
+            "num_queries": num_queries,
+            **rows,
+        }
+        sinks, reduction, scores = self._sink_logits, policy.head_reduction, policy.uses_attention
+        update = None
+        if scores and not self._decides_with_others:
+            update = ScoreUpdate(pages.rank, pages.score, num_queries, reduction, pages.unit)
+        size = self.latent or self.head_size
+        singles = SingleKernels(
+            attention=DecodeAttention(**read, **common, keep_logits=scores),
+            merge=Merge(num_queries, size, sinks),
+            update=update,
+            # Only policies with scores have rules of cells, and requests may bring their own.
+            insertion=Insertion(**words, **rows, has_cells=scores, saved=self._saved),
+            num_sets=pages.rank.shape[1],
+        )
+        window, new_rotation = spec.window, turning["rotation"]
+        chunks = ChunkAttention(
+            **words, **common, sinks=sinks, new_rotation=new_rotation, window=window
+        )
+        if window is not None:
+            return LayerKernels(singles, None, chunks)
+        assert tokens.query is not None, "a layer attends"
+        split = split_of(policy, tokens.query, self.least_part)
+        insertion = StrideInsertion(
+            **words, **turning, **rows, reduction=reduction, salts=self._salts
+        )
+        strides = StrideKernels(
+            attention=StrideAttention(**words, **common, sinks=sinks, split=split),
+            sums=ColumnSums(**read, **common, reduction=reduction),
+            choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
+            insertion=insertion,
+            num_sets=pages.rank.shape[1],
+            unit=pages.unit,
+            reduction=reduction,
+        )
+        return LayerKernels(singles, strides, chunks)
 
     def _thrown_away(self, kv_cache: torch.Tensor, spec: KVPolicySpec) -> Pages:
         """Views of a page pool on which vLLM measures memory; of codes that it may call floats."""
@@ -196,9 +282,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         return pages
 
     def _decode(
-        self, pages: Pages, metadata: TritonMetadata, decode: DecodeRows, new: NewTokens
+        self,
+        kernels: SingleKernels,
+        pages: Pages,
+        metadata: TritonMetadata,
+        decode: DecodeRows,
+        new: NewTokens,
+        tokens: Tokens,
     ) -> None:
-        policy = metadata.spec.policy
         where: dict[str, Any] = {"table": decode.table, "steps": decode.steps}
         rows = decode.index
         saves = None if self._saved is None else decode.saves  # none before there are pages
@@ -206,43 +297,26 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             save_versions(
                 saves=saves, **_words(pages, "rank", "score", "versions"), **where, unit=pages.unit
             )
-        recall = {**where, "recall": decode.recall}
+        recalling = None
         if self.recall is not None:
-            self.recall.choose(new.query, **recall, single=True)
-        query, key, value = new.at(rows)
-        place = new.output[rows]
-        if isinstance(rows, torch.Tensor):  # a copy
-            place = torch.empty_like(place)
-        num_slots = decode.table.shape[1] * pages.block_size
-        turning: dict[str, Any] = {**self._turning, "rotation": self._decode_rotation}
-        parts, parts_lse, logits, own = attend(
-            query=query,
-            key=key,
-            value=value,
-            **_words(pages, "kv", "rank", "born"),
-            **where,
-            slopes=self.alibi_slopes,
-            logit_scale=decode.logit_scale,
-            scale=self.scale,
-            softcap=self.softcap,
-            **turning,
-            splits=attend_splits(query.device, len(query), self._decode_programs, num_slots),
-            keep_logits=policy.uses_attention,
-            positions=metadata.positions,
-            **self._rows,
-        )
-        lse = merge(
-            partial=parts,
-            partial_lse=parts_lse,
-            steps=decode.steps,
-            output=place,
-            sinks=self._sink_logits,
-        )
-        if isinstance(rows, torch.Tensor):
-            new.output[rows] = place
-        new_score = decode.no_scores
-        if policy.uses_attention:
-            new_score = self._update(pages, logits, own, lse, policy.head_reduction, where)
+            recalling = self._recall_rows(self.recall, decode)
+            self.recall.choose(tokens, recalling, single=True, does=decode.recalls)
+        if not decode.leads:
+            place = new.output[rows]
+            if isinstance(rows, torch.Tensor):  # a copy
+                place = torch.empty_like(place)
+            tokens = Tokens(*new.at(rows), place)
+        singles = decode.singles.get((self.num_heads, self.head_size))
+        if singles is None:
+            singles = self._shared_singles(kernels, pages, metadata, decode, saves)
+        kernels.attention(tokens, singles)
+        kernels.merge(tokens, singles)
+        if isinstance(rows, torch.Tensor) and tokens.output is not None:
+            new.output[rows] = tokens.output
+        if kernels.update is not None:
+            kernels.update(singles)
+        elif metadata.spec.policy.uses_attention:
+            singles = self._update(pages, singles, metadata.spec.policy.head_reduction)
         elif decode.given is not None:
             assert decode.scored is not None, "it comes with given"
             words = _words(pages, "rank", "score")
@@ -254,23 +328,66 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 unit=pages.unit,
                 salts=self._salts,
             )
-        ranks = None if self.recall is None else self.recall.ranks(**recall)
-        insert(
-            key=key,
-            value=value,
-            new_score=new_score,
-            **_words(pages),
-            **where,
+        if self.recall is not None and recalling is not None:
+            self.recall.before(recalling, decode.recalls)
+        kernels.insertion(tokens, singles)
+        if self.recall is not None and recalling is not None:
+            self.recall.store(recalling, decode.recalls)
+
+    def _recall_rows(
+        self, recall: LayerRings, rows: DecodeRows | PrefillRows, columns: int | None = None
+    ) -> RecallRows:
+        """What recall's launches are given, the first layer's for all."""
+        which = self.num_heads, self.head_size
+        found = rows.recalling.get(which)
+        if found is None:
+            assert rows.recall is not None, "the builder has stores, too"
+            own = rows.table, rows.steps, rows.recall
+            found = recall.rows(*own, self.num_heads, columns)
+            if not _is_captured(rows.steps.device):
+                rows.recalling[which] = found
+        return found
+
+    def _shared_singles(
+        self,
+        kernels: SingleKernels,
+        pages: Pages,
+        metadata: TritonMetadata,
+        decode: DecodeRows,
+        saves: torch.Tensor | None,
+    ) -> Singles:
+        """These tokens and what their kernels leave each other, the first layer's for all.
+
+        A captured graph keeps the memory that it found, so there every layer allocates its own,
+        which becomes the graph's.
+        """
+        num_rows, num_pages = decode.table.shape
+        device, num_slots = decode.steps.device, num_pages * pages.block_size
+        splits = attend_splits(device, num_rows, self._decode_programs, num_slots)
+        found = {
+            **kernels.attention.shapes(num_rows, num_pages, splits),
+            "lse": (num_rows, self.num_heads),
+            **kernels.insertion.shapes(num_rows, num_pages),
+        }
+        new_score = {"new_score": decode.no_scores}
+        if metadata.spec.policy.uses_attention:
+            found["new_score"], new_score = (num_rows, kernels.num_sets), {}
+        shapes = {name: (shape, torch.float32) for name, shape in found.items()}
+        captured = _is_captured(device)
+        workspace = Workspace(device) if captured else workspace_of(device)
+        made = Singles(
+            steps=decode.steps,
+            table=decode.table,
             rules=metadata.rules,
-            # Only policies with scores have rules of cells, and requests may bring their own.
-            has_cells=policy.uses_attention,
+            logit_scale=decode.logit_scale,
             positions=metadata.positions,
             saves=saves,
-            saved=self._saved,
-            **self._rows,
+            **workspace.carve(shapes),
+            **new_score,
         )
-        if self.recall is not None:
-            self.recall.store(**recall, ranks=ranks)
+        if not captured:
+            decode.singles[self.num_heads, self.head_size] = made
+        return made
 
     @property
     def _decode_programs(self) -> int:
@@ -306,28 +423,31 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             return None
         return self._layer.sinks.flatten()
 
-    def _update(
-        self,
-        pages: Pages,
-        logits: torch.Tensor,
-        own: torch.Tensor,
-        lse: torch.Tensor,
-        reduction: str,
-        where: dict[str, Any],
-    ) -> torch.Tensor:
-        """Scores in the pages, and the new tokens'; over all tensor-parallel ranks if need be."""
+    @property
+    def _decides_with_others(self) -> bool:
+        """Whether tensor-parallel ranks share the heads of a set."""
+        return self._layer is not None and self._layer.over_ranks is not None
+
+    def _update(self, pages: Pages, singles: Singles, reduction: str) -> Singles:
+        """Scores in the pages, and the new tokens', over all tensor-parallel ranks."""
+        assert self._layer is not None and self._layer.over_ranks is not None
+        logits, own, lse = singles.logits, singles.own, singles.lse
+        assert logits is not None and own is not None and lse is not None, "attention left them"
+        where: dict[str, Any] = {"table": singles.table, "steps": singles.steps}
         words, unit = _words(pages, "rank", "score"), pages.unit
-        if self._layer is None or self._layer.over_ranks is None or reduction == "median":
+        if reduction == "median":
             logits, own, lse = self._all_ranks(logits, own, lse)
-            return update(
+            new_score = update(
                 logits=logits, own=own, lse=lse, **words, **where, reduction=reduction, unit=unit
             )
-        masses = head_masses(
-            logits=logits, own=own, lse=lse, rank=pages.rank, **where, reduction=reduction,
-            unit=unit,
-        )  # fmt: skip
-        masses = self._layer.over_ranks(masses, reduction)
-        return update_from(masses=masses, **words, **where, unit=unit)
+        else:
+            masses = head_masses(
+                logits=logits, own=own, lse=lse, rank=pages.rank, **where, reduction=reduction,
+                unit=unit,
+            )  # fmt: skip
+            masses = self._layer.over_ranks(masses, reduction)
+            new_score = update_from(masses=masses, **words, **where, unit=unit)
+        return replace(singles, new_score=new_score)
 
     def _all_ranks(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """``[rows, heads, ...]`` of all tensor-parallel ranks, where those decide together."""
@@ -337,60 +457,20 @@ class TritonKVPolicyImpl(KVPolicyImpl):
 
         return [tensor_model_parallel_all_gather(x, dim=1).contiguous() for x in tensors]
 
-    def _strides(
-        self, pages: Pages, metadata: TritonMetadata, new: NewTokens
-    ) -> tuple[StrideKernels, Tokens]:
-        """What all strides of a step have in common in this layer."""
-        assert metadata.spec.window is None, "in a window nobody is compared"
-        kernels = self._stride_kernels
-        if kernels is None:
-            split = split_of(metadata.spec.policy, new.query, self.least_part)
-            reduction = metadata.spec.policy.head_reduction
-            kernels = self._kernels_of(pages, reduction, split, new.key.dtype)
-            if pages is self._pages:
-                self._stride_kernels = kernels
-        return kernels, Tokens(**new._asdict(), logit_scale=metadata.logit_scale)
-
-    def _kernels_of(
-        self, pages: Pages, reduction: str, split: Split, dtype: torch.dtype
-    ) -> StrideKernels:
-        turning, num_queries = self._turning, self.num_heads
-        rows = {**self._rows, "dtype": dtype}
-        own = {"num_queries": num_queries, "sinks": self._sink_logits, "split": split, **rows}
-        common = {
-            "slopes": self.alibi_slopes,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            **turning | {"rotation": self._decode_rotation},
-        }
-        read, words = _words(pages, "kv", "rank", "born"), _words(pages)
-        return StrideKernels(
-            attention=StrideAttention(**words, **common, **own),
-            sums=ColumnSums(**read, **common, **rows, reduction=reduction, num_queries=num_queries),
-            choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
-            insertion=StrideInsertion(
-                **words, **turning, **rows, reduction=reduction, salts=self._salts
-            ),
-            num_sets=pages.rank.shape[1],
-            unit=pages.unit,
-            reduction=reduction,
-        )
-
     def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
         """Three launches: attend, add up what keys received, and choose and write; and recall's."""
-        recall = {"table": rows.table, "steps": rows.steps, "recall": rows.recall}
-        assert tokens.query is not None, "a stride attends"
+        recalling = None
         if self.recall is not None:
-            self.recall.choose(tokens.query, **recall, single=False)
+            recalling = self._recall_rows(self.recall, rows, columns=rows.width)
+            self.recall.choose(tokens, recalling, single=False, does=rows.recalls)
         shared = rows.strides.get((self.num_heads, self.head_size))
         strides = shared or self._shared(kernels, tokens, rows)
         kernels.attention(tokens, strides)
         if strides.sums is not None:
             kernels.sums(tokens, strides)
             strides = self._of_all_ranks(strides, kernels.reduction)
-        if self.recall is not None:
-            keep = kernels.choice(strides)
-            self.recall.store(**recall, keep=keep, key=tokens.key, value=tokens.value)
+        if self.recall is not None and recalling is not None and rows.recalls.stores:
+            self.recall.store(recalling, rows.recalls, tokens, kernels.choice(strides))
         kernels.insertion(tokens, strides)
 
     def _shared(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> Strides:
@@ -441,35 +521,6 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         (sums,) = self._all_ranks(sums)
         return replace(strides, sums=sums, query_heads=sums.shape[1])
 
-    def _chunks(
-        self, pages: Pages, metadata: TritonMetadata, rows: ChunkRows, new: NewTokens
-    ) -> None:
-        """One launch, whatever the number of strides."""
-        turning = self._turning
-        attend_chunks(
-            query=new.query,
-            key=new.key,
-            value=new.value,
-            **_words(pages),
-            table=rows.table,
-            steps=rows.steps,
-            chunks=rows.chunks,
-            positions=rows.positions,
-            finished=rows.finished,
-            rotation=self._decode_rotation,
-            new_rotation=turning["rotation"],
-            interleaved=turning["interleaved"],
-            slopes=self.alibi_slopes,
-            logit_scale=metadata.logit_scale,
-            scale=self.scale,
-            softcap=self.softcap,
-            max_length=rows.max_length,
-            output=new.output,
-            sinks=self._sink_logits,
-            window=metadata.spec.window,
-            **self._rows,
-        )
-
     def _in_pytorch(
         self, pages: Pages, stride: Stride, row: np.ndarray | None, new: NewTokens
     ) -> None:
@@ -513,6 +564,11 @@ def stored_of(pages: Pages) -> Codes | None:
         own = {"dtype": torch.float32, "device": pages.kv.device}
         scales = torch.cat([torch.full((1,), scale, **own) for scale in quantised.scales])
     return Codes(quantised.code, scales)
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether launches are recorded for a CUDA graph, which keeps the memory that they use."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _words(pages: Pages, *names: str) -> dict[str, Any]:

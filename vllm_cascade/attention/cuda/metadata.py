@@ -3,16 +3,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_cascade.cache.spec import KVPolicySpec
+from vllm_cascade.kernels.triton.chunk import Chunks
+from vllm_cascade.kernels.triton.recall_rows import RecallRows
+from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.strides import Strides
 from vllm_cascade.policies.rules import Scoring
 from vllm_cascade.step.inputs import Stride
 from vllm_cascade.step.rows import StrideRows
+
+
+class Recalls(NamedTuple):
+    """What any of some strides does with evicted units, as far as the host knows: launches for what
+    none of them does are left out.
+
+    Attributes:
+        selects: whether any selects units; ``judges``: by their evidence.
+        stores: whether any evicts units.
+    """
+
+    selects: bool = True
+    judges: bool = True
+    stores: bool = True
+
+
+EVERYTHING = Recalls()
 
 
 @dataclass(frozen=True)
@@ -30,6 +51,10 @@ class DecodeRows:
         given: fp32 ``[B]``, the host's scores, or None.
         recall: int32 ``[B, RECALL_COLUMNS]``; None without recall.
         saves: int32 ``[B]``, places of draft tokens, -1 for others; None: there are no drafts.
+        leads: whether the tokens are the first of the step, in order.
+        recalls: what rows do by ``recall``. A captured graph has all launches, for later steps.
+        singles, recalling: launch arguments and the kernels' shared memory, by number and size of
+            the layer's query heads. The first layer builds them for all layers.
     """
 
     index: torch.Tensor | slice
@@ -41,6 +66,13 @@ class DecodeRows:
     given: torch.Tensor | None = None
     recall: torch.Tensor | None = None
     saves: torch.Tensor | None = None
+    recalls: Recalls = EVERYTHING
+    singles: dict[tuple[int, int], Singles] = field(default_factory=dict)
+    recalling: dict[tuple[int, int], RecallRows] = field(default_factory=dict)
+
+    @property
+    def leads(self) -> bool:
+        return isinstance(self.index, slice) and self.index == slice(0, len(self.steps), 1)
 
 
 @dataclass(frozen=True)
@@ -59,8 +91,9 @@ class PrefillRows:
         width: units of the longest line (cached and new tokens), or of the most slots afterwards if
             that is more.
         recall: int32 ``[R, RECALL_COLUMNS]``; None without recall.
-        strides: launch arguments and the kernels' shared memory, by number and size of the layer's
-            query heads. The first layer builds them for all layers.
+        recalls: what the strides do by ``recall``.
+        strides, recalling: launch arguments and the kernels' shared memory, by number and size of
+            the layer's query heads. The first layer builds them for all layers.
     """
 
     steps: torch.Tensor
@@ -73,28 +106,9 @@ class PrefillRows:
     max_slots: int
     width: int
     recall: torch.Tensor | None = None
+    recalls: Recalls = EVERYTHING
     strides: dict[tuple[int, int], Strides] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ChunkRows:
-    """Strides of ``M`` requests with score-free policies, attended in one launch.
-
-    Attributes:
-        steps: int32 ``[K, STEP_COLUMNS]``, one row per stride.
-        chunks: int32 ``[M, STEP_COLUMNS]``, one row per request, for all of its strides.
-        table: int32 ``[M, P]`` block numbers of the requests.
-        positions: int64 ``[num_tokens]``, the tokens' positions.
-        finished: int32 zeros, counters of finished programs.
-        max_length: tokens of the longest stride.
-    """
-
-    steps: torch.Tensor
-    chunks: torch.Tensor
-    table: torch.Tensor
-    positions: torch.Tensor
-    finished: torch.Tensor
-    max_length: int
+    recalling: dict[tuple[int, int], RecallRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,7 +129,7 @@ class DeviceWave:
     decode: DecodeRows | None = None
     prefill: Sequence[PrefillRows] = ()
     others: Sequence[tuple[Stride, np.ndarray | None]] = ()
-    chunks: ChunkRows | None = None
+    chunks: Chunks | None = None
 
 
 @dataclass

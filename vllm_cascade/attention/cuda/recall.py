@@ -5,19 +5,24 @@ Which rows choose, and which store, stands in rows of numbers on the device; the
 launched for all rows alike and leave out the others.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from vllm_cascade.attention.cuda.metadata import EVERYTHING, Recalls
 from vllm_cascade.attention.evicted import Evicted
 from vllm_cascade.attention.layer import LayerConfig
 from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import END, RING, STORED
-from vllm_cascade.kernels.triton.recall import judge_units
-from vllm_cascade.kernels.triton.recall_choose import recall_units
-from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
+from vllm_cascade.kernels.triton.recall import Judge
+from vllm_cascade.kernels.triton.recall_choose import Recaller
+from vllm_cascade.kernels.triton.recall_rows import RecallRows
+from vllm_cascade.kernels.triton.recall_store import UnitStore
 from vllm_cascade.kernels.triton.stored import Codes
+from vllm_cascade.kernels.triton.strides import Tokens
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.step.inputs import Stride
 
@@ -41,123 +46,120 @@ class LayerRings:
         most_queries: int,
     ) -> None:
         self._layer, self._pages, self._most_queries = layer, pages, most_queries
+        assert pages.token is not None, "recall keeps units' indices"
         scales = rings.row_scales
         self._row_scales = None if scales is None else scales[index]
-        self._kept = {"latent": layer.latent, "stored": stored, "row_scales": self._row_scales}
         self._shape, self._num_requests = rings.shape, rings.num_requests
         self._rows, self._codes, self._scales = (
             tensor[index] for tensor in (rings.rows, rings.codes, rings.scales)
         )
         self._born, self._token = rings.born[index], rings.token[index]
         self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
+        self._judges: dict[int, Judge] = {}
+        of_pages = {"kv": pages.kv, "rank": pages.rank, "born": pages.born, "token": pages.token}
+        common = {
+            **of_pages,
+            "rows": self._rows,
+            "stored_born": self._born,
+            "stored_token": self._token,
+            "capacity": rings.shape.most_units,
+            "latent": layer.latent,
+            "stored": stored,
+            "row_scales": self._row_scales,
+        }
+        self._recaller = Recaller(
+            **common,
+            score=pages.score,
+            exchanged=self._exchanged,
+            most=rings.shape.most_recalled,
+        )
+        self._store = UnitStore(
+            **common,
+            rotation=layer.rotation,
+            interleaved=not layer.is_neox,
+            codes=self._codes,
+            scales=self._scales,
+        )
 
     @property
     def exchanged(self) -> int:
         """Units that choices have brought back; waits for the device."""
         return int(self._exchanged)
 
-    def choose(
+    def rows(
         self,
-        query: torch.Tensor,
         table: torch.Tensor,
         steps: torch.Tensor,
         recall: torch.Tensor,
-        single: bool,
-    ) -> None:
-        """Bring back what strides ask for, before they attend.
+        num_queries: int,
+        columns: int | None = None,
+    ) -> RecallRows:
+        """Launch arguments for strides, and memory that all layers can share.
 
         Args:
-            query: of the whole step.
             recall: int32 ``[R, RECALL_COLUMNS]``.
-            single: whether they are strides of one token.
+            num_queries: query heads.
+            columns: units per row of ``keep``; None: strides of one token, which have none.
         """
-        layer, pages, shape = self._layer, self._pages, self._shape
-        assert pages.token is not None, "recall keeps units' indices"
-        asking = 1 if single else self._most_queries
+        asking = 1 if columns is None else self._most_queries
         # What memory is profiled for: the queries of one stride, or one of each request.
-        num = max(self._num_requests // asking, 1)
-        found = [
-            judge_units(
-                query=query,
+        most_rows = max(self._num_requests // asking, 1)
+        judged = self._judge(asking, num_queries).room(steps, recall, most_rows)
+        chosen = self._recaller.room(len(steps), steps.device)
+        stored = self._store.room(len(steps), table.shape[1], columns, steps.device)
+        return RecallRows(steps, table, recall, **judged, **chosen, **stored)
+
+    def _judge(self, asking: int, num_queries: int) -> Judge:
+        if asking not in self._judges:
+            layer = self._layer
+            self._judges[asking] = Judge(
                 codes=self._codes,
                 scales=self._scales,
-                steps=steps[first : first + num],
-                recall=recall[first : first + num],
                 rotation=layer.rotation,
                 interleaved=not layer.is_neox,
                 scale=layer.scale,
-                capacity=shape.most_units,
-                num_sets=shape.num_sets,
+                capacity=self._shape.most_units,
+                num_sets=self._shape.num_sets,
+                num_queries=num_queries,
                 most_asking=asking,
                 latent=layer.latent,
             )
-            for first in range(0, len(steps), num)
-        ]
-        total = found[0] if len(found) == 1 else torch.cat(found)
-        if layer.over_ranks is not None:  # whose heads select together
-            total = layer.over_ranks(total, "max")
-        recall_units(
-            evidence=total,
-            rows=self._rows,
-            stored_born=self._born,
-            stored_token=self._token,
-            kv=pages.kv,
-            rank=pages.rank,
-            born=pages.born,
-            score=pages.score,
-            token=pages.token,
-            table=table,
-            steps=steps,
-            recall=recall,
-            exchanged=self._exchanged,
-            most=shape.most_recalled,
-            **self._kept,
-        )
+        return self._judges[asking]
 
-    def ranks(self, table: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor) -> torch.Tensor:
-        """What ``store`` has to know of lines into which single tokens are about to be inserted."""
-        pages = self._pages
-        return ranks_before(
-            rank=pages.rank, table=table, steps=steps, recall=recall, unit=pages.unit
-        )
+    def choose(self, tokens: Tokens, rows: RecallRows, single: bool, does: Recalls) -> None:
+        """Bring back what strides ask for, before they attend.
+
+        Args:
+            tokens: of the whole step.
+            single: whether they are strides of one token.
+        """
+        if not does.selects:
+            return
+        if does.judges:
+            asking = 1 if single else self._most_queries
+            self._judge(asking, tokens.heads[0])(tokens, rows)
+            if self._layer.over_ranks is not None:  # whose heads select together
+                assert rows.evidence is not None, "the judge wrote it"
+                together = self._layer.over_ranks(rows.evidence, "max")
+                rows = replace(rows, evidence=together)
+        self._recaller(rows)
+
+    def before(self, rows: RecallRows, does: Recalls) -> None:
+        """Note what ``store`` must know of lines into which single tokens are inserted next."""
+        if does.stores:
+            self._store.before(rows)
 
     def store(
         self,
-        table: torch.Tensor,
-        steps: torch.Tensor,
-        recall: torch.Tensor,
-        *,
-        ranks: torch.Tensor | None = None,
+        rows: RecallRows,
+        does: Recalls,
+        tokens: Tokens | None = None,
         keep: torch.Tensor | None = None,
-        key: torch.Tensor | None = None,
-        value: torch.Tensor | None = None,
     ) -> None:
-        """Store what strides evict: of single tokens when they were inserted, with ``ranks``; of
-        longer ones before, with ``keep``, ``key`` and ``value``."""
-        layer, pages = self._layer, self._pages
-        assert pages.token is not None, "recall keeps units' indices"
-        store_units(
-            keep=keep,
-            ranks=ranks,
-            key=key,
-            value=value,
-            kv=pages.kv,
-            rank=pages.rank,
-            born=pages.born,
-            token=pages.token,
-            table=table,
-            steps=steps,
-            recall=recall,
-            rotation=layer.rotation,
-            interleaved=not layer.is_neox,
-            rows=self._rows,
-            codes=self._codes,
-            scales=self._scales,
-            stored_born=self._born,
-            stored_token=self._token,
-            capacity=self._shape.most_units,
-            **self._kept,
-        )
+        """Store what strides evict: of single tokens when they were inserted; of longer ones
+        before, with the step's ``tokens`` and ``keep``."""
+        if does.stores:
+            self._store(rows, tokens, keep)
 
     # --- a stride that runs in PyTorch ------------------------------------------------------------
 
@@ -169,7 +171,10 @@ class LayerRings:
         """
         device = query.device
         steps, recall = (sent(x, device)[None] for x in (stride.step, torch.from_numpy(row)))
-        self.choose(query, stride.pages[None].int(), steps, recall, single=False)
+        table, num_queries = stride.pages[None].int(), query.shape[1]
+        rows = self.rows(table, steps, recall, num_queries, columns=0)
+        tokens = Tokens(query, query[:, : self._layer.num_kv_heads])  # no key is read
+        self.choose(tokens, rows, single=False, does=EVERYTHING)
         with torch.device(device):
             num = int(row[STORED])
             return Evicted.room(self._layer, self._pages, num) if num else None

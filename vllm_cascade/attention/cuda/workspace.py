@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scratch memory of the stride kernels, shared by all layers and strides.
+"""Scratch memory of the kernels outside graphs, shared by all layers, strides and tokens.
 
 Kernels run one after another, so one buffer and one row of counters serve all. Every kernel resets
 its counters to 0. vLLM's profiling run reserves both for the worst batch (``reserve``), so that
@@ -138,6 +138,26 @@ def stride_shapes(
         shapes["partial"] = ((*each, value_size or query.shape[2]), torch.float32)
         shapes["marks"] = ((*each, MARKS), torch.float32)
     return shapes
+
+
+def worst_singles(
+    num_rows: int, num_queries: int, splits: int, value_size: int, slots: int, num_sets: int
+) -> Shapes:
+    """Shapes of what the kernels of so many single tokens leave each other (``Singles``).
+
+    Args:
+        slots: of a request; 0 where attention computes no scores.
+    """
+    shapes = {
+        "partial": (num_rows, num_queries, splits, value_size),
+        "partial_lse": (num_rows, num_queries, splits),
+        "lse": (num_rows, num_queries),
+        "logits": (num_rows, num_queries, slots),
+        "own": (num_rows, num_queries),
+        "cells": (num_rows, num_sets, max(slots, 1)),
+        "new_score": (num_rows, num_sets),
+    }
+    return {name: (shape, torch.float32) for name, shape in shapes.items()}
 
 
 def counters_of(shapes: Shapes) -> int:

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of one kernel with arguments that were bound and checked before.
+
+Outside CUDA graphs every layer of every step launches from Python. Triton then binds some 50
+arguments by name, looks at each, and compares the kernel's global constants, which takes the host
+four times as long as the launch itself. A layer's arguments never change, and those of a step are
+the same in all layers. So a ``Launcher`` binds a layer's once, and callers describe the others by a
+number (``variant_of``) that they compute once for a step or a layer. Where the number was seen
+before, the kernel that Triton chose then is launched directly.
+"""
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+Variant = int | tuple[int, ...]
+_numbers: dict[tuple[Any, ...], int] = {}
+
+
+def variant_of(*values: Any) -> int:
+    """A number for all that Triton may compile a kernel for, equal for equal values only.
+
+    Of a tensor that is its type, and whether it begins at a multiple of 16 bytes. Other values
+    stand for themselves, so pass none that changes from step to step.
+    """
+    said = tuple(
+        (value.dtype, value.data_ptr() % 16) if isinstance(value, torch.Tensor) else value
+        for value in values
+    )
+    return _numbers.setdefault(said, len(_numbers))
+
+
+class Launcher:
+    """Launches one kernel of one layer.
+
+    Args:
+        kernel: a ``triton.jit`` function.
+        fixed: arguments and options that never change.
+    """
+
+    def __init__(self, kernel: Any, **fixed: Any) -> None:
+        self._kernel, self._fixed = kernel, fixed
+        self._ready: dict[Variant, tuple[Any, Callable[[Any], tuple[Any, ...]]]] = {}
+        self._values = tuple(fixed.values())
+
+    def __call__(self, grid: tuple[int, int, int], variant: Variant, **own: Any) -> None:
+        """Launch.
+
+        Args:
+            variant: says of ``own`` all that Triton may compile the kernel for. Numbers that the
+                kernel does not specialise need not be in it if they are below 2**31.
+            own: the other arguments and options, by the same names in the same order every time.
+        """
+        ready = self._ready.get(variant)
+        if ready is None or _profiled():
+            self._by_triton(grid, variant, own)
+            return
+        kernel, in_order = ready
+        active: Any = driver.active
+        kernel.run(
+            *grid,
+            active.get_current_stream(active.get_current_device()),
+            kernel.function,
+            kernel.packed_metadata,
+            None,
+            None,
+            None,
+            *in_order((*self._values, *own.values())),
+        )
+
+    def _by_triton(self, grid: tuple[int, int, int], variant: Variant, own: dict[str, Any]) -> None:
+        """Launch as Triton does, and remember the kernel that it chose."""
+        kernel = self._kernel[grid](**self._fixed, **own)
+        if kernel is None or not isinstance(self._kernel, JITFunction):  # interpreted, or in a test
+            return
+        given = [*self._fixed, *own]
+        places = [given.index(name) for name in self._kernel.arg_names]
+        self._ready[variant] = kernel, itemgetter(*places)
+
+
+def _profiled() -> bool:
+    """Whether somebody wants to hear of launches, which only Triton describes."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))

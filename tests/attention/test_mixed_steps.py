@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer does on the host in a step that mixes decode with a prompt: launches, and no more.
+
+Such steps run outside CUDA graphs, so every launch and every operation of PyTorch in a layer costs
+the host time in each of a model's layers. Counts do not depend on the machine's load;
+``mixed_time.py`` prints times, beside stock vLLM's.
+"""
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.attention import test_paged
+from tests.attention.host_time import nothing_launched
+from tests.attention.steps import step_of
+from tests.attention.test_cuda import AtOnce
+from tests.attention.test_launches import Questions, calls_in, forward
+from tests.attention.test_paged import PagedLayer, Shape
+from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.recall.log import UnitShape
+from vllm_cascade.recall.rings import Rings
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS, CHUNK, STRIDE, STORE = 16, 512, 256, 64
+SHAPE = Shape(num_kv_heads=1, group=2, head_size=16, rotary_dim=16)
+UNITS = {"num_subcaches": 2, "unit": 4, "num_sinks": 4}
+CASCADE = {"name": "cascade", "budget": 64, "num_subcaches": 2}
+DECODE = {"attend": 1, "merge": 1, "insert": 1}
+SCORED = DECODE | {"update": 1}
+OF_STRIDES = dict.fromkeys(("attend_strides", "column_sums", "insert_strides"), CHUNK // STRIDE)
+CHOOSING = ("ask", "judge", "weigh", "choose", "bring")
+STORING = ("list_gone", "store_units")
+RECALLING = {**dict.fromkeys(CHOOSING + STORING, 1 + CHUNK // STRIDE), "remember": 1}
+RECALLING["keep_of_strides"] = CHUNK // STRIDE
+STEPS: dict[str, tuple[dict[str, Any], int, dict[str, int]]] = {
+    "sink": ({"name": "sink", "budget": 64}, 1000, DECODE | {"attend_chunks": 1}),
+    "cascade": (CASCADE, 1000, SCORED | OF_STRIDES),
+    "grows": ({**CASCADE, "budget": 2048}, 100, SCORED | OF_STRIDES),
+    "units": ({**CASCADE, **UNITS}, 1000, SCORED | OF_STRIDES),
+    "recall": (
+        {**CASCADE, **UNITS, "recall": 2, "recall_store": 4 * STORE, "recall_every": 1},
+        1003,  # every token is the last of its unit
+        SCORED | OF_STRIDES | RECALLING,
+    ),
+    "recall, grows": (
+        {**CASCADE, **UNITS, "budget": 2048, "recall": 2, "recall_store": 4 * STORE},
+        103,
+        SCORED | OF_STRIDES,
+    ),
+}
+"""Settings, tokens that every request has seen, and a layer's launches."""
+
+
+class Everything(TorchDispatchMode):
+    """Counts all that PyTorch does, be it only a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.done[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def layer_of(settings: dict[str, Any], patch: pytest.MonkeyPatch) -> PagedLayer:
+    patch.setattr(test_paged, "CPUKVPolicyImpl", TritonKVPolicyImpl)
+    patch.setattr(test_paged, "CPUBuilder", AtOnce)
+    layer = PagedLayer(SHAPE, {**settings, "prefill_stride": STRIDE}, 200)
+    if layer.policy.recall:
+        policy = layer.policy
+        shape = UnitShape(
+            num_layers=1,
+            num_kv_heads=SHAPE.num_kv_heads,
+            num_sets=1,
+            unit=policy.unit,
+            head_size=SHAPE.head_size,
+            dtype=SHAPE.dtype,
+            most_units=STORE,
+            most_recalled=policy.recall,
+        )
+        rings = Rings(shape, ROWS + 1, torch.device("cpu"))
+        names = [str(row) for row in range(ROWS + 1)]
+        rings.rings = {name: row for row, name in enumerate(names)}
+        layer.builder.stores = rings
+        patch.setattr(layer.builder.requests, "names", lambda _: names, raising=False)
+        layer.impl.recall_from(rings, 0, layer.policy.recall_queries)
+    return layer
+
+
+def plan(layer: PagedLayer, begun: int) -> Any:
+    """Metadata of a step in which all requests have seen so many tokens."""
+    rings, schedule = layer.builder.stores, layer.spec.schedule
+    if rings is not None:
+        rings.end[:] = schedule.evicted(np.full(ROWS + 1, begun))
+        rings.shown[:] = schedule.recalled(np.full(ROWS + 1, begun))
+    table = torch.ones(ROWS + 1, 150, dtype=torch.int32)
+    prompt = begun // STRIDE * STRIDE
+    if rings is not None:
+        rings.end[ROWS] = schedule.evicted(np.full(1, prompt))[0]
+        rings.shown[ROWS] = schedule.recalled(np.full(1, prompt))[0]
+    firsts, lengths = [begun] * ROWS + [prompt], [1] * ROWS + [CHUNK]
+    return layer.builder.build(0, step_of(firsts, lengths, [False] * ROWS + [True], table))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_layer_only_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's second layer: so many launches, nothing by PyTorch, not even a view, and few calls.
+
+    Each launch takes the host about as long as 20 calls of functions in Python.
+    """
+    settings, begun, expected = STEPS[name]
+    layer = layer_of(settings, monkeypatch)
+    run = forward(layer, plan(layer, begun), ROWS + CHUNK)
+    with nothing_launched() as launched:
+        run()
+        launched.clear()
+        with Everything() as torch_:
+            run()
+        assert Counter(one.removeprefix("_") for one in launched) == expected
+        assert not torch_.done
+        with Questions() as asked:
+            run()
+        calls = calls_in(run)
+    number = sum(expected.values())
+    assert asked.number <= 40 + 4 * expected.get("list_gone", 0)
+    assert calls <= 30 + 10 * number
+
+
+def test_a_step_is_planned_by_few_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(CASCADE, monkeypatch)
+    plan(layer, 1000)
+    with Everything() as torch_:
+        plan(layer, 1000)
+    assert sum(torch_.done.values()) <= 31, torch_.done
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+def test_rows_that_follow_each_other_are_not_gathered(
+    begin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding requests come first in vLLM's second runner; anywhere in a row they are a slice."""
+    layer = layer_of(CASCADE, monkeypatch)
+    lengths = [2] * begin + [1] * ROWS + [CHUNK]
+    prompts = [length > 1 for length in lengths]
+    table = torch.ones(len(lengths), 150, dtype=torch.int32)
+    firsts = [0 if prompt else 1000 for prompt in prompts]
+    metadata = layer.builder.build(0, step_of(firsts, lengths, prompts, table))
+    decode = metadata.waves[0].decode
+    assert decode.index == slice(2 * begin, 2 * begin + ROWS, 1)
+    assert decode.leads == (begin == 0)
+
+
+def test_launches_are_triton_s() -> None:
+    """Grids, kernels, options and arguments, in a process that launches as on an H100."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.attention.mixed_time", "--check"]
+    found = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.count("all launches are what Triton's would be") == 4
