@@ -6,7 +6,8 @@ arguments by name, looks at each, and compares the kernel's global constants, wh
 four times as long as the launch itself. A layer's arguments never change, and those of a step are
 the same in all layers. So a ``Launcher`` binds a layer's once, and callers describe the others by a
 number (``variant_of``) that they compute once for a step or a layer. Where the number was seen
-before, the kernel that Triton chose then is launched directly.
+before, the kernel that Triton chose then is launched directly, unless this version of Triton is
+unknown here.
 """
 
 from collections.abc import Callable
@@ -14,9 +15,13 @@ from operator import itemgetter
 from typing import Any
 
 import torch
+import triton
 from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
+"""Whether compiled kernels are launched with the arguments that these versions give them."""
 
 Variant = int | tuple[int, ...]
 _numbers: dict[tuple[Any, ...], int] = {}
@@ -76,7 +81,8 @@ class Launcher:
     def _by_triton(self, grid: tuple[int, int, int], variant: Variant, own: dict[str, Any]) -> None:
         """Launch as Triton does, and remember the kernel that it chose."""
         kernel = self._kernel[grid](**self._fixed, **own)
-        if kernel is None or not isinstance(self._kernel, JITFunction):  # interpreted, or in a test
+        # There is no kernel when it was interpreted, and in tests that launch nothing.
+        if kernel is None or not isinstance(self._kernel, JITFunction) or not DIRECT:
             return
         given = [*self._fixed, *own]
         places = [given.index(name) for name in self._kernel.arg_names]

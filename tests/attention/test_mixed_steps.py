@@ -12,11 +12,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import JITFunction
 
 from tests.attention import test_paged
 from tests.attention.host_time import nothing_launched
@@ -25,6 +27,7 @@ from tests.attention.test_cuda import AtOnce
 from tests.attention.test_launches import Questions, calls_in, forward
 from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.kernels.triton import launch
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.recall.rings import Rings
 
@@ -157,6 +160,23 @@ def test_rows_that_follow_each_other_are_not_gathered(
     decode = metadata.waves[0].decode
     assert decode.index == slice(2 * begin, 2 * begin + ROWS, 1)
     assert decode.leads == (begin == 0)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_only_known_versions_of_triton_are_bypassed(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "DIRECT", known)
+    monkeypatch.setattr(launch, "driver", MagicMock())
+    kernel = MagicMock(spec=JITFunction, arg_names=["a", "b"])
+    kernel.__getitem__ = MagicMock()
+    compiled = kernel.__getitem__.return_value.return_value
+    launcher = launch.Launcher(kernel, b=7)
+    for a in (1, 2, 3):
+        launcher((4, 5, 6), 0, a=a)
+    assert kernel.__getitem__.call_count == (1 if known else 3)
+    direct = [(*call.args[:3], *call.args[-2:]) for call in compiled.run.call_args_list]
+    assert direct == ([(4, 5, 6, 2, 7), (4, 5, 6, 3, 7)] if known else [])
 
 
 def test_launches_are_triton_s() -> None:
