@@ -146,7 +146,9 @@ def cells(args: argparse.Namespace, per_token: int, block_size: int) -> list[Cel
 def arms(args: argparse.Namespace, folder: str) -> dict[str, list[str]]:
     """Flags of every arm; ``folder``: for sessions."""
     config = {"recall": 0, "budget": args.budget, **args.policy_config}
-    made = {name: {"kv_policy": {"name": name, **config}} for name in args.policies}
+    made: dict[str, dict[str, Any]] = {
+        name: {"kv_policy": {"name": name, **config}} for name in args.policies
+    }
     for name in args.policies if args.sessions else ():
         keeps = {"kv_sessions": True, "kv_sessions_dir": os.path.join(folder, name)}
         made[f"{name}-sessions"] = {**made[name], **keeps, "kv_sessions_disk": 4.0}
