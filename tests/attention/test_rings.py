@@ -301,7 +301,7 @@ def test_sessions_keep_a_copy_of_a_ring(end: int) -> None:
     with pytest.raises((KeyError, ValueError)):
         other.units_of({**named, "ring.0": named["ring.0"][:, :, :1]}, ())
     with pytest.raises(ValueError, match="no pieces"):
-        other.piece_of(torch.zeros(4096, dtype=torch.uint8))
+        other.piece_of(np.zeros(4096, dtype=np.uint8))
 
 
 def test_memory() -> None:

@@ -323,6 +323,8 @@ def test_a_log_of_another_shape_is_not_read() -> None:
         Log.of(SHAPE, wrong, own.pieces)
     with pytest.raises(ValueError, match="another number of chunks"):
         Log.of(SHAPE, own.tensors(), [*own.pieces, Chunk(SHAPE)])
+    with pytest.raises(ValueError, match=f"not a block of {SHAPE.chunk_bytes} bytes"):
+        Chunk(SHAPE, own.pieces[0].memory[:-1])
 
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "renamed", "gone", "pages", "policy"])

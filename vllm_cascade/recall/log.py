@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.recall.chain import CHUNK_UNITS, Chain
-from vllm_cascade.recall.mapped import Layout, block_bytes, new_block, views
+from vllm_cascade.recall.mapped import Layout, block_bytes, new_block, offsets, view
 
 NUM_TENSORS = 8
 """Tensors of a chunk."""
@@ -56,7 +56,7 @@ class UnitShape:
         """Channels of a row in the pages."""
         return self.head_size if self.latent else 2 * self.head_size
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Tensors of a chunk, as ``Chunk`` names them."""
         assert self.head_size % 4 == 0, "four channels are multiplied at once"
@@ -75,7 +75,7 @@ class UnitShape:
             (words, torch.int32),
         )
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """Bytes of host memory per chunk of ``CHUNK_UNITS`` units, in whole pages."""
         return block_bytes(self.layout)
@@ -86,14 +86,27 @@ class UnitShape:
         return self.chunk_bytes / (CHUNK_UNITS * self.unit)
 
 
+def _tensor(number: int) -> property:
+    return property(lambda chunk: view(chunk.memory, chunk.layout, number))
+
+
 class Chunk:
     """Host memory for ``CHUNK_UNITS`` units.
+
+    A long stream has thousands of chunks, each made between two layers' computation. Tensors are
+    made when they are asked for: one that stays takes a little memory from ``malloc``, just behind
+    what a layer has in use. That then cannot be given back, and the process grows by a quarter more
+    than the chunks.
 
     Args:
         memory: block of ``shape.chunk_bytes`` that holds units; None: a new one.
 
+    Raises:
+        ValueError: the block has another size.
+
     Attributes:
-        memory: the block, uint8 ``[chunk_bytes]``; all other tensors are in it.
+        memory: the block, uint8 ``[chunk_bytes]``; all tensors are in it.
+        layout: shapes and dtypes of the tensors.
         rows: ``[layers, H, units, unit, row_size]``, as stored in the pages; with
             ``in_8_bits`` int8 ``[layers, H, units, unit, D]``, values quantised like ``codes``.
         row_scale: fp32 ``[layers, H, units, unit, row_scales]``, their scales in the pages; with
@@ -110,12 +123,21 @@ class Chunk:
         addresses: of these tensors, in this order.
     """
 
-    def __init__(self, shape: UnitShape, memory: torch.Tensor | None = None) -> None:
+    def __init__(self, shape: UnitShape, memory: np.ndarray | None = None) -> None:
         self.memory = new_block(shape.layout) if memory is None else memory
-        self.tensors = views(self.memory, shape.layout)
-        self.rows, self.row_scale, self.codes, self.scale, *others = self.tensors
-        self.centre, self.centre_scale, self.born, self.token = others
-        self.addresses = tuple(tensor.data_ptr() for tensor in self.tensors)
+        self.layout = shape.layout
+        if self.memory.dtype != np.uint8 or self.memory.shape != (shape.chunk_bytes,):
+            raise ValueError(f"not a block of {shape.chunk_bytes} bytes")
+        begin = self.memory.ctypes.data
+        self.addresses = tuple(begin + at for at in offsets(self.layout)[:-1])
+
+    rows, row_scale, codes, scale = map(_tensor, range(4))
+    centre, centre_scale, born, token = map(_tensor, range(4, NUM_TENSORS))
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All of them."""
+        return tuple(view(self.memory, self.layout, i) for i in range(NUM_TENSORS))
 
 
 class Log(Chain[Chunk]):
@@ -147,7 +169,7 @@ class Log(Chain[Chunk]):
 
     def _copy_chunk(self, chunk: Chunk) -> Chunk:
         other = self._new_chunk()
-        other.memory.copy_(chunk.memory)
+        other.memory[:] = chunk.memory
         return other
 
     def grow(self, num_units: int) -> "Part":

@@ -11,6 +11,7 @@ import mmap
 from collections.abc import Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 ALIGNMENT = 64
@@ -20,38 +21,31 @@ Layout = Sequence[tuple[tuple[int, ...], torch.dtype]]
 """Shapes and dtypes of tensors that share a block."""
 
 
-def _offsets(layout: Layout) -> list[int]:
+def offsets(layout: Layout) -> list[int]:
     """Offset of each tensor in bytes, and their end."""
-    offsets = [0]
+    found = [0]
     for shape, dtype in layout:
         size = math.prod(shape) * dtype.itemsize
-        offsets.append(-(-(offsets[-1] + size) // ALIGNMENT) * ALIGNMENT)
-    return offsets
+        found.append(-(-(found[-1] + size) // ALIGNMENT) * ALIGNMENT)
+    return found
 
 
 def block_bytes(layout: Layout) -> int:
     """Bytes of a block, in whole pages."""
-    return -(-_offsets(layout)[-1] // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-offsets(layout)[-1] // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def new_block(layout: Layout) -> torch.Tensor:
+def new_block(layout: Layout) -> np.ndarray:
     """A block of zeros, uint8 ``[block_bytes]``. Its mapping ends with the last view of it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, block_bytes(layout), flags=flags)
     with suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)
+    return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def views(memory: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
-    """The tensors in a block.
-
-    Raises:
-        ValueError: the block has another size.
-    """
-    if memory.dtype != torch.uint8 or list(memory.shape) != [block_bytes(layout)]:
-        raise ValueError(f"not a block of {block_bytes(layout)} bytes")
-    return tuple(
-        memory[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        for at, (shape, dtype) in zip(_offsets(layout)[:-1], layout, strict=True)
-    )
+def view(memory: np.ndarray, layout: Layout, number: int) -> torch.Tensor:
+    """The tensor in a block with this number."""
+    (shape, dtype), begin = layout[number], offsets(layout)[number]
+    content = torch.from_numpy(memory)[begin : begin + math.prod(shape) * dtype.itemsize]
+    return content.view(dtype).view(shape)

@@ -275,7 +275,7 @@ class Rings(UnitStores):
             self._read = [one for one in self._read if not one[0].query()]
             self._read.append((event, memory))
 
-    def piece_of(self, memory: torch.Tensor) -> Piece:
+    def piece_of(self, memory: np.ndarray) -> Piece:
         raise ValueError("units on CUDA have no pieces")
 
     def units_of(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Piece]) -> RingCopy:

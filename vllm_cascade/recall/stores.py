@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -25,7 +26,7 @@ class Piece(Protocol):
     """A part of a session's units that never changes and that others can share."""
 
     @property
-    def memory(self) -> torch.Tensor:
+    def memory(self) -> np.ndarray:
         """All of it, uint8 ``[bytes]``."""
         ...
 
@@ -77,7 +78,7 @@ class UnitStores(ABC):
         """Take saved units, by first page, for requests that start in the next step."""
 
     @abstractmethod
-    def piece_of(self, memory: torch.Tensor) -> Piece:
+    def piece_of(self, memory: np.ndarray) -> Piece:
         """The piece whose ``memory`` this is; the piece keeps it and never writes to it.
 
         Raises:
@@ -128,7 +129,7 @@ class Stores(UnitStores):
             log.live = self._live
             self._live.update(log.chunks)
 
-    def piece_of(self, memory: torch.Tensor) -> Chunk:
+    def piece_of(self, memory: np.ndarray) -> Chunk:
         return Chunk(self.shape, memory)
 
     def units_of(self, tensors: Mapping[str, torch.Tensor], pieces: Sequence[Chunk]) -> Log:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import numpy as np
 import torch
 
 from vllm_cascade.recall.stores import Piece
@@ -60,7 +61,12 @@ class Pieces:
             if known is None or known[0] not in self._used():
                 name = f"{secrets.token_hex(16)}.{self._rank}{files.PIECE_SUFFIX}"
                 header = {"format": files.FORMAT, "rank": self._rank}
-                known = name, files.write(self._folder / name, header, {"units": piece.memory})
+                known = (
+                    name,
+                    files.write(
+                        self._folder / name, header, {"units": torch.from_numpy(piece.memory)}
+                    ),
+                )
                 self._note(piece, known)
             self._used().setdefault(known[0], set()).add(session)
             listed.append(known)
@@ -70,7 +76,7 @@ class Pieces:
         """Learn what sessions list, before one of them is moved aside."""
         self._used()
 
-    def read(self, listed: Sequence[Listed], of: Callable[[torch.Tensor], Piece]) -> list[Piece]:
+    def read(self, listed: Sequence[Listed], of: Callable[[np.ndarray], Piece]) -> list[Piece]:
         """The pieces of these files; those that are in memory are not read.
 
         Args:
@@ -82,7 +88,7 @@ class Pieces:
         """
         return list(self._pool.map(lambda one: self._one(one, of), listed))
 
-    def _one(self, listed: Listed, of: Callable[[torch.Tensor], Piece]) -> Piece:
+    def _one(self, listed: Listed, of: Callable[[np.ndarray], Piece]) -> Piece:
         name, checksum = listed
         with self._lock:
             piece = self._pieces.get(name)
@@ -96,7 +102,7 @@ class Pieces:
             if error.reason == "damaged":
                 files.Folder(self._folder).move_aside(name)
             raise
-        piece = of(tensors["units"])
+        piece = of(tensors["units"].numpy())
         self._note(piece, listed)
         return piece
 

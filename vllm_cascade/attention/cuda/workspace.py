@@ -36,7 +36,7 @@ class Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._counters = torch.zeros(0, dtype=torch.int32, device=device)
+        self._counters = torch.empty(0, dtype=torch.int32, device=device)
         self.grown = 0
 
     @property
