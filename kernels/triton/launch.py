@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import triton
 from triton import knobs
-from triton.runtime import driver
+from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 DIRECT = triton.__version__.startswith(("3.6.", "3.7."))

@@ -2,6 +2,8 @@
 """Host memory of recall as the scheduler counts it: against plain counts and a worker's logs."""
 
 import re
+import subprocess
+import sys
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from tests.attention.test_paged import PagedLayer, Shape
 from tests.attention.test_recall import shape_of
+from tests.conftest import ROOT
 from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
@@ -303,6 +306,43 @@ def test_tensors_of_a_block_are_aligned() -> None:
         one.fill_(i)
     assert all((one == i).all() for i, one in enumerate(tensors)), "they overlap"
     assert memory.nbytes == block_bytes(layout) == 4096
+
+
+HOLES = """
+from pathlib import Path
+from weakref import WeakSet
+
+import torch
+
+from vllm_cascade.recall.log import Log, UnitShape
+
+
+def heap():
+    lines = Path("/proc/self/smaps").read_text("utf-8").splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.endswith("[heap]"))
+    return next(int(line.split()[1]) for line in lines[begin:] if line.startswith("Rss:"))
+
+
+shape = UnitShape(4, 2, 1, 16, 64, torch.bfloat16, most_units=10**6, most_recalled=8)
+log = Log(shape, WeakSet())
+torch.empty(8 << 20, dtype=torch.uint8).fill_(1)  # malloc maps only what is larger from here on
+sizes = torch.randint(1 << 17, 1 << 20, (2400,), generator=torch.Generator().manual_seed(0))
+for i in range(300):
+    held = [torch.empty(n, dtype=torch.uint8).fill_(1) for n in sizes[8 * i :][:8].tolist()]
+    log.grow(16)
+    del held
+    if i == 99:
+        before = heap()
+print(heap() - before)
+"""
+
+
+def test_chunks_leave_no_holes_in_the_heap() -> None:
+    """A layer's memory comes from the heap. What stays just behind it would keep a larger block
+    from being put there later, and the heap would grow with the stream."""
+    command = [sys.executable, "-c", HOLES]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 5000, f"the heap grew by {found.stdout} KiB"
 
 
 def test_memory_returns_to_the_system() -> None:
