@@ -90,6 +90,6 @@ class Launcher:
 
 
 def _profiled() -> bool:
-    """Whether somebody wants to hear of launches, which only Triton describes."""
+    """Whether a launch hook is set. Only Triton's own launch calls it."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", True) or getattr(leave, "calls", True))

@@ -338,8 +338,7 @@ print(heap() - before)
 
 
 def test_chunks_leave_no_holes_in_the_heap() -> None:
-    """A layer's memory comes from the heap. What stays just behind it would keep a larger block
-    from being put there later, and the heap would grow with the stream."""
+    """Small allocations that stay between temporary tensors would fragment the heap."""
     command = [sys.executable, "-c", HOLES]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert int(found.stdout) < 5000, f"the heap grew by {found.stdout} KiB"

@@ -93,10 +93,9 @@ def _tensor(number: int) -> property:
 class Chunk:
     """Host memory for ``CHUNK_UNITS`` units.
 
-    A long stream has thousands of chunks, each made between two layers' computation. Tensors are
-    made when they are asked for: one that stays takes a little memory from ``malloc``, just behind
-    what a layer has in use. That then cannot be given back, and the process grows by a quarter more
-    than the chunks.
+    Tensors are views that are created on access and not kept. A long stream has thousands of
+    chunks, and a kept tensor allocates from the heap, between the temporary tensors of layers.
+    These small allocations fragment the heap, which then grows with the stream.
 
     Args:
         memory: block of ``shape.chunk_bytes`` that holds units; None: a new one.

@@ -258,8 +258,8 @@ def read(
 
     Args:
         expected: header entries that the file must have.
-        mapped: the tensors are views of a private mapping of the file. Nobody may write to the
-            file while they are in use; it can be deleted.
+        mapped: the tensors are views of a private mapping of the file. The file must not be
+            modified while they are in use; it can be deleted.
 
     Returns:
         Its header and its tensors.

@@ -6,8 +6,8 @@ A chunk that a session holds never changes. So it is written once, is in memory 
 goes with the last session that lists it.
 
 A file is mapped, not copied: a session of 100,000 tokens can have 1 GiB of evicted units, of which
-a turn reads a small part. All of it is checked once, when it is mapped. From then on nobody may
-write to the file; it can be deleted.
+a turn reads a small part. The whole file is checked once, when it is mapped. After that it must
+not be modified; it can be deleted.
 """
 
 import os

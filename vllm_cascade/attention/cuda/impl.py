@@ -208,7 +208,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             if wave.decode is not None:
                 self._decode(kernels.singles, pages, metadata, wave.decode, new, tokens)
             for rows in wave.prefill:
-                assert kernels.strides is not None, "in a window nobody is compared"
+                assert kernels.strides is not None, "layers with a window have no strides"
                 self._prefill(kernels.strides, tokens, rows)
             if wave.chunks is not None:
                 kernels.chunks(tokens, wave.chunks)
