@@ -6,7 +6,7 @@
 First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
 given to the oracle (``tests/oracle``), which must find the same log-probabilities: of three
 requests, of one beside them that runs under another policy, and of one that starts from another's
-snapshot. So must two layers of models with windows. These engines are told no bytes of cache, only
+snapshot. So must small models with windows or recurrent layers. These engines are told no bytes of cache, only
 a share of the GPU's memory, so that vLLM measures what CUDA graphs need. Then Llama 1B and 8B
 configurations with dummy weights decode at 2k, 8k and 32k of context, beside stock vLLM with the
 same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine has a process of its
@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.reporting.tables import show, table_of_json
 from benchmarks.running.children import Failure, outcomes
 from benchmarks.running.environment import ROOT, fingerprint
-from tests.engine.on_device import identity, windows
+from tests.engine.on_device import identity, recurrent, windows
 
 Row = dict[str, Any]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -53,8 +53,8 @@ LLAMAS = ("1B", "8B")
 TINY = "125m"
 CONTEXTS = (2048, 8192, 32768)
 FIRST_TOKEN_CONTEXTS = (8192, 32768, 131072)
-FAMILIES = ("gemma3", "gpt-oss")
-"""Models with windows, of ``tests/oracle/families.py``."""
+FAMILIES = {"windows": ("gemma3", "gpt-oss"), "recurrent": ("lfm2", "granite4")}
+"""Models of ``tests/oracle/families.py`` and ``recurrent.py``, by the kind of their comparison."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             job |= {"requests": options.requests, "contexts": options.contexts or CONTEXTS}
         elif job["kind"] == "first token" and not options.tiny:
             job["contexts"] = options.contexts or FIRST_TOKEN_CONTEXTS
-        elif options.at_once > 1 and job["kind"] in ("identity", "windows"):
+        elif options.at_once > 1 and job["kind"] in ("identity", *FAMILIES):
             job["engine"]["kv_cache_memory_bytes"] = 1 << 28
     # References run on the CPU: threads of several processes must not compete for its cores.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.at_once))
@@ -101,9 +101,9 @@ def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -
     found: list[Row] = []
     for kind in [kind for kind in ("identity", "check") if kind in kinds]:
         found += [{"kind": kind, "policy": POLICIES[name], "label": name} for name in policies]
-    if "windows" in kinds:
+    for kind in [kind for kind in FAMILIES if kind in kinds]:
         policy = POLICIES["cascade"]
-        found += [{"kind": "windows", "policy": policy, "label": name} for name in FAMILIES]
+        found += [{"kind": kind, "policy": policy, "label": name} for name in FAMILIES[kind]]
     for kind in [kind for kind in ("speed", "first token") if kind in kinds]:
         for model in ["tiny"] if tiny else models:
             for name in ["stock", *policies]:
@@ -254,6 +254,7 @@ KINDS = {
     "check": check,
     "identity": identity,
     "windows": windows,
+    "recurrent": recurrent,
     "speed": speed,
     "first token": first_token,
 }

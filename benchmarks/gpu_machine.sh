@@ -30,7 +30,7 @@ engines() {
 
 correct() {
     python -m benchmarks.gpu_check --out "$out"
-    engines --kinds identity windows "$@"
+    engines --kinds identity windows recurrent "$@"
     mv "$out/gpu_engine.json" "$out/gpu_engine_identity.json"
 }
 

@@ -102,8 +102,9 @@ def test_an_engine_that_is_compared_starts_as_by_default() -> None:
     told = start(tiny=False)
     assert "gpu_memory_utilization" in told and told["jit_monitor_mode"] == "error"
     assert not {"kv_cache_memory_bytes", "enforce_eager"} & set(told)
-    wanted = jobs(False, list(POLICIES), ["windows"], [])
-    assert [job["label"] for job in wanted] == list(FAMILIES) == ["gemma3", "gpt-oss"]
+    wanted = jobs(False, list(POLICIES), list(FAMILIES), [])
+    names = ["gemma3", "gpt-oss", "lfm2", "granite4"]
+    assert [job["label"] for job in wanted] == sum(map(list, FAMILIES.values()), []) == names
 
 
 def test_the_check_of_the_first_start_is_timed() -> None:
@@ -121,9 +122,9 @@ def test_gpu_engine_tiny(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "gpu_engine_tiny.json").read_text())
-    kinds = ["identity", "check", "windows", "windows", "speed", "speed"]
+    kinds = ["identity", "check", "windows", "windows", "recurrent", "recurrent", "speed", "speed"]
     assert [row["what"] for row in result["rows"]] == [*kinds, "first token", "first token"]
     assert all(row["equal"] and row["evicted"] > 0 for row in result["rows"] if "equal" in row)
-    assert all(row["output_tokens_per_s"] > 0 for row in result["rows"][4:6])
-    assert all(row["first_token_s"] > 0 for row in result["rows"][6:])
+    assert all(row["output_tokens_per_s"] > 0 for row in result["rows"][6:8])
+    assert all(row["first_token_s"] > 0 for row in result["rows"][8:])
     assert len(list((tmp_path / "logs").iterdir())) == len(result["rows"])

@@ -6,6 +6,8 @@ needs a process of its own.
 """
 
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,36 +125,56 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
 
 def windows(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> list[Row]:
     """Two layers of the family ``label``, one with a window: a prompt and generated tokens."""
+    from tests.oracle.families import FAMILIES, run_family, shallow, write_family
+
+    family = shallow(FAMILIES[label])
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_family(Path(folder), family)
+        return beside_reference(policy, path, partial(run_family, path, family), tiny, **engine)
+
+
+def recurrent(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> list[Row]:
+    """The same of the family ``label``, some of whose layers are recurrent."""
+    from tests.oracle.recurrent import RECURRENT, run_recurrent, write_recurrent
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_recurrent(Path(folder), label)
+        engine = {**RECURRENT[label].engine, **engine}
+        return beside_reference(policy, path, partial(run_recurrent, path, label), tiny, **engine)
+
+
+def beside_reference(
+    policy: dict[str, Any], path: Path, reference: Callable[..., Any], tiny: bool, **engine: Any
+) -> list[Row]:
+    """A prompt and generated tokens of a model, and what a reference finds of their text."""
     import numpy as np
     from vllm import LLM, SamplingParams
 
-    from tests.oracle.families import FAMILIES, run_family, shallow, write_family
-
     policy = {**policy, "budget": 32, "prefill_stride": 32}
-    family, length = shallow(FAMILIES[label]), 6 if tiny else 300
     prompt = np.random.default_rng(0).integers(1, 500, 130).tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_family(Path(folder), family)
-        llm = LLM(
-            str(path),
-            dtype="float32",
-            additional_config={"kv_policy": {"recall": 0, **policy}},
-            max_model_len=2048,
-            max_num_batched_tokens=100,
-            max_num_seqs=4,
-            skip_tokenizer_init=True,
-            **start(tiny, **engine),
-        )
-        params = SamplingParams(
-            max_tokens=length, temperature=0.0, logprobs=0, ignore_eos=True, detokenize=False
-        )
-        (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-        (counters,) = llm.collective_rpc("kv_policy_counters")
-        config = llm.llm_engine.vllm_config
-        (choice,) = output.outputs
-        found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
-        text = prompt + list(choice.token_ids)
-        truth = run_family(path, family, text, len(prompt), policy)
+    llm = LLM(
+        str(path),
+        dtype="float32",
+        additional_config={"kv_policy": {"recall": 0, **policy}},
+        max_model_len=2048,
+        max_num_batched_tokens=100,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        **start(tiny, **engine),
+    )
+    params = SamplingParams(
+        max_tokens=6 if tiny else 300,
+        temperature=0.0,
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    (counters,) = llm.collective_rpc("kv_policy_counters")
+    config = llm.llm_engine.vllm_config
+    (choice,) = output.outputs
+    found = [next(iter(entry.values())).logprob for entry in choice.logprobs]
+    truth = reference(prompt + list(choice.token_ids), len(prompt), policy)
     expected = np.asarray(truth.logprobs[len(prompt) - 1 :])
     error = float(np.abs(np.asarray(found) - expected).max())
     return [

@@ -53,20 +53,24 @@ def each_answers_as_alone(
     server: Server, turns: Iterable[tuple[int, Turn]], tokens: list[int]
 ) -> None:
     """Each of two engines answers prompts of these lengths as one process did."""
-    for length, (_, expected, logprobs) in turns:
+    for length, turn in turns:
         for rank in range(2):
-            answer = server.client.completions.create(
-                model=server.model,
-                prompt=tokens[:length],
-                max_tokens=len(expected),
-                temperature=0,
-                logprobs=1,
-                extra_headers={"X-data-parallel-rank": str(rank)},
-                extra_body={"return_token_ids": True, "ignore_eos": True},
-            ).choices[0]
-            assert answer.token_ids == expected
-            found = answer.logprobs.token_logprobs
-            np.testing.assert_allclose(found, logprobs, atol=1e-4, rtol=0)
+            answers_as_alone(server, rank, length, turn, tokens)
+
+
+def answers_as_alone(server: Server, rank: int, length: int, turn: Turn, tokens: list[int]) -> None:
+    _, expected, logprobs = turn
+    answer = server.client.completions.create(
+        model=server.model,
+        prompt=tokens[:length],
+        max_tokens=len(expected),
+        temperature=0,
+        logprobs=1,
+        extra_headers={"X-data-parallel-rank": str(rank)},
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    ).choices[0]
+    assert answer.token_ids == expected
+    np.testing.assert_allclose(answer.logprobs.token_logprobs, logprobs, atol=1e-4, rtol=0)
 
 
 def test_each_engine_answers_as_one_process(

@@ -179,10 +179,10 @@ def check(
     assert (grown["native_calls"] > 0) == native
 
 
-def check_company(llm: Any, stride: int) -> None:
+def check_company(llm: Any, stride: int, lengths: Sequence[int] = (330, 1, 47, 600, 48)) -> None:
     """The same alone, among others, and from a snapshot."""
     interval = math.lcm(stride, 32)
-    prompts = [random_tokens(seed, n) for seed, n in ((1, 330), (2, 1), (3, 47), (4, 600), (5, 48))]
+    prompts = [random_tokens(seed, length) for seed, length in enumerate(lengths, 1)]
     alone = [ask(llm, [prompt])[0] for prompt in prompts]
     again = [ask(llm, [prompt])[0] for prompt in prompts]
     assert [turn[0] for turn in again] == [(len(p) - 1) // interval * interval for p in prompts]

@@ -331,16 +331,11 @@ ON_CUDA: dict[str, tuple[Any, str]] = {
         SimpleNamespace(attention_config=SimpleNamespace(backend="FLASH_ATTN")),
         "--attention-backend",
     ),
-    "shared experts on CUDA": (
+    "untested recurrent layers on CUDA": (
         SimpleNamespace(
-            parallel_config=SimpleNamespace(data_parallel_size=2),
-            model_config=SimpleNamespace(is_moe=True),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="jamba"))
         ),
-        "for models with experts",
-    ),
-    "recurrent layers on CUDA": (
-        SimpleNamespace(model_config=SimpleNamespace(is_hybrid=True)),
-        "run on the CPU only",
+        "are not tested",
     ),
     "drafting models on CUDA": (
         SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")),

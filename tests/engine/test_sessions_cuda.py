@@ -68,6 +68,8 @@ LATENT = [
     ("recall-heads", "fp8"),
 ]
 """Policies on latent rows, by the type of the cache."""
+ROWS = [("cascade", "fp8"), ("recall", "int8_per_token_head"), ("recall-heads", "fp8_e5m2")]
+"""Policies on rows of keys and values in 8 bits, by their type."""
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +114,13 @@ def test_memory_and_a_new_engine(
     name: str, engine_pool: EnginePool, tmp_path: Path, model: Path
 ) -> None:
     check_chat(engine_pool, name, tmp_path, model)
+
+
+@pytest.mark.parametrize(("name", "cache_dtype"), ROWS)
+def test_rows_in_8_bits(
+    name: str, cache_dtype: str, engine_pool: EnginePool, tmp_path: Path, model: Path
+) -> None:
+    check_chat(engine_pool, name, tmp_path, model, kv_cache_dtype=cache_dtype)
 
 
 @pytest.mark.parametrize(("name", "cache_dtype"), LATENT)

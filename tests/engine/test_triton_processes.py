@@ -6,19 +6,26 @@ Each engine's processes run ``triton_cpu.py``.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import MODEL, ROOT
 from tests.engine.pool import EnginePool
 from tests.engine.server import Server
-from tests.engine.test_data_parallel import each_answers_as_alone
+from tests.engine.test_data_parallel import answers_as_alone, each_answers_as_alone
 from tests.engine.test_pipeline_parallel import cores
 from tests.engine.test_prefix_caching import Turn, ask
+from tests.oracle.families import shallow, write_family
+from tests.oracle.full_attention import OWN_MODULES
+from tests.oracle.random_models import TOKENIZER_FILES
 
 pytestmark = pytest.mark.slow
 
@@ -74,37 +81,61 @@ def test_stages_on_the_second_runner() -> None:
 LENGTHS = (1, 70)
 
 
+@pytest.fixture(scope="module", params=["llama", "experts"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "llama":
+        return MODEL
+    family = shallow(OWN_MODULES["mixtral"])
+    vocabulary = json.loads((MODEL / "config.json").read_text())["vocab_size"]
+    own = {**family.own, "vocab_size": vocabulary}
+    folder = write_family(tmp_path_factory.mktemp("experts"), replace(family, own=own))
+    for name in TOKENIZER_FILES:
+        if (MODEL / name).exists():
+            shutil.copyfile(MODEL / name, folder / name)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def alone(engine_pool: EnginePool, book_tokens: list[int]) -> list[Turn]:
+def alone(engine_pool: EnginePool, book_tokens: list[int], model: Path) -> list[Turn]:
     """What one process answers on the CPU's own paths."""
-    llm = engine_pool.get(PLAIN, max_model_len=1024, max_num_batched_tokens=64)
+    llm = engine_pool.get(PLAIN, model, max_model_len=1024, max_num_batched_tokens=64)
     turns = [ask(llm, [book_tokens[:length]], 8)[0] for length in LENGTHS]
     engine_pool.close()
     return turns
 
 
-@pytest.fixture
-def server(alone: list[Turn], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = [
-        "--kv-policy",
-        "cascade",
-        "--kv-budget",
-        "32",
-        "--kv-recall",
-        "0",
-        "--kv-policy-config",
-    ]
-    flags += [json.dumps({name: PLAIN[name] for name in PLAIN if name not in ("name", "budget")})]
+@pytest.fixture(scope="module")
+def server(
+    alone: list[Turn], model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    own = {name: PLAIN[name] for name in PLAIN if name not in ("name", "budget")}
+    flags = ["--kv-policy", "cascade", "--kv-budget", "32", "--kv-recall", "0"]
+    flags += ["--kv-policy-config", json.dumps(own)]
     flags += ["--max-model-len", "1024", "--max-num-batched-tokens", "64", "--block-size", "32"]
     flags += ["--enforce-eager", "--kv-cache-memory-bytes", str(16 << 20)]
     flags += ["--data-parallel-size", "2", "--api-server-count", "1"]
     command = [sys.executable, str(ROOT / "tests/engine/triton_cpu.py")]
     log = tmp_path_factory.mktemp("two") / "log"
-    started = Server(log, flags, command=command, environment=cores(2))
+    started = Server(log, flags, command=command, environment=cores(2), model=model)
     yield started.wait(800)
     started.stop()
 
 
 def test_two_engines(server: Server, alone: list[Turn], book_tokens: list[int]) -> None:
-    """Each answers as one process."""
+    """Each answers as one process, also where they share a model's experts.
+
+    Such engines step together: one without requests runs batches of padding.
+    """
     each_answers_as_alone(server, zip(LENGTHS, alone, strict=True), book_tokens)
+
+
+def test_both_at_once(server: Server, alone: list[Turn], book_tokens: list[int]) -> None:
+    """Prompts of different lengths in both engines; one is still read while the other decodes."""
+    turns = list(zip(LENGTHS, alone, strict=True))
+    with ThreadPoolExecutor(2) as clients:
+        asked = [
+            clients.submit(answers_as_alone, server, rank, *turn, book_tokens)
+            for rank, turn in enumerate(turns)
+        ]
+    for answer in asked:
+        answer.result()

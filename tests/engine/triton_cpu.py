@@ -41,6 +41,33 @@ def use_triton() -> None:
     CPULatentBackend.get_impl_cls = CUDALatentBackend.get_impl_cls
 
 
+def share_experts() -> None:
+    """What engines exchange that share a model's experts; vLLM has it for GPUs only."""
+    import torch
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    def all_gatherv(self: Any, given: Any, dim: int = 0, sizes: Any = None) -> Any:
+        if isinstance(given, list):
+            return [all_gatherv(self, one, dim, sizes) for one in given]
+        sizes = sizes or [len(given)] * self.world_size
+        parts = [given.new_empty((size, *given.shape[1:])) for size in sizes]
+        # Gloo gathers parts of one size only.
+        for rank, part in zip(self.ranks, parts, strict=True):
+            if rank == self.global_rank:
+                part.copy_(given)
+            dist.broadcast(part, src=rank, group=self.device_group)
+        return torch.cat(parts)
+
+    def reduce_scatterv(self: Any, given: Any, dim: int = -1, sizes: Any = None) -> Any:
+        total = given.clone()
+        dist.all_reduce(total, group=self.device_group)
+        sizes = sizes or [len(given) // self.world_size] * self.world_size
+        return total.split(sizes)[self.rank_in_group].contiguous()
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+
+
 def check_second_runner(case: dict[str, Any]) -> None:
     """The same as ``check`` for requests that the second runner can run."""
     import json
@@ -114,6 +141,7 @@ def check_family(case: dict[str, Any]) -> None:
 
 if __name__ == "__mp_main__" or (__name__ == "__main__" and sys.argv[1] != "drafts"):
     use_triton()
+    share_experts()
 
 if __name__ == "__main__":
     if sys.argv[1] == "check":

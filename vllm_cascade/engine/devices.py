@@ -183,14 +183,6 @@ class CUDA(Device):
             "backend; remove one of the two",
         ),
         Refusal(
-            "shared experts on CUDA",
-            lambda config, _: (
-                config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
-            ),
-            "--data-parallel-size must be 1 with --kv-policy on CUDA for models with experts: "
-            "engines that share them have not run together; run one server a GPU",
-        ),
-        Refusal(
             "cache type on CUDA",
             lambda config, _: (
                 config.cache_config.cache_dtype
@@ -227,10 +219,10 @@ class CUDA(Device):
             "on CUDA recall stores rows as they are in the cache; set recall_rows to exact",
         ),
         Refusal(
-            "recurrent layers on CUDA",
-            lambda config, _: config.model_config.is_hybrid,
-            "models with recurrent layers run on the CPU only: vLLM's CUDA kernels for such layers "
-            "have not run on a policy's pages; use --kv-policy full",
+            "untested recurrent layers on CUDA",
+            lambda config, _: _model_type(config) in WITHOUT_CPU_KERNEL,
+            "this model's recurrent layers (Mamba-1, Kimi's delta attention, OLMo Hybrid's) are "
+            "not tested with --kv-policy: vLLM runs them on GPUs only; use --kv-policy full",
         ),
         Refusal(
             "drafting models on CUDA",

@@ -237,6 +237,8 @@ class KVPolicyWorker(SessionWorker):
         importance = token_importance(schedule.policy, self.model_config)
         kind = RunnerV2Requests if self.use_v2_model_runner else RunnerV1Requests
         self._requests = kind(runner, schedule, importance)
+        if isinstance(self._requests, RunnerV2Requests):
+            self._requests.watch(runner.model_state)
         for builder in builders:
             builder.requests = self._requests
         # The runner copies these when a request starts from a snapshot, including page tails.

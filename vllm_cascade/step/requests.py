@@ -164,6 +164,25 @@ class RunnerV2Requests(RunnerRequests):
         super().__init__(runner, schedule, importance)
         self._requests: dict[str, _Request] = {}
         self._sampled: np.ndarray | None = None
+        self._batch: np.ndarray | None = None
+
+    def watch(self, model_state: Any) -> None:
+        """Record the rows of each batch that the runner prepares attention for.
+
+        vLLM's metadata does not have them where a model has recurrent layers.
+        """
+        stock = model_state.prepare_attn
+
+        def prepare_attn(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._batch = input_batch.idx_mapping_np
+            return stock(input_batch, *args, **kwargs)
+
+        model_state.prepare_attn = prepare_attn
+
+    def _indices(self, common: CommonAttentionMetadata) -> list[int]:
+        """The rows' indices in the runner's table; rows beyond the list pad the batch."""
+        known = self._batch if common.req_idx is None else common.req_idx
+        return [] if known is None else known[: common.num_reqs].tolist()
 
     def note(self, output: SchedulerOutput) -> None:
         super().note(output)
@@ -182,9 +201,7 @@ class RunnerV2Requests(RunnerRequests):
 
     def names(self, common: CommonAttentionMetadata) -> list[str | None]:
         """The rows' request ids; None for warm-up rows without a request."""
-        if common.req_idx is None:
-            return []
-        return [self._name(index) for index in common.req_idx.tolist()]
+        return [self._name(index) for index in self._indices(common)]
 
     def blocks(self, name: str) -> list[int]:
         return self._requests[name].blocks
@@ -214,9 +231,7 @@ class RunnerV2Requests(RunnerRequests):
         self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
     ) -> np.ndarray:
         assert self._importance is not None
-        index = -1
-        if common.req_idx is not None and row < len(common.req_idx):
-            index = int(common.req_idx[row])
+        index = dict(enumerate(self._indices(common))).get(row, -1)
         name = self._name(index)
         request = self._requests.get(name or "")
         if name is None or request is None:
