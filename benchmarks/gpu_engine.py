@@ -6,14 +6,14 @@
 First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
 given to the oracle (``tests/oracle``), which must find the same log-probabilities: of three
 requests, of one beside them that runs under another policy, and of one that starts from another's
-snapshot. So must small models with windows or recurrent layers. These engines are told no bytes of cache, only
-a share of the GPU's memory, so that vLLM measures what CUDA graphs need. Then Llama 1B and 8B
-configurations with dummy weights decode at 2k, 8k and 32k of context, beside stock vLLM with the
-same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine has a process of its
-own; its output is kept in ``OUT/logs``. With ``--at-once N`` the comparisons run N at a time, with
-a fixed number of cache bytes: vLLM's measurement of memory expects no other process on the card.
-``--engine JSON`` overrides engine arguments. ``--tiny`` runs the same code with toy sizes, also on
-a CPU.
+snapshot. So must small models with windows or recurrent layers. These engines are told no bytes of
+cache, only a share of the GPU's memory, so that vLLM measures what CUDA graphs need. Then Llama 1B
+and 8B configurations with dummy weights decode at 2k, 8k and 32k of context, beside stock vLLM with
+the same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine has a process of
+its own; its output is kept in ``OUT/logs``. With ``--at-once N`` the comparisons run N at a time,
+with a fixed number of cache bytes: vLLM's measurement of memory expects no other process on the
+card. ``--engine JSON`` overrides engine arguments. ``--tiny`` runs the same code with toy sizes,
+also on a CPU.
 """
 
 import argparse

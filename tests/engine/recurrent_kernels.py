@@ -120,6 +120,7 @@ def interpret_delta_rule() -> None:
     alone, and numbers of their loops are tensors, which it makes integers.
     """
     from vllm.third_party.flash_linear_attention.ops import chunk_delta_h
+
     from vllm_cascade.engine import devices
 
     devices.DELTA_NETS = ()  # of which vLLM's kernels for CPUs have no fp32

@@ -233,7 +233,8 @@ class KVPolicyWorker(SessionWorker):
 
     def _connect(self, builders: list[StepBuilder]) -> None:
         """Give the builders the runner's requests, and the runner our whole pages."""
-        runner, schedule = self.model_runner, builders[0].engine_schedule
+        runner: Any = self.model_runner  # of either version
+        schedule = builders[0].engine_schedule
         importance = token_importance(schedule.policy, self.model_config)
         kind = RunnerV2Requests if self.use_v2_model_runner else RunnerV1Requests
         self._requests = kind(runner, schedule, importance)
