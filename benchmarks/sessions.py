@@ -79,13 +79,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=100_000, help="of the chat")
     add("--turn", type=int, default=1000, help="tokens that the user says each turn")
     add("--answer", type=int, default=32, help="tokens of each answer")
-    add("--new", type=int, default=500, help="new tokens of a measured turn")
+    add("--new", type=int, nargs="+", default=[500, 2000], help="new tokens of measured turns")
     add("--trials", type=int, default=5, help="measured turns from memory")
-    add("--restarts", type=int, default=3, help="times that the server is killed")
+    add("--restarts", type=int, default=3, help="times that the server is killed, for each --new")
     add("--pool-mib", type=int, default=512, help="KV pool of every server")
     add("--block-size", type=int, default=32)
     args = parser.parse_args(argv)
-    if min(args.trials, args.restarts, args.new, args.turn, args.answer) < 1:
+    if min(args.trials, args.restarts, *args.new, args.turn, args.answer) < 1:
         parser.error("--trials, --restarts, --new, --turn and --answer must be at least 1")
     return args
 
@@ -145,70 +145,79 @@ def flags(args: argparse.Namespace, *own: str) -> list[str]:
     return [*own, *shared, "--enable-prompt-tokens-details"]
 
 
-def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[str, list[Answer]]:
-    """All turns under one policy, by what they start from."""
-    found: dict[str, list[Answer]] = {FRESH: [], FULL: [], MEMORY: [], DISK: [], AGAIN: []}
+Turns = dict[str, list[Answer]]
+"""Turns of as many new tokens, by what they start from."""
 
-    def full(server: Server) -> None:
+
+def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[int, Turns]:
+    """All turns under one policy, by their new tokens."""
+    found = {new: Turns({kind: [] for kind in (FRESH, FULL, MEMORY, DISK, AGAIN)})
+             for new in args.new}  # fmt: skip
+
+    def full(server: Server, new: int) -> None:
         """New tokens behind a prompt that a snapshot knows."""
         known = text.take(2 * args.budget)
         ask(server, known, 1)
-        turn(server, FULL, known)
+        turn(server, new, FULL, known)
 
-    def turn(server: Server, label: str, history: Sequence[int] = ()) -> None:
-        prompt = [*history, *text.take(args.new)]
+    def turn(server: Server, new: int, label: str, history: Sequence[int] = ()) -> None:
+        prompt = [*history, *text.take(new)]
         salt = "again" if label == AGAIN else None
-        found[label].append(ask(server, prompt, args.answer, salt))
+        found[new][label].append(ask(server, prompt, args.answer, salt))
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "sessions"
         own = [*POLICIES[policy], "--kv-budget", str(args.budget), "--kv-sessions"]
         own += ["--kv-sessions-dir", str(folder)]
-        own += ["--max-model-len", str(2 * args.tokens + 10 * (args.turn + args.new))]
+        own += ["--max-model-len", str(2 * args.tokens + 10 * (args.turn + max(args.new)))]
         with Server(args.model, flags(args, *own)) as server:
             history = chat(server, text, args, args.tokens)
-            for _ in range(args.trials):
-                turn(server, FRESH)
-                full(server)
-                turn(server, MEMORY, history)
-            turn(server, AGAIN, history)
+            for new in args.trials * args.new:
+                turn(server, new, FRESH)
+                full(server, new)
+                turn(server, new, MEMORY, history)
+            turn(server, args.new[0], AGAIN, history)
             wait_for_file(folder, len(history) - 1)
             server.kill()
-        for _ in range(args.restarts):
+        for new in args.restarts * args.new:
             with Server(args.model, flags(args, *own)) as server:
-                ask(server, text.take(args.new), args.answer)  # the first one is slower
-                turn(server, FRESH)
-                full(server)
-                turn(server, DISK, history)
-                turn(server, FRESH)
-                full(server)
+                ask(server, text.take(new), args.answer)  # the first one is slower
+                turn(server, new, FRESH)
+                full(server, new)
+                turn(server, new, DISK, history)
+                turn(server, new, FRESH)
+                full(server, new)
                 hits = server.samples("vllm:kv_session_hits_total", "tier")
                 assert hits["disk"] == 1, hits
                 server.kill()
     return found
 
 
-def stock(args: argparse.Namespace, text: Text, positions: int) -> dict[str, list[Answer]]:
+def stock(args: argparse.Namespace, text: Text, positions: int) -> dict[int, Turns]:
     """Stock vLLM's turns at the end of its positions."""
-    found: dict[str, list[Answer]] = {FRESH: [], MEMORY: [], AGAIN: []}
-    room = args.new + args.answer
+    found: dict[int, Turns] = {new: {FRESH: [], MEMORY: [], AGAIN: []} for new in args.new}
+    room = max(args.new) + args.answer
     with Server(args.model, flags(args)) as server:
         history = chat(server, text, args, positions - 2 * room - args.turn)
-        for number in range(args.trials):
-            found[FRESH].append(ask(server, text.take(args.new), args.answer))
-            new = text.take(args.new)
-            found[MEMORY].append(ask(server, [*history, *new], args.answer))
+        for number, new in enumerate(args.trials * args.new):
+            kinds = found[new]
+            kinds[FRESH].append(ask(server, text.take(new), args.answer))
+            added = text.take(new)
+            kinds[MEMORY].append(ask(server, [*history, *added], args.answer))
             salt = f"again {number}"
-            found[AGAIN].append(ask(server, [*history, *new], args.answer, salt))
+            kinds[AGAIN].append(ask(server, [*history, *added], args.answer, salt))
     return found
 
 
-def table(args: argparse.Namespace, measured: dict[str, dict[str, list[Answer]]]) -> Table:
+def table(args: argparse.Namespace, new: int, measured: dict[str, Turns]) -> Table:
+    """Turns of ``new`` tokens, of all policies."""
     rows = []
     for name, kinds in measured.items():
         fresh = median(answer.first for answer in kinds[FRESH])
         full = median(answer.first for answer in kinds.get(FULL, ())) if FULL in kinds else None
         for label, answers in kinds.items():
+            if not answers:  # the chat is read again once
+                continue
             first = [answer.first for answer in answers]
             goal = {MEMORY: MEMORY_GOAL, DISK: DISK_GOAL}.get(label) if name != STOCK else None
             rows.append(
@@ -231,8 +240,9 @@ def table(args: argparse.Namespace, measured: dict[str, dict[str, list[Answer]]]
         "to a full one",
         "at most",
     )
-    title = f"A chat of {args.tokens:,} tokens with {results.name_of(args.model)}"
-    return Table(title, columns, tuple(rows), SHOWN.format(new=args.new))
+    model = results.name_of(args.model)
+    title = f"A chat of {args.tokens:,} tokens with {model}, turns of {new:,}"
+    return Table(title, columns, tuple(rows), SHOWN.format(new=new))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -244,20 +254,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.model = args.model or str(best_model().path)
     args.dtype = settle_dtype(args.dtype, args.model)
     positions = native_positions(args.model)
-    if args.turn + 2 * (args.new + args.answer) >= positions:
+    longest = max(args.new)
+    if args.turn + 2 * (longest + args.answer) >= positions:
         raise SystemExit(
-            f"--turn {args.turn} and --new {args.new} do not fit the model's {positions:,} "
+            f"--turn {args.turn} and --new {longest} do not fit the model's {positions:,} "
             "positions, in which stock vLLM answers: lower them"
         )
     text, measured = Text(args.model, args.book), {}
     for policy in args.policies:
         measured[policy] = measure(args, policy, text)
     measured[STOCK] = stock(args, text, positions)
+    of = {new: {name: turns[new] for name, turns in measured.items()} for new in args.new}
     data = {
-        name: {label: [*map(asdict, answers)] for label, answers in kinds.items()}
-        for name, kinds in measured.items()
+        str(new): {
+            name: {label: [*map(asdict, answers)] for label, answers in kinds.items()}
+            for name, kinds in named.items()
+        }
+        for new, named in of.items()
     }
-    results.finish(args, argv, [table(args, measured)], data)
+    results.finish(args, argv, [table(args, new, named) for new, named in of.items()], data)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_ratios_are_of_medians() -> None:
         sessions.DISK: answers(61, 0.5),
     }
     args = sessions.parse_args(["--model", "m", "--new", "60"])
-    rows = sessions.table(args, {"cascade": kinds, sessions.STOCK: kinds}).rows
+    rows = sessions.table(args, 60, {"cascade": kinds, sessions.STOCK: kinds}).rows
     full = ("2.00", "1.00", "-")
     memory, disk = ("1.10", "0.55", "1.2"), ("2.50", "1.25", "1.5")
     assert [row[4:] for row in rows[:4]] == [("1.00", "0.50", "-"), full, memory, disk]
@@ -40,7 +40,7 @@ def test_sizes_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         sessions.parse_args(["--trials", "0"])
     assert "--trials" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="--turn 1000 and --new 500 do not fit the model's 1,024"):
+    with pytest.raises(SystemExit, match="--turn 1000 and --new 2000 do not fit the model's 1,024"):
         sessions.main(["--model", str(MODEL)])
 
 
@@ -49,14 +49,15 @@ def test_a_short_run(tmp_path: Path) -> None:
     """Every token but the new ones is known, also to a server that starts after SIGKILL."""
     out = tmp_path / "sessions.json"
     options = ["--model", str(MODEL), "--budget", "256", "--tokens", "1500", "--turn", "150"]
-    options += ["--answer", "8", "--new", "60", "--trials", "2", "--restarts", "1"]
+    options += ["--answer", "8", "--new", "60", "90", "--trials", "2", "--restarts", "1"]
     sessions.main([*options, "--pool-mib", "64", "--policies", "cascade", "--out", str(out)])
     kept = results.load("sessions", tmp_path)
-    ours, stock = kept["data"]["cascade"], kept["data"][sessions.STOCK]
+    ours, stock = (kept["data"]["60"][name] for name in ("cascade", sessions.STOCK))
     assert [len(ours[kind]) for kind in ours] == [4, 4, 2, 1, 1]
+    assert [len(kinds) for kinds in kept["data"]["90"]["cascade"].values()] == [4, 4, 2, 1, 0]
     for kind in (sessions.MEMORY, sessions.DISK):
         assert {one["read"] for one in ours[kind]} == {61}
     assert ours[sessions.AGAIN][0]["read"] == ours[sessions.AGAIN][0]["prompt"] > 1500
     assert {one["read"] for one in ours[sessions.FRESH]} == {60}
     assert all(one["read"] < 100 for one in stock[sessions.MEMORY])
-    assert len(kept["tables"][0]["rows"]) == 8
+    assert [len(table["rows"]) for table in kept["tables"]] == [8, 7]
