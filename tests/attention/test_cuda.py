@@ -34,6 +34,7 @@ from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
 from vllm_cascade.attention.cuda.mail import SPARE, DeviceTables
+from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
 from vllm_cascade.policies.per_request import PerRequest
@@ -310,8 +311,11 @@ def test_mixed_requests_in_units(name: str) -> None:
 
 
 FEW_IN_8_BITS = ["heads", "cascade-4"]
-IN_8_BITS = {n: case for n, case in test_quantised.SMALL.items() if not case[0].latent}
-IN_8_BITS |= {n: case for n, case in test_quantised.UNITS.items() if not case[0].latent}
+IN_8_BITS = {
+    name: case
+    for name, case in (test_quantised.SMALL | test_quantised.UNITS).items()
+    if not case[0].latent and case[0].cache_dtype in CODES
+}
 
 
 @pytest.mark.parametrize(

@@ -421,6 +421,13 @@ def broken(
                     monkeypatch.setattr(other, key, mutant)
 
 
+class Kernels(CPUKVPolicyBackend):
+    """An engine's backend on the CPU whose kernels are the CUDA backend's."""
+
+    get_impl_cls = staticmethod(CUDAKVPolicyBackend.get_impl_cls)
+    get_builder_cls = staticmethod(CUDAKVPolicyBackend.get_builder_cls)
+
+
 @pytest.mark.slow
 def test_an_engine_starts_once_its_kernels_agree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -429,8 +436,8 @@ def test_an_engine_starts_once_its_kernels_agree(
     from tests.engine.pool import EnginePool
 
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", CUDAKVPolicyBackend.get_impl_cls)
-    monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", CUDAKVPolicyBackend.get_builder_cls)
+    # The reference is the CPU's backend, which stays as it is.
+    monkeypatch.setattr(DEVICES["cpu"], "backend", f"{__name__}.{Kernels.__name__}")
     monkeypatch.setattr(certify, "shapes_of", lambda config: (SHAPE,))
     pool = EnginePool()
     policy = {"kv_policy": {"recall": 0, **POLICIES["sink"]}, "kv_policy_check": "once"}
