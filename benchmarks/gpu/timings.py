@@ -18,6 +18,7 @@ from tests.kernels.random_pool import float_bits
 from vllm_cascade.kernels.triton import configs
 from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.attend import attend
+from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import merge, update
 from vllm_cascade.kernels.triton.insert import insert
@@ -364,21 +365,16 @@ class _Prompt:
             notes=torch.empty(1, 1, programs, NUMBER_ROWS, width, **int32),
             values=torch.empty(1, 1, programs, VALUE_ROWS, width, device=device),
         )
-        pages = self.layer._views("kv", "rank", "born")
-        turning = {"rotation": self.layer.rotation, "interleaved": False}
-        reads = {"slopes": None, "scale": size**-0.5, "softcap": 0.0, "num_queries": queries}
-        self._read = {**pages, **turning, **reads}
-        self.sums = ColumnSums(**self._read, reduction="mean")
-        self.insertion = StrideInsertion(
-            **pages, score=self.layer.score, token=None, **turning, reduction="mean"
-        )
+        pages = self.layer._views("kv", "rank", "born", "score")
+        own = {"rotation": self.layer.rotation, "scale": size**-0.5, "num_queries": queries}
+        self._cached = CachedLayer(**pages, **own)
+        self.sums = ColumnSums(self._cached, "mean")
+        self.insertion = StrideInsertion(self._cached, "mean")
         self.splits: dict[configs.Split, tuple[StrideAttention, Strides]] = {}
 
     def attend(self, split: configs.Split = configs.WHOLE) -> None:
         if split not in self.splits:
-            attention = StrideAttention(
-                **self._read, score=self.layer.score, token=None, split=split
-            )
+            attention = StrideAttention(self._cached, split=split)
             partial = None
             if split != configs.WHOLE:  # what parts leave each other
                 query = self.tokens.query

@@ -28,18 +28,18 @@ from .attend_tiles import (
     words_of,
 )
 from .attend_units import units_launcher
+from .cached import CachedLayer
 from .configs import TURNED, attend_config, sharing
 from .launch import Launcher
 from .singles import Singles
-from .stored import Codes, apart, codes_arguments, load_scales, scale_place
-from .strides import Tokens, heads_of
+from .stored import apart, load_scales, scale_place
+from .strides import Tokens
 from .tiles import (
     CACHED,
     OLD_SLOTS,
     START,
     STEP,
     STREAM,
-    check_pages,
     chunk_of,
     first_part,
     load_pair,
@@ -279,91 +279,36 @@ class DecodeAttention:
     ``B`` requests, ``H`` KV heads, ``G`` query heads each, ``D`` channels, ``N = P * block_size``.
 
     Args:
-        kv, rank, born: ``Pages`` views.
-        rotation: ``[max_distance + 1, 2, rotary_dim / 2]``, or None: keys are not rotated.
-        interleaved: rotary pairs are (2i, 2i + 1).
-        slopes: fp32 ``[H * G]``, ALiBi slopes, or None.
-        softcap: soft cap of the logits; 0: none.
-        num_queries: query heads, ``H * G``.
         keep_logits: whether to leave raw logits.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` is stored in 8 bits; None: in the queries' type.
-        dtype: of new tokens; None: that of ``kv``.
     """
 
-    def __init__(
-        self,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        rotation: torch.Tensor | None,
-        interleaved: bool,
-        slopes: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        num_queries: int,
-        keep_logits: bool,
-        latent: int | None = None,
-        stored: Codes | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        unit = check_pages(kv, rank, born)
-        num_heads, page = kv.shape[1], kv.shape[2]
-        assert num_queries % num_heads == 0, (num_queries, num_heads)
-        self._heads = heads_of(num_queries, kv, latent, dtype)
-        head_size, new = self._heads[2], self._heads[3]
-        assert stored is not None or new == kv.dtype, (new, kv.dtype)
-        group, sets = num_queries // num_heads, rank.shape[1]
-        self._page, self._unit, self._keeps = page, unit, keep_logits
-        self.value_size = latent or head_size
+    def __init__(self, layer: CachedLayer, keep_logits: bool) -> None:
+        self._heads = num_queries, num_heads, head_size, new = layer.heads
+        device, group, unit = layer.kv.device, num_queries // num_heads, layer.unit
+        self._page, self._unit, self._keeps = layer.page, unit, keep_logits
+        self.value_size = layer.value_size
         # Of latent rows, few channels turn.
-        self.turns_queries = unit % TURNED == 0 and latent is None
-        common = {
-            "kv": kv,
-            "rank": rank,
-            "born": born,
-            "rotation": rotation,
-            "slopes": slopes,
-            "scale": scale,
-            "cap": softcap or None,
-            "page_stride": kv.stride(0),
-            "word_stride": rank.stride(0),
-            "NUM_SETS": sets,
-            "HALF": 0 if rotation is None else rotation.shape[2],
-            "INTERLEAVED": interleaved,
-            "PAGE": page,
-            **codes_arguments(stored, kv, rank, latent),
-        }
+        self.turns_queries = unit % TURNED == 0 and layer.latent is None
+        common = {**layer.pages, **layer.turning, **layer.logits, "PAGE": layer.page}
         if self.turns_queries:
             self._programs = num_heads
-            self._launch = units_launcher(
-                kv.device,
-                new,
-                head_size,
-                group,
-                unit,
-                **common,
-                NUM_HEADS=num_heads,
-                KEEP_MASSES=keep_logits,
-            )
+            own = {"NUM_HEADS": num_heads, "KEEP_MASSES": keep_logits}
+            self._launch = units_launcher(device, new, group, **common, **own)
             return
-        shared = sharing(group, latent)
+        shared = sharing(group, layer.latent)
         group, num_heads = group // shared, num_heads * shared
-        alone = max(sets, shared)  # programs that share a KV head have one each
-        config, heads = attend_config(kv.device, new, head_size, group, num_heads, alone)
+        alone = max(layer.num_sets, shared)  # programs that share a KV head have one each
+        config, heads = attend_config(device, new, head_size, group, num_heads, alone)
         self._programs = num_heads // heads
         self._launch = Launcher(
             _attend,
             **common,
-            HEAD=head_size,
-            UNIT=unit,
+            **layer.rows,
             NUM_HEADS=num_heads,
             HEADS=heads,
             GROUP=group,
             LEAD=triton.next_power_of_2(group),
             SHARED=shared,
-            VALUE=self.value_size,
-            ROW=kv.shape[3],
             KEEP_LOGITS=keep_logits,
             CHUNK=chunk_of(unit, TURNED),
             TILE=config.tile,
@@ -422,10 +367,11 @@ def attend(
     steps: torch.Tensor,
     logit_scale: torch.Tensor | None,
     splits: int,
+    keep_logits: bool,
     positions: torch.Tensor | None = None,
     **layer: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One call of ``DecodeAttention`` for a layer that is described by the rest.
+    """One call of ``DecodeAttention`` for a ``CachedLayer`` that is described by the rest.
 
     Args:
         query: ``[B, H * G, D]``, rotated at position ``cached``; fp16, bf16 or fp32.
@@ -446,7 +392,8 @@ def attend(
           Empty without ``keep_logits``.
         - The new token's own logits ``[B, H * G]``. Empty without ``keep_logits``.
     """
-    launch = DecodeAttention(**layer, num_queries=query.shape[1], dtype=query.dtype)
+    told = CachedLayer(**layer, num_queries=query.shape[1], dtype=query.dtype)
+    launch = DecodeAttention(told, keep_logits)
     shapes = launch.shapes(len(steps), table.shape[1], splits)
     made = {name: query.new_empty(shape, dtype=torch.float32) for name, shape in shapes.items()}
     assert len(query) == len(steps), query.shape

@@ -243,25 +243,16 @@ def _attend_units(
     tl.store(partial_lse + place, lse, mask=real)
 
 
-def units_launcher(
-    device: torch.device,
-    dtype: torch.dtype,
-    head_size: int,
-    group: int,
-    unit: int,
-    **fixed: Any,
-) -> Launcher:
+def units_launcher(device: torch.device, dtype: torch.dtype, group: int, **fixed: Any) -> Launcher:
     """Launches the kernel in one layer, of whose arguments ``fixed`` are the others that are
     ``attend.DecodeAttention``'s."""
-    config = units_config(device, dtype, head_size, group)
+    config = units_config(device, dtype, fixed["HEAD"], group)
     return Launcher(
         _attend_units,
         **fixed,
-        UNIT=unit,
-        HEAD=head_size,
         GROUP=group,
         LEAD=triton.next_power_of_2(group),
-        CHUNK=chunk_of(unit, config.tile),
+        CHUNK=chunk_of(fixed["UNIT"], config.tile),
         STAGES=config.stages,
         num_warps=config.warps,
         num_stages=config.stages,

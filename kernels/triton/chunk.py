@@ -18,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
 from .chunk_write import write_rows, write_words
 from .configs import prefill_config
 from .launch import Launcher, variant_of
 from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
 from .softmax import empty_softmax, online_softmax, with_sink
 from .stored import (
-    Codes,
     apart,
     load_scales,
     load_stored,
@@ -33,7 +33,7 @@ from .stored import (
     scale_of_word,
     wide,
 )
-from .strides import Tokens, heads_of
+from .strides import Tokens
 from .tiles import (
     CACHED,
     CHUNK,
@@ -42,7 +42,6 @@ from .tiles import (
     STEP,
     STREAM,
     STRIDES,
-    check_pages,
     check_steps,
     first_part,
     load_rows,
@@ -362,72 +361,35 @@ class ChunkAttention:
     """Attention of chunks in one layer, and the survivors into the pages.
 
     Args:
-        kv, rank, born, score, token: ``Pages`` views, written; ``token`` may be None.
-        rotation, new_rotation: tables of ``rotate`` for reading and (fp32) for writing.
-        interleaved: rotary pairs are (2i, 2i + 1).
-        slopes: fp32 ``[H * G]`` of ALiBi, or None.
-        num_queries: query heads, ``H * G``.
+        new_rotation: the fp32 table of ``rotate`` for writing.
         sinks: fp32 ``[H * G]``, learned sink logits, or None.
         window: tokens that a query sees, its own included, in layers whose ``positions`` come from
             other layers; None: positions are ranks, and a query sees the whole cache.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
-        dtype: of new tokens; None: that of ``kv``.
     """
 
     def __init__(
         self,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        score: torch.Tensor,
-        token: torch.Tensor | None,
-        rotation: torch.Tensor | None,
+        layer: CachedLayer,
         new_rotation: torch.Tensor | None,
-        interleaved: bool,
-        slopes: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        num_queries: int,
         sinks: torch.Tensor | None = None,
         window: int | None = None,
-        latent: int | None = None,
-        stored: Codes | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
-        words = (rank, born, score) if token is None else (rank, born, score, token)
-        unit = check_pages(kv, *words)
-        self._heads = heads_of(num_queries, kv, latent, dtype)
-        _, num_heads, head_size, new = self._heads
-        assert stored is not None or new == kv.dtype, (new, kv.dtype)
-        self._num_counters = 2 * num_heads
-        config = prefill_config(kv.device, new, head_size)
-        if stored is not None:  # encoding needs the registers of other queries
+        _, num_heads, head_size, new = self._heads = layer.heads
+        self._num_counters, coded = 2 * num_heads, layer.stored is not None
+        config = prefill_config(layer.kv.device, new, head_size)
+        if coded:  # encoding needs the registers of other queries
             config = replace(config, queries=16)
         self._queries = config.queries
-        constants = stride_constants(
-            config, num_queries, kv, rank, rotation, interleaved, latent, stored
-        )
         self._launch = Launcher(
             _attend_chunks,
-            kv=kv,
-            rank=rank,
-            born=born,
-            score=score,
-            token=token,
-            rotation=rotation,
-            new_rotation=new_rotation if unit > 1 else None,
-            slopes=slopes,
+            **stride_constants(config, layer),
+            **layer.words,
+            new_rotation=new_rotation if layer.unit > 1 else None,
             sinks=sinks,
-            scale=scale,
-            cap=softcap or None,
             window=window,
-            page_stride=kv.stride(0),
-            word_stride=rank.stride(0),
             RENUMBER=RENUMBERED,
-            COPY=COPIED if stored is None else ENCODED,
+            COPY=ENCODED if coded else COPIED,
             maxnreg=MOST_REGISTERS,
-            **constants,
         )
 
     def __call__(self, tokens: Tokens, chunks: Chunks) -> None:
@@ -470,9 +432,12 @@ def attend_chunks(
     logit_scale: torch.Tensor | None,
     max_length: int,
     output: torch.Tensor,
+    new_rotation: torch.Tensor | None,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
     **layer: Any,
 ) -> None:
-    """One call of ``ChunkAttention`` for a layer that is described by the rest.
+    """One call of ``ChunkAttention`` for a ``CachedLayer`` that is described by the rest.
 
     Args:
         query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
@@ -480,6 +445,7 @@ def attend_chunks(
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
         output: like ``query``; the strides' rows are written.
     """
-    launch = ChunkAttention(**layer, num_queries=query.shape[1], dtype=query.dtype)
+    told = CachedLayer(**layer, num_queries=query.shape[1], dtype=query.dtype)
+    launch = ChunkAttention(told, new_rotation, sinks, window)
     tokens = Tokens(query, key, value, output, logit_scale)
     launch(tokens, Chunks(steps, chunks, table, positions, finished, max_length))

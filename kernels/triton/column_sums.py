@@ -13,18 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
 from .configs import Config, mass_config
 from .launch import Launcher
 from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
-from .stored import Codes, apart, load_scales, load_stored, load_turned, scale_of_word
-from .strides import Strides, Tokens, heads_of
+from .stored import apart, load_scales, load_stored, load_turned, scale_of_word
+from .strides import Strides, Tokens
 from .tiles import (
     OLD_SLOTS,
     STEP,
-    check_pages,
     chunk_of,
     first_part,
-    head_size_of,
     load_rows,
     page_tile,
     stride_of,
@@ -178,56 +177,25 @@ class ColumnSums:
     """Weighted attention mass of every key, or unit of keys, of strides in one layer.
 
     Args:
-        kv, rank, born, rotation, interleaved, slopes, num_queries, latent, stored, dtype: as for
-            ``StrideAttention``.
         reduction: over the query heads of a set, as far as possible here (``reduced``).
 
     Attributes:
         parts: columns of ``sums`` per unit.
     """
 
-    def __init__(
-        self,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        rotation: torch.Tensor | None,
-        interleaved: bool,
-        slopes: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        reduction: str,
-        num_queries: int,
-        latent: int | None = None,
-        stored: Codes | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        unit = check_pages(kv, rank, born)
-        head_size, new = head_size_of(kv, latent), dtype or kv.dtype
-        config = mass_config(kv.device, new, head_size, slopes is not None)
-        self._sums_heads, self.parts = _num_sums(config, num_queries, kv.shape[1], unit, reduction)
-        self._heads, self._tile = heads_of(num_queries, kv, latent, dtype), config.tile
-        fixed = {
-            "kv": kv,
-            "rank": rank,
-            "born": born,
-            "rotation": rotation,
-            "slopes": slopes,
-            "scale": scale,
-            "cap": softcap or None,
-            "page_stride": kv.stride(0),
-            "word_stride": rank.stride(0),
-        }
-        registers = {} if latent is None else {"maxnreg": MOST_REGISTERS}
-        constants = {
+    def __init__(self, layer: CachedLayer, reduction: str) -> None:
+        num_queries, num_heads, head_size, new = self._heads = layer.heads
+        config = mass_config(layer.kv.device, new, head_size, layer.slopes is not None)
+        heads_and_parts = _num_sums(config, num_queries, num_heads, layer.unit, reduction)
+        (self._sums_heads, self.parts), self._tile = heads_and_parts, config.tile
+        registers = {} if layer.latent is None else {"maxnreg": MOST_REGISTERS}
+        self._launch = Launcher(
+            _column_sums,
+            **stride_constants(config, layer),
             **registers,
-            "CHUNK": unit // self.parts,
-            "REDUCED": reduced(reduction, self.parts),
-            **stride_constants(
-                config, num_queries, kv, rank, rotation, interleaved, latent, stored
-            ),
-        }
-        self._launch = Launcher(_column_sums, **fixed, **constants)
+            CHUNK=layer.unit // self.parts,
+            REDUCED=reduced(reduction, self.parts),
+        )
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write the first columns of ``sums`` in time order, ``parts`` per unit."""

@@ -24,11 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
 from .drafts import Saved, check_saved, heads_at_once, save_slot, slot_arguments
 from .launch import Launcher
 from .singles import Singles
-from .stored import Codes, apart, codes_arguments, scale_place, write_codes
-from .strides import Tokens, heads_of
+from .stored import apart, scale_place, write_codes
+from .strides import Tokens
 from .tiles import (
     CACHED,
     CELL,
@@ -46,7 +47,6 @@ from .tiles import (
     START,
     STEP,
     STREAM,
-    check_pages,
     copy_rows,
     slot_tile,
     victim_key,
@@ -379,57 +379,27 @@ class Insertion:
     Rules apply when a unit is complete.
 
     Args:
-        kv, rank, born, score, token: ``Pages`` views, written; ``token`` None if not stored.
+        layer: its ``token`` is None if not stored; keys are not rotated here.
         has_cells: whether any rule may have cells.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
         saved: what drafts replace; written. None: there are no drafts.
-        dtype: of new tokens; None: that of ``kv``.
     """
 
-    def __init__(
-        self,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        score: torch.Tensor,
-        token: torch.Tensor | None,
-        has_cells: bool,
-        latent: int | None = None,
-        stored: Codes | None = None,
-        saved: Saved | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        words = (rank, born, score) if token is None else (rank, born, score, token)
-        unit = check_pages(kv, *words)
-        self._heads = heads_of(0, kv, latent, dtype)[1:]
-        num_heads, head_size, new = self._heads
-        assert stored is not None or new == kv.dtype, (new, kv.dtype)
-        self._num_sets, self._page = rank.shape[1:]
-        heads = num_heads // self._num_sets
+    def __init__(self, layer: CachedLayer, has_cells: bool, saved: Saved | None = None) -> None:
+        self._heads, (self._num_sets, self._page) = layer.heads[1:], layer.rank.shape[1:]
+        heads = self._heads[0] // self._num_sets
         self._has_cells, self._saved = has_cells, saved
         if saved is not None:
-            check_saved(saved, kv, rank)
-        self._at_once = heads_at_once(heads, kv.shape[3])
+            check_saved(saved, layer.kv, layer.rank)
+        self._at_once = heads_at_once(heads, layer.rows["ROW"])
         self._slots, self._no_slots = slot_arguments(saved), slot_arguments(None)
         self._launch = Launcher(
             _insert,
-            kv=kv,
-            rank=rank,
-            born=born,
-            score=score,
-            token=token,
-            page_stride=kv.stride(0),
-            word_stride=rank.stride(0),
-            NUM_SETS=self._num_sets,
+            **layer.pages,
+            **layer.words,
+            **layer.rows,
             HEADS=heads,
-            HEAD=head_size,
-            VALUE=latent or head_size,
-            ROW=kv.shape[3],
             HAS_CELLS=has_cells,
             PAGE=self._page,
-            UNIT=unit,
-            **codes_arguments(stored, kv, rank, latent),
             maxnreg=128,  # two blocks per multiprocessor; unbounded, ptxas may spill to fit more
         )
 
@@ -482,9 +452,12 @@ def insert(
     rules: torch.Tensor,
     positions: torch.Tensor | None = None,
     saves: torch.Tensor | None = None,
+    *,
+    has_cells: bool,
+    saved: Saved | None = None,
     **layer: Any,
 ) -> None:
-    """One call of ``Insertion`` for a layer that is described by the rest.
+    """One call of ``Insertion`` for a ``CachedLayer`` that is described by the rest.
 
     Args:
         key, value: ``[B, H, D]``, keys rotated at position ``cached``.
@@ -496,7 +469,8 @@ def insert(
             keys are at ``cached``.
         saves: int32 ``[>= B]``, places of drafts, -1 for other tokens; None: there are no drafts.
     """
-    launch, tokens = Insertion(**layer, dtype=key.dtype), Tokens(None, key, value)
+    launch = Insertion(CachedLayer(**layer, dtype=key.dtype), has_cells, saved)
+    tokens = Tokens(None, key, value)
     assert len(key) == len(steps) and new_score.shape == (len(steps), layer["rank"].shape[1])
     shapes = launch.shapes(len(steps), table.shape[1])
     made = {name: layer["score"].new_empty(shape) for name, shape in shapes.items()}

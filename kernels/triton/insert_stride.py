@@ -12,10 +12,13 @@ one ``born`` must fit all of them. With recall, more units may be recalled after
 evictions than now; they will stand before the incomplete unit.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
 from .keep import (
     NEW_RANK,
     NUMBERS,
@@ -29,8 +32,8 @@ from .keep import (
 from .launch import Launcher
 from .prefill import LINE, LINE_SLOT
 from .recall_columns import MORE_RECALLED, RECALL
-from .stored import Codes, apart, codes_arguments, scale_place, write_codes
-from .strides import Strides, Tokens, heads_of
+from .stored import apart, scale_place, write_codes
+from .strides import Strides, Tokens
 from .tiles import (
     CACHED,
     LENGTH,
@@ -39,9 +42,7 @@ from .tiles import (
     STEP,
     STREAM,
     block_of,
-    check_pages,
     copy_rows,
-    head_size_of,
     load_rows,
     slot_tile,
     store_rows,
@@ -312,65 +313,32 @@ class StrideInsertion:
     """Insertion of strides in one layer.
 
     Args:
-        kv, rank, born, score, token: ``Pages`` views, written; ``token`` may be None.
-        rotation: fp32 table of ``rotate``; used with units.
-        interleaved: rotary pairs are (2i, 2i + 1).
+        layer: its ``rotation`` is the fp32 table of ``rotate``; used with units.
         reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
         salts: int32 ``[num_sets]``, hashed into the host's scores; None: used as they are.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
-        dtype: of new tokens; None: that of ``kv``.
     """
 
     def __init__(
-        self,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        score: torch.Tensor,
-        token: torch.Tensor | None,
-        rotation: torch.Tensor | None,
-        interleaved: bool,
-        reduction: str,
-        salts: torch.Tensor | None = None,
-        latent: int | None = None,
-        stored: Codes | None = None,
-        dtype: torch.dtype | None = None,
+        self, layer: CachedLayer, reduction: str, salts: torch.Tensor | None = None
     ) -> None:
-        words = (rank, born, score) if token is None else (rank, born, score, token)
-        unit = check_pages(kv, *words)
         assert reduction in ("mean", "max", "median"), reduction
-        self._heads, self._num_sets = heads_of(0, kv, latent, dtype)[1:], rank.shape[1]
-        turned = rotation if unit > 1 else None
-        fixed = {
-            "kv": kv,
-            "rank": rank,
-            "born": born,
-            "score": score,
-            "salts": salts,
-            "token": token,
-            "rotation": turned,
-            "page_stride": kv.stride(0),
-            "word_stride": rank.stride(0),
-        }
-        constants = {
-            "NUM_SETS": self._num_sets,
-            "HEADS": kv.shape[1] // self._num_sets,
-            "REDUCTION": reduction,
-            "HEAD": head_size_of(kv, latent),
-            "VALUE": latent or head_size_of(kv, latent),
-            "ROW": kv.shape[3],
-            "HALF": 0 if turned is None else turned.shape[2],
-            "INTERLEAVED": interleaved,
-            "PAGE": rank.shape[2],
-            "UNIT": unit,
-            "TILE": 1024,
-            "ROWS": COPIED if stored is None else ENCODED,
-            "num_warps": 8,
-            "maxnreg": 128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
-            **codes_arguments(stored, kv, rank, latent),
-        }
-        self._launch = Launcher(_insert_strides, **fixed, **constants)
+        self._heads, self._num_sets = layer.heads[1:], layer.num_sets
+        turned = layer if layer.unit > 1 else replace(layer, rotation=None)
+        self._launch = Launcher(
+            _insert_strides,
+            **layer.pages,
+            **layer.words,
+            **layer.rows,
+            **turned.turning,
+            salts=salts,
+            HEADS=self._heads[0] // self._num_sets,
+            REDUCTION=reduction,
+            PAGE=layer.rank.shape[2],
+            TILE=1024,
+            ROWS=COPIED if layer.stored is None else ENCODED,
+            num_warps=8,
+            maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
+        )
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write the pages, ``notes`` and ``values``."""

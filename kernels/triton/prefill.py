@@ -16,26 +16,23 @@ import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
 from .configs import WHOLE, Config, Split, prefill_config
 from .launch import Launcher
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
 from .split import is_last, join_parts, leave_part, slots_of_part
 from .stored import (
-    Codes,
     apart,
-    codes_arguments,
     load_scales,
     load_stored,
     load_turned,
     scale_of_word,
 )
-from .strides import LINE_WORDS, Strides, Tokens, heads_of
+from .strides import LINE_WORDS, Strides, Tokens
 from .tiles import (
     OLD_SLOTS,
     STEP,
-    check_pages,
     first_part,
-    head_size_of,
     load_rows,
     page_tile,
     soft_cap,
@@ -271,36 +268,21 @@ def _attend_strides(
     tl.store(lse + token_at * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
 
 
-def stride_constants(
-    config: Config,
-    num_queries: int,
-    kv: torch.Tensor,
-    rank: torch.Tensor,
-    rotation: torch.Tensor | None,
-    interleaved: bool,
-    latent: int | None,
-    stored: Codes | None,
-) -> dict[str, Any]:
-    """What the kernels over strides are compiled for; ``num_queries`` is ``H * G``."""
-    _, num_heads, page, width = kv.shape
-    head_size = head_size_of(kv, latent)
-    assert num_queries % num_heads == 0, (num_queries, num_heads)
+def stride_constants(config: Config, layer: CachedLayer) -> dict[str, Any]:
+    """What the kernels over strides are told of a layer."""
+    num_queries, num_heads, *_ = layer.heads
     return {
+        **layer.pages,
+        **layer.turning,
+        **layer.logits,
+        **layer.rows,
         "NUM_HEADS": num_heads,
         "GROUP": num_queries // num_heads,
-        "NUM_SETS": rank.shape[1],
-        "HEAD": head_size,
-        "VALUE": latent or head_size,
-        "ROW": width,
-        "HALF": 0 if rotation is None else rotation.shape[2],
-        "INTERLEAVED": interleaved,
-        "PAGE": page,
-        "UNIT": page // rank.shape[2],
+        "PAGE": layer.page,
         "QUERIES": config.queries,
         "TILE": config.tile,
         "num_warps": config.warps,
         "num_stages": config.stages,
-        **codes_arguments(stored, kv, rank, latent),
     }
 
 
@@ -308,63 +290,28 @@ class StrideAttention:
     """Attention of strides in one layer, none of which begins inside a unit.
 
     Args:
-        kv, rank, born, score, token: ``Pages`` views.
-        rotation: ``[max_distance + 1, 2, rotary_dim / 2]`` of ``rotate``; None: keys stay.
-        interleaved: rotary pairs are (2i, 2i + 1).
-        slopes: fp32 ``[H * G]`` of ALiBi, or None.
-        num_queries: query heads, ``H * G``.
         sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
         split: splits attention over keys.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` is stored in 8 bits; None: in the new tokens' type.
-        dtype: of new tokens; None: that of ``kv``.
     """
 
     def __init__(
-        self,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        score: torch.Tensor,
-        token: torch.Tensor | None,
-        rotation: torch.Tensor | None,
-        interleaved: bool,
-        slopes: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        num_queries: int,
-        sinks: torch.Tensor | None = None,
-        split: Split = WHOLE,
-        latent: int | None = None,
-        stored: Codes | None = None,
-        dtype: torch.dtype | None = None,
+        self, layer: CachedLayer, sinks: torch.Tensor | None = None, split: Split = WHOLE
     ) -> None:
-        check_pages(kv, *((rank, born, score) if token is None else (rank, born, score, token)))
-        self._heads, self._num_sets = heads_of(num_queries, kv, latent, dtype), rank.shape[1]
-        head_size = head_size_of(kv, latent)
-        config = prefill_config(kv.device, dtype or kv.dtype, head_size, stored is not None)
+        self._heads, self._num_sets = layer.heads, layer.num_sets
+        num_queries, _, head_size, new = layer.heads
+        config = prefill_config(layer.kv.device, new, head_size, layer.stored is not None)
         self._queries = config.queries
-        fixed = {
-            "kv": kv,
-            "rank": rank,
-            "born": born,
-            "score": score,
-            "token": token,
-            "rotation": rotation,
-            "slopes": slopes,
-            "sinks": sinks,
-            "scale": scale,
-            "cap": softcap or None,
-            "page_stride": kv.stride(0),
-            "word_stride": rank.stride(0),
-        }
-        constants = stride_constants(
-            config, num_queries, kv, rank, rotation, interleaved, latent, stored
-        )
-        self.split, self._partial = split, (num_queries, split.splits, latent or head_size)
+        self.split, self._partial = split, (num_queries, split.splits, layer.value_size)
         assert split.slots % config.tile == 0, (split, config)
-        own = {"maxnreg": MOST_REGISTERS, "SPLITS": split.splits, "SLOTS": split.slots}
-        self._launch = Launcher(_attend_strides, **fixed, **own, **constants)
+        self._launch = Launcher(
+            _attend_strides,
+            **stride_constants(config, layer),
+            **layer.words,
+            sinks=sinks,
+            maxnreg=MOST_REGISTERS,
+            SPLITS=split.splits,
+            SLOTS=split.slots,
+        )
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
         """Write the strides' rows of ``output`` and ``lse``, and the cached units of ``line``."""

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
 from .launch import Launcher
 from .recall_columns import (
     BEFORE,
@@ -26,8 +27,8 @@ from .recall_columns import (
     SINKS,
 )
 from .recall_rows import RecallRows
-from .stored import Codes, apart, check_scales, codes_arguments, scale_place
-from .tiles import NEVER, OLD_SLOTS, STEP, check_pages, slot_tile
+from .stored import apart, check_scales, scale_place
+from .tiles import NEVER, OLD_SLOTS, STEP, slot_tile
 
 MOST_TILE = 1024
 """Units or places per tile."""
@@ -236,42 +237,32 @@ class Recaller:
         rows: ``[H, rings, unit, 2 D]``, the layer's stored keys and values as in the pages; in
             pinned host memory or in device memory.
         stored_born, stored_token: int32 ``[S, rings]``.
-        kv, rank, born, score, token: ``Pages`` views, written.
         exchanged: int32 ``[1]``, counter to which newly recalled units are added.
         capacity: places of a ring.
         most: most units that any request recalls.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
         row_scales: fp32 ``[H, rings, unit, 2]``, scales of ``rows`` beside them; None if rows have
             no scales of their own.
     """
 
     def __init__(
         self,
+        layer: CachedLayer,
         rows: torch.Tensor,
         stored_born: torch.Tensor,
         stored_token: torch.Tensor,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        score: torch.Tensor,
-        token: torch.Tensor,
         exchanged: torch.Tensor,
         capacity: int,
         most: int,
-        latent: int | None = None,
-        stored: Codes | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> None:
-        unit = check_pages(kv, rank, born, score, token)
+        kv, rank, unit, pages = layer.kv, layer.rank, layer.unit, layer.pages
         num_heads, rings = rows.shape[:2]
         self._num_sets, self._page = rank.shape[1:]
         assert rows.is_contiguous() and rows.dtype == kv.dtype
         assert rows.shape[2:] == (unit, kv.shape[3]) and num_heads == kv.shape[1], rows.shape
         assert stored_born.shape == stored_token.shape == (self._num_sets, rings)
         assert stored_born.is_contiguous() and stored_token.is_contiguous()
-        coded = codes_arguments(stored, kv, rank, latent)
-        check_scales(row_scales, rows, coded["OF_ROWS"])
+        check_scales(row_scales, rows, pages["OF_ROWS"])
         self._room, self._most, self._num_heads = triton.next_power_of_2(most), most, num_heads
         shared = {
             "word_stride": rank.stride(0),
@@ -287,9 +278,8 @@ class Recaller:
             stored_born=stored_born,
             stored_token=stored_token,
             rank=rank,
-            born=born,
-            score=score,
-            token=token,
+            born=layer.born,
+            **layer.words,
             exchanged=exchanged,
             TILE=min(MOST_TILE, triton.next_power_of_2(capacity)),
             **shared,
@@ -300,13 +290,13 @@ class Recaller:
             rows=rows,
             row_scales=row_scales,
             kv=kv,
-            scales=coded["scales"] if coded["OF_ROWS"] else None,
+            scales=pages["scales"] if pages["OF_ROWS"] else None,
             page_stride=kv.stride(0),
             NUM_SETS=self._num_sets,
             SIZE=size,
             TILE=min(COPIED, triton.next_power_of_2(size)),
             LEAD=triton.next_power_of_2(unit),
-            OF_ROWS=coded["OF_ROWS"],
+            OF_ROWS=pages["OF_ROWS"],
             **shared,
         )
 
@@ -354,9 +344,10 @@ def recall_units(
     table: torch.Tensor,
     steps: torch.Tensor,
     recall: torch.Tensor,
-    **layer: Any,
+    layer: CachedLayer,
+    **store: Any,
 ) -> torch.Tensor:
-    """One call of ``Recaller`` for a layer that is described by the rest.
+    """One call of ``Recaller``, which the rest describes.
 
     Args:
         evidence: fp32 ``[R, S, capacity]`` of ``judge_units``, not negative.
@@ -367,7 +358,7 @@ def recall_units(
     Returns:
         int32 ``[R, S, room]``: numbers of the recalled units in stream order; ``room >= most``.
     """
-    recaller = Recaller(**layer, capacity=evidence.shape[2])
+    recaller = Recaller(layer, **store, capacity=evidence.shape[2])
     room = recaller.room(len(steps), steps.device)
     recaller(RecallRows(steps, table, recall, evidence=evidence, **room))
     return room["chosen"]

@@ -13,16 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
 from .launch import Launcher, variant_of
 from .recall_columns import END, RECALL, RING, STORED
 from .recall_rows import RecallRows
 from .recall_vectors import LEVELS, TINY, most_of, plain_rows
 from .stored import (
-    Codes,
     apart,
     as_stored,
     check_scales,
-    codes_arguments,
     factor_of,
     load_scales,
     scale_place,
@@ -38,10 +37,8 @@ from .tiles import (
     START,
     STEP,
     STREAM,
-    check_pages,
     copy_rows,
     first_part,
-    head_size_of,
     load_pair,
     load_rows,
     padded,
@@ -466,44 +463,33 @@ class UnitStore:
     """Stores the units that strides evict, in one layer; rows whose ``STORED`` is 0 store nothing.
 
     Args:
-        kv, rank, born, token: ``Pages`` views.
-        rotation, interleaved: as for ``rotate.gather``, by position.
-        rows, codes, scales, stored_born, stored_token: one layer's store (``recall.Judge``,
+        layer: its ``rotation`` is that of ``rotate.gather``, by position.
+        rows, codes, scales, stored_born, stored_token: the layer's store (``recall.Judge``,
             ``recall_choose.Recaller``), written.
         capacity: places of a ring.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
-        stored: how ``kv`` and ``rows`` are stored in 8 bits; None: they are not.
         row_scales: fp32 ``[1, rings, unit, 2]``, scales of ``rows``, written; None if rows have no
             scales of their own.
     """
 
     def __init__(
         self,
-        kv: torch.Tensor,
-        rank: torch.Tensor,
-        born: torch.Tensor,
-        token: torch.Tensor,
-        rotation: torch.Tensor | None,
-        interleaved: bool,
+        layer: CachedLayer,
         rows: torch.Tensor,
         codes: torch.Tensor,
         scales: torch.Tensor,
         stored_born: torch.Tensor,
         stored_token: torch.Tensor,
         capacity: int,
-        latent: int | None = None,
-        stored: Codes | None = None,
         row_scales: torch.Tensor | None = None,
     ) -> None:
-        unit, head_size = check_pages(kv, rank, born, token), head_size_of(kv, latent)
+        kv, rank, unit = layer.kv, layer.rank, layer.unit
         self._num_sets, self._page = rank.shape[1:]
         self._num_heads = kv.shape[1]
         assert rows.is_contiguous() and codes.is_contiguous() and scales.is_contiguous()
         assert rows.dtype == kv.dtype and codes.dtype == torch.int8
         assert scales.dtype == torch.float32
-        assert rows.shape[3] == kv.shape[3] and codes.shape[3] == head_size, rows.shape
-        coded = codes_arguments(stored, kv, rank, latent)
-        check_scales(row_scales, rows, coded["OF_ROWS"])
+        assert rows.shape[3] == kv.shape[3] and codes.shape[3] == layer.head_size, rows.shape
+        check_scales(row_scales, rows, layer.pages["OF_ROWS"])
         self._remember = _remembering(rank, unit)
         self._list_gone = Launcher(
             _list_gone,
@@ -514,32 +500,24 @@ class UnitStore:
             num_warps=4,
             maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
         )
+        pages = layer.pages
+        del pages["rank"]
         self._store = Launcher(
             _store_units,
-            kv=kv,
-            born=born,
-            token=token,
-            rotation=rotation,
+            **pages,
+            **layer.rows,
+            **layer.turning,
+            token=layer.token,
             rows=rows,
             row_scales=row_scales,
             codes=codes,
             key_scales=scales,
             stored_born=stored_born,
             stored_token=stored_token,
-            page_stride=kv.stride(0),
-            word_stride=rank.stride(0),
             rings=rows.shape[1],
             CAPACITY=capacity,
-            NUM_SETS=self._num_sets,
-            HEAD=head_size,
-            VALUE=latent or head_size,
-            ROW=kv.shape[3],
-            HALF=0 if rotation is None else rotation.shape[2],
-            INTERLEAVED=interleaved,
             PAGE=self._page,
-            UNIT=unit,
             KEYS=min(KEYS, triton.next_power_of_2(unit)),
-            **coded,
             num_warps=4,
             maxnreg=255,  # as above
         )
@@ -661,9 +639,10 @@ def store_units(
     table: torch.Tensor,
     steps: torch.Tensor,
     recall: torch.Tensor,
-    **layer: Any,
+    layer: CachedLayer,
+    **store: Any,
 ) -> None:
-    """One call of ``UnitStore`` for a layer that is described by the rest.
+    """One call of ``UnitStore``, which the rest describes.
 
     Args:
         keep: int32 ``[R, S, C]`` of ``keep_of_strides``: -1 for evicted units.
@@ -675,9 +654,9 @@ def store_units(
         recall: int32 ``[>= R, RECALL_COLUMNS]``.
     """
     assert (keep is None) != (ranks is None) and (key is None) == (keep is None)
-    store, columns = UnitStore(**layer), None if keep is None else keep.shape[2]
-    room = store.room(len(steps), table.shape[1], columns, steps.device)
+    made, columns = UnitStore(layer, **store), None if keep is None else keep.shape[2]
+    room = made.room(len(steps), table.shape[1], columns, steps.device)
     if ranks is not None:
         room["ranks"] = ranks
     rows = RecallRows(steps, table, recall, **room)
-    store(rows, None if key is None else Tokens(None, key, value), keep)
+    made(rows, None if key is None else Tokens(None, key, value), keep)

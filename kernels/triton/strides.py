@@ -15,7 +15,7 @@ import triton
 from .launch import variant_of
 from .recall_columns import check_recall
 from .split import Partial
-from .tiles import check_rows, check_steps, head_size_of
+from .tiles import check_rows, check_steps
 
 LINE_WORDS = 3
 """Numbers per cached unit that attention writes (``prefill``)."""
@@ -58,16 +58,6 @@ class Tokens:
         check_rows(rows)
         assert rows.dtype == self._dtype, (rows.dtype, self._dtype)
         return rows.stride(0)
-
-
-def heads_of(
-    num_queries: int,
-    kv: torch.Tensor,
-    latent: int | None = None,
-    dtype: torch.dtype | None = None,
-) -> tuple[int, int, int, torch.dtype]:
-    """``Tokens.heads`` of tokens that match the pages ``kv``; ``dtype``: theirs, if another."""
-    return num_queries, kv.shape[1], head_size_of(kv, latent), dtype or kv.dtype
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ import torch
 
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import attend
+from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.combine import merge, update
@@ -324,17 +325,9 @@ class Layer:
         )
         reads = {"slopes": self.slopes, "scale": 0.088, "softcap": shape.softcap}
         turning = {"rotation": self.decode_rotation, "interleaved": shape.interleaved}
-        rows = {**self.rows, "dtype": shape.dtype}
-        attention = StrideAttention(
-            **self.words,
-            **turning,
-            **reads,
-            num_queries=self.queries,
-            sinks=self.sinks,
-            split=split,
-            **rows,
-        )
-        attention(tokens, strides)
+        own = {**self.rows, "num_queries": self.queries, "dtype": shape.dtype}
+        layer = CachedLayer(**self.words, **turning, **reads, **own)
+        StrideAttention(layer, self.sinks, split)(tokens, strides)
         attend_chunks(
             query=query,
             key=key,
@@ -356,28 +349,14 @@ class Layer:
             **self.rows,
         )
         if shape.keep_logits:
-            read = {name: self.words[name] for name in ("kv", "rank", "born")}
-            sums_of = ColumnSums(
-                **read,
-                **turning,
-                **reads,
-                **rows,
-                reduction=shape.reduction,
-                num_queries=self.queries,
-            )
-            sums_of(tokens, strides)
+            ColumnSums(layer, shape.reduction)(tokens, strides)
         self._insertion(self.words)(tokens, strides)
 
     def _insertion(self, words: dict[str, torch.Tensor | None]) -> StrideInsertion:
         shape = self.shape
-        return StrideInsertion(
-            **words,
-            rotation=self.rotation,
-            interleaved=shape.interleaved,
-            reduction=shape.reduction,
-            dtype=shape.dtype,
-            **self.rows,
-        )
+        turning = {"rotation": self.rotation, "interleaved": shape.interleaved}
+        layer = CachedLayer(**words, **turning, **self.rows, dtype=shape.dtype)
+        return StrideInsertion(layer, shape.reduction)
 
     def recall(self, asking: int = 1) -> None:
         """Choose and store: of single tokens, or of strides of which so many tokens ask."""
@@ -408,32 +387,18 @@ class Layer:
             most_asking=asking,
             latent=shape.latent,
         )
+        layer = CachedLayer(**own, **turning, **self.rows)
+        ring = {"rows": rows, "stored_born": words, "stored_token": words, "row_scales": row_scales}
         recall_units(
             evidence=evidence,
-            rows=rows,
-            stored_born=words,
-            stored_token=words,
-            **own,
             **where,
+            layer=layer,
+            **ring,
             exchanged=_meta(1, dtype=i32),
             most=shape.recall,
-            row_scales=row_scales,
-            **self.rows,
         )
-        line = {name: own[name] for name in ("kv", "rank", "born", "token")}
-        store = {
-            **line,
-            **where,
-            **turning,
-            "rows": rows,
-            "codes": codes,
-            "scales": scales,
-            "stored_born": words,
-            "stored_token": words,
-            "capacity": capacity,
-            "row_scales": row_scales,
-            **self.rows,
-        }
+        judged = {"codes": codes, "scales": scales, "capacity": capacity}
+        store = {**where, "layer": layer, **ring, **judged}
         if asking == 1:
             ranks = ranks_before(rank=self.rank, **where, unit=shape.unit)
             store_units(keep=None, ranks=ranks, key=None, value=None, **store)

@@ -25,6 +25,7 @@ from tests.kernels.references import (
     in_units,
 )
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums, reduced
 from vllm_cascade.kernels.triton.configs import WHOLE, Split
 from vllm_cascade.kernels.triton.prefill import StrideAttention
@@ -55,20 +56,18 @@ class StrideBatch:
         slopes, self._sinks = on(device, case.slopes, case.sink_logits)
         (factors,) = on(device, self.factors if case.logit_scale else None)
         self._tokens = Tokens(query=query, key=key, value=value, logit_scale=factors)
-        self._layer = {
-            "kv": self.ours.kv,
-            "rank": self.ours.rank,
-            "born": self.ours.born,
-            "rotation": table_of(case, device, decode_dtype(case.dtype)),
-            "interleaved": case.interleaved,
-            "slopes": slopes,
-            "scale": case.head_size**-0.5,
-            "softcap": case.softcap,
-            "num_queries": query.shape[1],
-            "latent": case.latent,
-            "stored": self.ours.codes,
-            "dtype": case.dtype,
-        }
+        self._layer = CachedLayer(
+            **self.ours.views(),
+            rotation=table_of(case, device, decode_dtype(case.dtype)),
+            interleaved=case.interleaved,
+            slopes=slopes,
+            scale=case.head_size**-0.5,
+            softcap=case.softcap,
+            num_queries=query.shape[1],
+            latent=case.latent,
+            stored=self.ours.codes,
+            dtype=case.dtype,
+        )
         self.width = (max(n or 0 for n in case.lengths) + self.longest) // case.unit + 2
 
     def attend(
@@ -81,9 +80,7 @@ class StrideBatch:
         steps = self._steps[rows]
         line = steps.new_full((len(steps), self.case.num_sets, LINE_WORDS, self.width), -9)
         lse = lse.float()
-        layer = StrideAttention(
-            **self._layer, score=ours.score, token=ours.token, sinks=self._sinks, split=split
-        )
+        layer = StrideAttention(self._layer, self._sinks, split)
         strides = Strides(
             steps=steps,
             table=ours.table[rows],
@@ -122,7 +119,7 @@ class StrideBatch:
             sums=sums,
             parts=parts,
         )
-        ColumnSums(**self._layer, reduction=case.reduction)(self._tokens, strides)
+        ColumnSums(self._layer, case.reduction)(self._tokens, strides)
         return sums, parts
 
 

@@ -25,6 +25,7 @@ from tests.kernels.random_pool import (
 from tests.kernels.references import rotate_reference
 from tests.oracle.recall import may_round_either_way
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.recall import asking_reference, evidence_reference, judge_units
 from vllm_cascade.kernels.triton.recall_choose import chosen_reference, recall_units
 from vllm_cascade.kernels.triton.recall_store import ranks_before, store_units
@@ -255,14 +256,12 @@ def check_recall(
         rows=rows,
         stored_born=born,
         stored_token=token,
-        **ours.views(),
+        layer=CachedLayer(**ours.views(), latent=case.latent, stored=ours.codes),
         table=ours.table,
         steps=dsteps,
         recall=drecall,
         exchanged=exchanged,
         most=most,
-        latent=case.latent,
-        stored=ours.codes,
         row_scales=row_scales if case.row_scales else None,
     ).cpu()
     came = 0
@@ -375,28 +374,28 @@ def _store(
     """Launch ``store_units``; returns the tensors of ``rings`` on the device."""
     rows, row_scales, codes, scales, born, token = tensors = rings.on(device)
     dsteps, drecall = on(device, steps, recall)
+    layer = CachedLayer(
+        **cache.views(),
+        rotation=_turning(cache.case, device),
+        interleaved=cache.case.interleaved,
+        latent=cache.case.latent,
+        stored=cache.codes,
+    )
     store_units(
         keep=keep,
         ranks=ranks,
         key=key,
         value=value,
-        kv=cache.kv,
-        rank=cache.rank,
-        born=cache.born,
-        token=cache.token,
         table=cache.table,
         steps=dsteps,
         recall=drecall,
-        rotation=_turning(cache.case, device),
-        interleaved=cache.case.interleaved,
+        layer=layer,
         rows=rows,
         codes=codes,
         scales=scales,
         stored_born=born,
         stored_token=token,
         capacity=rings.capacity,
-        latent=cache.case.latent,
-        stored=cache.codes,
         row_scales=row_scales if cache.case.row_scales else None,
     )
     return tensors

@@ -27,6 +27,7 @@ from tests.kernels.random_pool import (
 from tests.kernels.references import as_int32, reduce_reference, rotate_reference, salted
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton import stride_columns
+from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import num_sums
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
@@ -123,17 +124,15 @@ def check_insert_strides(case: Case, device: torch.device | str, recalls: bool =
         found = StrideChoice(ours.token, unit, case.reduction, dsalts)(strides).cpu()
         for row in real_rows(case):
             same("keep", found[row, :, : keeps[row].shape[1]] >= 0, keeps[row])
-    insertion = StrideInsertion(
+    layer = CachedLayer(
         **ours.views(),
         rotation=turning,
         interleaved=case.interleaved,
-        reduction=case.reduction,
-        salts=dsalts,
         latent=case.latent,
         stored=ours.codes,
         dtype=case.dtype,
     )
-    insertion(Tokens(query=None, key=dk, value=dv), strides)
+    StrideInsertion(layer, case.reduction, dsalts)(Tokens(query=None, key=dk, value=dv), strides)
     after = ours.to("cpu")
     for row in real_rows(case):
         step = steps[row].tolist()

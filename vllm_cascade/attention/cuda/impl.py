@@ -43,6 +43,7 @@ from vllm_cascade.cache.spec import TRACE_WORDS, KVPolicySpec
 from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import DecodeAttention
+from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import (
@@ -227,49 +228,45 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         return made
 
     def _make_kernels(self, pages: Pages, spec: KVPolicySpec, tokens: Tokens) -> LayerKernels:
-        policy, turning, num_queries = spec.policy, self._turning, self.num_heads
-        rows = {**self._rows, "dtype": tokens.key.dtype}
-        read, words = _words(pages, "kv", "rank", "born"), _words(pages)
-        common = {
-            "slopes": self.alibi_slopes,
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "rotation": self._decode_rotation,
-            "interleaved": turning["interleaved"],
-            "num_queries": num_queries,
-            **rows,
-        }
+        policy, num_queries = spec.policy, self.num_heads
+        layer = CachedLayer(
+            **_words(pages),
+            rotation=self._decode_rotation,
+            interleaved=self._layer is not None and not self._layer.is_neox,
+            slopes=self.alibi_slopes,
+            scale=self.scale,
+            softcap=self.softcap,
+            num_queries=num_queries,
+            latent=self.latent,
+            stored=self._stored,
+            dtype=tokens.key.dtype,
+        )
         sinks, reduction, scores = self._sink_logits, policy.head_reduction, policy.uses_attention
         update = None
         if scores and not self._decides_with_others:
             update = ScoreUpdate(pages.rank, pages.score, num_queries, reduction, pages.unit)
-        size = self.latent or self.head_size
         singles = SingleKernels(
-            attention=DecodeAttention(**read, **common, keep_logits=scores),
-            merge=Merge(num_queries, size, sinks),
+            attention=DecodeAttention(layer, keep_logits=scores),
+            merge=Merge(num_queries, layer.value_size, sinks),
             update=update,
             # Only policies with scores have rules of cells, and requests may bring their own.
-            insertion=Insertion(**words, **rows, has_cells=scores, saved=self._saved),
-            num_sets=pages.rank.shape[1],
+            insertion=Insertion(layer, has_cells=scores, saved=self._saved),
+            num_sets=layer.num_sets,
         )
-        window, new_rotation = spec.window, turning["rotation"]
-        chunks = ChunkAttention(
-            **words, **common, sinks=sinks, new_rotation=new_rotation, window=window
-        )
-        if window is not None:
+        new_rotation = None if self._layer is None else self._layer.rotation
+        chunks = ChunkAttention(layer, new_rotation, sinks, spec.window)
+        if spec.window is not None:
             return LayerKernels(singles, None, chunks)
         assert tokens.query is not None, "a layer attends"
         split = split_of(policy, tokens.query, self.least_part)
-        insertion = StrideInsertion(
-            **words, **turning, **rows, reduction=reduction, salts=self._salts
-        )
+        written = replace(layer, rotation=new_rotation)
         strides = StrideKernels(
-            attention=StrideAttention(**words, **common, sinks=sinks, split=split),
-            sums=ColumnSums(**read, **common, reduction=reduction),
+            attention=StrideAttention(layer, sinks, split),
+            sums=ColumnSums(layer, reduction),
             choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
-            insertion=insertion,
-            num_sets=pages.rank.shape[1],
-            unit=pages.unit,
+            insertion=StrideInsertion(written, reduction, self._salts),
+            num_sets=layer.num_sets,
+            unit=layer.unit,
             reduction=reduction,
         )
         return LayerKernels(singles, strides, chunks)
@@ -399,18 +396,6 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         """Of new tokens' rows."""
         assert self._pages is not None and self._layer is not None, "prepare comes first"
         return self._layer.dtype or self._pages.kv.dtype
-
-    @property
-    def _rows(self) -> dict[str, Any]:
-        """What rows in pages are: latent rows, and codes."""
-        return {"latent": self.latent, "stored": self._stored}
-
-    @property
-    def _turning(self) -> dict[str, Any]:
-        """How kernels rotate keys as they read them."""
-        if self._layer is None:
-            return {"rotation": None, "interleaved": False}
-        return {"rotation": self._layer.rotation, "interleaved": not self._layer.is_neox}
 
     @property
     def _salts(self) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import END, RING, STORED
+from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.recall import Judge
 from vllm_cascade.kernels.triton.recall_choose import Recaller
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
@@ -56,30 +57,28 @@ class LayerRings:
         self._born, self._token = rings.born[index], rings.token[index]
         self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
         self._judges: dict[int, Judge] = {}
-        of_pages = {"kv": pages.kv, "rank": pages.rank, "born": pages.born, "token": pages.token}
+        cached = CachedLayer(
+            kv=pages.kv,
+            rank=pages.rank,
+            born=pages.born,
+            score=pages.score,
+            token=pages.token,
+            rotation=layer.rotation,
+            interleaved=not layer.is_neox,
+            latent=layer.latent,
+            stored=stored,
+            dtype=layer.dtype,
+        )
         common = {
-            **of_pages,
             "rows": self._rows,
             "stored_born": self._born,
             "stored_token": self._token,
             "capacity": rings.shape.most_units,
-            "latent": layer.latent,
-            "stored": stored,
             "row_scales": self._row_scales,
         }
-        self._recaller = Recaller(
-            **common,
-            score=pages.score,
-            exchanged=self._exchanged,
-            most=rings.shape.most_recalled,
-        )
-        self._store = UnitStore(
-            **common,
-            rotation=layer.rotation,
-            interleaved=not layer.is_neox,
-            codes=self._codes,
-            scales=self._scales,
-        )
+        most = rings.shape.most_recalled
+        self._recaller = Recaller(cached, **common, exchanged=self._exchanged, most=most)
+        self._store = UnitStore(cached, **common, codes=self._codes, scales=self._scales)
 
     @property
     def exchanged(self) -> int:
