@@ -20,6 +20,7 @@ from vllm_cascade.kernels.triton import (
     recall_store,
     rotate,
 )
+from vllm_cascade.kernels.triton.cached import CachedLayer
 
 CASE = Case(head_size=16, lengths=(9, 17))
 
@@ -35,6 +36,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
     scored = {"rank": cache.rank, "score": cache.score, "table": cache.table, "steps": steps}
     rotation = rotate.rotation_table(CASE.inv_freq, 301, "cpu")
     turning = {"rotation": rotation, "interleaved": False}
+    layer = CachedLayer(**pages, **turning)
     decode = {
         "query": query[:2],
         "key": key[:2],
@@ -84,7 +86,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
                 "evidence": torch.rand(2, 1, 6),
                 "rows": rings.rows,
                 **stored,
-                **pages,
+                "layer": layer,
                 **where,
                 "exchanged": torch.zeros(1, dtype=torch.int32),
                 "most": 3,
@@ -98,10 +100,9 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
                 "ranks": None,
                 "key": key,
                 "value": key,
-                **{name: pages[name] for name in ("kv", "rank", "born", "token")},
+                "layer": layer,
                 **where,
                 "steps": strides,
-                **turning,
                 "rows": rings.rows,
                 **stored,
                 **codes,
@@ -172,7 +173,8 @@ WRITES: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("name", list(calls()))
 def test_nothing_else_is_written(name: str, unit: int) -> None:
     launch, arguments = calls(unit)[name]
-    tensors = {one: a for one, a in arguments.items() if isinstance(a, torch.Tensor)}
+    every = {**arguments, **vars(arguments.get("layer", object))}
+    tensors = {one: a for one, a in every.items() if isinstance(a, torch.Tensor)}
     before = {one: tensor.clone() for one, tensor in tensors.items()}
     launch(**arguments)
     written = {one for one, new in tensors.items() if not torch.equal(bits(before[one]), bits(new))}
