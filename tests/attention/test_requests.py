@@ -170,6 +170,25 @@ def test_policies_of_rows_in_the_second_runner() -> None:
     assert not batch._requests
 
 
+def test_rows_of_a_model_with_recurrent_layers() -> None:
+    """Of which vLLM's metadata has no indices: they are those of the batch it was made from."""
+    runner = Runner()
+    batch, prepared = RunnerV2Requests(runner, SCHEDULE, None), []
+    state = SimpleNamespace(prepare_attn=lambda *given, **named: prepared.append((given, named)))
+    batch.watch(state)
+    requests = new("a", [1, 2], 2), new("b", [1], 1)
+    batch.note(output(*requests))
+    for request in requests:
+        runner.add(request)
+    common = runner.rows(["b", "a"], [0, 0], [1, 2])
+    indices, common.req_idx = common.req_idx, None
+    assert batch.names(common) == [] and batch.all_dummies(common)
+    rows = SimpleNamespace(idx_mapping_np=indices)
+    state.prepare_attn(rows, 7, for_capture=False)
+    assert prepared == [((rows, 7), {"for_capture": False})]
+    assert batch.names(common) == ["b", "a"] and not batch.all_dummies(common)
+
+
 def test_rows_without_requests_are_dummies() -> None:
     """vLLM's dummy runs have rows without requests. One row with a request makes the step real."""
     runner = Runner()
