@@ -75,10 +75,10 @@ def test_types_are_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
         halves[(1,)](rows, found.zero_(), 4)
         assert found.tolist() == [0, 1.5, 2.5, 3.5]
     assert described == []
-    names = {tl.block_type(element, [512]).name for element in (tl.int8, tl.int16)}
+    names = {tl.block_type(element, [513]).name for element in (tl.int8, tl.int16)}
     assert len(names) == len(described) == 2
-    again = tl.block_type(tl.pointer_type(tl.int8, 3), [tl.constexpr(512)])
-    same = tl.block_type(tl.pointer_type(tl.int8, 1), [512])
+    again = tl.block_type(tl.pointer_type(tl.int8, 3), [tl.constexpr(513)])
+    same = tl.block_type(tl.pointer_type(tl.int8, 1), [513])
     assert (again.element_ty.address_space, same.element_ty.address_space) == (3, 1)
 
 

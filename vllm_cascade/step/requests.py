@@ -182,7 +182,7 @@ class RunnerV2Requests(RunnerRequests):
     def _indices(self, common: CommonAttentionMetadata) -> list[int]:
         """The rows' indices in the runner's table; rows beyond the list pad the batch."""
         known = self._batch if common.req_idx is None else common.req_idx
-        return [] if known is None else known[: common.num_reqs].tolist()
+        return [] if known is None else known.tolist()
 
     def note(self, output: SchedulerOutput) -> None:
         super().note(output)
