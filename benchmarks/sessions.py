@@ -168,7 +168,8 @@ def measure(args: argparse.Namespace, policy: str, text: Text) -> dict[int, Turn
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "sessions"
         own = [*POLICIES[policy], "--kv-budget", str(args.budget), "--kv-sessions"]
-        own += ["--kv-sessions-dir", str(folder)]
+        # Trials are forks of the chat, which the bounds count one by one.
+        own += ["--kv-sessions-dir", str(folder), "--kv-sessions-disk", "1000"]
         own += ["--max-model-len", str(2 * args.tokens + 10 * (args.turn + max(args.new)))]
         with Server(args.model, flags(args, *own)) as server:
             history = chat(server, text, args, args.tokens)
