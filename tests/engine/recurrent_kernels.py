@@ -129,7 +129,7 @@ def interpret_delta_rule() -> None:
         for number in range(*map(int, bounds)):
             yield tl.full([], number, tl.int32)
 
-    chunk_delta_h.range = numbers
+    vars(chunk_delta_h)["range"] = numbers
     for name, module in list(sys.modules.items()):
         if name.startswith(DELTA):
             for function in ("exp", "exp2", "log", "log2"):
