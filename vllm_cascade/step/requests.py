@@ -231,7 +231,8 @@ class RunnerV2Requests(RunnerRequests):
         self, common: CommonAttentionMetadata, row: int, begin: int, end: int, lag: int
     ) -> np.ndarray:
         assert self._importance is not None
-        index = dict(enumerate(self._indices(common))).get(row, -1)
+        indices = self._indices(common)
+        index = indices[row] if row < len(indices) else -1
         name = self._name(index)
         request = self._requests.get(name or "")
         if name is None or request is None:
