@@ -126,7 +126,7 @@ class Asking(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_of(c_void_p, "places positions"),
-        *_of(c_int64, "num num_candidates num_filtering num_chosen"),
+        *_of(c_int64, "num num_candidates num_filtering num_judging num_chosen"),
     ]
 
 

@@ -229,25 +229,40 @@ static inline vf shuffle(vf x, vf y) {
 #endif
 }
 
-// Sums lanes that are `Half` apart. Sums of `x` and `y` alternate in groups of `Half` lanes.
-template <int Half, int... Lane>
+struct Sum {
+  static vf of(vf a, vf b) { return a + b; }
+};
+struct Max {
+  static vf of(vf a, vf b) { return vmax(a, b); }
+};
+// Sums lanes that are `Half` apart, or takes their maxima. Those of `x` and `y` alternate in groups of
+// `Half` lanes.
+template <int Half, class Op, int... Lane>
 static inline vf fold(vf x, vf y, std::integer_sequence<int, Lane...>) {
-  return shuffle<(Lane & Half ? W + Lane : Lane)...>(x, y) +
-         shuffle<(Lane & Half ? W + Lane - Half : Lane + Half)...>(x, y);
+  return Op::of(shuffle<(Lane & Half ? W + Lane : Lane)...>(x, y),
+                shuffle<(Lane & Half ? W + Lane - Half : Lane + Half)...>(x, y));
 }
-template <int Half>
+template <int Half, class Op = Sum>
 static inline vf fold(vf x, vf y) {
-  return fold<Half>(x, y, std::make_integer_sequence<int, W>());
+  return fold<Half, Op>(x, y, std::make_integer_sequence<int, W>());
 }
 
-// Leaves partial sums of the N registers of `a` in `a[0]`, in each group of N lanes.
-template <int N>
+// Leaves partial sums (or maxima) of the N registers of `a` in `a[0]`, in each group of N lanes.
+template <int N, class Op = Sum>
 static inline void fold_within(vf* a) {
   if constexpr (N > 1) {
 #pragma GCC unroll 16
-    for (int i = 0; i < N / 2; i++) a[i] = fold<N / 2>(a[i], a[i + N / 2]);
-    fold_within<N / 2>(a);
+    for (int i = 0; i < N / 2; i++) a[i] = fold<N / 2, Op>(a[i], a[i + N / 2]);
+    fold_within<N / 2, Op>(a);
   }
+}
+// The largest number of each of W rows of W.
+static inline vf largest_of_each(const float* rows) {
+  vf all[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < W; i++) all[i] = load(rows + i * W);
+  fold_within<W, Max>(all);
+  return all[0];
 }
 // Leaves one sum per lane in `a[0]`, from the W / N registers of `fold_within<N>`.
 template <int N, int Half = W / 2>

@@ -19,8 +19,8 @@ NEAR = 5e-3
 CANDIDATES = 512
 """Units that are judged by all of their keys. Of more, these are selected by their mean keys."""
 
-FILTERING = 8
-"""Queries that select them, of those that select units."""
+FILTERING, JUDGING = 4, 16
+"""Queries of each head that select them and that judge them: the last, and the largest ones."""
 
 
 @dataclass
@@ -117,6 +117,7 @@ class RecallSim:
         queries, scale = in_8_bits(queries), scale or keys.shape[2] ** -0.5
         if len(stored) > CANDIDATES:
             stored = self.candidates(stored, queries, keys, scale)
+            queries = largest(queries, JUDGING)
         unit, num_heads = self.settings.unit, len(keys)
         tokens = [token for u in stored for token in range(u * unit, (u + 1) * unit)]
         coarse = in_8_bits(keys[:, tokens])
@@ -146,7 +147,7 @@ class RecallSim:
     ) -> list[int]:
         """The units whose mean keys a few of the queries, which have 8 bits, ask for most."""
         unit, group = self.settings.unit, queries.shape[1] // len(keys)
-        few = queries[spread(len(queries), FILTERING)]
+        few = largest(queries, FILTERING)
         tokens = torch.tensor([range(u * unit, (u + 1) * unit) for u in stored])
         centres = in_8_bits(in_8_bits(keys[:, tokens]).mean(2))
         most = torch.zeros(len(stored))
@@ -181,6 +182,17 @@ class RecallSim:
             tokens = [token for u in gone for token in range(u * unit, (u + 1) * unit)]
             for of_head in rows:
                 of_head[:, tokens] = in_8_bits(of_head[:, tokens])
+
+
+def largest(queries: Tensor, most: int) -> Tensor:
+    """Of each head of [asking, heads, D] the last query and the largest ones, at most so many."""
+    last = len(queries) - 1
+    norms = queries.double().pow(2).sum(-1).tolist()
+    heads = []
+    for head in range(queries.shape[1]):
+        order = sorted(range(len(queries)), key=lambda i: (i != last, -norms[i][head], i))
+        heads.append(queries[sorted(order[:most]), head])
+    return torch.stack(heads, 1)
 
 
 def spread(number: int, most: int) -> list[int]:

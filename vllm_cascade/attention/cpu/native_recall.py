@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from vllm_cascade.attention.evicted import Evicted
-from vllm_cascade.attention.torch.recall import CANDIDATES, FILTERING
+from vllm_cascade.attention.torch.recall import CANDIDATES, FILTERING, JUDGING
 from vllm_cascade.kernels.cpp import library as cpp
 from vllm_cascade.recall.log import CHUNK_UNITS, Part
 from vllm_cascade.step.recall import RecallStride
@@ -50,6 +50,7 @@ class NativeRecall:
             num=len(places),
             num_candidates=CANDIDATES,
             num_filtering=FILTERING,
+            num_judging=JUDGING,
             num_chosen=num,
         )
         addresses = asked.ctypes.data, listed.ctypes.data, chosen.ctypes.data

@@ -8,9 +8,11 @@
    first layer equal tokens have equal keys.
 3. The worth is the largest that any query of any query head of a set gives. Most heads attend to
    nothing in particular; the one that looks something up must not be averaged away.
-4. Of more than ``CANDIDATES`` units, a few of the queries first select candidates by the mean of
-   each unit's keys. Only candidates are scored by all of their keys, so the cost hardly grows with
-   the store.
+4. Of more than ``CANDIDATES`` units, a few queries first select candidates by the mean of each
+   unit's keys. Only candidates are scored by all of their keys, so the cost hardly grows with the
+   store. Of each query head, the last query and those with the largest norms select and score
+   candidates. The last one may ask for an answer; the larger a query, the more its attention
+   differs between units.
 
 Queries are rounded to 8 bits, as keys are, so products are integers on every device.
 See docs/INTERNALS.md, "Recall".
@@ -29,8 +31,8 @@ LEVELS = 127
 CANDIDATES = 512
 """Most units that are scored by all of their keys."""
 
-FILTERING = 8
-"""Most queries, evenly spaced, that select candidates."""
+FILTERING, JUDGING = 4, 16
+"""Most queries of a query head that select candidates, and that score them."""
 
 
 def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +99,24 @@ def asking(num_tokens: int, most: int) -> np.ndarray:
     return (np.arange(1, most + 1) * num_tokens) // most - 1
 
 
+def largest(queries: torch.Tensor, most: int) -> torch.Tensor:
+    """The last query of each head and those with the largest norms in 8 bits, ``most`` at most.
+
+    Args:
+        queries: fp32 ``[Q, H * G, D]``.
+
+    Returns:
+        fp32 ``[most, H * G, D]`` in their order; of equal norms the first ones.
+    """
+    if len(queries) <= most:
+        return queries
+    codes, step = encode(queries)
+    norm = codes.float().square().sum(-1) * step * step
+    norm[-1] = torch.inf
+    which = norm.sort(dim=0, descending=True, stable=True).indices[:most].sort(0).values
+    return queries.gather(0, which.unsqueeze(-1).expand(-1, -1, queries.shape[-1]))
+
+
 def choose(
     layer: LayerConfig, index: int, units: Part, queries: torch.Tensor, num: int
 ) -> list[np.ndarray]:
@@ -107,6 +127,8 @@ def choose(
         queries: as for ``asked``.
     """
     listed = candidates(layer, index, units, queries)
+    if listed is not None:
+        queries = largest(queries, JUDGING)
     found = over_heads(layer, asked(layer, index, units, queries, listed))
     chosen = [most_asked(row, num) for row in found.numpy()]
     if listed is None:
@@ -124,7 +146,7 @@ def candidates(
     """
     if len(units) <= CANDIDATES:
         return None
-    few = queries[torch.from_numpy(asking(len(queries), FILTERING))]
+    few = largest(queries, FILTERING)
     flat, steps = _rounded(_by_heads(layer, few))
     pieces = [
         (c.centre[index, :, :, at], c.centre_scale[index, :, at]) for c, at, _ in units.pieces()

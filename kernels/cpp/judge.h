@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+// What asks for stored units: tokens' queries in 8 bits, before rotation.
+//
+// Few units are judged by all keys and all of these queries (recall.cpp). Of many units, a few queries
+// first select candidates (candidates.h), and some of the queries judge those. Of each head, these are
+// the last query, which may ask for an answer, and those with the largest norms: the larger a query, the
+// more its attention differs between units.
+#pragma once
+
+#include "units.h"
+
+// The tokens that ask, and for what.
+struct Asking {
+  const int64_t *places, *positions;  // [num_asking], of tokens in the step, and of their queries
+  int64_t num;             // of these tokens
+  int64_t num_candidates;  // units that are judged by all of their keys, at most
+  int64_t num_filtering, num_judging;  // a head's queries that select and judge candidates, at most
+  int64_t num_chosen;
+};
+
+namespace {
+
+constexpr int64_t LEVELS = 127;  // a query's channels are -LEVELS .. LEVELS
+constexpr int32_t SIGNS = (int32_t)0x80808080;
+constexpr float LOG2E = 1.44269504f;
+
+struct Judge {
+  const Layer& layer;
+  const Units& units;
+  const Asking& asking;
+  int64_t index;  // of the layer
+  LayerUnits stored() const { return {layer, units, index}; }
+  int64_t num_units() const { return units.end - units.begin; }
+  int64_t words() const { return layer.head_size / 4; }
+  bool filters() const { return num_units() > asking.num_candidates; }
+  // Queries of a query head that select candidates, and that judge.
+  int64_t filtering() const { return std::min(asking.num, asking.num_filtering); }
+  int64_t judging() const {
+    return filters() ? std::min(asking.num, asking.num_judging) : asking.num;
+  }
+  // Queries of one KV head that judge: those of a query head follow each other.
+  int64_t rows() const { return layer.group * judging(); }
+  // Units that are judged by all of their keys, in panels of W.
+  int64_t judged() const { return std::min(num_units(), asking.num_candidates); }
+  int64_t panels() const { return (judged() + W - 1) / W; }
+  int64_t columns() const { return panels() * W; }
+  int64_t heads_of_set() const { return layer.num_heads / layer.num_sets; }
+};
+
+// Queries as integers, `[rows]`; what makes up for keys that count from 128.
+struct Queries {
+  int64_t size;    // D / 4
+  int32_t* words;  // [rows, D / 4], four channels each
+  int32_t* less;   // [rows]
+  float* step;     // [rows]
+  float* norm;     // [rows], squared
+
+  static int64_t numbers(int64_t rows, int64_t size) { return rows * (size + 3); }
+  Queries(float* memory, int64_t rows, int64_t size) : size(size) {
+    words = (int32_t*)memory;
+    less = words + rows * size;
+    step = (float*)(less + rows);
+    norm = step + rows;
+  }
+  void copy(int64_t to, const Queries& from, int64_t row) const {
+    std::memcpy(words + to * size, from.words + row * size, size * 4);
+    less[to] = from.less[row], step[to] = from.step[row], norm[to] = from.norm[row];
+  }
+  // One fp32 query.
+  void round(int64_t row, const float* query) const {
+    const float most = largest_magnitude(query, size * 4);
+    const float levels = most > 0 ? LEVELS / most : 0;
+    int32_t sum = 0, squares = 0;
+    for (int64_t word = 0; word < size; word++) {
+      int8_t part[4];
+      for (int64_t i = 0; i < 4; i++) {
+        part[i] = (int8_t)std::rint(query[word * 4 + i] * levels);
+        sum += part[i], squares += part[i] * part[i];
+      }
+      std::memcpy(words + row * size + word, part, sizeof(part));
+    }
+    step[row] = most / LEVELS, less[row] = -128 * sum;
+    norm[row] = (float)squares * step[row] * step[row];
+  }
+};
+
+// The tokens' query heads, turned back by their positions, times the scale of logits.
+template <class T>
+void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries) {
+  static thread_local Scratch scratch;
+  const Layer& layer = judge.layer;
+  const int64_t size = layer.head_size;
+  float* query = scratch.take(round_up(size, W));
+  int64_t row = 0;
+  for (int64_t head = 0; head < layer.num_queries(); head++)
+    for (int64_t i = 0; i < judge.asking.num; i++, row++) {
+      const T* from = (const T*)rows.query + judge.asking.places[i] * rows.query_stride;
+      widen_row(query, from + head * size, size);
+      if (layer.rotation) rotate(layer, query, judge.asking.positions[i]);
+      for (int64_t c = 0; c < size; c++) query[c] *= layer.scale;
+      queries.round(row, query);
+    }
+}
+
+// Integers in the order of fp32 numbers with these bits; NaN is one of the ends.
+template <class Bits>
+inline Bits ordered(Bits bits) {
+  return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+inline int32_t ordered(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return ordered(bits);
+}
+
+// The `num`-th largest of `n` numbers, `ordered`: the largest one that so many reach, bit by bit.
+inline int32_t nth_largest(const float* from, int64_t n, int64_t num) {
+  uint32_t found = 0x80000000;
+  for (int bit = 31; bit >= 0; bit--) {
+    const int32_t least = (int32_t)(found + (1u << bit));
+    vi reach = vi{};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) reach -= ordered(load_as<vi>(from + i)) >= least;
+    int64_t count = 0;
+    for (int lane = 0; lane < W; lane++) count += reach[lane];
+    for (; i < n; i++) count += ordered(from[i]) >= least;
+    if (count >= num) found = (uint32_t)least;
+  }
+  return (int32_t)found;
+}
+
+// The `num` of `n` units with the largest numbers, ascending; of equal ones the first.
+inline void choose(const float* most, int64_t n, int64_t num, int64_t* chosen) {
+  const int32_t least = nth_largest(most, n, num);
+  int64_t equal = num;
+  for (int64_t u = 0; u < n; u++) equal -= ordered(most[u]) > least;
+  for (int64_t u = 0, at = 0; u < n && at < num; u++) {
+    const int32_t here = ordered(most[u]);
+    if (here > least || (here == least && equal-- > 0)) chosen[at++] = u;
+  }
+}
+
+// Copies the last query of each query head, and those with the largest norms, together `num`. `row(head)`
+// is where they go.
+template <class Row>
+void take_largest(const Judge& judge, const Queries& queries, int64_t num, Row row,
+                  const Queries& to) {
+  std::vector<int64_t> chosen(num);
+  for (int64_t head = 0; head < judge.layer.num_queries(); head++) {
+    const int64_t first = head * judge.asking.num;
+    queries.norm[first + judge.asking.num - 1] = INFINITY;
+    choose(queries.norm + first, judge.asking.num, num, chosen.data());
+    for (int64_t i = 0; i < num; i++) to.copy(row(head) + i, queries, first + chosen[i]);
+  }
+}
+
+}  // namespace
