@@ -291,7 +291,7 @@ def test_queries_that_are_no_numbers() -> None:
             native = path_of(layer_of(2, 8), 4, 2).recall(1)
             (chosen,), *_ = native.choose(log.part(0, 100), 3, rows, places, 0 * places)
         assert sorted(set(chosen.tolist())) == chosen.tolist() and len(chosen) == 3
-        assert 0 <= chosen.min() and chosen.max() < 100
+        assert chosen.min() >= 0 and chosen.max() < 100
 
 
 def test_any_head_of_a_set_may_select() -> None:
