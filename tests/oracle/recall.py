@@ -19,7 +19,7 @@ NEAR = 5e-3
 CANDIDATES = 512
 """Units that are judged by all of their keys. Of more, these are selected by their mean keys."""
 
-FILTERING, JUDGING = 4, 16
+FILTERING, JUDGING = 5, 16
 """Queries of each head that select them and that judge them: the last, and the largest ones."""
 
 

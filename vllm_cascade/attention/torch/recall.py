@@ -31,7 +31,7 @@ LEVELS = 127
 CANDIDATES = 512
 """Most units that are scored by all of their keys."""
 
-FILTERING, JUDGING = 4, 16
+FILTERING, JUDGING = 5, 16
 """Most queries of a query head that select candidates, and that score them."""
 
 
