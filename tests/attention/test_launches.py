@@ -83,8 +83,8 @@ class Questions(TorchFunctionMode):
 
 
 def calls_in(run: Callable[[], Any]) -> int:
-    """Calls of functions that are written in Python, without those of the garbage collector, such as
-    the ones that hypothesis counts its time with."""
+    """Calls of functions that are written in Python, without those that the garbage collector makes,
+    such as hypothesis's two."""
     number = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
