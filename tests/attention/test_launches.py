@@ -83,7 +83,7 @@ class Questions(TorchFunctionMode):
 
 
 def calls_in(run: Callable[[], Any]) -> int:
-    """Calls of functions that are written in Python, without those that the garbage collector makes,
+    """Calls of functions that are written in Python, without those the garbage collector makes,
     such as hypothesis's two."""
     number = 0
 
