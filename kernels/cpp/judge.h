@@ -7,6 +7,7 @@
 // more its attention differs between units.
 #pragma once
 
+#include "tile.h"
 #include "units.h"
 
 // The tokens that ask, and for what.
@@ -16,6 +17,8 @@ struct Asking {
   int64_t num_candidates;  // units that are judged by all of their keys, at most
   int64_t num_filtering, num_judging;  // a head's queries that select and judge candidates, at most
   int64_t num_chosen;
+  const int32_t* pages;  // block numbers; the first units in them are the sinks
+  int64_t num_sinks;     // units
 };
 
 namespace {
@@ -47,24 +50,28 @@ struct Judge {
   int64_t heads_of_set() const { return layer.num_heads / layer.num_sets; }
 };
 
-// Queries as integers, `[rows]`; what makes up for keys that count from 128.
+// Queries as integers, `[rows]`; what makes up for keys that count from 128; the logarithm of the sum of
+// exponentials over the sinks.
 struct Queries {
   int64_t size;    // D / 4
   int32_t* words;  // [rows, D / 4], four channels each
   int32_t* less;   // [rows]
   float* step;     // [rows]
   float* norm;     // [rows], squared
+  float* sinks;    // [rows]
 
-  static int64_t numbers(int64_t rows, int64_t size) { return rows * (size + 3); }
+  static int64_t numbers(int64_t rows, int64_t size) { return rows * (size + 4); }
   Queries(float* memory, int64_t rows, int64_t size) : size(size) {
     words = (int32_t*)memory;
     less = words + rows * size;
     step = (float*)(less + rows);
     norm = step + rows;
+    sinks = norm + rows;
   }
   void copy(int64_t to, const Queries& from, int64_t row) const {
     std::memcpy(words + to * size, from.words + row * size, size * 4);
-    less[to] = from.less[row], step[to] = from.step[row], norm[to] = from.norm[row];
+    less[to] = from.less[row], step[to] = from.step[row];
+    norm[to] = from.norm[row], sinks[to] = from.sinks[row];
   }
   // One fp32 query.
   void round(int64_t row, const float* query) const {
@@ -84,22 +91,46 @@ struct Queries {
   }
 };
 
+// The logarithm of the sum of exponentials of a query's logits for `num` keys; -inf without any.
+inline float log_sum(const Layer& layer, const float* query, const float* const* keys, int64_t num) {
+  static thread_local Scratch scratch;
+  float* logits = scratch.take(num);
+  float most = -INFINITY, all = 0;
+  for (int64_t k = 0; k < num; k++) {
+    vf products = vf{};
+    int64_t c = 0;
+    for (; c + W <= layer.head_size; c += W) products += load(query + c) * load(keys[k] + c);
+    float product = sum(products);
+    for (; c < layer.head_size; c++) product += query[c] * keys[k][c];
+    logits[k] = product * layer.scale;
+    most = std::max(most, logits[k]);
+  }
+  for (int64_t k = 0; k < num; k++) all += std::exp(logits[k] - most);
+  return num ? most + std::log(all) : -INFINITY;
+}
+
 // The tokens' query heads, turned back by their positions, times the scale of logits.
 template <class T>
 void plain_queries(const Judge& judge, const Rows& rows, const Queries& queries) {
   static thread_local Scratch scratch;
   const Layer& layer = judge.layer;
-  const int64_t size = layer.head_size;
-  float* query = scratch.take(round_up(size, W));
+  const int64_t size = layer.head_size, num_sinks = judge.asking.num_sinks * layer.unit;
+  float* query = scratch.take(round_up(size, W) + num_sinks * 2 * size);
+  float* sinks = query + round_up(size, W);
+  std::vector<const float*> keys(num_sinks);
   int64_t row = 0;
-  for (int64_t head = 0; head < layer.num_queries(); head++)
+  for (int64_t head = 0; head < layer.num_queries(); head++) {
+    if (head % layer.group == 0)
+      decoded_rows(layer, judge.asking.pages, head / layer.group, 0, num_sinks, sinks, keys.data());
     for (int64_t i = 0; i < judge.asking.num; i++, row++) {
       const T* from = (const T*)rows.query + judge.asking.places[i] * rows.query_stride;
       widen_row(query, from + head * size, size);
+      queries.sinks[row] = log_sum(layer, query, keys.data(), num_sinks);
       if (layer.rotation) rotate(layer, query, judge.asking.positions[i]);
       for (int64_t c = 0; c < size; c++) query[c] *= layer.scale;
       queries.round(row, query);
     }
+  }
 }
 
 // Integers in the order of fp32 numbers with these bits; NaN is one of the ends.

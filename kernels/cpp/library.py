@@ -127,6 +127,8 @@ class Asking(ctypes.Structure):
     _fields_: ClassVar = [
         *_of(c_void_p, "places positions"),
         *_of(c_int64, "num num_candidates num_filtering num_judging num_chosen"),
+        *_of(c_void_p, "pages"),
+        *_of(c_int64, "num_sinks"),
     ]
 
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which stored units some tokens attend to most. Keys have 8 bits, before rotation, each with its own
-// scale, and so do queries: products are integers, so every machine chooses alike. A unit is worth its
-// keys' largest exponential and their mean. Of many units, only the candidates are judged.
+// scale, and so do queries: products are integers. A query attends to the judged units and the sinks. A
+// unit is worth the probability of its keys together. Of many units, only the candidates are judged.
 //
 // W units lie side by side, one per lane. Largest logits and sums over a unit's keys then need no
 // exchange between lanes.
@@ -16,7 +16,7 @@ constexpr int QUERIES = W == 16 ? 6 : 3;  // that share their loads
 
 // What is found of each query, relative to the largest logit of each panel.
 struct Found {
-  float* worth;  // [H, rows, columns]; 0 where no unit is
+  float* sums;   // [H, rows, columns], of exponentials; 0 where no unit is
   float* most;   // [H, rows, panels]
 };
 
@@ -41,7 +41,7 @@ inline void across(const int32_t* const* from, int64_t n, int32_t flip, int32_t*
 }
 
 // Logits, without the queries' steps, of `Rows` queries for `Keys` keys of each unit, `[Rows, unit, W]`;
-// `top`: the largest of each unit so far, `[Rows, W]`.
+// `top`: the largest of each lane so far, `[Rows, W]`.
 template <int Rows, int Keys>
 inline void multiply_keys(const Judge& judge, const int32_t* query, const int32_t* less,
                           const int32_t* keys, const float* scale, float* x, float* top) {
@@ -74,7 +74,7 @@ inline void multiply_keys(const Judge& judge, const int32_t* query, const int32_
   }
 }
 
-// What the units of a panel are worth to `Rows` queries. `valid`: lanes that hold a unit.
+// Sums of a panel's units for `Rows` queries. `valid`: lanes that hold a unit.
 template <int Rows>
 void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const int32_t* keys,
                 const float* scale, vi valid, int64_t panel, const Found& found) {
@@ -90,13 +90,12 @@ void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const i
   for (; k < unit; k++)
     multiply_keys<Rows, 1>(judge, query, less, keys + k * W, scale + k * W, x + k * W, top);
   for (int r = 0; r < Rows; r++) {
-    const vf best = valid ? load(top + r * W) : splat(-INFINITY);
-    const float most = largest(best), factor = queries.step[row + r] * LOG2E;
+    const float most = largest(valid ? load(top + r * W) : splat(-INFINITY));
+    const float factor = queries.step[row + r] * LOG2E;
     vf all = vf{};
     for (int64_t i = 0; i < unit; i++)
       all += vexp2(load(x + (r * unit + i) * W) * factor - most * factor);
-    const vf worth = vexp2(best * factor - most * factor) + all * (1.0f / unit);
-    store(found.worth + (row + r) * judge.columns() + panel * W, valid ? worth : vf{});
+    store(found.sums + (row + r) * judge.columns() + panel * W, valid ? all : vf{});
     found.most[(row + r) * judge.panels() + panel] = most * queries.step[row + r];
   }
 }
@@ -140,18 +139,18 @@ void judge_panel(const Judge& judge, const Found& found, const Queries& queries,
   for (; row < end; row++) judge_rows<1>(judge, queries, row, keys, scale, valid, panel, found);
 }
 
-// One query's worths as shares of all of them; `asked` becomes the larger.
-void share_row(const Judge& judge, float* worth, const float* most, float* asked) {
-  const float largest_logit = *std::max_element(most, most + judge.panels());
-  vf sums = vf{};
+// One query's sums as probabilities; `asked` becomes the larger. `sinks`: its `Queries::sinks`.
+void share_row(const Judge& judge, float* sums, const float* most, float sinks, float* asked) {
+  const float top = std::max(*std::max_element(most, most + judge.panels()), sinks);
+  vf all = vf{};
   for (int64_t panel = 0; panel < judge.panels(); panel++) {
-    const vf here = load(worth + panel * W) * std::exp(most[panel] - largest_logit);
-    store(worth + panel * W, here);
-    sums += here;
+    const vf here = load(sums + panel * W) * std::exp(most[panel] - top);
+    store(sums + panel * W, here);
+    all += here;
   }
-  const vf total = splat(sum(sums));
+  const vf total = splat(sum(all) + std::exp(sinks - top));
   for (int64_t at = 0; at < judge.columns(); at += W)
-    store(asked + at, vmax(load(worth + at) / total, load(asked + at)));
+    store(asked + at, vmax(load(sums + at) / total, load(asked + at)));
 }
 
 // The most that any of a set's query heads asks for each unit; `asked`: [H * G, n].
@@ -169,10 +168,10 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
   const int64_t heads = layer.num_heads, n = judge.judged(), judging = judge.judging();
   const int64_t columns = judge.columns(), num = heads * judge.rows(), size = judge.words();
   const int64_t asking = layer.num_queries() * judge.asking.num;
-  float* worth = scratch.take(num * (columns + judge.panels()) + layer.num_queries() * columns +
-                              layer.num_sets * n + Queries::numbers(asking, size) +
-                              Queries::numbers(num, size));
-  const Found found{worth, worth + num * columns};
+  float* sums = scratch.take(num * (columns + judge.panels()) + layer.num_queries() * columns +
+                             layer.num_sets * n + Queries::numbers(asking, size) +
+                             Queries::numbers(num, size));
+  const Found found{sums, sums + num * columns};
   float* shares = found.most + num * judge.panels();  // [H * G, columns]
   float* most = shares + layer.num_queries() * columns;
   const Queries all(most + layer.num_sets * n, asking, size);
@@ -199,7 +198,7 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
       float* share = shares + q * columns;
       std::fill(share, share + columns, 0.0f);
       for (int64_t r = q * judging; r < (q + 1) * judging; r++)
-        share_row(judge, worth + r * columns, found.most + r * judge.panels(), share);
+        share_row(judge, sums + r * columns, found.most + r * judge.panels(), some.sinks[r], share);
       std::memcpy(asked + q * n, share, n * sizeof(float));
     }
 #pragma omp for schedule(static)

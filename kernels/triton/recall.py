@@ -5,10 +5,9 @@ Each request has a ring: its ``n``-th evicted unit lies in place ``n`` modulo th
 keys are judged at one position, in the middle of the recalled units. Keys and queries have 8 bits
 and one scale each (``recall_vectors``), so products are exact integer products on tensor cores.
 
-The keys' probabilities are those of a query that attends to the whole store. A unit's worth is its
-largest key probability plus the mean, as a share of all units. The largest share over the queries
-counts, and the mean over a set's query heads is the evidence. Rings are divided into spans of a
-fixed size, so results do not depend on the batch.
+A query attends to the whole store and to the sinks. The evidence for a unit is the probability of
+its keys together, the largest over the queries and over a set's query heads. Rings are divided into
+spans of a fixed size, so results do not depend on the batch.
 """
 
 from typing import Any
@@ -18,12 +17,13 @@ import triton
 import triton.language as tl
 
 from .. import columns
+from .cached import CachedLayer
 from .launch import Launcher
 from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING
 from .recall_rows import Judged, RecallRows
 from .recall_vectors import ask
 from .strides import Tokens
-from .tiles import LENGTH, STEP
+from .tiles import LENGTH, STEP, first_part
 
 LOWEST = tl.constexpr(-1e38)
 """Below every logit, and finite."""
@@ -70,7 +70,7 @@ def _judge(
     scales,
     steps,
     recall,
-    worth,
+    of_units,
     sums,
     rings,
     CAPACITY: tl.constexpr,
@@ -86,7 +86,7 @@ def _judge(
     UNIT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Write logarithms of each unit's worth to each query, and of their sums over a span."""
+    """Write logarithms of each unit's sum of exponentials, and of the sums over a span."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL
@@ -125,11 +125,11 @@ def _judge(
         logits = tl.where(inside[None, :], logits, LOWEST)
         logits = tl.reshape(logits, [QUERIES, UNITS, ROOM])
         most = tl.max(logits, axis=2)
-        mean = tl.sum(tl.exp(logits - most[:, :, None]), axis=2) / UNIT
+        added = tl.sum(tl.exp(logits - most[:, :, None]), axis=2)
         units = first + tl.arange(0, UNITS)
         there = units < number
-        value = tl.where(there[None, :], most + tl.log(1.0 + mean), LOWEST)
-        out = worth + mine[:, None] * CAPACITY + units[None, :]
+        value = tl.where(there[None, :], most + tl.log(added), LOWEST)
+        out = of_units + mine[:, None] * CAPACITY + units[None, :]
         tl.store(out, value, mask=asks[:, None] & there[None, :])
         higher = tl.maximum(top, tl.max(value, axis=1))
         total = total * tl.exp(top - higher) + tl.sum(tl.exp(value - higher[:, None]), axis=1)
@@ -154,8 +154,9 @@ def _joined(sums, rows, asks, spans, SPANS: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    worth,
+    of_units,
     sums,
+    to_sinks,
     steps,
     recall,
     evidence,
@@ -168,7 +169,7 @@ def _weigh(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the largest share that any query of a set's heads gives a unit."""
+    """Write the largest probability that any query of a set's heads gives a unit."""
     row = tl.program_id(0).to(tl.int64)
     columns = recall + row * RECALL
     if tl.load(columns + HOW) != JUDGED:
@@ -187,9 +188,12 @@ def _weigh(
             asks = index < asking
             rows = (mine * HEADS + head) * ASKING + index
             total = _joined(sums, rows, asks, tl.cdiv(number, SPAN), SPANS, PARTS)
+            others = tl.load(to_sinks + rows, mask=asks, other=LOWEST)
+            higher = tl.maximum(total, others)
+            total = higher + tl.log(tl.exp(total - higher) + tl.exp(others - higher))
             there = asks[:, None] & inside[None, :]
             value = tl.load(
-                worth + rows[:, None] * CAPACITY + unit[None, :], mask=there, other=LOWEST
+                of_units + rows[:, None] * CAPACITY + unit[None, :], mask=there, other=LOWEST
             )
             share = tl.where(there, tl.exp(value - total[:, None]), 0.0)
             found = tl.maximum(found, tl.max(share, axis=0))
@@ -202,33 +206,28 @@ class Judge:
     Args:
         codes: int8 ``[H, rings, unit, D]``, the layer's stored keys before rotation, in units of
             ``scales``, fp32 ``[H, rings, unit]``; ``rings`` counts the places of all rings.
-        rotation, interleaved: as for ``rotate.gather``.
-        scale: factor on logits.
+        layer: the requests' pages, which hold the sinks.
         capacity: places of a ring.
-        num_sets: head sets.
         num_queries: query heads, ``H * G``.
         most_asking: most queries per stride, evenly spaced, the last one included.
-        latent: channels of a latent row's value, or None (``tiles.head_size_of``).
     """
 
     def __init__(
         self,
         codes: torch.Tensor,
         scales: torch.Tensor,
-        rotation: torch.Tensor | None,
-        interleaved: bool,
-        scale: float,
+        layer: CachedLayer,
         capacity: int,
-        num_sets: int,
         num_queries: int,
         most_asking: int,
-        latent: int | None = None,
     ) -> None:
         num_heads, rings, unit, head_size = codes.shape
         assert codes.dtype == torch.int8 and codes.is_contiguous() and scales.is_contiguous()
         assert scales.shape == codes.shape[:3] and scales.dtype == torch.float32, scales.shape
         assert num_queries % num_heads == 0, (num_queries, num_heads)
-        group, half = num_queries // num_heads, 0 if rotation is None else rotation.shape[2]
+        group, num_sets = num_queries // num_heads, layer.num_sets
+        first = first_part(head_size, layer.value_size, layer.rows["ROW"])
+        of_pages = ("kv", "scales", "page_stride", "word_stride", "CODE", "OF_ROWS")
         span = span_of(unit)
         self.num_sets, self.capacity = num_sets, capacity
         self._most_asking, self._spans = most_asking, triton.cdiv(capacity, span)
@@ -243,12 +242,15 @@ class Judge:
         )
         self._ask = Launcher(
             ask,
-            rotation=rotation,
-            scale=scale,
+            **{name: layer.pages[name] for name in of_pages},
+            **layer.turning,
+            scale=layer.scale,
             ASKING=most_asking,
+            GROUP=group,
             HEAD=head_size,
-            HALF=half,
-            INTERLEAVED=interleaved,
+            FIRST=first,
+            ROW=layer.rows["ROW"],
+            PAGE=layer.page,
             UNIT=unit,
             TILE=QUERY_ROWS,
             num_warps=4,
@@ -262,7 +264,7 @@ class Judge:
             **spans,
             GROUP=group,
             HEAD=head_size,
-            FIRST=head_size - (latent or 0),
+            FIRST=head_size - (layer.latent or 0),
             QUERIES=queries,
             UNITS=units,
             ROOM=room,
@@ -280,7 +282,9 @@ class Judge:
             num_warps=4,
         )
 
-    def room(self, steps: torch.Tensor, recall: torch.Tensor, most_rows: int) -> dict[str, Any]:
+    def room(
+        self, steps: torch.Tensor, table: torch.Tensor, recall: torch.Tensor, most_rows: int
+    ) -> dict[str, Any]:
         """Memory for ``RecallRows``: ``evidence``, and ``parts`` of at most so many rows."""
         own = {"dtype": torch.float32, "device": self._device}
         evidence = torch.empty(len(steps), self.num_sets, self.capacity, **own)
@@ -289,10 +293,11 @@ class Judge:
             place = slice(first, first + most_rows)
             each = len(steps[place]), self._queries, self._most_asking
             asked = torch.empty(*each, self._head_size, dtype=torch.int8, device=self._device)
-            sizes, worth = torch.empty(each, **own), torch.empty(*each, self.capacity, **own)
+            sizes, to_sinks = torch.empty(each, **own), torch.empty(each, **own)
+            of_units = torch.empty(*each, self.capacity, **own)
             sums = torch.empty(*each, self._spans, **own)
-            made = evidence[place], asked, sizes, worth, sums
-            parts.append(Judged(steps[place], recall[place], *made))
+            made = evidence[place], asked, sizes, to_sinks, of_units, sums
+            parts.append(Judged(steps[place], table[place], recall[place], *made))
         return {"evidence": evidence, "parts": parts}
 
     def __call__(self, tokens: Tokens, rows: RecallRows) -> None:
@@ -308,7 +313,10 @@ class Judge:
                 query=tokens.query,
                 asked=part.asked,
                 sizes=part.sizes,
+                to_sinks=part.to_sinks,
+                table=part.table,
                 query_stride=tokens.places[0],
+                table_stride=part.table_place,
                 **shared,
             )
             self._judge(
@@ -316,35 +324,42 @@ class Judge:
                 part.variant,
                 asked=part.asked,
                 sizes=part.sizes,
-                worth=part.worth,
+                of_units=part.of_units,
                 sums=part.sums,
                 **shared,
             )
             self._weigh(
                 weighs,
                 part.variant,
-                worth=part.worth,
+                of_units=part.of_units,
                 sums=part.sums,
+                to_sinks=part.to_sinks,
                 evidence=part.evidence,
                 **shared,
             )
 
 
 def judge_units(
-    query: torch.Tensor, steps: torch.Tensor, recall: torch.Tensor, **layer: Any
+    query: torch.Tensor,
+    steps: torch.Tensor,
+    table: torch.Tensor,
+    recall: torch.Tensor,
+    **layer: Any,
 ) -> torch.Tensor:
     """One call of ``Judge`` for a layer that is described by the rest.
 
     Args:
         query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
         steps: int32 ``[R, STEP_COLUMNS]`` step rows.
+        table: int32 ``[>= R, P]`` block numbers.
         recall: int32 ``[>= R, RECALL_COLUMNS]``; rows whose ``HOW`` is not ``JUDGED`` are skipped.
 
     Returns:
         fp32 ``[R, S, capacity]``, units ``BEGIN .. END - 1`` in order; the rest is not written.
     """
     judge, tokens = Judge(**layer, num_queries=query.shape[1]), Tokens(query, query)
-    rows = RecallRows(steps, steps, recall, **judge.room(steps, recall, max(len(steps), 1)))
+    room = judge.room(steps, table, recall, max(len(steps), 1))
+    rows = RecallRows(steps, table, recall, **room)
     judge(tokens, rows)
     assert rows.evidence is not None, "there is room"
     return rows.evidence
@@ -359,13 +374,16 @@ def asking_reference(length: int, most: int) -> list[int]:
     )
 
 
-def evidence_reference(queries: torch.Tensor, keys: torch.Tensor, num_sets: int) -> torch.Tensor:
+def evidence_reference(
+    queries: torch.Tensor, keys: torch.Tensor, sinks: torch.Tensor, num_sets: int
+) -> torch.Tensor:
     """One request's evidence in fp64, ``[S, n]``.
 
     Args:
         queries: ``[asking, H * G, D]``, rotated back by the position at which keys are judged,
             times the scale of logits.
         keys: ``[H, n, unit, D]`` before rotation, after rounding.
+        sinks: ``[asking, H * G, sinks]``, logits of the sinks.
     """
     num_heads, num_units, unit, size = keys.shape
     queries, keys = queries.double(), keys.double()
@@ -374,8 +392,7 @@ def evidence_reference(queries: torch.Tensor, keys: torch.Tensor, num_sets: int)
     asked = torch.zeros(queries.shape[1], num_units, dtype=torch.float64)
     for head in range(queries.shape[1]):
         rows = keys[head * num_heads // queries.shape[1]].reshape(-1, size)
-        for query in queries[:, head]:
-            of_units = (rows @ query).softmax(0).view(num_units, unit)
-            worth = of_units.amax(1) + of_units.mean(1)
-            asked[head] = torch.maximum(asked[head], worth / worth.sum())
+        for query, others in zip(queries[:, head], sinks[:, head].double(), strict=True):
+            both = torch.cat((rows @ query, others)).softmax(0)[: len(rows)]
+            asked[head] = torch.maximum(asked[head], both.view(num_units, unit).sum(1))
     return asked.view(num_sets, -1, num_units).amax(1)

@@ -21,24 +21,29 @@ class Judged:
     ``A`` queries of a stride judge at most.
 
     Attributes:
-        steps, recall: these rows' parts of ``RecallRows``.
+        steps, table, recall: these rows' parts of ``RecallRows``.
         evidence: fp32 ``[R, S, capacity]``, what each stored unit is worth to a head set.
         asked, sizes: int8 ``[R, Hq, A, D]`` and fp32 ``[R, Hq, A]``, queries in 8 bits.
-        worth, sums: fp32 ``[R, Hq, A, capacity]`` and ``[R, Hq, A, spans]``.
+        to_sinks: fp32 ``[R, Hq, A]`` of ``attend_sinks``.
+        of_units, sums: fp32 ``[R, Hq, A, capacity]`` and ``[R, Hq, A, spans]``, logarithms of sums
+            of exponentials.
     """
 
     steps: torch.Tensor
+    table: torch.Tensor
     recall: torch.Tensor
     evidence: torch.Tensor
     asked: torch.Tensor
     sizes: torch.Tensor
-    worth: torch.Tensor
+    to_sinks: torch.Tensor
+    of_units: torch.Tensor
     sums: torch.Tensor
 
     def __post_init__(self) -> None:
-        self.num_rows = len(self.steps)
-        made = self.asked, self.sizes, self.worth, self.sums
-        self.variant = variant_of(self.steps, self.recall, self.evidence, *made)
+        self.num_rows, self.table_place = len(self.steps), self.table.stride(0)
+        made = self.asked, self.sizes, self.to_sinks, self.of_units, self.sums
+        given = self.steps, self.table, self.recall
+        self.variant = variant_of(*given, self.evidence, *made, self.table_place)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .recall_columns import HOW, JUDGED, NOW, RECALL, SINKS
+from .recall_sinks import attend_sinks
 from .stored import to_nearest
 from .tiles import (
     LENGTH,
@@ -60,20 +61,33 @@ def ask(
     query,
     steps,
     recall,
+    table,
+    kv,
+    scales,
     rotation,
     asked,
     sizes,
+    to_sinks,
     scale,
     query_stride,
+    page_stride,
+    word_stride,
+    table_stride,
     ASKING: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD: tl.constexpr,
+    FIRST: tl.constexpr,
+    ROW: tl.constexpr,
+    PAGE: tl.constexpr,
     HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     UNIT: tl.constexpr,
     TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     """Queries as keys before rotation are judged by, in 8 bits: of tokens that are evenly spread
-    over a stride."""
+    over a stride. And how much each attends to the sinks, ``attend_sinks``."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = recall + row * RECALL
@@ -93,6 +107,25 @@ def ask(
     levels = (tl.div_rn(LEVELS, tl.where(most > 0, most, 1.0)) * scale)[:, None]
     place = (row * tl.num_programs(1) + head) * ASKING + index
     tl.store(sizes + place, tl.div_rn(most, LEVELS), mask=inside)
+    found = attend_sinks(
+        source,
+        inside,
+        tl.load(columns + SINKS) * UNIT,
+        kv,
+        scales,
+        table + row * table_stride,
+        head // GROUP,
+        scale,
+        page_stride,
+        word_stride,
+        HEAD,
+        FIRST,
+        ROW,
+        PAGE,
+        CODE,
+        OF_ROWS,
+    )
+    tl.store(to_sinks + place, found, mask=inside)
     out = asked + place * HEAD
     if HALF > 0:
         pair = tl.arange(0, padded(HALF))

@@ -59,10 +59,27 @@ def path_of(
 ) -> NativePath:
     """The library's calls for a layer with ``num_heads`` query heads, on pages of two units."""
     words = torch.zeros(3, layer.num_sets, 2, dtype=torch.int32)
-    kv = torch.zeros(3, layer.num_kv_heads, 2 * unit, 2 * layer.head_size, dtype=dtype)
+    kv = torch.randn(3, layer.num_kv_heads, 2 * unit, 2 * layer.head_size).to(dtype)
     pages = Pages(kv, words, words.clone(), words.float(), words.clone())
     schedule = compiled(resolve({"name": "sink", "budget": 4 * unit, "unit": unit}))
     return NativePath(load(), layer, pages, num_heads, schedule)
+
+
+PAGES = torch.tensor([2, 0, 1], dtype=torch.int32)
+
+
+def sinks_of(path: NativePath, layer: LayerConfig, num: int) -> torch.Tensor:
+    """Keys in the first ``num`` units of a request with ``PAGES``, fp32 ``[H, num * unit, D]``."""
+    pages = path._kept[1]
+    slots = pages.kv[PAGES.long()].transpose(0, 1).flatten(1, 2)
+    return slots[:, : num * pages.unit, : layer.head_size].float()
+
+
+def logits_of(layer: LayerConfig, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """``[Q, H * G, n]`` of queries ``[Q, H * G, D]`` and keys ``[H, n, D]``."""
+    group = queries.shape[1] // len(keys)
+    logits = torch.einsum("qhd,hnd->qhn", queries.float(), keys.repeat_interleave(group, 0))
+    return logits * layer.scale
 
 
 def largest(queries: torch.Tensor, most: int) -> torch.Tensor:
@@ -76,19 +93,20 @@ def largest(queries: torch.Tensor, most: int) -> torch.Tensor:
     return torch.stack(heads, 1)
 
 
-def literal(keys: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    """``[H, G, n]`` in fp64, from keys ``[H, n, unit, D]`` and queries ``[Q, H * G, D]``."""
+def literal(keys: torch.Tensor, queries: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """``[H, G, n]`` in fp64, from keys ``[H, n, unit, D]`` and queries ``[Q, H * G, D]``; of sinks
+    their logits ``[Q, H * G, sinks]``."""
     coarse = in_8_bits(keys).double()
     num_heads, num_units, unit, _ = keys.shape
     group = queries.shape[1] // num_heads
     found = torch.zeros(num_heads, group, num_units, dtype=torch.float64)
     for head in range(num_heads):
         for g in range(group):
-            for query in in_8_bits(queries[:, head * group + g]).double():
-                probs = (coarse[head].reshape(num_units * unit, -1) @ query).softmax(0)
-                of_units = probs.view(num_units, unit)
-                worth = of_units.max(1).values + of_units.mean(1)
-                found[head, g] = torch.maximum(found[head, g], worth / worth.sum())
+            of_head = in_8_bits(queries[:, head * group + g]).double()
+            for query, others in zip(of_head, sinks[:, head * group + g].double(), strict=True):
+                logits = coarse[head].reshape(num_units * unit, -1) @ query
+                probs = torch.cat((logits, others)).softmax(0)[: len(logits)]
+                found[head, g] = torch.maximum(found[head, g], probs.view(num_units, unit).sum(1))
     return found
 
 
@@ -126,8 +144,9 @@ def test_evidence(
     part = log.part(log.begin, log.end)
     assert len(part) == num_units
     queries = torch.randn(num_queries, num_heads * group, size) * 0.5
-    expected = literal(keys, queries)
-    found = evidence.asked(layer, 1, part, queries)
+    sinks = torch.randn(num_queries, num_heads * group, seed % 3) * 3
+    expected = literal(keys, queries, sinks)
+    found = evidence.asked(layer, 1, part, queries, sinks.logsumexp(-1))
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -173,16 +192,17 @@ def test_the_judge_in_cpp(
         *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads * group, num_heads)),
         *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads, num_heads * group)),
     )
-    path = path_of(layer, unit, num_heads * group, dtype)
+    path, num_sinks = path_of(layer, unit, num_heads * group, dtype), data.draw(st.integers(0, 5))
     before = load().calls["recalls"]
     chosen, listed, asked = path.recall(1).choose(
-        part, num, row_addresses(new), place.numpy(), position.numpy()
+        part, num, row_addresses(new), place.numpy(), position.numpy(), PAGES, num_sinks
     )
     assert (listed == np.arange(num_units)).all()
     assert load().calls["recalls"] == before + 1
     at = position[:, None].expand(-1, num_heads * group)
     plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
-    expected = literal(keys, plain)
+    sinks = sinks_of(path, layer, num_sinks)
+    expected = literal(keys, plain, logits_of(layer, new.query[place], sinks))
     found = torch.from_numpy(asked).view(expected.shape)
     sure = ~may_round_either_way(plain).any(0).view(expected.shape[:2])
     torch.testing.assert_close(found[sure].double(), expected[sure], atol=2e-5, rtol=2e-5)
@@ -244,19 +264,23 @@ def test_candidates(
     part = log.part(log.begin, log.end)
     new = NewTokens(*(torch.randn(num_asking, num_heads * group, size),) * 4)
     plain = new.query * layer.scale
+    path, places = path_of(layer, unit, num_heads * group), np.arange(num_asking)
+    sinks = sinks_of(path, layer, 1)
     numbers = {"CANDIDATES": most, "FILTERING": few, "JUDGING": some}
     with patch.multiple(evidence, **numbers), patch.multiple(native_recall, **numbers):
         listed = evidence.candidates(layer, 1, part, plain)
-        chosen = evidence.choose(layer, 1, part, plain, num)
-        places = np.arange(num_asking)
-        found = (
-            path_of(layer, unit, num_heads * group)
-            .recall(1)
-            .choose(part, num, row_addresses(new), places, np.zeros_like(places))
+        to_sinks = evidence.to_sinks(layer, new.query, sinks)
+        chosen = evidence.choose(layer, 1, part, plain, to_sinks, num)
+        found = path.recall(1).choose(
+            part, num, row_addresses(new), places, np.zeros_like(places), PAGES, 1
         )
     assert listed is not None and listed.shape == (num_sets, most)
     centres = in_8_bits(in_8_bits(keys).mean(2)).double()
     select, judge = largest(plain, few), largest(plain, some)
+    which = [[(plain[:, h] == one).all(-1).nonzero()[0, 0] for one in judge[:, h]]
+             for h in range(num_heads * group)]  # fmt: skip
+    to_sinks = logits_of(layer, new.query, sinks)
+    to_sinks = torch.stack([to_sinks[places, h] for h, places in enumerate(which)], 1)
     for head_set in range(num_sets):
         heads = [head_set] if per_head else range(num_heads)
         worth = torch.zeros(num_units, dtype=torch.float64)
@@ -272,7 +296,9 @@ def test_candidates(
         # The candidates' own shares decide which of them come back.
         assert len(set(chosen[head_set])) == len(set(found[0][head_set])) == num
         assert set(found[0][head_set]) <= set(found[1][head_set])
-        shares = literal(keys[:, listed[head_set]], judge)[list(heads)].flatten(0, 1).amax(0)
+        shares = (
+            literal(keys[:, listed[head_set]], judge, to_sinks)[list(heads)].flatten(0, 1).amax(0)
+        )
         value = dict(zip(listed[head_set].tolist(), shares.tolist(), strict=True))
         last = sorted(value.values(), reverse=True)[num - 1]
         assert all(value[u] >= last * (1 - 1e-4) for u in chosen[head_set].tolist())
@@ -289,9 +315,22 @@ def test_queries_that_are_no_numbers() -> None:
     for most in (100, 20):
         with patch.object(native_recall, "CANDIDATES", most):
             native = path_of(layer_of(2, 8), 4, 2).recall(1)
-            (chosen,), *_ = native.choose(log.part(0, 100), 3, rows, places, 0 * places)
+            asked = rows, places, 0 * places, PAGES, 1
+            (chosen,), *_ = native.choose(log.part(0, 100), 3, *asked)
         assert sorted(set(chosen.tolist())) == chosen.tolist() and len(chosen) == 3
         assert chosen.min() >= 0 and chosen.max() < 100
+
+
+def test_a_head_that_attends_to_sinks_does_not_look_up() -> None:
+    """Its attention to the store would count as much as the other head's, or more."""
+    log = Log(shape_of(2, 40, num_kv_heads=1, num_sets=1, head_size=8))
+    keys, queries = torch.zeros(1, 40, 2, 8), torch.zeros(1, 2, 8)
+    keys[0, 5, 0, 0], queries[0, 0, 0] = 6.0, 1.0
+    keys[0, 20, :, 1], queries[0, 1, 1] = 6.0, 1.0
+    write(log.grow(40), 1, keys)
+    for sinks, first in ((torch.tensor([[-9.0, 9.0]]), 5), (torch.full((1, 2), -9.0), 20)):
+        found = evidence.asked(layer_of(1, 8), 1, log.part(0, 40), queries, sinks)
+        assert evidence.most_asked(found.numpy().max((0, 1)), 1).tolist() == [first]
 
 
 def test_any_head_of_a_set_may_select() -> None:

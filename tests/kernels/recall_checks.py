@@ -120,6 +120,15 @@ def _sure_queries(
         query[tokens[token], head] = fresh.to(query.dtype)
 
 
+def _to_sinks(
+    case: Case, cache: Cache, row: int, num_keys: int, queries: torch.Tensor
+) -> torch.Tensor:
+    """Products in fp64 of queries ``[asking, H * G, D]`` with a request's first keys."""
+    keys = cache.decoded[cache.table[row].long(), ..., : case.head_size].double()
+    keys = keys.transpose(0, 1).flatten(1, 2)[:, :num_keys].repeat_interleave(case.group, 0)
+    return torch.einsum("qhd,hnd->qhn", queries.double(), keys)
+
+
 def check_judge(
     case: Case, device: torch.device | str, capacity: int = 40, most_asking: int = 1
 ) -> float:
@@ -128,7 +137,7 @@ def check_judge(
     Rings are wrapped, some full, some of one unit. Sinks and recalled units differ by row, so that
     keys stand elsewhere in each.
     """
-    _, steps = make_cache(case)
+    cache, steps = make_cache(case)
     rings, size = Rings(case, capacity), case.head_size
     num_tokens = stride_steps(case, steps)
     if most_asking == 1:
@@ -149,6 +158,10 @@ def check_judge(
     generator = torch.Generator().manual_seed(case.seed + 5)
     coarse = {}
     for row in real_rows(case):
+        for slot in range(sinks[row] * case.unit):  # where a request's first tokens are
+            first = torch.randn(case.num_heads, case.row_size, generator=generator) * 2
+            for head_set in range(case.num_sets):
+                cache.put(row, head_set, slot, kv=first.to(case.dtype))
         keys = torch.randn(case.num_heads, stored[row], case.unit, size, generator=generator)
         keys[:, :: max(stored[row] // 2, 1)] = 0.0  # equal units, also of nothing
         scales = keys.abs().amax(-1) / 127
@@ -169,23 +182,32 @@ def check_judge(
     dquery, codes, scales, dsteps, drecall = on(
         device, query, rings.codes, rings.scales, steps, recall
     )
+    ours = cache.to(device)
     found = judge_units(
         query=dquery,
         steps=dsteps,
+        table=ours.table,
         recall=drecall,
         codes=codes,
         scales=scales,
-        rotation=rotation,
-        interleaved=case.interleaved,
-        scale=scale,
+        layer=CachedLayer(
+            **ours.views("kv", "rank", "born"),
+            rotation=rotation,
+            interleaved=case.interleaved,
+            scale=scale,
+            latent=case.latent,
+            stored=ours.codes,
+            dtype=case.dtype,
+        ),
         capacity=capacity,
-        num_sets=case.num_sets,
         most_asking=most_asking,
-        latent=case.latent,
     )
     worst = 0.0
     for row in plain:
-        expected = evidence_reference(plain[row] * scale, coarse[row], case.num_sets)
+        start, length = (int(steps[row, column]) for column in (columns.START, columns.LENGTH))
+        asking = start + torch.tensor(asking_reference(length, most_asking))
+        others = _to_sinks(case, cache, row, sinks[row] * case.unit, query[asking]) * scale
+        expected = evidence_reference(plain[row] * scale, coarse[row], others, case.num_sets)
         mine = found[row, :, : stored[row]].cpu().double()
         worst = max(worst, close("evidence", mine / expected, torch.ones_like(expected), 1e-3))
         worst = max(worst, close("evidence", mine, expected, 2e-5))

@@ -500,7 +500,14 @@ def stream(
                     stay = torch.zeros(total, dtype=torch.long)
                     there = model.rotate(keys[layer][of_set], stay)
                     hint = None if chosen is None else store.hint(chosen[end][layer][s], num_sinks)
-                    store.choose(asked, there, hint)
+                    at = store.positions(len(lines[s]), asking)
+                    turned = model.rotate(q[asking].transpose(0, 1), at).transpose(0, 1)
+                    turned = turned.unflatten(1, (model.num_kv_heads, -1))[:, of_set]
+                    first = torch.arange(num_sinks)
+                    stand = model.rotate(keys[layer][of_set][:, sims[layer][s].sinks], first)
+                    to_sinks = torch.einsum("qhgd,hnd->qhgn", turned, stand).flatten(1, 2)
+                    to_sinks *= model.head_dim**-0.5
+                    store.choose(asked, there, to_sinks, hint)
                 lines[s] = store.line(lines[s], num_sinks)
             seen = torch.tensor([line + own for line in lines])
             rows = seen.expand(model.num_kv_heads, -1)

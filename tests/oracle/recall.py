@@ -42,7 +42,7 @@ class RecallSettings:
             settings["recall"],
             settings.get("unit", 16),
             settings.get("recall_store", 32768),
-            settings.get("recall_every", 16),
+            settings.get("recall_every", 4),
             settings.get("recall_queries", 32),
             settings.get("recall_rows", "exact"),
         )
@@ -85,26 +85,28 @@ class RecallSim:
         """The stride's tokens whose queries are asked: all, or evenly spread to the last one."""
         return spread(num_tokens, self.settings.queries)
 
-    def distances(self, cached: int, asking: list[int], num_sinks: int) -> Tensor:
-        """How far before each of these tokens the middle of the shown units will stand.
+    def positions(self, cached: int, asking: list[int]) -> Tensor:
+        """Where these tokens will stand behind the policy's `cached` tokens and the shown ones."""
+        return torch.tensor([cached + self.tokens_to_show + i for i in asking])
 
-        `cached` are the policy's tokens, to which the shown ones come.
-        """
+    def distances(self, cached: int, asking: list[int], num_sinks: int) -> Tensor:
+        """How far before each of these tokens the middle of the shown units will stand."""
         number = min(self.settings.units, len(self.evicted))
-        before = num_sinks + number // 2 * self.settings.unit
-        return torch.tensor([cached + number * self.settings.unit + i - before for i in asking])
+        return self.positions(cached, asking) - num_sinks - number // 2 * self.settings.unit
 
     def choose(
         self,
         queries: Tensor,
         keys: Tensor,
+        sinks: Tensor,
         hint: list[int] | None = None,
         scale: float | None = None,
     ) -> None:
         """Bring units back.
 
         `queries` are [asking, query heads, D], rotated by their `distances`, and `keys` [KV heads,
-        tokens, D] of the whole stream, at position 0, of this set's heads. `scale` is the model's
+        tokens, D] of the whole stream, at position 0, of this set's heads. `sinks` are the logits
+        [asking, query heads, sink tokens] of the sinks, where they stand. `scale` is the model's
         factor on products (default: 1 / sqrt(D)); soft caps and learned sinks are left out. `hint`
         is what another implementation chose: it is taken if all of its units are worth as much as
         the least of ours, within `NEAR`. A key that falls between two steps of its 8 bits may go
@@ -117,7 +119,8 @@ class RecallSim:
         queries, scale = in_8_bits(queries), scale or keys.shape[2] ** -0.5
         if len(stored) > CANDIDATES:
             stored = self.candidates(stored, queries, keys, scale)
-            queries = largest(queries, JUDGING)
+            which = largest(queries, JUDGING)
+            queries, sinks = of_each_head(queries, which), of_each_head(sinks, which)
         unit, num_heads = self.settings.unit, len(keys)
         tokens = [token for u in stored for token in range(u * unit, (u + 1) * unit)]
         coarse = in_8_bits(keys[:, tokens])
@@ -125,9 +128,9 @@ class RecallSim:
         worth = torch.zeros(len(stored))
         for head in range(queries.shape[1]):
             logits = queries[:, head] @ coarse[head // group].T * scale
-            of_units = logits.softmax(-1).view(len(queries), len(stored), unit)
-            share = of_units.amax(-1) + of_units.mean(-1)
-            worth = torch.maximum(worth, (share / share.sum(-1, keepdim=True)).amax(0))
+            both = torch.cat((logits, sinks[:, head].to(logits.dtype)), dim=-1).softmax(-1)
+            of_units = both[:, : len(tokens)].view(len(queries), len(stored), unit)
+            worth = torch.maximum(worth, of_units.sum(-1).amax(0))
         order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
         self.shown = sorted(stored[i] for i in order[:number])
         self.choices += 1
@@ -147,7 +150,7 @@ class RecallSim:
     ) -> list[int]:
         """The units whose mean keys a few of the queries, which have 8 bits, ask for most."""
         unit, group = self.settings.unit, queries.shape[1] // len(keys)
-        few = largest(queries, FILTERING)
+        few = of_each_head(queries, largest(queries, FILTERING))
         tokens = torch.tensor([range(u * unit, (u + 1) * unit) for u in stored])
         centres = in_8_bits(in_8_bits(keys[:, tokens]).mean(2))
         most = torch.zeros(len(stored))
@@ -184,15 +187,20 @@ class RecallSim:
                 of_head[:, tokens] = in_8_bits(of_head[:, tokens])
 
 
-def largest(queries: Tensor, most: int) -> Tensor:
-    """Of each head of [asking, heads, D] the last query and the largest ones, at most so many."""
+def largest(queries: Tensor, most: int) -> list[list[int]]:
+    """By head of [asking, heads, D]: places of the last query and the largest, at most so many."""
     last = len(queries) - 1
     norms = queries.double().pow(2).sum(-1).tolist()
     heads = []
     for head in range(queries.shape[1]):
         order = sorted(range(len(queries)), key=lambda i: (i != last, -norms[i][head], i))
-        heads.append(queries[sorted(order[:most]), head])
-    return torch.stack(heads, 1)
+        heads.append(sorted(order[:most]))
+    return heads
+
+
+def of_each_head(rows: Tensor, which: list[list[int]]) -> Tensor:
+    """Some rows of each head of [asking, heads, n]."""
+    return torch.stack([rows[places, head] for head, places in enumerate(which)], 1)
 
 
 def spread(number: int, most: int) -> list[int]:

@@ -221,9 +221,14 @@ class Streamed:
             if self.chosen is not None:
                 hint = store.hint(self.chosen[self.end][place][s], num_sinks)
             keys = layer.keys[of_set]
+            at = store.positions(len(sim.tokens()), asking)
+            turned = layer.rotate(query[:, asking].float(), at).unflatten(0, (len(layer.keys), -1))
+            sinks = layer.rotate(keys[:, sim.sinks], torch.arange(num_sinks))
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            to_sinks = torch.einsum("hgqd,hnd->qhgn", turned[of_set], sinks).flatten(1, 2) * scale
             if self.latent:
                 asked, keys = as_latent(module, asked, layer.keys, layer.values)
-            store.choose(asked, keys, hint, scaling)
+            store.choose(asked, keys, to_sinks, hint, scaling)
 
     def _keep(self, layer: Layer, own: list[int], seen: Tensor, probs: Tensor) -> None:
         """Scores after these queries, and with them what stays."""

@@ -521,9 +521,9 @@ class Check:
 
     def _close(self, plain: Any, rows: "Rows") -> bool:
         """Whether rounding might decide what the step's queries select."""
-        layer, most = self.plain.impl._layer, self.policy.recall_queries
-        assert layer is not None, "prepare() was not called"
-        return closest(layer, plain, rows.query, most) < CLOSE
+        recall, most = self.plain.impl.recall, self.policy.recall_queries
+        assert recall is not None, "prepare() was not called"
+        return closest(recall, plain, rows.query, most) < CLOSE
 
     def _stored(self, num_requests: int) -> float:
         """Largest relative error of evicted units; 8-bit codes may differ by a step."""

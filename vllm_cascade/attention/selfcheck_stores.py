@@ -12,7 +12,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_cascade.attention.cpu.builder import CPUMetadata
-from vllm_cascade.attention.layer import LayerConfig
+from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.recall.log import Part
 from vllm_cascade.recall.rings import Rings
@@ -159,7 +159,7 @@ def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUni
 
 
 def closest(
-    layer: LayerConfig, metadata: CPUMetadata, query: torch.Tensor, most_queries: int
+    recall: LayerRecall, metadata: CPUMetadata, query: torch.Tensor, most_queries: int
 ) -> float:
     """Least difference, relative, between the last unit that a step selects and the next one.
 
@@ -170,22 +170,24 @@ def closest(
         query: ``[num_tokens, H * G, D]``, rotated.
         most_queries: of a stride, that select.
     """
-    least, wave = float("inf"), metadata.waves[0]
-    asking: list[tuple[RecallStride | None, torch.Tensor]] = [
-        (stride.recall, stride.start + torch.from_numpy(
+    least, wave, layer = float("inf"), metadata.waves[0], recall.layer
+    asking: list[tuple[RecallStride | None, torch.Tensor, torch.Tensor]] = [
+        (stride.recall, stride.pages, stride.start + torch.from_numpy(
             evidence.asking(stride.num_tokens, most_queries)
         ))
         for stride in wave.strides
     ]  # fmt: skip
-    if wave.singles is not None:
-        asking += zip(wave.singles.recall, wave.singles.places.unsqueeze(1), strict=True)
-    for plan, tokens in asking:
+    if (singles := wave.singles) is not None:
+        asking += zip(singles.recall, singles.table, singles.places.unsqueeze(1), strict=True)
+    for plan, pages, tokens in asking:
         if plan is None or not plan.selects or plan.now == len(plan.candidates):
             continue
         unit = plan.log.shape.unit
         at = torch.full((len(tokens), query.shape[1]), plan.middle * unit)
         plain = evidence.unrotated(layer, query[tokens], at) * layer.scale
-        found = evidence.over_heads(layer, evidence.asked(layer, 0, plan.candidates, plain))
+        sinks = evidence.to_sinks(layer, query[tokens], recall.sink_keys(pages, plan.sinks))
+        asked = evidence.asked(layer, 0, plan.candidates, plain, sinks)
+        found = evidence.over_heads(layer, asked)
         order = found.sort(dim=-1, descending=True).values
         last, following = order[:, plan.now - 1], order[:, plan.now]
         least = min(least, float(((last - following) / last).min()))

@@ -211,7 +211,7 @@ class KVPolicyConfig(BaseModel):
         description="GiB of host memory for the evicted units of all requests and snapshots; null: "
         "as much as --max-num-seqs requests can need, at most a quarter of what is available",
     )
-    recall_every: int = Field(16, ge=1, description="decode steps between selections of units")
+    recall_every: int = Field(4, ge=1, description="decode steps between selections of units")
     recall_queries: int = Field(
         32, ge=1, description="evenly spaced queries of a prompt's stride that select units"
     )

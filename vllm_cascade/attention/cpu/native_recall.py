@@ -25,13 +25,22 @@ class NativeRecall:
         self._in_8_bits = in_8_bits
 
     def choose(
-        self, units: Part, num: int, rows: cpp.Rows, places: np.ndarray, positions: np.ndarray
+        self,
+        units: Part,
+        num: int,
+        rows: cpp.Rows,
+        places: np.ndarray,
+        positions: np.ndarray,
+        pages: torch.Tensor,
+        num_sinks: int,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Select the ``num`` units with the highest worth for some queries.
 
         Args:
             places: int64 ``[queries]``, the queries' tokens in the step.
             positions: int64 ``[queries]``, positions by which the queries are rotated back.
+            pages: int32, the request's block numbers.
+            num_sinks: units; they are the first ones in the pages.
 
         Returns:
             Unit indices within the part, int64 ``[sets, num]``, ascending; the judged units, int64
@@ -40,6 +49,7 @@ class NativeRecall:
         """
         layer = self._layer
         assert places.dtype == positions.dtype == np.int64 and len(places) == len(positions)
+        assert pages.dtype == torch.int32 and pages.is_contiguous()
         judged = min(len(units), CANDIDATES)
         asked = np.empty((layer.num_heads * layer.group, judged), dtype=np.float32)
         listed = np.empty((layer.num_sets, judged), dtype=np.int64)
@@ -52,6 +62,8 @@ class NativeRecall:
             num_filtering=FILTERING,
             num_judging=JUDGING,
             num_chosen=num,
+            pages=pages.data_ptr(),
+            num_sinks=num_sinks,
         )
         addresses = asked.ctypes.data, listed.ctypes.data, chosen.ctypes.data
         self._library.recall_units(layer, rows, self._units(units), asking, self._index, *addresses)

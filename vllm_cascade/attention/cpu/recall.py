@@ -73,13 +73,13 @@ class LayerRecall:
         native: NativeRecall | None = None,
         in_8_bits: bool = False,
     ) -> None:
-        self._layer, self._pages, self._index = layer, pages, index
+        self.layer, self._pages, self._index = layer, pages, index
         self._most_queries, self._native, self._in_8_bits = most_queries, native, in_8_bits
         self.exchanged = 0
         """Units copied back into pages so far."""
 
     def _heads(self, head_set: int) -> slice:
-        return slice(None) if self._layer.num_sets == 1 else slice(head_set, head_set + 1)
+        return slice(None) if self.layer.num_sets == 1 else slice(head_set, head_set + 1)
 
     # --- before attention ---------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class LayerRecall:
         if place is None:  # the same in all layers
             place = stride.start + evidence.asking(stride.num_tokens, self._most_queries)
             stride.kept["asking"] = place
-        chosen = self._choose(plan, new, row_addresses(new), place)
+        chosen = self._choose(plan, new, row_addresses(new), place, stride.pages)
         self._place_all(plan, chosen, stride.pages, stride.old_slots)
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
@@ -103,7 +103,8 @@ class LayerRecall:
                 continue
             rows = rows or row_addresses(new)
             step = singles.steps[i].tolist()
-            chosen = self._choose(plan, new, rows, np.asarray([step[START]]))
+            place = np.asarray([step[START]])
+            chosen = self._choose(plan, new, rows, place, singles.table[i])
             self._place_all(plan, chosen, singles.table[i], step[OLD_SLOTS])
 
     def _line(self, pages: torch.Tensor, slots: int) -> _Line:
@@ -116,24 +117,40 @@ class LayerRecall:
         new: NewTokens,
         rows: Rows,
         place: np.ndarray,
+        pages: torch.Tensor,
     ) -> Sequence[np.ndarray] | np.ndarray:
         """Select units for each head set, ascending int64; indices count from the first candidate.
 
         Args:
             rows: addresses of ``new``.
             place: int64 ``[queries]``, the selecting tokens' places in the step.
+            pages: int32, the request's block numbers.
         """
-        layer, units = self._layer, plan.candidates
+        layer, units = self.layer, plan.candidates
         position = np.full(len(place), plan.middle * self._pages.unit)
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
         if self._native is not None:
-            chosen, *_ = self._native.choose(units, plan.now, rows, place, position)
+            chosen, *_ = self._native.choose(
+                units, plan.now, rows, place, position, pages, plan.sinks
+            )
             return chosen
         queries = new.query[torch.from_numpy(place)]
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
-        return evidence.choose(layer, self._index, units, plain, plan.now)
+        sinks = evidence.to_sinks(layer, queries, self.sink_keys(pages, plan.sinks))
+        return evidence.choose(layer, self._index, units, plain, sinks, plan.now)
+
+    def sink_keys(self, pages: torch.Tensor, num: int) -> torch.Tensor:
+        """Keys of the sinks ``[H, num * unit, D]``. They take the first places and never leave."""
+        layer, unit = self.layer, self._pages.unit
+        if num == 0:
+            return torch.empty(layer.num_kv_heads, 0, layer.head_size)
+        line = self._line(pages, num * unit)
+        assert (line.rank == np.arange(num)).all(), "sinks are not in the first places"
+        views = line.rows(slice(None), np.arange(num))
+        rows = [self._pages.read(rows, scale) for rows, scale in views]
+        return torch.cat(rows, dim=1)[..., : layer.head_size]
 
     def _place_all(
         self,
@@ -233,13 +250,13 @@ class LayerRecall:
         keys = evidence.by_keys(chunk.codes[index, heads, at]).float()
         keys *= chunk.scale[index, heads, at].unsqueeze(-1)
         position = chunk.born[index, head_set, at] + torch.arange(self._pages.unit)
-        keys = evidence.rotated(self._layer, keys, position)
+        keys = evidence.rotated(self.layer, keys, position)
         values = chunk.rows[index, heads, at].float() * chunk.row_scale[index, heads, at]
         return torch.cat([keys, values], dim=-1)
 
     def room(self, part: Part) -> Evicted:
         """Allocate memory for the units that a stride evicts."""
-        return Evicted.room(self._layer, self._pages, len(part))
+        return Evicted.room(self.layer, self._pages, len(part))
 
     # --- after attention ----------------------------------------------------------------------
 
@@ -286,7 +303,7 @@ class LayerRecall:
         if self._native is not None:
             self._native.store(part, gone)
             return
-        layer, index = self._layer, self._index
+        layer, index = self.layer, self._index
         unit = self._pages.unit
         sets = torch.arange(layer.num_kv_heads) if layer.num_sets > 1 else [0] * layer.num_kv_heads
         position = gone.born[sets].unsqueeze(-1) + torch.arange(unit)

@@ -57,7 +57,7 @@ class LayerRings:
         self._born, self._token = rings.born[index], rings.token[index]
         self._exchanged = torch.zeros(1, dtype=torch.int32, device=pages.kv.device)
         self._judges: dict[int, Judge] = {}
-        cached = CachedLayer(
+        self._cached = cached = CachedLayer(
             kv=pages.kv,
             rank=pages.rank,
             born=pages.born,
@@ -65,6 +65,7 @@ class LayerRings:
             token=pages.token,
             rotation=layer.rotation,
             interleaved=not layer.is_neox,
+            scale=layer.scale,
             latent=layer.latent,
             stored=stored,
             dtype=layer.dtype,
@@ -103,25 +104,20 @@ class LayerRings:
         asking = 1 if columns is None else self._most_queries
         # What memory is profiled for: the queries of one stride, or one of each request.
         most_rows = max(self._num_requests // asking, 1)
-        judged = self._judge(asking, num_queries).room(steps, recall, most_rows)
+        judged = self._judge(asking, num_queries).room(steps, table, recall, most_rows)
         chosen = self._recaller.room(len(steps), steps.device)
         stored = self._store.room(len(steps), table.shape[1], columns, steps.device)
         return RecallRows(steps, table, recall, **judged, **chosen, **stored)
 
     def _judge(self, asking: int, num_queries: int) -> Judge:
         if asking not in self._judges:
-            layer = self._layer
             self._judges[asking] = Judge(
                 codes=self._codes,
                 scales=self._scales,
-                rotation=layer.rotation,
-                interleaved=not layer.is_neox,
-                scale=layer.scale,
+                layer=self._cached,
                 capacity=self._shape.most_units,
-                num_sets=self._shape.num_sets,
                 num_queries=num_queries,
                 most_asking=asking,
-                latent=layer.latent,
             )
         return self._judges[asking]
 

@@ -3,9 +3,9 @@
 
 1. Keys are stored unrotated in 8 bits. Queries are rotated back by one common position, the middle
    of the recalled units. All keys are scored as if they were at that position.
-2. A query attends to the whole store. A unit's worth is the largest probability of its keys plus
-   their mean, divided by the sum over all units. The largest probability alone often ties: in the
-   first layer equal tokens have equal keys.
+2. A query attends to the whole store and to the sinks. A unit's worth is the probability of its
+   keys. A head that looks for nothing attends to the sinks: without them its attention would count
+   as much as that of a head that looks something up.
 3. The worth is the largest that any query of any query head of a set gives. Most heads attend to
    nothing in particular; the one that looks something up must not be averaged away.
 4. Of more than ``CANDIDATES`` units, a few queries first select candidates by the mean of each
@@ -106,30 +106,50 @@ def largest(queries: torch.Tensor, most: int) -> torch.Tensor:
         queries: fp32 ``[Q, H * G, D]``.
 
     Returns:
-        fp32 ``[most, H * G, D]`` in their order; of equal norms the first ones.
+        int64 ``[most, H * G]``, indices in their order; of equal norms the first ones.
     """
-    if len(queries) <= most:
-        return queries
     codes, step = encode(queries)
     norm = codes.float().square().sum(-1) * step * step
     norm[-1] = torch.inf
-    which = norm.sort(dim=0, descending=True, stable=True).indices[:most].sort(0).values
+    return norm.sort(dim=0, descending=True, stable=True).indices[:most].sort(0).values
+
+
+def taken(queries: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
+    """Some of each head's queries ``[Q, H * G, D]``, by ``largest``."""
     return queries.gather(0, which.unsqueeze(-1).expand(-1, -1, queries.shape[-1]))
 
 
+def to_sinks(layer: LayerConfig, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Logarithms of the sums of exponentials over the sinks, fp32 ``[Q, H * G]``; -inf without any.
+
+    Args:
+        queries: ``[Q, H * G, D]``, rotated at cache positions.
+        keys: ``[H, n, D]``, as in pages: sinks stand where they were written.
+    """
+    rows = _by_heads(layer, queries.float())
+    logits = (rows @ keys.float().transpose(1, 2)) * layer.scale  # [H, G * Q, n]
+    return logits.logsumexp(-1).unflatten(1, (-1, len(queries))).flatten(0, 1).T
+
+
 def choose(
-    layer: LayerConfig, index: int, units: Part, queries: torch.Tensor, num: int
+    layer: LayerConfig,
+    index: int,
+    units: Part,
+    queries: torch.Tensor,
+    sinks: torch.Tensor,
+    num: int,
 ) -> list[np.ndarray]:
     """Select the ``num`` units with the highest worth for each set; int64, ascending.
 
     Args:
         index: the layer's index in the log.
-        queries: as for ``asked``.
+        queries, sinks: as for ``asked``.
     """
     listed = candidates(layer, index, units, queries)
     if listed is not None:
-        queries = largest(queries, JUDGING)
-    found = over_heads(layer, asked(layer, index, units, queries, listed))
+        which = largest(queries, JUDGING)
+        queries, sinks = taken(queries, which), sinks.gather(0, which)
+    found = over_heads(layer, asked(layer, index, units, queries, sinks, listed))
     chosen = [most_asked(row, num) for row in found.numpy()]
     if listed is None:
         return [np.sort(row) for row in chosen]
@@ -146,7 +166,7 @@ def candidates(
     """
     if len(units) <= CANDIDATES:
         return None
-    few = largest(queries, FILTERING)
+    few = taken(queries, largest(queries, FILTERING))
     flat, steps = _rounded(_by_heads(layer, few))
     pieces = [
         (c.centre[index, :, :, at], c.centre_scale[index, :, at]) for c, at, _ in units.pieces()
@@ -164,6 +184,7 @@ def asked(
     index: int,
     units: Part,
     queries: torch.Tensor,
+    sinks: torch.Tensor,
     listed: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each query head's worth of each unit, fp32 ``[H, G, n]``.
@@ -172,6 +193,7 @@ def asked(
         index: the layer's index in the log.
         queries: fp32 ``[Q, H * G, D]``, rotated back by the units' common position and multiplied
             by the logits' scale.
+        sinks: fp32 ``[Q, H * G]``, ``to_sinks`` of the same queries.
         listed: int64 ``[sets, n]``, the units that are scored; None: all of them.
     """
     flat, steps = _rounded(_by_heads(layer, queries))
@@ -182,9 +204,9 @@ def asked(
         codes, scale = codes[head, listed], scale[head, listed]
     keys = codes.permute(0, 2, 4, 1, 3).flatten(3).flatten(1, 2).float()  # [H, D, n * unit]
     logits = (flat @ keys) * scale.flatten(1).unsqueeze(1) * steps
-    of_units = logits.softmax(-1).unflatten(-1, scale.shape[1:])  # [H, G * Q, n, unit]
-    worth = of_units.amax(-1) + of_units.mean(-1)
-    worth /= worth.sum(-1, keepdim=True)
+    nothing = sinks.T.unflatten(0, (layer.num_kv_heads, -1)).flatten(1, 2).unsqueeze(-1)
+    probability = torch.cat([logits, nothing], dim=-1).softmax(-1)[..., :-1]
+    worth = probability.unflatten(-1, scale.shape[1:]).sum(-1)  # [H, G * Q, n]
     return worth.unflatten(1, (-1, len(queries))).amax(2)
 
 
