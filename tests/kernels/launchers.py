@@ -374,20 +374,16 @@ class Layer:
         own = self.words | {"token": torch.empty_like(self.rank)}
         where = {"table": self.table, "steps": self.steps, "recall": recall}
         query = _meta(tokens, self.queries, shape.head_size, dtype=shape.dtype)
+        layer = CachedLayer(**own, **turning, **self.rows, scale=0.088)
         evidence = judge_units(
             query=query,
             codes=codes,
             scales=scales,
-            steps=self.steps,
-            recall=recall,
-            **turning,
-            scale=0.088,
+            **where,
+            layer=layer,
             capacity=capacity,
-            num_sets=self.sets,
             most_asking=asking,
-            latent=shape.latent,
         )
-        layer = CachedLayer(**own, **turning, **self.rows)
         ring = {"rows": rows, "stored_born": words, "stored_token": words, "row_scales": row_scales}
         recall_units(
             evidence=evidence,
