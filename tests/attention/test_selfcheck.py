@@ -36,6 +36,7 @@ from vllm_cascade.kernels.triton import (
     prefill,
     recall,
     recall_choose,
+    recall_sinks,
     recall_store,
     recall_vectors,
     schedule,
@@ -187,6 +188,7 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "+ 3 * tl.load(columns + NOW)",
     ),
     ("recall", recall_vectors, "ask", "x * levels", "0.5 * x * levels"),
+    ("recall", recall_sinks, "attend_sinks", "top + tl.log(", "4.0 + top + tl.log("),
     (
         "recall",
         recall,
@@ -304,6 +306,7 @@ NAMED = {
     "insert_stride": ("insert_strides",),
     "tiles": ("attend_strides",),
     "recall_vectors": ("ask",),
+    "recall_sinks": ("ask",),
     "recall": ("judge, weigh",),
     "recall_choose": ("choose, bring", "choose or bring"),
     "recall_store": ("list_gone or store_units",),

@@ -189,7 +189,8 @@ def test_windows_on_triton(
     """The CUDA backend's kernels, interpreted, with rings: a builder for each kind of layers."""
     monkeypatch.setattr(CPUKVPolicyBackend, "get_impl_cls", lambda: TritonKVPolicyImpl)
     monkeypatch.setattr(CPUKVPolicyBackend, "get_builder_cls", lambda: CUDABuilder)
-    monkeypatch.setattr(CPUKVPolicyBackend, "make_stores", CUDAKVPolicyBackend.make_stores)
+    for name in ("make_stores", "count_stores"):
+        monkeypatch.setattr(CPUKVPolicyBackend, name, getattr(CUDAKVPolicyBackend, name))
     two_layers, prompt, total = shallow(FAMILIES[family]), 133, 180
     path = write_family(tmp_path, two_layers)
     settings = {**POLICIES["sink"], "budget": 32, "prefill_stride": 16, "recall_every": 4}
