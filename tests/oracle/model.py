@@ -203,7 +203,8 @@ class LlamaOracle(OracleModel):
         return self.linear(self.norm(x, "model.norm"), name)
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        if len(positions) and len(self.cos) <= positions[-1]:  # a table of all positions so far, for speed
+        # A table of all positions so far, for speed.
+        if len(positions) and len(self.cos) <= positions[-1]:
             angles = torch.arange(2 * positions[-1] + 2)[:, None] * self.inv_freq
             self.cos, self.sin = angles.cos() * self.rotary_scale, angles.sin() * self.rotary_scale
         cos, sin = self.cos[positions], self.sin[positions]
