@@ -30,6 +30,7 @@ from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cpu.impl import CPUKVPolicyImpl
 from vllm_cascade.attention.cpu.paths import PyTorchPath
+from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.selfcheck_drafts import EveryDraft
 from vllm_cascade.attention.selfcheck_stores import Named, closest, opened
@@ -522,7 +523,7 @@ class Check:
     def _close(self, plain: Any, rows: "Rows") -> bool:
         """Whether rounding might decide what the step's queries select."""
         recall, most = self.plain.impl.recall, self.policy.recall_queries
-        assert recall is not None, "prepare() was not called"
+        assert isinstance(recall, LayerRecall), "the reference is the CPU's"
         return closest(recall, plain, rows.query, most) < CLOSE
 
     def _stored(self, num_requests: int) -> float:
