@@ -21,12 +21,11 @@ from .cached import CachedLayer
 from .launch import Launcher
 from .recall_columns import BEGIN, END, HOW, JUDGED, RECALL, RING
 from .recall_rows import Judged, RecallRows
+from .recall_sinks import LOWEST
 from .recall_vectors import ask
 from .strides import Tokens
 from .tiles import LENGTH, STEP, first_part
 
-LOWEST = tl.constexpr(-1e38)
-"""Below every logit, and finite."""
 QUERY_ROWS = 16
 """Queries of one head per program of ``ask``."""
 SPAN_KEYS, TILE_KEYS = 512, 64
@@ -264,7 +263,7 @@ class Judge:
             **spans,
             GROUP=group,
             HEAD=head_size,
-            FIRST=head_size - (layer.latent or 0),
+            FIRST=first,
             QUERIES=queries,
             UNITS=units,
             ROOM=room,
