@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from benchmarks.reporting.tables import table_of_json
 from benchmarks.running.environment import fingerprint
 
 Row = dict[str, Any]
+KINDS = ("checks", "caching", "attend", "prefill", "split")
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for gpu_check.json")
     parser.add_argument("--minutes", type=float, default=8.0, help="no new timing after this long")
+    parser.add_argument("--only", nargs="+", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--interpret", action="store_true", help="tiny sizes on the CPU")
     most = max(1, (os.cpu_count() or 1) - 2)
     parser.add_argument("--workers", type=int, default=most, help="processes that check at once")
@@ -41,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.interpret and not torch.cuda.is_available():
         print("gpu_check: no CUDA device; --interpret runs this script on the CPU", file=sys.stderr)
         return 2
-    result = run(options.interpret, 60 * options.minutes, options.workers)
+    result = run(options.interpret, 60 * options.minutes, options.workers, options.only)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         name = "gpu_check_interpreted.json" if options.interpret else "gpu_check.json"
@@ -50,8 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if result["correct"] else 1
 
 
-def run(interpret: bool, seconds: float, workers: int) -> Row:
-    """Everything, as one JSON value."""
+def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KINDS) -> Row:
+    """The checks and timings of ``kinds``, as one JSON value."""
     import torch
 
     from benchmarks.gpu import caching, timings
@@ -59,14 +62,18 @@ def run(interpret: bool, seconds: float, workers: int) -> Row:
     device = torch.device("cpu" if interpret else "cuda")
     sizes = timings.TINY if interpret else timings.Sizes()
     result: Row = {"interpreted": interpret, "environment": fingerprint()}
-    result["checks"] = all_checks(interpret, workers)
+    result["checks"] = all_checks(interpret, workers) if "checks" in kinds else []
     result["correct"] = all(row["error"] is None for row in result["checks"])
     bench = timings.Bench(device, time.monotonic() + seconds)
     result["copy_gbps"] = timings.copy_bandwidth(bench, sizes)
-    result["caching"] = list(caching.caching_rows(bench, sizes))
-    result["attend"] = list(timings.attend_rows(bench, sizes, result["copy_gbps"]))
-    result["prefill"] = list(timings.prefill_rows(bench, sizes))
-    result["split"] = list(timings.split_rows(bench, sizes))
+    timed = {
+        "caching": caching.caching_rows(bench, sizes),
+        "attend": timings.attend_rows(bench, sizes, result["copy_gbps"]),
+        "prefill": timings.prefill_rows(bench, sizes),
+        "split": timings.split_rows(bench, sizes),
+    }
+    for kind, rows in timed.items():  # generators: what is not wanted does not run
+        result[kind] = list(rows) if kind in kinds else []
     result["goals"] = [] if interpret else goals(result)
     return result
 
@@ -130,7 +137,7 @@ def table(result: Row) -> str:
         f"copy bandwidth: {result['copy_gbps']:.0f} GB/s",
     ]
     for kind in ("attend", "caching", "prefill", "split"):
-        lines += ["", table_of_json(kind, result[kind]).markdown()]
+        lines += ["", table_of_json(kind, result[kind]).markdown()] if result[kind] else []
     for row in result["goals"]:
         lines.append(f"  {'yes' if row['reached'] else 'NO '}  {row['goal']}: {row['measured']}")
     return "\n".join(lines)

@@ -6,14 +6,14 @@
 First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
 given to the oracle (``tests/oracle``), which must find the same log-probabilities: of three
 requests, of one beside them that runs under another policy, and of one that starts from another's
-snapshot. So must small models with windows or recurrent layers. These engines are told no bytes of
-cache, only a share of the GPU's memory, so that vLLM measures what CUDA graphs need. Then Llama 1B
-and 8B configurations with dummy weights decode at 2k, 8k and 32k of context, beside stock vLLM with
-the same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine has a process of
-its own; its output is kept in ``OUT/logs``. With ``--at-once N`` the comparisons run N at a time,
-with a fixed number of cache bytes: vLLM's measurement of memory expects no other process on the
-card. ``--engine JSON`` overrides engine arguments. ``--tiny`` runs the same code with toy sizes,
-also on a CPU.
+snapshot. So must small models with windows, recurrent layers or latent rows. These engines are told
+no bytes of cache, only a share of the GPU's memory, so that vLLM measures what CUDA graphs need.
+Then Llama 1B and 8B configurations with dummy weights decode at 2k, 8k and 32k of context, beside
+stock vLLM with the same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine
+has a process of its own; its output is kept in ``OUT/logs``. With ``--at-once N`` the comparisons
+run N at a time, with a fixed number of cache bytes: vLLM's measurement of memory expects no other
+process on the card. ``--engine JSON`` overrides engine arguments. ``--tiny`` runs the same code
+with toy sizes, also on a CPU.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.reporting.tables import show, table_of_json
 from benchmarks.running.children import Failure, outcomes
 from benchmarks.running.environment import ROOT, fingerprint
-from tests.engine.on_device import identity, recurrent, windows
+from tests.engine.on_device import identity, of_family, recurrent
 
 Row = dict[str, Any]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -52,9 +52,13 @@ CONFIGS = ROOT / "benchmarks/inputs/configs"
 LLAMAS = ("1B", "8B")
 TINY = "125m"
 CONTEXTS = (2048, 8192, 32768)
-FIRST_TOKEN_CONTEXTS = (8192, 32768, 131072)
-FAMILIES = {"windows": ("gemma3", "gpt-oss"), "recurrent": ("lfm2", "granite4")}
-"""Models of ``tests/oracle/families.py`` and ``recurrent.py``, by the kind of their comparison."""
+ALONE = (131072,)
+FAMILIES = {
+    "windows": ("gemma3", "gpt-oss"),
+    "latent": ("deepseek-v2",),
+    "recurrent": ("lfm2", "granite4"),
+}
+"""Models of ``tests/oracle``, by the kind of their comparison."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--models", nargs="*", default=list(LLAMAS), choices=LLAMAS)
     parser.add_argument("--contexts", nargs="*", type=int, help="prompt lengths of speed")
+    parser.add_argument("--alone", nargs="*", type=int, help="of one request at a time only")
     parser.add_argument("--requests", type=int, default=64, help="requests at once of speed")
     parser.add_argument("--at-once", type=int, default=1, help="engines compared at a time")
     parser.add_argument("--seconds", type=float, default=540.0, help="most of one engine")
@@ -79,8 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         job["engine"] = dict(options.engine)
         if job["kind"] == "speed" and not options.tiny:
             job |= {"requests": options.requests, "contexts": options.contexts or CONTEXTS}
-        elif job["kind"] == "first token" and not options.tiny:
-            job["contexts"] = options.contexts or FIRST_TOKEN_CONTEXTS
+            job["alone"] = ALONE if options.alone is None else options.alone
         elif options.at_once > 1 and job["kind"] in ("identity", *FAMILIES):
             job["engine"]["kv_cache_memory_bytes"] = 1 << 28
     # References run on the CPU: threads of several processes must not compete for its cores.
@@ -104,11 +108,10 @@ def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -
     for kind in [kind for kind in FAMILIES if kind in kinds]:
         policy = POLICIES["cascade"]
         found += [{"kind": kind, "policy": policy, "label": name} for name in FAMILIES[kind]]
-    for kind in [kind for kind in ("speed", "first token") if kind in kinds]:
-        for model in ["tiny"] if tiny else models:
-            for name in ["stock", *policies]:
-                job = {"kind": kind, "policy": POLICIES.get(name), "label": name}
-                found.append(job | {"model": model})
+    for model in ["tiny"] if tiny else models:
+        for name in ["stock", *policies] if "speed" in kinds else []:
+            job = {"kind": "speed", "policy": POLICIES.get(name), "label": name}
+            found.append(job | {"model": model})
     return [job | {"tiny": tiny} for job in found]
 
 
@@ -207,56 +210,41 @@ def speed(
     tiny: bool,
     requests: int = 2,
     contexts: Sequence[int] = (40,),
+    alone: Sequence[int] = (60,),
     **engine: Any,
 ) -> list[Row]:
-    """Output tokens a second of ``requests`` with prompts of each length in ``contexts``.
+    """What ``requests`` at once and one request decode and read, with prompts of each length.
 
-    The time to read the prompts and sample one token is measured alone and taken off.
+    The time to read the prompts is that of a quarter of them, which sample one token, times four;
+    it is taken off the time of all. A single request's first token is the median of three.
     """
     num_tokens, found = 5 if tiny else 257, []
-    sizes = {"max_model_len": contexts[-1] + num_tokens, "max_num_seqs": requests}
+    sizes = {"max_model_len": max(*contexts, *alone) + num_tokens, "max_num_seqs": requests}
     memory = {"kv_cache_memory_bytes": 8 << 30}
     seconds = stopwatch(policy, model, tiny, **memory | sizes | engine)
-    seconds(requests, contexts[0], 2)  # warm up
-    for context in contexts:
-        prefill, whole = (seconds(requests, context, num) for num in (1, num_tokens))
-        total = requests * (num_tokens - 1)
-        found.append(
-            {
-                "context": context,
-                "prompt_tokens_per_s": requests * context / prefill,
-                "output_tokens_per_s": total / max(whole - prefill, 1e-9),
-                "total_s": whole,
-            }
-        )
+    seconds(requests, min(contexts), 2)  # warm up
+    some = max(1, requests // 4)
+    for context in (*contexts, *alone):
+        first = statistics.median(seconds(1, context, 1) for _ in range(3))
+        row: Row = {"context": context, "first_token_s": first}
+        if context in contexts:
+            prefill = seconds(some, context, 1) * requests / some
+            whole = seconds(requests, context, num_tokens)
+            total = requests * (num_tokens - 1)
+            row["prompt_tokens_per_s"] = requests * context / prefill
+            row["output_tokens_per_s"] = total / max(whole - prefill, 1e-9)
+            row["total_s"] = whole
+        found.append(row)
     return found
-
-
-def first_token(
-    policy: dict[str, Any] | None,
-    label: str,
-    model: str,
-    tiny: bool,
-    contexts: Sequence[int] = (40,),
-    **engine: Any,
-) -> list[Row]:
-    """Seconds from a prompt of each length to its first token, median of three, one at a time."""
-    sizes = {"max_model_len": max(contexts) + 2, "max_num_seqs": 8}
-    seconds = stopwatch(policy, model, tiny, **sizes | engine)
-    seconds(1, min(contexts), 1)  # warm up
-    return [
-        {"context": c, "first_token_s": statistics.median(seconds(1, c, 1) for _ in range(3))}
-        for c in contexts
-    ]
 
 
 KINDS = {
     "check": check,
     "identity": identity,
-    "windows": windows,
+    "windows": of_family,
+    "latent": of_family,
     "recurrent": recurrent,
     "speed": speed,
-    "first token": first_token,
 }
 
 

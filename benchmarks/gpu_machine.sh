@@ -23,14 +23,14 @@ engines() {
     python -m zipfile -e dist/vllm_cascade-*.whl "$site"
     cp -r benchmarks tests "$site"
     cd "$site"
-    PYTHONPATH=$site:/opt/vllm_site HF_HUB_OFFLINE=1 \
+    PYTHONPATH=$site:/opt/vllm_site HF_HUB_OFFLINE=1 VLLM_USE_FLASHINFER_SAMPLER=0 \
         python -m benchmarks.gpu_engine --out "$out" "$@"
     cd "$root"
 }
 
 correct() {
     python -m benchmarks.gpu_check --out "$out"
-    engines --kinds identity windows recurrent "$@"
+    engines --kinds identity windows latent recurrent "$@"
     mv "$out/gpu_engine.json" "$out/gpu_engine_identity.json"
 }
 

@@ -123,11 +123,12 @@ def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
     return [found]
 
 
-def windows(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> list[Row]:
-    """Two layers of the family ``label``, one with a window: a prompt and generated tokens."""
+def of_family(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> list[Row]:
+    """Two layers of the family ``label``, one of each kind: a prompt and generated tokens."""
     from tests.oracle.families import FAMILIES, run_family, shallow, write_family
+    from tests.oracle.full_attention import OWN_MODULES
 
-    family = shallow(FAMILIES[label])
+    family = shallow((FAMILIES | OWN_MODULES)[label])
     with tempfile.TemporaryDirectory() as folder:
         path = write_family(Path(folder), family)
         return beside_reference(policy, path, partial(run_family, path, family), tiny, **engine)

@@ -41,7 +41,7 @@ from vllm import LLM, SamplingParams
 
 from tests.conftest import MODEL
 from tests.engine import async_cpu, graph_profile
-from tests.engine.on_device import identity, windows
+from tests.engine.on_device import identity, of_family
 from tests.oracle.random_models import write_llama
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
@@ -241,7 +241,7 @@ if __name__ == "__main__":
         print("RESULT " + json.dumps(drafts(settings)))
         sys.exit()
     if len(sys.argv) > 2:
-        (found,) = windows(settings, label=sys.argv[2], tiny=True)
+        (found,) = of_family(settings, label=sys.argv[2], tiny=True)
         print("RESULT " + json.dumps(found | {"builders": [sorted(x) for x in profiled[0]]}))
         sys.exit()
     (found,) = identity(settings, label="", tiny=True)
