@@ -17,9 +17,12 @@ import pytest
 import torch
 import triton
 
+from vllm_cascade.attention import selfcheck
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch
+from vllm_cascade.attention.selfcheck_kept import same_units
+from vllm_cascade.attention.torch import strides
 from vllm_cascade.engine import certify, devices
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.kernels.triton import (
@@ -120,6 +123,67 @@ def test_the_cpus_library_passes_with_drafts(name: str) -> None:
 @pytest.mark.parametrize("name", [*POLICIES, *OTHER_SHAPES])
 def test_the_cpus_library_passes(name: str) -> None:
     assert check(name, CPUKVPolicyBackend)
+
+
+LONG = {"name": "h2o", "budget": 256, "num_sinks": 4, "prefill_stride": 64}
+"""Hundreds of tokens' scores are compared in a prompt."""
+
+
+def test_scores_that_rounding_may_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right device may keep the other of two tokens whose scores are almost equal.
+
+    The reference's scores are off by up to 0.8 %.
+    """
+    exact = strides._new_scores
+
+    def rounded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        found = exact(*args, **kwargs)
+        return found * (1 + 8e-3 * torch.arange(found.shape[-1]).sin())
+
+    monkeypatch.setattr(strides, "_new_scores", rounded)
+    shape = LayerShape(num_heads=2, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    check = Check(resolve(LONG), shape, CPUKVPolicyBackend, CPU, 2)
+    assert check.run() and check.close_calls > 0
+    monkeypatch.setitem(selfcheck.CLOSE_SCORES, torch.bfloat16, 0.0)
+    with pytest.raises(Mismatch, match="kept tokens differ in a prompt step"):
+        Check(resolve(LONG), shape, CPUKVPolicyBackend, CPU, 2).run()
+
+
+def units_of(tokens: list[int], scores: list[float]) -> dict[str, torch.Tensor]:
+    """Units of one token each, whose rows follow from the tokens."""
+    numbers = torch.tensor(tokens)
+    rows = torch.randn(100, 6, generator=torch.Generator().manual_seed(0))[numbers]
+    words = {"rank": torch.arange(len(tokens)), "born": numbers + 5}
+    return words | {"compared": torch.tensor(scores), "kv": rows[None, :, None]}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scores", "num"),
+    [
+        ([1, 2, 3, 7], [0.5, 0.4, 0.30003, 0.2], 1),  # 3 instead of 4
+        ([1, 2, 3, 7], [0.5, 0.4, 0.31, 0.2], None),  # which has another score
+        ([1, 2, 9, 7], [0.5, 0.4, 0.3, 0.2], None),  # a token that was never there
+        ([2, 1, 3, 7], [0.5, 0.4, 0.3, 0.2], None),  # in another order
+        ([1, 3, 5, 7], [0.5, 0.4, 0.3, 0.2], None),  # too many others
+        ([1, 2, 4, 7], [0.5, 0.4, 0.3, 0.2], 0),
+    ],
+)
+def test_kept_units(tokens: list[int], scores: list[float], num: int | None) -> None:
+    theirs = units_of([1, 2, 4, 7], [0.5, 0.4, 0.3, 0.2])
+    offered = units_of(list(range(8)), [0.0] * 8)["kv"][0, :, 0, -3:]
+    found = same_units(units_of(tokens, scores), theirs, 3, lambda: offered, 1e-3, 1e-6)
+    assert (found and found.num) == num
+    if num:
+        assert found is not None and found.ours["born"].tolist() == [6, 7, 12]
+
+
+def test_kept_units_have_their_own_places() -> None:
+    """A close call does not hide that another unit's key was rotated elsewhere."""
+    theirs = units_of([1, 2, 4, 7], [0.5, 0.4, 0.3, 0.2])
+    ours = units_of([1, 2, 3, 7], [0.5, 0.4, 0.3, 0.2])
+    ours["born"][0] += 1
+    offered = units_of(list(range(8)), [0.0] * 8)["kv"][0, :, 0, -3:]
+    assert same_units(ours, theirs, 3, lambda: offered, 1e-3, 1e-6) is None
 
 
 MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [

@@ -14,6 +14,7 @@ compared and copied, too, and queries are drawn again until no selection is too 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,6 +34,14 @@ from vllm_cascade.attention.cpu.paths import PyTorchPath
 from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.selfcheck_drafts import EveryDraft
+from vllm_cascade.attention.selfcheck_kept import CLOSE as CLOSE_SCORES
+from vllm_cascade.attention.selfcheck_kept import (
+    Kept,
+    error_of,
+    kept_units,
+    rows_and_scores,
+    same_units,
+)
 from vllm_cascade.attention.selfcheck_stores import Named, closest, opened
 from vllm_cascade.cache.kinds import kinds_of, window_policy, window_slots
 from vllm_cascade.cache.layout import Pages
@@ -41,7 +50,7 @@ from vllm_cascade.cache.spec import ROW_SCALES, KVPolicySpec
 from vllm_cascade.kernels.columns import LENGTH
 from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.policy import Policy
-from vllm_cascade.policies.schedule import Schedule
+from vllm_cascade.policies.schedule import Schedule, compared
 from vllm_cascade.recall.log import UnitShape
 from vllm_cascade.step.inputs import Undone
 
@@ -313,6 +322,10 @@ class Check:
         device: where it runs.
         repeats: runs of a step that must give the same bytes.
         drafts: most drafts of a row.
+
+    Attributes:
+        close_calls: units that the device kept instead of others with the same score, but for
+            rounding.
     """
 
     def __init__(
@@ -352,6 +365,8 @@ class Check:
         self.ours = Side(*sides, backend, impl, *sizes, device)
         self.plain = Side(*sides, CPUKVPolicyBackend, Reference, *sizes, torch.device("cpu"))
         self._generator, self.drafts = torch.Generator().manual_seed(0), drafts
+        self._before, self._values = self.ours.pool, torch.empty(0)
+        self.close_calls = 0
         for side in (self.ours, self.plain):
             if drafts:
                 side.impl.keep_drafts(2)
@@ -459,6 +474,7 @@ class Check:
         while self.recalls and self._close(plain, rows):
             rows = self._rows(step, theirs)
         before = [x.clone() for x in state()]
+        self._before, self._values = before[0], rows.value
         expected = self.plain.run(plain, rows)
         runs = []
         for _ in range(self.repeats):
@@ -469,15 +485,16 @@ class Check:
         tolerance = TOLERANCE[self.shape.dtype]
         bounds = {"kept tokens": 0.0, "rows": tolerance + self._step}
         if self.recalls:
-            pages = dict(self._pages(step))
+            calls, pages = self.close_calls, dict(self._pages(step))
             yield self._row(step, "recalled and kept tokens", pages["kept tokens"], 0)
             yield self._row(step, "recalled and kept rows", pages["rows"], bounds["rows"])
-            yield self._row(step, "stored units", self._stored(len(step.firsts)), tolerance)
-        yield self._row(step, "output", _error(runs[0][0], expected), tolerance)
-        for compared, error in self._pages(step):
-            if compared == "scores" and self.spec.schedule.keeps_newest is not None:
+            if self.close_calls == calls:  # else other units were evicted, too
+                yield self._row(step, "stored units", self._stored(len(step.firsts)), tolerance)
+        yield self._row(step, "output", error_of(runs[0][0], expected), tolerance)
+        for name, error in self._pages(step):
+            if name == "scores" and self.spec.schedule.keeps_newest is not None:
                 continue  # no kernel reads them
-            yield self._row(step, compared, error, bounds.get(compared, tolerance))
+            yield self._row(step, name, error, bounds.get(name, tolerance))
         differ = [
             not torch.equal(_bits(x), _bits(first))
             for run in runs
@@ -504,11 +521,10 @@ class Check:
                 device = side.device
                 side.impl.undo(Undone(undone.rows.to(device), undone.table.to(device)))
         known = replace(step, lengths=(1,) * len(step.lengths))
-        for compared, error in self._pages(known):
-            if compared != "scores" or self.spec.schedule.keeps_newest is None:
-                name = f"{compared.removeprefix('kept ')} without drafts"
-                bound = TOLERANCE[self.shape.dtype] + self._step * (compared == "rows")
-                yield self._row(step, name, error, bound)
+        for what, error in self._pages(known):
+            if what != "scores" or self.spec.schedule.keeps_newest is None:
+                bound = TOLERANCE[self.shape.dtype] + self._step * (what == "rows")
+                yield self._row(step, f"{what.removeprefix('kept ')} without drafts", error, bound)
 
     @property
     def _step(self) -> float:
@@ -540,7 +556,7 @@ class Check:
             if (ours.codes.int() - theirs.codes.int()).abs().max() > 1:
                 return 1.0
             rows = (self.plain.pages.read(x.rows, x.row_scale) for x in (ours, theirs))
-            worst = max(worst, _error(*rows), _error(ours.scale, theirs.scale))
+            worst = max(worst, error_of(*rows), error_of(ours.scale, theirs.scale))
         return worst
 
     def _copy(self, num_requests: int) -> None:
@@ -555,22 +571,51 @@ class Check:
         """Kept tokens, rows and scores of the step's requests, in the order of ranks."""
         schedule: Schedule = self.spec.schedule
         errors = {"kept tokens": 0.0, "rows": 0.0, "scores": 0.0}
+        unit, width = self.spec.policy.unit, self.shape.latent or self.shape.head_size
+        by_score = schedule.keeps_newest is None and self.spec.policy.uses_attention
+        close = CLOSE_SCORES[self.shape.dtype] if by_score else 0.0
+        rounding = TOLERANCE[self.shape.dtype] + STEP.get(CODES.get(self.shape.cache_dtype), 0.0)
         for row, (first, length) in enumerate(zip(step.firsts, step.lengths, strict=True)):
             slots = schedule.peak_at(first + length)
             found, wanted = (
-                _kept(side.pages, self.table[row], slots) for side in (self.ours, self.plain)
+                self._compared(kept_units(side.pages, self.table[row], slots), first + length)
+                for side in (self.ours, self.plain)
             )
-            for ours, theirs in zip(found, wanted, strict=True):
-                same = all(
-                    torch.equal(ours[name], theirs[name]) for name in ("rank", "born", "token")
+            for head_set, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+                offered = partial(self._offered, step, row, head_set)
+                same = same_units(ours, theirs, width, offered, close, rounding)
+                errors["kept tokens"] = max(errors["kept tokens"], float(same is None))
+                if same is None:
+                    continue
+                self.close_calls += same.num
+                now, expected = (
+                    rows_and_scores(kept, first + length, unit) for kept in (same.ours, same.theirs)
                 )
-                errors["kept tokens"] = max(errors["kept tokens"], float(not same))
-                if same:
-                    used = _used(theirs, first + length, self.spec.policy.unit)
-                    for name, key in (("kv", "rows"), ("score", "scores")):
-                        error = _error(*(_only(x[name], used, name) for x in (ours, theirs)))
-                        errors[key] = max(errors[key], error)
+                for key in now:
+                    errors[key] = max(errors[key], error_of(now[key], expected[key]))
         yield from errors.items()
+
+    def _compared(self, kept: list[Kept], seen: int) -> list[Kept]:
+        """Units with what the policy compares."""
+        scoring = self.spec.schedule.scoring
+        return [
+            one
+            | {"compared": compared(scoring, one["score"], seen - one.get("token", one["born"]))}
+            for one in kept
+        ]
+
+    def _offered(self, step: Step, row: int, head_set: int) -> torch.Tensor:
+        """Values ``[n, width]`` of a set's first head that a step could keep: of old tokens as they
+        were before the step, and of new ones."""
+        begin, length = sum(step.lengths[:row]), step.lengths[row]
+        head = head_set * (self.shape.num_kv_heads // self.spec.num_sets)
+        new = self._values[begin : begin + length, head].float()
+        now = self.ours.pool.clone()
+        self.ours.pool.copy_(self._before)
+        slots = self.spec.schedule.peak_at(step.firsts[row])
+        old = kept_units(self.ours.pages, self.table[row], slots)[head_set]["kv"]
+        self.ours.pool.copy_(now)
+        return torch.cat([old[0, :, 0, -new.shape[1] :].float(), new])
 
     def _row(self, step: Step, compared: str, error: float, tolerance: float) -> Row:
         if error <= tolerance:
@@ -630,7 +675,7 @@ class Check:
                 buffer.copy_(now)
             expected = self.plain.run(plain, rows)
             graph.replay()
-            error = _error(output, expected)
+            error = error_of(output, expected)
             row = self._row(step, "output", error, TOLERANCE[dtype])
             rows_found.append(Row("graph", "output", error, row.failure))
             found = [row] if drafts is None else [row, *self._undo(step, drafts)]
@@ -643,48 +688,3 @@ class Check:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the largest number of what is expected; NaN is infinite."""
-    if expected.numel() == 0:
-        return 0.0
-    found, expected = found.cpu().double(), expected.cpu().double()
-    difference = (found - expected).abs().max()
-    most = expected.abs().max().clamp_min(1e-9)
-    return float("inf") if difference.isnan() else float(difference / most)
-
-
-def _kept(pages: Pages, blocks: torch.Tensor, slots: int) -> list[dict[str, torch.Tensor]]:
-    """What a request's pages hold by head set, in the order of ranks."""
-    blocks, unit, found = blocks.long(), pages.unit, []
-    num_sets = pages.rank.shape[1]
-    heads = pages.kv.shape[1] // num_sets
-    words = {
-        name: getattr(pages, name)[blocks.to(pages.rank.device)].cpu().transpose(0, 1).flatten(1)
-        for name in ("rank", "born", "score", "token")
-        if getattr(pages, name) is not None
-    }
-    kv = pages.rows(blocks.to(pages.kv.device)).cpu().transpose(0, 1).flatten(1, 2)
-    kv = kv.unflatten(1, (-1, unit))
-    for head_set in range(num_sets):
-        rank = words["rank"][head_set, : slots // unit]
-        order = rank.argsort(stable=True)
-        order = order[rank[order] >= 0]
-        own = {name: word[head_set][order] for name, word in words.items()}
-        own.setdefault("token", own["rank"])
-        own["kv"] = kv[head_set * heads : (head_set + 1) * heads, order]
-        found.append(own)
-    return found
-
-
-def _used(kept: dict[str, torch.Tensor], seen: int, unit: int) -> torch.Tensor:
-    """bool ``[units, unit]``: slots that hold a token; a request's last unit may not be full."""
-    used = torch.ones(len(kept["rank"]), unit, dtype=torch.bool)
-    if len(used) and seen % unit:
-        used[-1, seen % unit :] = False
-    return used
-
-
-def _only(values: torch.Tensor, used: torch.Tensor, name: str) -> torch.Tensor:
-    return values[:, used] if name == "kv" else values
