@@ -373,6 +373,19 @@ def test_a_preempted_request_undoes_nothing() -> None:
     assert sorted(streams.drafts._free) == list(range(MOST_REQUESTS))
 
 
+def test_requests_of_a_warm_up_end_without_a_word() -> None:
+    """vLLM's own requests have no scheduler that says which drafts stay; others must have one."""
+    drafts = Drafts(2, 3)
+    output = SchedulerOutput.make_empty()
+    output.finished_req_ids = {"a"}
+    drafts._drafted = {"a": Drafted(begin=5, num=2, place=3 * drafts._free.pop())}
+    with pytest.raises(AssertionError, match="its tokens are not known"):
+        drafts.note(output)
+    drafts._drafted = {"a": Drafted(begin=5, num=2, place=0)}
+    drafts._free, drafts.warming_up = [1], True
+    assert drafts.note(output) == [] and not drafts._drafted and sorted(drafts._free) == [0, 1]
+
+
 # --- each part, broken once ---------------------------------------------------------------------
 
 

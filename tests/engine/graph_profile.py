@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM does on a GPU to measure CUDA graphs' memory, less the capture, on a CPU.
+"""What vLLM does before it serves on a GPU, less the capture of CUDA graphs, on a CPU.
 
-A GPU's worker builds a small cache before the real one, from the runner's own specs, and runs the
-model on it. Engines that are told their cache's bytes, or that run eagerly, leave it out.
+To measure graphs' memory, a GPU's worker builds a small cache before the real one, from the
+runner's own specs, and runs the model on it. Engines that are told their cache's bytes, or that run
+eagerly, leave it out. With the second model runner it also serves requests of its own, so that
+kernels are compiled; no scheduler knows these.
 """
 
 from typing import Any
 
+import torch
+from vllm import SamplingParams
 from vllm.config import set_current_vllm_config
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from vllm_cascade.engine.cpu_worker import CPUKVPolicyWorker
@@ -45,4 +50,34 @@ def turn_on(setattr_: Any = setattr) -> list[set[str]]:
         return original(worker)
 
     setattr_(CPUKVPolicyWorker, "determine_available_memory", determine_available_memory)
+    return found
+
+
+def warm_kernels_up(setattr_: Any = setattr) -> list[int]:
+    """Every engine on the second runner serves vLLM's own requests first.
+
+    Returns:
+        A list that gets the number of steps that each engine ran for them.
+    """
+    from vllm.v1.worker.gpu.warmup import warmup_kernels  # imports what needs Triton
+
+    found: list[int] = []
+    original = CPUWorker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model(worker: Any) -> Any:
+        times = original(worker)
+        if worker.use_v2_model_runner:
+            found.append(0)
+
+            def execute_model(output: Any) -> Any:
+                found[-1] += 1
+                return worker.execute_model(output)
+
+            warmup_kernels(worker.model_runner, execute_model, worker.sample_tokens)
+        return times
+
+    setattr_(CPUWorker, "compile_or_warm_up_model", compile_or_warm_up_model)
+    setattr_(torch.accelerator, "synchronize", lambda *_: None)
+    # Triton's interpreter cannot run vLLM's kernel for top-k and top-p.
+    setattr_(SamplingParams, "for_sampler_warmup", lambda: SamplingParams(temperature=0.0))
     return found

@@ -12,7 +12,8 @@ imported. Scheduling is asynchronous, as on a GPU. ``on_device.py`` compares wit
 ``benchmarks.gpu_engine`` does on a card; then a request that is preempted is compared with one that
 is not. With a family's name, two layers of it are compared instead; with ``sessions``, a second
 engine continues a chat; with ``drafts``, there are answers with and without n-gram drafts. Every
-engine measures CUDA graphs' memory as on a GPU, less the capture (``graph_profile.py``).
+engine measures CUDA graphs' memory and warms kernels up as on a GPU, less the capture
+(``graph_profile.py``).
 """
 
 import os
@@ -50,12 +51,15 @@ from vllm_cascade.engine.devices import CPU
 
 profiled: list[list[set[str]]] = []
 """Names of the builders that engines were profiled with, once ``like_a_gpu`` was called."""
+warmed: list[list[int]] = []
+"""Steps of the warm-up of each engine, likewise."""
 
 
 def like_a_gpu() -> None:
     """Every engine of this process from here on."""
     async_cpu.turn_on()
     profiled.append(graph_profile.turn_on())
+    warmed.append(graph_profile.warm_kernels_up())
     CPUKVPolicyBackend.get_impl_cls = lambda: TritonKVPolicyImpl
     CPUKVPolicyBackend.get_builder_cls = lambda: CUDABuilder
     CPU.own_refusals = tuple(
@@ -192,6 +196,7 @@ def drafts(policy: dict[str, Any]) -> dict[str, Any]:
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
     params = SamplingParams(max_tokens=40, logprobs=0, temperature=0.0, ignore_eos=True)
     found: dict[str, Any] = {"answers": [], "reused": [], "evicted": [], "runner": []}
+    found["warmed"] = warmed[0]
     with tempfile.TemporaryDirectory() as folder:
         for speculative in (None, config):
             settings = {"speculative_config": speculative, "enable_prefix_caching": True}

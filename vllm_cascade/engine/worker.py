@@ -13,13 +13,17 @@ from vllm.config import ModelConfig, get_layers_from_vllm_config, set_current_vl
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention, MLAAttention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backends.mla.prefill.registry import (
+    MLAPrefillBackendEnum,
+    register_mla_prefill_backend,
+)
 from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.attention.selector import _cached_get_attn_backend
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 from vllm.v1.worker.block_table import SlotMappingMode
 
-from vllm_cascade.attention.latent import LatentImpl, connect
+from vllm_cascade.attention.latent import LatentImpl, OwnPrefill, connect
 from vllm_cascade.attention.recorder import Recorder
 from vllm_cascade.cache.kinds import DraftingLayers, bounded
 from vllm_cascade.cache.layout import whole_pages
@@ -107,12 +111,15 @@ class KVPolicyWorker(SessionWorker):
         backends = self.device_entry.backends(self.vllm_config)
         for slot, backend in backends.items():
             register_backend(slot, backend)
+        prefill = MLAPrefillBackendEnum.CUSTOM  # where a device's configuration names it
+        register_mla_prefill_backend(prefill, f"{OwnPrefill.__module__}.{OwnPrefill.__name__}")
         _cached_get_attn_backend.cache_clear()  # vLLM caches its selection
         try:
             yield
         finally:
             for slot in backends:
                 slot.clear_override()
+            prefill.clear_override()
             _cached_get_attn_backend.cache_clear()
 
     def load_model(self, **kwargs: Any) -> None:
@@ -288,6 +295,16 @@ class KVPolicyWorker(SessionWorker):
             builder.drafts = self._drafts
         for layer in self._all_layers().values():
             layer.impl.keep_drafts(most_requests)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Let the second model runner serve vLLM's own requests, whose drafts end unanswered."""
+        if self._drafts is None:
+            return super().compile_or_warm_up_model()
+        self._drafts.warming_up = True
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            self._drafts.warming_up = False
 
     def _undo_drafts(self, output: SchedulerOutput) -> None:
         """Undo the drafts that the last steps rejected, before anything reads or copies pages."""
