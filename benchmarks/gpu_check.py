@@ -96,6 +96,7 @@ def part_of_checks(interpret: bool, part: int, parts: int) -> list[Row]:
 
     from tests.kernels.card_checks import correctness
 
+    torch.set_num_threads(1)  # of references on the CPU: processes must not compete for its cores
     return correctness(torch.device("cpu" if interpret else "cuda"), interpret, part, parts)
 
 

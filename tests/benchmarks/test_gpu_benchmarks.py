@@ -100,11 +100,55 @@ def test_an_engine_that_is_compared_starts_as_by_default() -> None:
     from tests.engine.on_device import start
 
     told = start(tiny=False)
-    assert "gpu_memory_utilization" in told and told["jit_monitor_mode"] == "error"
+    assert "gpu_memory_utilization" in told
     assert not {"kv_cache_memory_bytes", "enforce_eager"} & set(told)
     wanted = jobs(False, list(POLICIES), list(FAMILIES), [])
     families = ["gemma3", "gpt-oss", "deepseek-v2", "lfm2", "granite4"]
     assert [job["label"] for job in wanted] == families
+
+
+def test_engines_on_a_card_do_not_run_kernels_in_the_interpreter() -> None:
+    """As all tests do once ``tests/conftest.py`` is imported."""
+    names = "os, benchmarks.gpu_engine, tests.oracle.families, tests.oracle.recurrent"
+    names += ", tests.oracle.random_models, tests.oracle.full_attention, tests.oracle.model"
+    code = f"import {names}; print(os.environ.get('TRITON_INTERPRET'))"
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split()[-1] == "None", done.stdout + done.stderr
+
+
+def test_our_kernels_that_are_compiled_late() -> None:
+    """vLLM's monitor says so in its log; its own kernels do not count."""
+    from vllm.utils import jit_monitor
+
+    from tests.engine.on_device import LateKernels
+    from vllm_cascade.kernels.triton import attend
+
+    late = LateKernels()
+    assert late.names() == []
+    for name in ("_topk_log_softmax_kernel", attend._attend.__name__):
+        jit_monitor._log_triton_jit_compile(name, {})
+    assert late.names() == ["_attend"] and len(late.compiled) == 2
+
+
+def test_processes_that_check_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References run on the CPU; 14 processes of 16 threads each did not finish on a card."""
+    import torch
+
+    from benchmarks import gpu_check
+    from tests.kernels import card_checks
+
+    def count(*_: object) -> list[dict[str, int]]:
+        return [{"threads": torch.get_num_threads()}]
+
+    monkeypatch.setattr(card_checks, "correctness", count)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert gpu_check.part_of_checks(True, 0, 1) == [{"threads": 1}]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_the_check_of_the_first_start_is_timed() -> None:
