@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A card's numbers as a kept result: tables from what ``gpu_check`` and ``gpu.tune`` wrote.
+"""A card's numbers as a kept result: tables of what one benchmark wrote on it.
 
     python -m benchmarks.reporting.gpu FOLDER --commit COMMIT --out benchmarks/results/NAME.json
 
-The card's machine has neither vLLM nor rich, and perhaps no history, so it writes plain JSON, and
-the commit is named here.
+FOLDER has what ``gpu_check`` and ``gpu.tune`` wrote, or several files ``gpu_engine*.json``. The
+card's machine may have no rich and no history, so it writes plain JSON, and the commit is named
+here.
 """
 
 import argparse
@@ -78,8 +79,72 @@ def tuned(rows: list[Row]) -> Table:
     return table("attend_strides by configuration", [*names, "ms"], found, note)
 
 
+KINDS = {
+    "identity": "tiny Llama",
+    "windows": "two layers of the family",
+    "latent": "two layers of the family",
+    "recurrent": "two layers of the family",
+}
+"""What ``gpu_engine`` compares with the oracle."""
+
+
+def engines(rows: list[Row]) -> Table:
+    """Engines and the oracle: largest difference of a log-probability, or why there is none."""
+    columns = ["policy or family", "model", "equal", "largest difference", "evicted", "reused"]
+    found = []
+    for row in rows:
+        head = [row["policy"], KINDS[row["what"]]]
+        if "error" in row:
+            reason = row["error"].partition("; see ")[0].partition(". ")[0]
+            found.append([*head, "no", reason, "", ""])
+            continue
+        equal = "yes" if row["equal"] else "no"
+        numbers = [f"{row['evicted']:,}", f"{row['reused']:,}"]
+        found.append([*head, equal, f"{row['max_error']:.1e}", *numbers])
+    note = (
+        "Log-probabilities of 300 generated tokens a request, in fp32. evicted: tokens; reused: "
+        "prompt tokens that a request took from another's snapshot."
+    )
+    return table("Engines beside the oracle", columns, found, note)
+
+
+def speed(rows: list[Row]) -> Table:
+    columns = [
+        "model", "policy", "prompt", "first token, s", "requests", "output tokens a second",
+    ]  # fmt: skip
+    found = [
+        [row["model"], row["policy"], f"{row['context']:,}",
+         f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
+         f"{row['requests']}" if "requests" in row else "",
+         f"{row['output_tokens_per_s']:,.0f}" if "output_tokens_per_s" in row else ""]
+        for row in rows
+    ]  # fmt: skip
+    note = "A first token is that of one request alone. Requests decode at once."
+    return table("Speed of engines", columns, found, note)
+
+
+def engine_result(files: list[Path], commit: str) -> Row:
+    """The kept result of what runs of ``gpu_engine`` wrote."""
+    runs = [json.loads(file.read_text()) for file in files]
+    rows = [row for run in runs for row in run["rows"]]
+    compared = [row for row in rows if row["what"] in KINDS]
+    timed = [row for row in rows if row["what"] == "speed"]
+    tables = [engines(compared)] if compared else []
+    tables += [speed(timed)] if timed else []
+    return {
+        "command": "python -m benchmarks.gpu_engine",
+        "seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
+        "environment": runs[0]["environment"] | {"git_commit": commit, "git_dirty": False},
+        "settings": {},
+        "tables": [one.as_json() for one in tables],
+        "data": {},
+    }
+
+
 def result(folder: Path, commit: str) -> Row:
-    """The kept result of a folder with ``gpu_check.json`` and perhaps ``tune.json``."""
+    """The kept result of a folder: of ``gpu_engine``, or of ``gpu_check`` and perhaps ``tune``."""
+    if files := sorted(folder.glob("gpu_engine*.json")):
+        return engine_result(files, commit)
     check = json.loads((folder / "gpu_check.json").read_text())
     tables = [
         checks(check["checks"]),

@@ -54,6 +54,29 @@ def test_a_kept_result(tmp_path: Path) -> None:
     assert "A card; torch 2, vLLM not installed, commit 0123456789, 2026-11-25; 6 s." in text
 
 
+def test_a_kept_result_of_engines(tmp_path: Path) -> None:
+    compared = {"what": "identity", "policy": "sink", "equal": True, "max_error": 2e-5}
+    compared |= {"evicted": 1691, "reused": 208, "seconds": 55.5}
+    failed = {"what": "latent", "policy": "deepseek-v2", "error": "ValueError: None. More; see log"}
+    timed = {"what": "speed", "policy": "stock", "model": "8B", "context": 1024, "requests": 4}
+    rows = [timed | {"output_tokens_per_s": 1234.5}, timed | {"first_token_s": 1.234}]
+    for name, some in (("", [compared, failed]), ("_speed", rows)):
+        written = {"environment": CHECK["environment"] | {"vllm": "1"}, "rows": some}
+        (tmp_path / f"gpu_engine{name}.json").write_text(json.dumps(written))
+    found = gpu.result(tmp_path, "0123456789ab")
+    engines, speed = ([list(row) for row in one["rows"]] for one in found["tables"])
+    assert engines == [
+        ["sink", "tiny Llama", "yes", "2.0e-05", "1,691", "208"],
+        ["deepseek-v2", "two layers of the family", "no", "ValueError: None", "", ""],
+    ]
+    assert speed == [
+        ["8B", "stock", "1,024", "", "4", "1,234"],
+        ["8B", "stock", "1,024", "1.23", "4", ""],
+    ]
+    text = results.section(json.loads(results.as_text(found)))
+    assert "A card; torch 2, vLLM 1, commit 0123456789, 2026-11-25; 56 s." in text
+
+
 def test_configurations_are_timed() -> None:
     done = run("benchmarks.gpu.tune", "--interpret", "--workers", "1")
     assert done.returncode == 0 and done.stdout.count("'ms'") == 2, done.stderr
