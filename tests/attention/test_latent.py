@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 import torch
 from vllm.config.compilation import PassConfig
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.attention.test_cuda import refused
 from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.backend import CUDALatentBackend
 from vllm_cascade.attention.cuda.impl import TritonLatentImpl
-from vllm_cascade.attention.latent import connect
+from vllm_cascade.attention.latent import OwnPrefill, connect
 from vllm_cascade.engine.devices import DEVICES
 from vllm_cascade.policies.registry import resolve
 
@@ -39,17 +43,46 @@ def test_only_models_with_latents_get_the_backend(device: str) -> None:
 
 @pytest.mark.parametrize("use_mla", [True, False])
 def test_vllm_writes_no_latents_itself(use_mla: bool) -> None:
-    """Where a compiler pass would fuse rotation with the write to vLLM's own slots."""
+    """Where a compiler pass would fuse rotation with the write to vLLM's own slots.
+
+    Nor does it attend from a prompt.
+    """
     passes = PassConfig(fuse_rope_kvcache_cat_mla=None)
     passes.fuse_rope_kvcache_cat_mla = True
     config: Any = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=None),
+        attention_config=SimpleNamespace(backend=None, mla_prefill_backend=None),
         compilation_config=SimpleNamespace(pass_config=passes),
         model_config=SimpleNamespace(use_mla=use_mla),
     )
     DEVICES["cuda"].configure(config, resolve({"name": "cascade"}))
     assert config.attention_config.backend is AttentionBackendEnum.CUSTOM
     assert passes.fuse_rope_kvcache_cat_mla is not use_mla
+    prefill = MLAPrefillBackendEnum.CUSTOM if use_mla else None
+    assert config.attention_config.mla_prefill_backend is prefill
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_prompts_are_ours_for_all_types_and_sizes(dtype: torch.dtype) -> None:
+    """On any card: vLLM would ask one of its own, and has none for most."""
+    sizes = MLADimensions(qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=24)
+    for card in (None, DeviceCapability(8, 0), DeviceCapability(12, 0)):
+        asked = MLAPrefillSelectorConfig(dtype, sizes)
+        assert OwnPrefill.validate_configuration(card, asked) == []
+
+
+@pytest.mark.parametrize(
+    ("prefill", "refused"),
+    [(None, False), ("CUSTOM", False), ("FLASH_ATTN", True), ("TRTLLM_RAGGED", True)],
+)
+def test_another_prefill_backend_is_refused(prefill: str | None, refused: bool) -> None:
+    """It would have no effect."""
+    chosen = None if prefill is None else MLAPrefillBackendEnum[prefill]
+    config = SimpleNamespace(
+        attention_config=SimpleNamespace(backend=None, mla_prefill_backend=chosen)
+    )
+    found = [one for one in DEVICES["cuda"].own_refusals if one.name == "attention backend"]
+    assert found[0].applies(config, resolve({"name": "cascade"})) == refused
+    assert "mla_prefill_backend" in found[0].message
 
 
 def test_vllm_accepts_the_backend() -> None:

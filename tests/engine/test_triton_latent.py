@@ -8,9 +8,15 @@ which runs these families, too.
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import mla_attention
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability, Platform
+from vllm.v1.attention.backends.mla.prefill import selector
 
 from tests.engine import graph_profile
 from tests.engine.pool import EnginePool
@@ -37,6 +43,9 @@ from tests.oracle.full_attention import LATENT, OWN_MODULES
 from tests.oracle.quantised import Quantiser
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
+from vllm_cascade.attention.latent import OwnPrefill
+from vllm_cascade.engine.devices import CPU, DEVICES
+from vllm_cascade.policies.policy import Policy
 from vllm_cascade.recall.rings import Rings
 
 __all__ = ["experts_in_one_group", "triton_backend"]  # fixtures
@@ -56,6 +65,40 @@ def test_deepseek(engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.M
     path = write_family(tmp_path, family)
     check_decoding(engine_pool, path, family, POLICIES["cascade"], prompt_len=130, num=6)
     assert found == [{"CUDABuilder"}]
+
+
+def prefill_on_a_card(config: VllmConfig) -> Any:
+    """vLLM's choice of a prefill backend of latents on an H200, made on this platform."""
+    card = {
+        "is_cpu": lambda _: False,
+        "get_device_capability": classmethod(lambda _: DeviceCapability(9, 0)),
+        "get_mla_prefill_backend_cls": vars(Platform)["get_mla_prefill_backend_cls"],
+    }
+    selector._auto_select_mla_prefill_backend.cache_clear()
+    with mock.patch.multiple(type(current_platform), **card):
+        return selector.get_mla_prefill_backend(config)
+
+
+def test_vllm_has_no_prefill_backend(
+    engine_pool: EnginePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For heads of these sizes, in fp32, vLLM finds none on a card; ours does not need it."""
+    found: list[Any] = []
+
+    def choose(config: VllmConfig) -> Any:
+        found.append(prefill_on_a_card(config))
+        return found[-1]
+
+    def configure(_: CPU, config: VllmConfig, policy: Policy) -> None:
+        DEVICES["cuda"].configure(config, policy)
+        config.attention_config.backend = None  # the CPU platform knows no other than its own
+
+    monkeypatch.setattr(mla_attention, "get_mla_prefill_backend", choose)
+    monkeypatch.setattr(CPU, "configure", configure)
+    family = shallow(OWN_MODULES["deepseek-v2"])
+    path = write_family(tmp_path, family)
+    check_decoding(engine_pool, path, family, POLICIES["cascade"], prompt_len=70, num=3)
+    assert found == [OwnPrefill, OwnPrefill]
 
 
 @pytest.mark.slow

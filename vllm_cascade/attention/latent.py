@@ -11,10 +11,12 @@ vLLM orders a row ``[latent, k_pe]``. Ours begins with the rotated channels, as 
 models do.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
+from vllm_cascade.attention.backend import KVPolicyBackend
 from vllm_cascade.attention.impl import KVPolicyImpl
 from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.cache.spec import KVPolicySpec
@@ -90,6 +92,27 @@ class LatentImpl(KVPolicyImpl):
 
     def do_kv_cache_update(self, *args: Any) -> None:
         """Do nothing: ``run`` writes the rows that survive."""
+
+
+class OwnPrefill(MLAPrefillBackend):
+    """What vLLM's MLA layers have for prompts: nothing, since ``forward_mha`` attends from them.
+
+    On GPUs vLLM selects such a backend for every layer, and raises an error where it has none: for
+    other types than 16 bits, other sizes of heads than DeepSeek's, and some cards. This one is for
+    all that our kernels run, and holds no memory, unlike some of vLLM's.
+    """
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = KVPolicyBackend.supported_dtypes
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    def run_prefill_new_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: only vLLM's own implementations of layers call it."""
+        raise NotImplementedError("with a policy, LatentImpl.forward_mha attends from prompts")
+
+    run_prefill_context_chunk = run_prefill_new_tokens
 
 
 def connect(layer: Any) -> None:

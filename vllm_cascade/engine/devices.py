@@ -9,6 +9,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import import_pynvml
+from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_cascade.cache.quantised import CODES
@@ -178,9 +179,11 @@ class CUDA(Device):
             "attention backend",
             lambda config, _: (
                 config.attention_config.backend not in (None, AttentionBackendEnum.CUSTOM)
+                or config.attention_config.mla_prefill_backend
+                not in (None, MLAPrefillBackendEnum.CUSTOM)
             ),
-            "--attention-backend cannot be combined with --kv-policy, which brings its own "
-            "backend; remove one of the two",
+            "--attention-backend and mla_prefill_backend of --attention-config cannot be combined "
+            "with --kv-policy, which brings its own backend; remove one of the two",
         ),
         Refusal(
             "cache type on CUDA",
@@ -253,6 +256,8 @@ class CUDA(Device):
             # This pass, on by default for quantised models, rotates latent keys in vLLM's kernel
             # that writes them to its own slots of the cache.
             config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False
+            # Or vLLM would select one of its own for prompts, or raise where it has none.
+            config.attention_config.mla_prefill_backend = MLAPrefillBackendEnum.CUSTOM
         if compiled(policy).moves_tokens:
             logger.warning(
                 "KV policy %s: attention runs in PyTorch, outside full CUDA graphs and slower than "
