@@ -117,7 +117,7 @@ def choose_ranks(
     return stay + columns - planned
 
 
-@triton.jit(do_not_specialize=["sums_stride", "line_stride", "notes_stride"])
+@triton.jit(do_not_specialize=["sums_stride", "line_stride", "notes_stride", "share"])
 def _keep_of_strides(
     sums,
     given,
@@ -132,7 +132,7 @@ def _keep_of_strides(
     sums_stride,
     line_stride,
     notes_stride,
-    SHARE: tl.constexpr,
+    share,
     SUMMED: tl.constexpr,
     QUERY_HEADS: tl.constexpr,
     REDUCTION: tl.constexpr,
@@ -141,13 +141,14 @@ def _keep_of_strides(
     TILE: tl.constexpr,
     SCORE_TILE: tl.constexpr,
 ):
+    """Write notes of the first of ``share`` programs, by which strides are inserted later."""
     row = tl.program_id(0).to(tl.int64)
     step = steps + row * STEP
     if tl.load(step + STREAM) < 0:
         return
     mine = row * tl.num_programs(1) + tl.program_id(1)
-    notes += mine * SHARE * NUMBERS * notes_stride
-    values += mine * SHARE * VALUES * notes_stride
+    notes += mine * share * NUMBERS * notes_stride
+    values += mine * share * VALUES * notes_stride
     line += mine * LINE * line_stride
     choose_ranks(
         sums=sums,
@@ -215,7 +216,7 @@ class StrideChoice:
                 sums_stride=strides.sums_width,
                 line_stride=strides.line_width,
                 notes_stride=strides.notes_width,
-                SHARE=strides.num_parts,
+                share=strides.num_parts,
                 SUMMED=strides.summed,
                 QUERY_HEADS=strides.query_heads,
                 PARTS=strides.parts,

@@ -56,7 +56,7 @@ def plain_rows(
     return x, y, rest, most
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["table"])  # that of some rows of it
 def ask(
     query,
     steps,

@@ -22,6 +22,7 @@ from vllm.v1.worker import gpu_worker as vllm_worker
 from tests.attention import test_paged, test_windows
 from tests.attention.test_cuda import AtOnce
 from tests.attention.test_paged import PagedLayer, Shape
+from tests.attention.test_rings import rings_of
 from tests.attention.test_windows import WindowLayer, random_streams
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
@@ -29,6 +30,7 @@ from vllm_cascade.attention.cuda.warm_up import warm_up
 from vllm_cascade.cache.states import StateSpec
 from vllm_cascade.engine import gpu_worker
 from vllm_cascade.policies.per_request import PerRequest
+from vllm_cascade.policies.schedule import Schedule
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
 STRIDE = 256
@@ -39,18 +41,27 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sink": {"name": "sink", "budget": 260},
     "beehive": {"name": "beehive", "budget": 260},
 }
+RECALL = {"unit": 16, "num_sinks": 16, "budget": 256, "recall": 2, "recall_store": 512}
+RECALLING: dict[str, dict[str, Any]] = {
+    "cascade": {**RECALL, "name": "cascade", "num_subcaches": 2, "recall_queries": 4},
+    "sink": {**RECALL, "name": "sink"},
+    "heads": {**RECALL, "name": "h2o", "head_policy": "per_kv_head", "recall_store": 16 * 19},
+}
+OF_RECALL = {"ask", "_judge", "_weigh", "_choose", "_bring", "_remember"}
+OF_RECALL |= {"_keep_of_strides", "_list_gone", "_store_units"}
 Variant = tuple[Any, ...]
 
 
 def variant_of(kernel: InterpretedFunction, values: dict[str, Any]) -> Variant:
     """What a compiled kernel is kept under: its name and what is special about each argument."""
     plain = kernel.kwargs.get("do_not_specialize") or ()
+    anywhere = kernel.kwargs.get("do_not_specialize_on_alignment") or ()
     found: list[Any] = [kernel.fn.__name__]
     for name, value in values.items():
         if name not in kernel.arg_names or kernel.fn.__annotations__.get(name) is tl.constexpr:
             found.append((name, value))
         elif isinstance(value, torch.Tensor):
-            found.append((name, value.dtype, value.data_ptr() % 16 == 0))
+            found.append((name, value.dtype, name in anywhere or value.data_ptr() % 16 == 0))
         elif isinstance(value, int) and name not in plain:
             found.append((name, value == 1, value % 16 == 0, value >= 2**31))
         else:
@@ -78,22 +89,42 @@ ODD = Shape(num_kv_heads=1, group=2, head_size=24, rotary_dim=24, dtype=torch.fl
 LATENT = Shape(
     num_kv_heads=1, group=5, head_size=48, rotary_dim=16, latent=True, dtype=torch.float16
 )
+IN_8_BITS = Shape(dtype=torch.float16, cache_dtype="fp8_per_token_head")
 
 
 class Served:
-    """Prompts as a scheduler would send them, next to a request that decodes."""
+    """Prompts as a scheduler would send them, next to a request that decodes.
 
-    def __init__(self, settings: dict[str, Any], shape: Shape = PLAIN, drafts: int = 0) -> None:
-        self.shape, self.drafts = shape, drafts
-        self.pages = 40
+    Block tables of 40 pages begin at multiples of 16 bytes, and those of 41 do not.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], shape: Shape = PLAIN, drafts: int = 0, pages: int = 40
+    ) -> None:
+        self.shape, self.drafts, self.pages = shape, drafts, pages
         settings = settings | {"prefill_stride": STRIDE}
-        self.layer = PagedLayer(self.shape, settings, 2 * self.pages + 1, drafts)
+        self.layer = PagedLayer(self.shape, settings, 4 * pages + 1, drafts)
         if drafts:
             self.layer.impl.keep_drafts(8)
             self.layer.builder.drafts = Drafts(8, drafts)
-        self.table = torch.arange(1, 2 * self.pages + 1).view(2, -1).int()
+        self.table = torch.arange(1, 4 * pages + 1).view(4, -1).int()
+        self.rings = None
+        if self.layer.policy.recall:
+            self.rings = rings_of(self.layer, 8)
+            self.rings.rings = {name: number for number, name in enumerate("abcd")}
+            self.layer.builder.requests.names = lambda common: list("abcd")[: common.num_reqs]
+
+    def evict(self, firsts: list[int]) -> None:
+        """Let rings hold what requests of so many tokens have evicted."""
+        assert self.rings is not None
+        schedules = self.layer.builder.requests.schedules(None) or [self.layer.spec.schedule]
+        for number, first in enumerate(firsts):
+            schedule: Schedule = schedules[number % len(schedules)]
+            self.rings.end[number] = int(schedule.evicted(np.asarray(first)))
 
     def run(self, lengths: list[int], firsts: list[int], prefilling: list[bool]) -> None:
+        if self.rings is not None:
+            self.evict(firsts)
         heads, size, tokens = self.shape.num_kv_heads, self.shape.head_size, sum(lengths)
         query = torch.zeros(tokens, heads * self.shape.group, size)
         key = torch.zeros(tokens, heads, size)
@@ -115,6 +146,10 @@ class Served:
             self.generate([1 + first, 1 + first], [700, tokens])
             self.generate([1 + first, 1], [700, tokens])
 
+    def prompts(self, lengths: list[int], first: int) -> None:
+        """Parts of several prompts in one step, which begin alike."""
+        self.run(lengths, [first] * len(lengths), [True] * len(lengths))
+
     def generate(self, lengths: list[int], firsts: list[int]) -> None:
         """Rows of a known token and drafts, all of which are rejected."""
         builder, names = self.layer.builder, ["a", "b"][: len(lengths)]
@@ -134,16 +169,19 @@ class Served:
         self.layer.impl.undo(undone)
 
 
+@pytest.mark.parametrize("pages", [40, 41])
 @pytest.mark.parametrize("name", POLICIES)
-def test_nothing_is_compiled_after_the_warm_up(name: str, variants: set[Variant]) -> None:
-    everything_is_warm(Served(POLICIES[name]), name, variants)
+def test_nothing_is_compiled_after_the_warm_up(
+    name: str, pages: int, variants: set[Variant]
+) -> None:
+    everything_is_warm(Served(POLICIES[name], pages=pages), variants)
 
 
 @pytest.mark.parametrize("name", ["cascade", "sink"])
 def test_nothing_is_compiled_for_latent_rows_after_the_warm_up(
     name: str, variants: set[Variant]
 ) -> None:
-    everything_is_warm(Served(POLICIES[name], LATENT), name, variants)
+    everything_is_warm(Served(POLICIES[name], LATENT), variants)
 
 
 @pytest.mark.parametrize("name", ["units", "sink", pytest.param("heads", marks=pytest.mark.slow)])
@@ -151,8 +189,31 @@ def test_nothing_is_compiled_for_drafts_after_the_warm_up(
     name: str, variants: set[Variant]
 ) -> None:
     """Heads of 24 channels: how rows of a step are aligned depends on the number of drafts."""
-    everything_is_warm(Served(POLICIES[name], ODD, drafts=3), name, variants)
-    assert {"_save_versions", "_undo"} <= {variant[0] for variant in variants}
+    everything_is_warm(Served(POLICIES[name], ODD, drafts=3), variants)
+    assert {"_save_versions", "_undo"} <= names_of(variants)
+
+
+@pytest.mark.parametrize("pages", [40, 41])
+@pytest.mark.parametrize("name", RECALLING)
+def test_nothing_is_compiled_for_recall_after_the_warm_up(
+    name: str, pages: int, variants: set[Variant]
+) -> None:
+    """Rows of evidence begin at multiples of 16 bytes where stores have 32 units, not with 19."""
+    everything_is_warm(Served(RECALLING[name], pages=pages), variants)
+
+
+@pytest.mark.parametrize("shape", [LATENT, IN_8_BITS], ids=["latent", "8 bits"])
+def test_nothing_is_compiled_for_recall_of_other_rows_after_the_warm_up(
+    shape: Shape, variants: set[Variant]
+) -> None:
+    everything_is_warm(Served(RECALLING["cascade"], shape), variants)
+
+
+def test_nothing_is_compiled_for_drafts_beside_recall_after_the_warm_up(
+    variants: set[Variant],
+) -> None:
+    everything_is_warm(Served(RECALLING["sink"], ODD, drafts=3), variants)
+    assert {"_save_versions", "_undo"} <= names_of(variants)
 
 
 def test_nothing_is_compiled_where_strides_are_split(
@@ -160,26 +221,43 @@ def test_nothing_is_compiled_where_strides_are_split(
 ) -> None:
     monkeypatch.setattr(TritonKVPolicyImpl, "least_part", 64)
     served = Served(POLICIES["cascade"])
-    everything_is_warm(served, "cascade", variants)
+    everything_is_warm(served, variants)
     assert served.layer.impl._made.strides.attention.split.splits == 4
 
 
-def everything_is_warm(served: Served, name: str, variants: set[Variant]) -> None:
-    layer = served.layer
-    warm_up(layer.builder, layer.impl, layer.pool, served.table.shape[1])
+def names_of(variants: set[Variant]) -> set[str]:
+    return {variant[0] for variant in variants}
+
+
+def everything_is_warm(served: Served, variants: set[Variant]) -> None:
+    """``variants`` are those of serving in the end."""
+    layer, recalls = served.layer, served.rings is not None
+    warm_up(layer.builder, layer.impl, layer.pool, served.pages)
     assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"
+    assert served.rings is None or not served.rings.end.any(), "nor its units"
     warm = set(variants)
-    prefill = "_attend_chunks" if name == "sink" else "_insert_strides"
-    assert {prefill, "_schedule"} <= {variant[0] for variant in warm}
+    variants.clear()
+    chunked = layer.spec.schedule.keeps_newest is not None
+    prefill = {"_attend_chunks"} if chunked else {"_insert_strides"}
+    needed = {"_schedule"} | prefill | (OF_RECALL if recalls else set())
+    assert needed <= names_of(warm)
     rng = np.random.default_rng(0)
     lengths = [2, 15, 16, 17, STRIDE, STRIDE + 1, 2 * STRIDE, 5000, *rng.integers(1, 5000, 24)]
     for length in map(int, lengths):
         served.prompt(length, beside=bool(length % 2))
+    for first in (0, 4 * STRIDE):
+        for parts in ([17] * 2, [STRIDE, 3, 600], [2 * STRIDE + 1, 1, 33, STRIDE + 1]):
+            served.prompts(parts, first)
     own = PerRequest(layer.spec.schedule)
-    for asked in ({"kv_policy": "sink"}, {"kv_budget": 256}):
-        layer.builder.requests.schedules = lambda _, asked=asked: [own.schedule(asked)] * 2
+    asked: list[dict[str, Any]] = [{"kv_policy": "sink"}, {"kv_budget": 256}]
+    if recalls:
+        asked += [{"kv_policy": "sink", "kv_recall": 0}, {"kv_recall": 1}]
+    for settings in asked:
+        schedule = own.schedule(settings)
+        layer.builder.requests.schedules = lambda _, schedule=schedule: [schedule] * 2
         for length in (17, STRIDE + 1, 3000):
             served.prompt(length, beside=True)
+    assert needed <= names_of(variants), "else this shows nothing"
     fresh = variants - warm
     assert not fresh, "\n".join(map(str, sorted(fresh, key=str)))
 
@@ -197,7 +275,7 @@ def test_nothing_is_compiled_for_a_window_after_the_warm_up(
         warm_up(builder, layer.impl, layer.pool, table.shape[1])
     assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"
     warm = set(variants)
-    assert {"_attend_chunks", "_attend", "_insert"} <= {variant[0] for variant in warm}
+    assert {"_attend_chunks", "_attend", "_insert"} <= names_of(warm)
     rows = random_streams(shape, [5002, 5002])
     for length in (2, 15, 16, 17, STRIDE, STRIDE + 1, 4000):
         layer.step(rows, [700, 0], [1, length], [False, True], table)

@@ -17,11 +17,16 @@ from vllm_cascade.kernels.triton.schedule import HEAD_COLUMNS, TABLE_COLUMNS, Sc
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.schedule import Schedule
 
+ALIGNED = 4
+"""Rows with block tables that are added together begin at a multiple of this, so that their tables
+begin at a multiple of 16 bytes, however wide they are. A pointer's alignment selects a variant."""
+
 
 class Mail:
     """Collects a step's rows and sends them to the device in one transfer.
 
-    ``add`` and ``add_without`` return slices, which index the tensors that ``send`` sets.
+    ``add`` and ``add_without`` return slices, which index the tensors that ``send`` sets. No slice
+    has the rows between those that were added together.
 
     Attributes:
         steps: int32 ``[n, STEP_COLUMNS]``, rows with block tables.
@@ -37,9 +42,10 @@ class Mail:
 
     def add(self, steps: np.ndarray, requests: np.ndarray) -> slice:
         """Add rows with block tables; ``requests`` are the rows of the batch's block table."""
-        self._rows.append(steps)
-        self._requests.append(requests)
-        self._num += len(steps)
+        gap = -self._num % ALIGNED
+        self._rows += [np.zeros((gap, STEP_COLUMNS), dtype=np.int32), steps]
+        self._requests += [np.zeros(gap, dtype=np.int32), requests]
+        self._num += gap + len(steps)
         return slice(self._num - len(steps), self._num)
 
     def add_without(self, steps: np.ndarray) -> slice:

@@ -2,12 +2,14 @@
 """Compiles every kernel variant before the first request.
 
 vLLM's own warm-up has no prompt that continues a filled cache. Here one layer runs a few steps
-whose block tables hold only the null block. All their rows are padding, so no page is written.
-Variants do not depend on lengths (``tests/attention/test_variants.py``).
+whose block tables hold only the null block. All their rows are padding without a request, so no
+page and no ring is written. Variants do not depend on lengths, nor on the number of requests
+(``tests/attention/test_variants.py``).
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
+from vllm_cascade.attention.cuda.metadata import EVERYTHING, DeviceWave
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import POLICIES
 from vllm_cascade.policies.schedule import Schedule
@@ -50,6 +53,7 @@ def warm_up(
                 builder.drafts = None if prompts else _AllDrafts(len(lengths), most_drafts)
                 step = _common(firsts, lengths, prompts, width, kv_cache.device)
                 metadata = builder.build(0, step)
+                metadata.waves = [_launching_all(wave) for wave in metadata.waves]
                 num, size, dtype = sum(lengths), impl.head_size, impl.row_dtype
                 query = torch.zeros(num, impl.num_heads, size, dtype=dtype, device=kv_cache.device)
                 key = torch.zeros(num, impl.num_kv_heads, size, dtype=dtype, device=kv_cache.device)
@@ -83,17 +87,29 @@ class _AllDrafts(Drafts):
         return np.zeros(len(rows), dtype=np.int32)
 
 
+def _launching_all(wave: DeviceWave) -> DeviceWave:
+    """A wave with all launches of recall, which the builder leaves out where no row needs them.
+
+    Rows without a request do nothing by them.
+    """
+    decode = wave.decode and replace(wave.decode, recalls=EVERYTHING)
+    prefill = [replace(rows, recalls=EVERYTHING) for rows in wave.prefill]
+    return replace(wave, decode=decode, prefill=prefill)
+
+
 def _schedules(engine: Schedule) -> list[Schedule]:
     """The engine's schedule, and one per-request schedule for each other kind of stride.
 
-    A kind is the score source and whether the policy is score-free.
+    A kind is the score source and whether the policy is score-free, which no policy is that
+    recalls; a request may turn that off.
     """
     found = {(engine.scoring.source, engine.keeps_newest is not None): engine}
     own = PerRequest(engine)
     for name in POLICIES:
         with suppress(KVPolicyError):  # this engine cannot run the policy
-            one = own.schedule({CONFIG_KEY: name})
-            found.setdefault((one.scoring.source, one.keeps_newest is not None), one)
+            theirs = own.schedule({CONFIG_KEY: name})
+            for one in (theirs, theirs.without_recall):
+                found.setdefault((one.scoring.source, one.keeps_newest is not None), one)
     return list(found.values())
 
 
