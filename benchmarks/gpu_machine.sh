@@ -30,7 +30,7 @@ engines() {
 
 correct() {
     python -m benchmarks.gpu_check --out "$out"
-    engines --kinds identity windows latent recurrent "$@"
+    engines --kinds identity windows latent recurrent --at-once 9 "$@"
     mv "$out/gpu_engine.json" "$out/gpu_engine_identity.json"
 }
 

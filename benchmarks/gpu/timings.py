@@ -57,7 +57,7 @@ class Sizes:
     cache_heads: int = 32
     cache_window: int = 1024
     prefill_lengths: tuple[int, ...] = (4096, 8192, 32768, 131072)
-    prefill_strides: tuple[int, ...] = (512, 1024, 2048, 4096)
+    prefill_strides: tuple[int, ...] = (256, 512, 1024, 4096)
     prefill_budget: int = 2048
     split_heads: tuple[tuple[int, int], ...] = ((4, 1), (8, 1), (16, 2), (32, 8))
     split_stride: int = 256
@@ -303,7 +303,10 @@ def prefill_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
         key = torch.randn(1, heads, length, sizes.head_size, device=bench.device).half()
         full = bench.milliseconds(lambda: SDPA(query, key, key, is_causal=True, enable_gqa=True))
         row["full_us_per_token"] = full * 1e3 / length
-        return row | {"stride_attention_ms": bench.milliseconds(prompt.attend)}
+        launches = {"stride_attention": prompt.attend, "column_sums": prompt.add_up}
+        for name, call in (launches | {"insertion": prompt.insert}).items():
+            row[f"{name}_ms"] = bench.milliseconds(call)
+        return row
 
     pairs = itertools.product(sizes.prefill_strides, sizes.prefill_lengths)
     cases = ({"stride": stride, "tokens": length} for stride, length in pairs)
@@ -403,8 +406,14 @@ class _Prompt:
         attention, strides = self.splits[split]
         attention(self.tokens, strides)
 
+    def add_up(self) -> None:
+        self.sums(self.tokens, self.strides)
+
+    def insert(self) -> None:
+        self.insertion(self.tokens, self.strides)
+
     def run(self, length: int) -> None:
         for _ in range(length // self.stride):
             self.attend()
-            self.sums(self.tokens, self.strides)
-            self.insertion(self.tokens, self.strides)
+            self.add_up()
+            self.insert()

@@ -59,12 +59,14 @@ def insertion(rows: list[Row]) -> Table:
 
 
 def prompts(rows: list[Row]) -> Table:
+    launches = ("stride_attention", "column_sums", "insertion")
     columns = [
-        "stride", "prompt", "us a token and layer", "full attention, us", "attend_strides, ms",
+        "stride", "prompt", "us a token and layer", "full attention, us",
+        *("attend_strides, ms", "column_sums, ms", "insert_strides, ms"),
     ]  # fmt: skip
     found = [
         [f"{row['stride']:,}", f"{row['tokens']:,}", f"{row['us_per_token']:.2f}",
-         f"{row['full_us_per_token']:.2f}", f"{row['stride_attention_ms']:.3f}"]
+         f"{row['full_us_per_token']:.2f}", *(f"{row[f'{name}_ms']:.3f}" for name in launches)]
         for row in rows if "ms" in row
     ]  # fmt: skip
     note = "32 query and 8 KV heads of 128, fp16."
