@@ -12,11 +12,13 @@ Then Llama 1B and 8B configurations with dummy weights decode at 2k, 8k and 32k 
 stock vLLM with the same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine
 has a process of its own; its output is kept in ``OUT/logs``. With ``--at-once N`` the comparisons
 run N at a time, with a fixed number of cache bytes: vLLM's measurement of memory expects no other
-process on the card. ``--engine JSON`` overrides engine arguments. ``--tiny`` runs the same code
-with toy sizes, also on a CPU.
+process on the card. N engines whose speed is measured then start at once, if the card has room for
+them, and one measures at a time. ``--engine JSON`` overrides engine arguments. ``--tiny`` runs the
+same code with toy sizes, also on a CPU.
 """
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -52,7 +54,7 @@ CONFIGS = ROOT / "benchmarks/inputs/configs"
 LLAMAS = ("1B", "8B")
 TINY = "125m"
 CONTEXTS = (2048, 8192, 32768)
-ALONE = (131072,)
+ALONE = (130_000,)  # with the tokens to come, within Llama's positions
 FAMILIES = {
     "windows": ("gemma3", "gpt-oss"),
     "latent": ("deepseek-v2",),
@@ -85,6 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
         if job["kind"] == "speed" and not options.tiny:
             job |= {"requests": options.requests, "contexts": options.contexts or CONTEXTS}
             job["alone"] = ALONE if options.alone is None else options.alone
+            job["turn"] = str(logs / "turn")
+            if options.at_once > 1:  # else vLLM expects most of the memory to be free
+                job["engine"].setdefault("gpu_memory_utilization", 0.9 / options.at_once)
         elif options.at_once > 1 and job["kind"] in ("identity", *FAMILIES):
             job["engine"]["kv_cache_memory_bytes"] = 1 << 28
     # References run on the CPU: threads of several processes must not compete for its cores.
@@ -216,17 +221,34 @@ def speed(
     requests: int = 2,
     contexts: Sequence[int] = (40,),
     alone: Sequence[int] = (60,),
+    turn: str = os.devnull,
     **engine: Any,
 ) -> list[Row]:
     """What ``requests`` at once and one request decode and read, with prompts of each length.
 
+    Engines with the same file ``turn`` wait for each other when they have started.
+
     The time to read the prompts is that of a quarter of them, which sample one token, times four;
     it is taken off the time of all. A single request's first token is the median of three.
     """
-    num_tokens, found = 5 if tiny else 257, []
+    num_tokens = 5 if tiny else 257
     sizes = {"max_model_len": max(*contexts, *alone) + num_tokens, "max_num_seqs": requests}
     memory = {"kv_cache_memory_bytes": 8 << 30}
     seconds = stopwatch(policy, model, tiny, **memory | sizes | engine)
+    with open(turn, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return measured(seconds, requests, contexts, alone, num_tokens)
+
+
+def measured(
+    seconds: Callable[[int, int, int], float],
+    requests: int,
+    contexts: Sequence[int],
+    alone: Sequence[int],
+    num_tokens: int,
+) -> list[Row]:
+    """Rows of ``speed``, a prompt length each."""
+    found: list[Row] = []
     seconds(requests, min(contexts), 2)  # warm up
     some = max(1, requests // 4)
     for context in (*contexts, *alone):

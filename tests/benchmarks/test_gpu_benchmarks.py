@@ -118,6 +118,30 @@ def test_engines_on_a_card_do_not_run_kernels_in_the_interpreter() -> None:
     assert done.returncode == 0 and done.stdout.split()[-1] == "None", done.stdout + done.stderr
 
 
+def test_speeds_are_of_decoding_alone() -> None:
+    """A fake engine reads a token in 1 ms and decodes a step in 10 ms."""
+    from benchmarks.gpu_engine import measured
+
+    calls: list[tuple[int, int, int]] = []
+
+    def seconds(requests: int, context: int, tokens: int) -> float:
+        calls.append((requests, context, tokens))
+        return requests * context * 1e-3 + (tokens - 1) * 1e-2
+
+    many, alone = measured(seconds, 8, (100,), (300,), 257)
+    assert many["first_token_s"] == pytest.approx(0.1) and many["total_s"] == pytest.approx(3.36)
+    assert many["prompt_tokens_per_s"] == pytest.approx(1000)
+    assert many["output_tokens_per_s"] == pytest.approx(8 / 1e-2)
+    assert alone == {"context": 300, "first_token_s": pytest.approx(0.3)}
+    assert calls == [
+        (8, 100, 2),
+        *[(1, 100, 1)] * 3,
+        (2, 100, 1),
+        (8, 100, 257),
+        *[(1, 300, 1)] * 3,
+    ]
+
+
 def test_our_kernels_that_are_compiled_late() -> None:
     """vLLM's monitor says so in its log; its own kernels do not count."""
     from vllm.utils import jit_monitor
