@@ -21,7 +21,7 @@ from vllm_cascade.attention import selfcheck
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.selfcheck import Check, LayerShape, Mismatch
-from vllm_cascade.attention.selfcheck_kept import same_units
+from vllm_cascade.attention.selfcheck_kept import num_differing, same_units
 from vllm_cascade.attention.torch import strides
 from vllm_cascade.engine import certify, devices
 from vllm_cascade.engine.devices import DEVICES
@@ -173,6 +173,8 @@ def test_kept_units(tokens: list[int], scores: list[float], num: int | None) -> 
     offered = units_of(list(range(8)), [0.0] * 8)["kv"][0, :, 0, -3:]
     found = same_units(units_of(tokens, scores), theirs, 3, lambda: offered, 1e-3, 1e-6)
     assert (found and found.num) == num
+    if num is None:
+        assert num_differing(units_of(tokens, scores), theirs, 3) == (2 if tokens[2] == 5 else 1)
     if num:
         assert found is not None and found.ours["born"].tolist() == [6, 7, 12]
 

@@ -39,6 +39,7 @@ from vllm_cascade.attention.selfcheck_kept import (
     Kept,
     error_of,
     kept_units,
+    num_differing,
     rows_and_scores,
     same_units,
 )
@@ -584,8 +585,9 @@ class Check:
             for head_set, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
                 offered = partial(self._offered, step, row, head_set)
                 same = same_units(ours, theirs, width, offered, close, rounding)
-                errors["kept tokens"] = max(errors["kept tokens"], float(same is None))
                 if same is None:
+                    num = num_differing(ours, theirs, width)
+                    errors["kept tokens"] = max(errors["kept tokens"], num)
                     continue
                 self.close_calls += same.num
                 now, expected = (

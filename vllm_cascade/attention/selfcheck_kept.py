@@ -110,6 +110,12 @@ def same_units(
     return Differing(*both, len(won))
 
 
+def num_differing(ours: Kept, theirs: Kept, width: int) -> int:
+    """Units that only we kept, or that stand elsewhere; at least 1 of sides that differ."""
+    shared = _shared(*(kept["kv"][0, :, 0, -width:] for kept in (ours, theirs)))
+    return max(1, int((~shared[0]).sum()), len(theirs["rank"]) - len(ours["rank"]))
+
+
 def _shared(*values: torch.Tensor) -> list[torch.Tensor]:
     """For each side's values ``[n, width]``, bool ``[n]``: those that the other side has, too."""
     names = [[bytes(row) for row in side.contiguous().view(torch.uint8).numpy()] for side in values]
