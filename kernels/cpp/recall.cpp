@@ -13,6 +13,8 @@ namespace {
 
 constexpr int KEYS = W == 16 ? 4 : 2;     // of each of W units that are multiplied at once
 constexpr int QUERIES = W == 16 ? 6 : 3;  // that share their loads
+constexpr int FEW = 8;                    // queries, for which turning all keys around costs more
+constexpr int VECTORS = 4;                // of keys that few queries multiply at once
 
 // What is found of each query, relative to the largest logit of each panel.
 struct Found {
@@ -74,21 +76,81 @@ inline void multiply_keys(const Judge& judge, const int32_t* query, const int32_
   }
 }
 
+// The same of a panel's W units with whole vectors of keys, which are multiplied as they are stored;
+// only the logits are turned around.
+template <int Rows>
+void multiply_stored(const Judge& judge, const int32_t* query, const int32_t* less,
+                     const int32_t* const* codes, const float* const* scales, float* x, float* top) {
+  static thread_local Scratch scratch;
+  const int64_t words = judge.words(), unit = judge.layer.unit, parts = unit / W;
+  float* found = scratch.take(Rows * unit * W);  // [Rows, parts, W units, W keys]
+  for (int64_t part = 0; part < parts; part++)
+    for (int u = 0; u < W; u += VECTORS) {
+      vi sums[Rows][VECTORS];
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat_int(less[r]);
+      for (int64_t word = 0; word < words; word++) {
+        vi key[VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++)
+          key[v] = load_as<vi>(codes[u + v] + word * unit + part * W) ^ SIGNS;
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; v++)
+            sums[r][v] = add_products(sums[r][v], key[v], query[r * words + word]);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) {
+          const vf logit =
+              __builtin_convertvector(sums[r][v], vf) * load(scales[u + v] + part * W);
+          store(found + ((r * parts + part) * W + u + v) * W, logit);
+        }
+    }
+  for (int64_t at = 0; at < Rows * parts; at++) {
+    vf square[W];
+#pragma GCC unroll 16
+    for (int u = 0; u < W; u++) square[u] = load(found + (at * W + u) * W);
+    transpose(square);
+    float* largest = top + at / parts * W;
+    vf most = load(largest);
+#pragma GCC unroll 16
+    for (int k = 0; k < W; k++) {
+      store(x + (at * W + k) * W, square[k]);
+      most = vmax(square[k], most);
+    }
+    store(largest, most);
+  }
+}
+
+// A panel's keys: as they are stored, of each unit; and with the units in lanes, or null.
+struct Keys {
+  const int32_t *codes[W], *turned;
+  const float *scales[W], *turned_scales;
+};
+
 // Sums of a panel's units for `Rows` queries. `valid`: lanes that hold a unit.
 template <int Rows>
-void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const int32_t* keys,
-                const float* scale, vi valid, int64_t panel, const Found& found) {
+void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const Keys& keys, vi valid,
+                int64_t panel, const Found& found) {
   static thread_local Scratch scratch;
   const int64_t unit = judge.layer.unit, words = judge.words();
   float* top = scratch.take(Rows * (unit + 1) * W);
   float* x = top + Rows * W;
   for (int r = 0; r < Rows; r++) store(top + r * W, splat(-INFINITY));
   const int32_t *query = queries.words + row * words, *less = queries.less + row;
-  int64_t k = 0;
+  if (!keys.turned) multiply_stored<Rows>(judge, query, less, keys.codes, keys.scales, x, top);
+  int64_t k = keys.turned ? 0 : unit;
   for (; k + KEYS <= unit; k += KEYS)
-    multiply_keys<Rows, KEYS>(judge, query, less, keys + k * W, scale + k * W, x + k * W, top);
+    multiply_keys<Rows, KEYS>(judge, query, less, keys.turned + k * W, keys.turned_scales + k * W,
+                              x + k * W, top);
   for (; k < unit; k++)
-    multiply_keys<Rows, 1>(judge, query, less, keys + k * W, scale + k * W, x + k * W, top);
+    multiply_keys<Rows, 1>(judge, query, less, keys.turned + k * W, keys.turned_scales + k * W,
+                           x + k * W, top);
   for (int r = 0; r < Rows; r++) {
     const float most = largest(valid ? load(top + r * W) : splat(-INFINITY));
     const float factor = queries.step[row + r] * LOG2E;
@@ -119,24 +181,27 @@ void judge_panel(const Judge& judge, const Found& found, const Queries& queries,
   static thread_local Scratch scratch;
   const int64_t unit = judge.layer.unit, words = judge.words();
   const vi valid = lanes() + (int32_t)(panel * W) < (int32_t)judge.judged();
-  const int32_t *codes[W], *scales[W];
+  Keys keys{};
   for (int u = 0; u < W; u++) {
     const int64_t number = judge.units.begin + units[std::min(panel * W + u, judge.judged() - 1)];
-    codes[u] = (const int32_t*)judge.stored().codes(head, number);
-    scales[u] = (const int32_t*)judge.stored().scales(head, number);
+    keys.codes[u] = (const int32_t*)judge.stored().codes(head, number);
+    keys.scales[u] = judge.stored().scales(head, number);
   }
   if (panel + 1 < judge.panels()) prefetch_panel(judge, head, panel + 1, units);
-  float* scale = scratch.take((words + 1) * unit * W);
-  int32_t* keys = (int32_t*)(scale + unit * W);
-  across(scales, unit, 0, (int32_t*)scale);
-  across(codes, words * unit, SIGNS, keys);
   int64_t row = head * judge.rows();
   const int64_t end = row + judge.rows();
-  for (; row + QUERIES <= end; row += QUERIES)
-    judge_rows<QUERIES>(judge, queries, row, keys, scale, valid, panel, found);
+  if (judge.rows() > FEW || unit % W) {
+    float* scale = scratch.take((words + 1) * unit * W);
+    int32_t* turned = (int32_t*)(scale + unit * W);
+    across((const int32_t* const*)keys.scales, unit, 0, (int32_t*)scale);
+    across(keys.codes, words * unit, SIGNS, turned);
+    keys.turned = turned, keys.turned_scales = scale;
+    for (; row + QUERIES <= end; row += QUERIES)
+      judge_rows<QUERIES>(judge, queries, row, keys, valid, panel, found);
+  }
   for (; row + 3 <= end; row += 3)
-    judge_rows<3>(judge, queries, row, keys, scale, valid, panel, found);
-  for (; row < end; row++) judge_rows<1>(judge, queries, row, keys, scale, valid, panel, found);
+    judge_rows<3>(judge, queries, row, keys, valid, panel, found);
+  for (; row < end; row++) judge_rows<1>(judge, queries, row, keys, valid, panel, found);
 }
 
 // One query's sums as probabilities; `asked` becomes the larger. `sinks`: its `Queries::sinks`.

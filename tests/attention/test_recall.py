@@ -215,6 +215,27 @@ def test_the_judge_in_cpp(
         assert all(abs(row[u] - least) <= 1e-6 * least for u in mine ^ theirs)
 
 
+@pytest.mark.parametrize("unit", [16, 32])
+def test_few_queries_find_what_many_do(unit: int) -> None:
+    """The C++ judge multiplies keys as they are stored for few queries, and in lanes for many.
+
+    A unit is worth the largest probability of any query, so the same query twelve times asks for as
+    much as once, to the last bit.
+    """
+    torch.manual_seed(0)
+    layer, log = layer_of(2, 64, 1), Log(shape_of(unit, 37, num_kv_heads=2, head_size=64))
+    write(log.grow(37), 1, torch.randn(2, 37, unit, 64) * 2)
+    new = NewTokens(*(torch.randn(1, heads, 64) for heads in (6, 2, 2, 6)))
+    path, worth = path_of(layer, unit, 6), []
+    for num in (1, 12):
+        place, position = np.zeros(num, dtype=np.int64), np.full(num, 7)
+        chosen, _, asked = path.recall(1).choose(
+            log.part(log.begin, log.end), 5, row_addresses(new), place, position, PAGES, 1
+        )
+        worth.append((chosen.tolist(), asked.tobytes()))
+    assert worth[0] == worth[1]
+
+
 def test_numbers_of_candidates() -> None:
     """Engines have too few units for them in quick tests, so the oracle's numbers are compared."""
     names = "CANDIDATES", "FILTERING", "JUDGING"

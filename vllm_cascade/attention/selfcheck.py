@@ -575,7 +575,8 @@ class Check:
         unit, width = self.spec.policy.unit, self.shape.latent or self.shape.head_size
         by_score = schedule.keeps_newest is None and self.spec.policy.uses_attention
         close = CLOSE_SCORES[self.shape.dtype] if by_score else 0.0
-        rounding = TOLERANCE[self.shape.dtype] + STEP.get(CODES.get(self.shape.cache_dtype), 0.0)
+        code = CODES.get(self.shape.cache_dtype)
+        rounding = TOLERANCE[self.shape.dtype] + (0.0 if code is None else STEP[code])
         for row, (first, length) in enumerate(zip(step.firsts, step.lengths, strict=True)):
             slots = schedule.peak_at(first + length)
             found, wanted = (

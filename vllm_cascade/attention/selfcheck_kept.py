@@ -95,8 +95,8 @@ def same_units(
     sides = [kept | {"value": kept["kv"][0, :, 0, -width:]} for kept in (ours, theirs)]
     firsts = [side["value"] for side in sides]
     shared = _shared(*firsts)
-    both = [_select(side, mask) for side, mask in zip(sides, shared, strict=True)]
-    if not _equal(*both, words=("born", "token", "value")):
+    here, there = (_select(side, mask) for side, mask in zip(sides, shared, strict=True))
+    if not _equal(here, there, words=("born", "token", "value")):
         return None
     won, lost = (side["compared"][~mask] for side, mask in zip(sides, shared, strict=True))
     if not 0 < len(won) == len(lost) <= 1 + len(firsts[0]) // MOST_CLOSE:
@@ -107,7 +107,7 @@ def same_units(
     away = torch.cdist(firsts[0][~shared[0]].float(), offered, p=torch.inf).amin(dim=1)
     if (away > rounding * offered.abs().max()).any():
         return None
-    return Differing(*both, len(won))
+    return Differing(here, there, len(won))
 
 
 def num_differing(ours: Kept, theirs: Kept, width: int) -> int:
