@@ -600,12 +600,11 @@ class Check:
 
     def _compared(self, kept: list[Kept], seen: int) -> list[Kept]:
         """Units with what the policy compares."""
-        scoring = self.spec.schedule.scoring
-        return [
-            one
-            | {"compared": compared(scoring, one["score"], seen - one.get("token", one["born"]))}
-            for one in kept
-        ]
+        scoring, found = self.spec.schedule.scoring, []
+        for one in kept:
+            age = seen - one["token"] if scoring.per_age else None
+            found.append(one | {"compared": compared(scoring, one["score"], age)})
+        return found
 
     def _offered(self, step: Step, row: int, head_set: int) -> torch.Tensor:
         """Values ``[n, width]`` of a set's first head that a step could keep: of old tokens as they
