@@ -125,7 +125,10 @@ def speed(rows: list[Row]) -> Table:
     return table("Speed of engines", columns, found, note)
 
 
-def engine_result(files: list[Path], commit: str) -> Row:
+ENGINE = "python -m benchmarks.gpu_engine"
+
+
+def engine_result(files: list[Path], commit: str, command: str) -> Row:
     """The kept result of what runs of ``gpu_engine`` wrote."""
     runs = [json.loads(file.read_text()) for file in files]
     rows = [row for run in runs for row in run["rows"]]
@@ -134,7 +137,7 @@ def engine_result(files: list[Path], commit: str) -> Row:
     tables = [engines(compared)] if compared else []
     tables += [speed(timed)] if timed else []
     return {
-        "command": "python -m benchmarks.gpu_engine",
+        "command": command,
         "seconds": round(sum(row.get("seconds", 0.0) for row in rows), 1),
         "environment": runs[0]["environment"] | {"git_commit": commit, "git_dirty": False},
         "settings": {},
@@ -143,10 +146,10 @@ def engine_result(files: list[Path], commit: str) -> Row:
     }
 
 
-def result(folder: Path, commit: str) -> Row:
+def result(folder: Path, commit: str, command: str = ENGINE) -> Row:
     """The kept result of a folder: of ``gpu_engine``, or of ``gpu_check`` and perhaps ``tune``."""
     if files := sorted(folder.glob("gpu_engine*.json")):
-        return engine_result(files, commit)
+        return engine_result(files, commit, command)
     check = json.loads((folder / "gpu_check.json").read_text())
     tables = [
         checks(check["checks"]),
@@ -173,9 +176,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--commit", required=True, help="the commit that the card ran")
+    parser.add_argument("--command", default=ENGINE, help="of gpu_engine, with its options")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.write_text(results.as_text(result(args.folder, args.commit)), encoding="utf-8")
+    args.out.write_text(results.as_text(result(args.folder, args.commit, args.command)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -81,26 +81,15 @@ struct Centres {
     const int64_t size = filter.queries.size, units = filter.judge.units.chunk_units;
     const int32_t *query = filter.queries.words + row * size, *less = filter.queries.less + row;
     const float* step = filter.queries.step + row;
-    vi sums[Panels][Rows];
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 2
-      for (int p = 0; p < Panels; p++) sums[p][r] = splat_int(less[r]);
-    for (int64_t word = 0; word < size; word++) {
-      vi here[Panels];
-#pragma GCC unroll 2
-      for (int p = 0; p < Panels; p++) here[p] = load_as<vi>(words[p] + word * units) ^ SIGNS;
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 2
-        for (int p = 0; p < Panels; p++)
-          sums[p][r] = add_products(sums[p][r], here[p], query[r * size + word]);
-    }
+    vi sums[Rows][Panels];
+    ::multiply(query, less, size, sums, [&](int64_t word, int p) {
+      return load_as<vi>(words[p] + word * units) ^ SIGNS;
+    });
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
       for (int p = 0; p < Panels; p++) {
-        const vf logit = __builtin_convertvector(sums[p][r], vf) * scale[p] * step[r];
+        const vf logit = __builtin_convertvector(sums[r][p], vf) * scale[p] * step[r];
         logits[p][r] = valid[p] ? logit : splat(-INFINITY);
       }
   }

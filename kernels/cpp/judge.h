@@ -91,6 +91,28 @@ struct Queries {
   }
 };
 
+// Integer products of `Rows` queries with `Count` vectors of keys. `keys(word, i)`: four channels of each
+// key of vector `i`, as unsigned bytes. Slower without always_inline.
+template <int Rows, int Count, class Keys>
+__attribute__((always_inline)) inline void multiply(const int32_t* query, const int32_t* less,
+                                                    int64_t words, vi (&sums)[Rows][Count],
+                                                    Keys keys) {
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+    for (int i = 0; i < Count; i++) sums[r][i] = splat_int(less[r]);
+  for (int64_t word = 0; word < words; word++) {
+    vi here[Count];
+#pragma GCC unroll 4
+    for (int i = 0; i < Count; i++) here[i] = keys(word, i);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; r++)
+#pragma GCC unroll 4
+      for (int i = 0; i < Count; i++)
+        sums[r][i] = add_products(sums[r][i], here[i], query[r * words + word]);
+  }
+}
+
 // The logarithm of the sum of exponentials of a query's logits for `num` keys; -inf without any.
 inline float log_sum(const Layer& layer, const float* query, const float* const* keys, int64_t num) {
   static thread_local Scratch scratch;

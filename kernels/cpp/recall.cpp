@@ -47,22 +47,11 @@ inline void across(const int32_t* const* from, int64_t n, int32_t flip, int32_t*
 template <int Rows, int Keys>
 inline void multiply_keys(const Judge& judge, const int32_t* query, const int32_t* less,
                           const int32_t* keys, const float* scale, float* x, float* top) {
-  const int64_t words = judge.words(), unit = judge.layer.unit;
+  const int64_t unit = judge.layer.unit;
   vi sums[Rows][Keys];
-#pragma GCC unroll 8
-  for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
-    for (int k = 0; k < Keys; k++) sums[r][k] = splat_int(less[r]);
-  for (int64_t word = 0; word < words; word++) {
-    vi key[Keys];
-#pragma GCC unroll 4
-    for (int k = 0; k < Keys; k++) key[k] = load_as<vi>(keys + (word * unit + k) * W);
-#pragma GCC unroll 8
-    for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
-      for (int k = 0; k < Keys; k++)
-        sums[r][k] = add_products(sums[r][k], key[k], query[r * words + word]);
-  }
+  multiply(query, less, judge.words(), sums, [&](int64_t word, int k) {
+    return load_as<vi>(keys + (word * unit + k) * W);
+  });
 #pragma GCC unroll 8
   for (int r = 0; r < Rows; r++) {
     vf most = load(top + r * W);
@@ -82,26 +71,14 @@ template <int Rows>
 void multiply_stored(const Judge& judge, const int32_t* query, const int32_t* less,
                      const int32_t* const* codes, const float* const* scales, float* x, float* top) {
   static thread_local Scratch scratch;
-  const int64_t words = judge.words(), unit = judge.layer.unit, parts = unit / W;
+  const int64_t unit = judge.layer.unit, parts = unit / W;
   float* found = scratch.take(Rows * unit * W);  // [Rows, parts, W units, W keys]
   for (int64_t part = 0; part < parts; part++)
     for (int u = 0; u < W; u += VECTORS) {
       vi sums[Rows][VECTORS];
-#pragma GCC unroll 8
-      for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat_int(less[r]);
-      for (int64_t word = 0; word < words; word++) {
-        vi key[VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++)
-          key[v] = load_as<vi>(codes[u + v] + word * unit + part * W) ^ SIGNS;
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
-          for (int v = 0; v < VECTORS; v++)
-            sums[r][v] = add_products(sums[r][v], key[v], query[r * words + word]);
-      }
+      multiply(query, less, judge.words(), sums, [&](int64_t word, int v) {
+        return load_as<vi>(codes[u + v] + word * unit + part * W) ^ SIGNS;
+      });
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4

@@ -150,7 +150,7 @@ def test_scores_that_rounding_may_decide(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def units_of(tokens: list[int], scores: list[float]) -> dict[str, torch.Tensor]:
-    """Units of one token each, whose rows follow from the tokens."""
+    """Kept units of one token each. The same token has the same row on both sides."""
     numbers = torch.tensor(tokens)
     rows = torch.randn(100, 6, generator=torch.Generator().manual_seed(0))[numbers]
     words = {"rank": torch.arange(len(tokens)), "born": numbers + 5}

@@ -64,8 +64,8 @@ class Drafts:
         most: drafts of a request in a step.
 
     Attributes:
-        warming_up: whether requests are vLLM's own, before it serves. They end without a scheduler
-            that says how many tokens stay, and nobody reads their pages.
+        warming_up: True while vLLM runs requests of its own before it serves. No scheduler counts
+            the tokens that they keep, so their drafts are dropped and not undone.
     """
 
     def __init__(self, most_requests: int, most: int) -> None:
