@@ -179,7 +179,9 @@ def main() -> None:
     parser.add_argument("--command", default=ENGINE, help="of gpu_engine, with its options")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    args.out.write_text(results.as_text(result(args.folder, args.commit, args.command)), encoding="utf-8")
+    args.out.write_text(
+        results.as_text(result(args.folder, args.commit, args.command)), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
