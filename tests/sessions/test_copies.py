@@ -16,7 +16,7 @@ from vllm_cascade.sessions import copies as module
 from vllm_cascade.sessions.copies import Copies, StreamCopies
 
 BLOCKS = 12
-WIDTHS = (64, 64, 200)
+WIDTHS = (64, 68, 200)
 
 
 class LateStream:
