@@ -21,6 +21,7 @@ from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
 from vllm_cascade.kernels.triton.prefill import StrideAttention
@@ -303,8 +304,9 @@ def prefill_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
         key = torch.randn(1, heads, length, sizes.head_size, device=bench.device).half()
         full = bench.milliseconds(lambda: SDPA(query, key, key, is_causal=True, enable_gqa=True))
         row["full_us_per_token"] = full * 1e3 / length
-        launches = {"stride_attention": prompt.attend, "column_sums": prompt.add_up}
-        for name, call in (launches | {"insertion": prompt.insert}).items():
+        launches = {"gather": prompt.gather, "stride_attention": prompt.attend}
+        launches |= {"column_sums": prompt.add_up, "insertion": prompt.insert}
+        for name, call in launches.items():
             row[f"{name}_ms"] = bench.milliseconds(call)
         return row
 
@@ -325,7 +327,7 @@ def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
             head_size=sizes.head_size,
             num_queries=queries,
             longest=case["stride"],
-            most_slots=sizes.prefill_budget,
+            most_keys=sizes.prefill_budget,
             least=sizes.split_least,
         )
         row: Row = {"parts": split.splits, "whole_ms": bench.milliseconds(prompt.attend)}
@@ -338,7 +340,7 @@ def split_rows(bench: Bench, sizes: Sizes) -> Iterator[Row]:
 
 
 class _Prompt:
-    """Strides over a full cache: attention, column sums, and the insertion of a window.
+    """Strides over a full cache: gathering it, attention, column sums, and a window's insertion.
 
     Which tokens stay is a fixed window here, as one group each.
     """
@@ -375,6 +377,7 @@ class _Prompt:
             max_length=stride,
             max_slots=budget,
             lse=torch.empty(stride, queries, device=device),
+            gathered=torch.empty(1, heads, budget, 2 * size, device=device, dtype=dtype),
             line=torch.empty(1, 1, LINE_WORDS, width, **int32),
             decays=0.991 ** torch.arange(stride, device=device, dtype=torch.float32),
             sums=torch.empty(1, heads, width, device=device),
@@ -386,6 +389,7 @@ class _Prompt:
         pages = self.layer._views("kv", "rank", "born", "score")
         own = {"rotation": self.layer.rotation, "scale": size**-0.5, "num_queries": queries}
         self._cached = CachedLayer(**pages, **own)
+        self.gathering = StrideGather(self._cached)
         self.sums = ColumnSums(self._cached, "mean")
         self.insertion = StrideInsertion(self._cached, "mean")
         self.splits: dict[configs.Split, tuple[StrideAttention, Strides]] = {}
@@ -406,6 +410,9 @@ class _Prompt:
         attention, strides = self.splits[split]
         attention(self.tokens, strides)
 
+    def gather(self) -> None:
+        self.gathering(self.strides)
+
     def add_up(self) -> None:
         self.sums(self.tokens, self.strides)
 
@@ -414,6 +421,7 @@ class _Prompt:
 
     def run(self, length: int) -> None:
         for _ in range(length // self.stride):
+            self.gather()
             self.attend()
             self.add_up()
             self.insert()

@@ -43,7 +43,7 @@ def prompt(choice: Choice, interpret: bool) -> Any:
     device = torch.device("cpu" if interpret else "cuda")
     sizes = timings.TINY if interpret else timings.Sizes()
     queries, tile, warps, stages = choice
-    key = "prefill", configs.capability(device), "float16", sizes.head_size
+    key = "strides", configs.capability(device), "float16", sizes.head_size
     configs.TUNED[key] = configs.Config(tile, warps, stages, queries)
     bench = timings.Bench(device, time.monotonic())
     stride = sizes.prefill_strides[0] if interpret else STRIDE

@@ -59,10 +59,10 @@ def insertion(rows: list[Row]) -> Table:
 
 
 def prompts(rows: list[Row]) -> Table:
-    launches = ("stride_attention", "column_sums", "insertion")
+    launches = ("gather", "stride_attention", "column_sums", "insertion")
     columns = [
         "stride", "prompt", "us a token and layer", "full attention, us",
-        *("attend_strides, ms", "column_sums, ms", "insert_strides, ms"),
+        *("gather_strides, ms", "attend_strides, ms", "column_sums, ms", "insert_strides, ms"),
     ]  # fmt: skip
     found = [
         [f"{row['stride']:,}", f"{row['tokens']:,}", f"{row['us_per_token']:.2f}",

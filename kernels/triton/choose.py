@@ -9,7 +9,7 @@ keep the best of each group of contenders, or evict the lowest scores of a range
 import triton
 import triton.language as tl
 
-from .prefill import LINE_SCORE, LINE_TOKEN
+from .gather import LINE_SCORE, LINE_TOKEN
 from .salted import own_scores
 from .tiles import (
     CACHED,

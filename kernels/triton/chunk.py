@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All strides of a prompt's chunk in one launch, for policies without scores.
+"""All strides of a prompt's chunk at once, for policies without scores.
 
 If a policy keeps the stream's first and newest tokens, it is known ahead of time what every stride
 of the chunk sees in the pages and among the chunk's own earlier tokens. So strides need not wait
-for each other. The last program of a head to finish writes the chunk's survivors into the pages,
-and the last one of a head set rewrites the set's words, which no other program reads any more.
+for each other: ``gather`` copies what each one sees, one launch attends, and the chunk's survivors
+are then written into the pages (``chunk_write``).
 Source: StreamingLLM (https://arxiv.org/abs/2309.17453), section 3.2.
 
-In layers with a window, positions differ from ranks (``shift_of``), and a stride may be longer than
-the window: keys outside a query's window are masked.
+In layers with a window, positions differ from ranks (``shift_of``). Keys that no query of a stride
+sees are not copied, and a stride may be longer than the window.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,29 +19,20 @@ import triton
 import triton.language as tl
 
 from .cached import CachedLayer
-from .chunk_write import write_rows, write_words
-from .configs import prefill_config
+from .chunk_write import ChunkWrite
+from .gather import WARPS, gathered_tile
 from .launch import Launcher, variant_of
-from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
-from .softmax import empty_softmax, online_softmax, with_sink
-from .stored import (
-    apart,
-    load_scales,
-    load_stored,
-    load_turned,
-    scale_of,
-    scale_of_word,
-    wide,
-)
-from .strides import Tokens
+from .prefill import StrideAttention
+from .stored import apart, load_scales, load_stored, load_turned, scale_of, scale_of_word, wide
+from .strides import Strides, Tokens
 from .tiles import (
     CACHED,
     CHUNK,
+    MOST_REGISTERS,
     OLD_SLOTS,
     SINKS,
     STEP,
     STREAM,
-    STRIDES,
     check_steps,
     first_part,
     load_rows,
@@ -51,65 +42,39 @@ from .tiles import (
     stride_of,
 )
 
-RENUMBERED, COPIED, ENCODED = 1024, 64, 16
-"""Units per renumbered tile, slots per copied tile, and per tile that is encoded in registers."""
-
 
 @triton.jit
-def _values(
-    rows,
-    inside,
-    scales,
-    own,
-    dtype,
-    FROM: tl.constexpr,
-    TO: tl.constexpr,
-    CODE: tl.constexpr,
-    OF_ROWS: tl.constexpr,
+def _store_gathered(
+    place,
+    keys,
+    values,
+    seen,
+    FIRST: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
 ):
-    """Values of the chunk's tokens; those that are not ``own`` are what pages will say of them."""
-    values = load_rows(rows, inside, FROM, TO)
-    if CODE is not None:
-        values = values.to(tl.float32)
-        scale = scale_of(values, scales + 1, CODE, OF_ROWS)
-        values = wide(values, scale, CODE, own).to(dtype)
-    return values
+    store_rows(place, keys, seen, 0, FIRST)
+    store_rows(place + (ROW - VALUE), values, seen, 0, VALUE)
 
 
 @triton.jit
-def _attend_chunks(
-    query,
-    key,
-    value,
+def _from_pages(
+    gathered,
     kv,
     rank,
     born,
-    score,
-    token,
     scales,
     table,
-    steps,
-    chunks,
-    positions,
-    finished,
     rotation,
-    new_rotation,
-    slopes,
-    sinks,
-    logit_scale,
-    output,
-    scale,
-    cap,
-    window,
-    query_stride,
-    key_stride,
-    value_stride,
-    output_stride,
+    first,
+    slots,
+    head,
+    kept,
+    dropped,
+    hidden,
+    shift,
     page_stride,
     word_stride,
-    table_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
     NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
@@ -118,178 +83,167 @@ def _attend_chunks(
     INTERLEAVED: tl.constexpr,
     PAGE: tl.constexpr,
     UNIT: tl.constexpr,
-    QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     CODE: tl.constexpr,
     OF_ROWS: tl.constexpr,
-    RENUMBER: tl.constexpr,
-    COPY: tl.constexpr,
+):
+    """Gather a tile of slots: sinks, and tokens that the chunk's earlier strides did not evict.
+
+    The first ``kept`` tokens are never evicted; behind them, ``dropped`` tokens are gone.
+    """
+    slot, unit, word, rows, distance = page_tile(
+        kv=kv,
+        rank=rank,
+        born=born,
+        table=table,
+        first=first,
+        slots=slots,
+        head=head,
+        page_stride=page_stride,
+        word_stride=word_stride,
+        NUM_SETS=NUM_SETS,
+        ROW=ROW,
+        PAGE=PAGE,
+        TILE=TILE,
+        UNIT=UNIT,
+    )
+    at = unit * UNIT + slot % UNIT
+    is_kept = at < kept
+    moved = tl.where(is_kept, 0, dropped)
+    seen = (unit >= 0) & (is_kept | (at >= kept + dropped)) & (at - moved > hidden)
+    if tl.max(seen.to(tl.int32), axis=0) > 0:
+        FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+        dtype: tl.constexpr = gathered.dtype.element_ty
+        away = tl.where(seen, distance + moved - shift, 0)
+        if CODE is None:
+            value_scale = None
+            keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+        else:
+            scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
+            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
+            keys = load_turned(
+                rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale, dtype, CODE
+            )
+        values = load_stored(rows + (ROW - VALUE), seen, value_scale, dtype, 0, VALUE, CODE)
+        place = gathered + (at - moved) * ROW
+        _store_gathered(place, keys, values, seen, FIRST, VALUE, ROW)
+
+
+@triton.jit
+def _from_chunk(
+    gathered,
+    key,
+    value,
+    scales,
+    positions,
+    rotation,
+    index,
+    seen,
+    first_token,
+    rank_now,
+    head,
+    shift,
+    key_stride,
+    value_stride,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+):
+    """Gather tokens of the chunk by their ``index`` in it; of codes, what pages will say."""
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+    token_at = first_token + index
+    written_at = tl.load(positions + token_at, mask=seen, other=0).to(tl.int32)
+    away = tl.where(seen, written_at - rank_now - shift, 0)
+    rows = key + token_at * key_stride + head * HEAD
+    if FIRST == HEAD:
+        values = load_rows(value + token_at * value_stride + head * VALUE, seen, 0, VALUE)
+    else:
+        values = load_rows(rows, seen, FIRST, HEAD)
+    if CODE is None:
+        keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
+    else:
+        new = index < 0  # none
+        key_scale = scale_of(load_rows(rows, seen, 0, FIRST).to(tl.float32), scales, CODE, OF_ROWS)
+        keys = load_turned(
+            rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale, tl.float32, CODE, new
+        )
+        value_scale = scale_of(values.to(tl.float32), scales + 1, CODE, OF_ROWS)
+        values = wide(values, value_scale, CODE, new)
+    _store_gathered(gathered + rank_now * ROW, keys, values, seen, FIRST, VALUE, ROW)
+
+
+@triton.jit(do_not_specialize=["width", "old_tiles"])
+def _gather_chunks(
+    key,
+    value,
+    kv,
+    rank,
+    born,
+    scales,
+    table,
+    steps,
+    chunks,
+    positions,
+    rotation,
+    gathered,
+    window,
+    key_stride,
+    value_stride,
+    page_stride,
+    word_stride,
+    table_stride,
+    width,
+    old_tiles,
+    NUM_HEADS: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
 ):
     row = tl.program_id(2)
-    query_head = tl.program_id(1)
-    head = query_head // GROUP
+    head = tl.program_id(1)
+    tile = tl.program_id(0)
     mine = tl.load(steps + row * STEP + CHUNK).to(tl.int64)
     chunk = chunks + mine * STEP
-    if tl.load(chunk + STREAM) < 0:
+    begun = tl.load(chunk + STREAM)
+    pads, cached, _, start = stride_of(steps, row)
+    if pads | (begun < 0):
         return
-    pads, cached, length, start = stride_of(steps, row)
-    table += mine * table_stride
-    first_query = tl.program_id(0) * QUERIES
-    if (first_query < length) & (pads == 0):
-        stream = tl.load(steps + row * STEP + STREAM)
-        begun = tl.load(chunk + STREAM)
-        kept = tl.load(chunk + SINKS)  # leading tokens that are never evicted
-        gone = stream - cached
-        dropped = gone - (begun - tl.load(chunk + CACHED))  # evicted since the chunk began
-        index = first_query + tl.arange(0, QUERIES)
-        real = index < length
-        token_at = start + index
-        position = cached + index
-        FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
-        queries, factor = stride_queries(
-            query, query_head, token_at, real, query_stride, scale, logit_scale, HEAD, FIRST
-        )
-        rest = None
-        if FIRST < HEAD:  # latent rows
-            rest = load_rows(query + token_at * query_stride + query_head * HEAD, real, FIRST, HEAD)
-        slope = None
-        if slopes is not None:
-            slope = tl.load(slopes + query_head)
-        if window is not None:
-            shift = shift_of(positions, start, cached)
-            hidden = cached + first_query - window  # no query sees this rank or lower ones
-        top, total, acc = empty_softmax(QUERIES, VALUE)
-
-        slots = tl.load(chunk + OLD_SLOTS)
-        for first in range(0, slots, TILE):
-            slot, unit, word, rows, distance = page_tile(
-                kv=kv,
-                rank=rank,
-                born=born,
-                table=table,
-                first=first,
-                slots=slots,
-                head=head,
-                page_stride=page_stride,
-                word_stride=word_stride,
-                NUM_SETS=NUM_SETS,
-                ROW=ROW,
-                PAGE=PAGE,
-                TILE=TILE,
-                UNIT=UNIT,
-            )
-            at = unit * UNIT + slot % UNIT
-            is_kept = at < kept
-            seen = (unit >= 0) & (is_kept | (at >= kept + dropped))
-            moved = tl.where(is_kept, 0, dropped)
-            if window is not None:
-                seen = seen & (at - moved > hidden)
-            if tl.max(seen.to(tl.int32), axis=0) > 0:
-                away = distance + moved
-                if window is not None:
-                    away -= shift
-                away = tl.where(seen, away, 0)
-                if CODE is None:
-                    value_scale = None
-                    keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
-                else:
-                    scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
-                    key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
-                    keys = load_turned(
-                        rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
-                        queries.dtype, CODE,
-                    )  # fmt: skip
-                rank_now = at - moved
-                if FIRST == HEAD:
-                    logits = stride_logits(
-                        queries, keys, position, rank_now, seen, factor, cap, slope, window
-                    )
-                    values = load_stored(
-                        rows + (ROW - VALUE), seen, value_scale, queries.dtype, 0, VALUE, CODE
-                    )
-                else:  # read once
-                    values = load_stored(
-                        rows + FIRST, seen, value_scale, queries.dtype, 0, VALUE, CODE
-                    )
-                    logits = stride_logits(
-                        queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
-                        values,
-                    )  # fmt: skip
-                top, total, acc = online_softmax(top, total, acc, logits, values)
-
-        # The chunk's own tokens: sinks, and tokens that are not evicted yet.
-        chunk_start = start - (stream - begun)
-        upper = stream - begun + tl.minimum(first_query + QUERIES, length)
-        own_kept = tl.minimum(tl.maximum(kept - begun, 0), upper)
-        others = tl.maximum(own_kept, kept + gone - begun)
-        if window is not None:
-            others = tl.maximum(others, hidden + 1 + gone - begun)
-        kept_tiles = tl.cdiv(own_kept, TILE)
-        for tile in range(kept_tiles + tl.cdiv(tl.maximum(upper - others, 0), TILE)):
-            in_kept = tile < kept_tiles
-            begin = tl.where(in_kept, tile * TILE, others + (tile - kept_tiles) * TILE)
-            place = begin + tl.arange(0, TILE)
-            seen = place < tl.where(in_kept, own_kept, upper)
-            rank_now = begun + place - tl.where(in_kept, 0, gone)
-            at = chunk_start + place
-            written_at = tl.load(positions + at, mask=seen, other=0).to(tl.int32)
-            away = written_at - rank_now
-            if window is not None:
-                away -= shift
-            away = tl.where(seen, away, 0)
-            key_rows = key + at * key_stride + head * HEAD
-            own = None
-            if CODE is None:
-                keys = load_turned(key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
-            else:  # tokens of earlier strides are what pages will say of them
-                own = place >= stream - begun
-                wide_keys = load_rows(key_rows, seen, 0, FIRST).to(tl.float32)
-                key_scale = scale_of(wide_keys, scales, CODE, OF_ROWS)
-                keys = load_turned(
-                    key_rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale,
-                    queries.dtype, CODE, own,
-                )  # fmt: skip
-            if FIRST == HEAD:
-                logits = stride_logits(
-                    queries, keys, position, rank_now, seen, factor, cap, slope, window
-                )
-                value_rows = value + at * value_stride + head * VALUE
-                values = _values(
-                    value_rows, seen, scales, own, queries.dtype, 0, VALUE, CODE, OF_ROWS
-                )
-            else:
-                values = _values(
-                    key_rows, seen, scales, own, queries.dtype, FIRST, HEAD, CODE, OF_ROWS
-                )
-                logits = stride_logits(
-                    queries, keys, position, rank_now, seen, factor, cap, slope, window, rest,
-                    values,
-                )  # fmt: skip
-            top, total, acc = online_softmax(top, total, acc, logits, values)
-
-        top, total, acc = with_sink(top, total, acc, sinks, query_head)
-        acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-        store_rows(output + token_at * output_stride + query_head * VALUE, acc, real, 0, VALUE)
-
-    # The last program to finish writes, since nothing is read any more.
-    tl.debug_barrier()
-    finished += mine * (2 * NUM_HEADS)
-    programs = tl.load(chunk + STRIDES) * tl.num_programs(0) * GROUP
-    if tl.atomic_add(finished + head, 1) == programs - 1:
-        tl.store(finished + head, 0)
-        write_rows(
-            key=key,
-            value=value,
+    stream = tl.load(steps + row * STEP + STREAM)
+    kept = tl.load(chunk + SINKS)  # leading tokens that are never evicted
+    gone = stream - cached
+    shift, hidden = 0, -1
+    if window is not None:
+        shift = shift_of(positions, start, cached)
+        hidden = cached - window  # no query of the stride sees this rank or lower ones
+    gathered += (row * NUM_HEADS + head).to(tl.int64) * width * ROW
+    if tile < old_tiles:
+        _from_pages(
+            gathered=gathered,
             kv=kv,
             rank=rank,
+            born=born,
             scales=scales,
-            table=table,
-            chunk=chunk,
-            positions=positions,
-            rotation=new_rotation,
+            table=table + mine * table_stride,
+            rotation=rotation,
+            first=tile * TILE,
+            slots=tl.load(chunk + OLD_SLOTS),
             head=head,
-            key_stride=key_stride,
-            value_stride=value_stride,
+            kept=kept,
+            dropped=gone - (begun - tl.load(chunk + CACHED)),  # evicted since the chunk began
+            hidden=hidden,
+            shift=shift,
             page_stride=page_stride,
             word_stride=word_stride,
             NUM_SETS=NUM_SETS,
@@ -300,27 +254,46 @@ def _attend_chunks(
             INTERLEAVED=INTERLEAVED,
             PAGE=PAGE,
             UNIT=UNIT,
-            TILE=COPY,
+            TILE=TILE,
             CODE=CODE,
             OF_ROWS=OF_ROWS,
         )
-        tl.debug_barrier()
-        head_set = head % NUM_SETS
-        if tl.atomic_add(finished + NUM_HEADS + head_set, 1) == NUM_HEADS // NUM_SETS - 1:
-            tl.store(finished + NUM_HEADS + head_set, 0)
-            write_words(
-                rank=rank,
-                born=born,
-                score=score,
-                token=token,
-                table=table,
-                chunk=chunk,
+    else:
+        # Tokens of the chunk's earlier strides: sinks, and those that are not evicted yet.
+        earlier = stream - begun
+        own_kept = tl.minimum(tl.maximum(kept - begun, 0), earlier)
+        others = tl.maximum(own_kept, kept + gone - begun)
+        if window is not None:
+            others = tl.maximum(others, hidden + 1 + gone - begun)
+        kept_tiles = tl.cdiv(own_kept, TILE)
+        in_kept = tile - old_tiles < kept_tiles
+        begin = tl.where(in_kept, 0, others - kept_tiles * TILE) + (tile - old_tiles) * TILE
+        index = begin + tl.arange(0, TILE)
+        rank_now = begun + index - tl.where(in_kept, 0, gone)
+        seen = (index < tl.where(in_kept, own_kept, earlier)) & (rank_now > hidden)
+        if tl.max(seen.to(tl.int32), axis=0) > 0:
+            _from_chunk(
+                gathered=gathered,
+                key=key,
+                value=value,
+                scales=scales,
                 positions=positions,
-                head_set=head_set,
-                word_stride=word_stride,
-                PAGE=PAGE // UNIT,
-                UNIT=UNIT,
-                TILE=RENUMBER,
+                rotation=rotation,
+                index=index,
+                seen=seen,
+                first_token=start - earlier,
+                rank_now=rank_now,
+                head=head,
+                shift=shift,
+                key_stride=key_stride,
+                value_stride=value_stride,
+                HEAD=HEAD,
+                VALUE=VALUE,
+                ROW=ROW,
+                HALF=HALF,
+                INTERLEAVED=INTERLEAVED,
+                CODE=CODE,
+                OF_ROWS=OF_ROWS,
             )
 
 
@@ -334,9 +307,13 @@ class Chunks:
         chunks: int32 ``[M, STEP_COLUMNS]`` (``stride_columns``).
         table: int32 ``[>= M, P]`` block numbers.
         positions: int64 ``[>= num_tokens]``, positions with which the step's keys were rotated.
-        finished: int32 ``[>= M, 2 * H]`` counters; zero before and after a launch.
+        finished: int32 ``[>= M, S]`` counters; zero before and after a launch.
         max_length: the longest stride.
-        variant: ``launch.variant_of`` all that the kernel is compiled for.
+        max_slots: most slots in use before a chunk.
+        max_cached: most tokens that a stride sees before its own.
+        gathered: launches' strides by number and size of a layer's query heads, which the first
+            layer makes for all (``parts``).
+        variant: ``launch.variant_of`` all that the kernels are compiled for.
     """
 
     steps: torch.Tensor
@@ -345,16 +322,70 @@ class Chunks:
     positions: torch.Tensor
     finished: torch.Tensor
     max_length: int
+    max_slots: int
+    max_cached: int
+    gathered: dict[tuple[int, int], tuple[Strides, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_steps(self.steps, self.steps)
         check_steps(self.chunks, self.table)
         assert self.finished.dtype == torch.int32 and self.finished.is_contiguous()
         assert len(self.finished) >= len(self.chunks), self.finished.shape
-        self.num_rows, self.num_counters = len(self.steps), self.finished.shape[1]
+        self.num_chunks, self.num_counters = len(self.chunks), self.finished.shape[1]
         self.table_place = self.table.stride(0)
         tensors = self.steps, self.chunks, self.table, self.positions, self.finished
         self.variant = variant_of(*tensors, self.table_place)
+
+    def parts(self, gathered: torch.Tensor) -> tuple[Strides, ...]:
+        """The strides, as many at a time as ``gathered`` has rows for."""
+        most = len(gathered)
+        return tuple(
+            Strides(steps=steps, max_length=self.max_length, gathered=gathered[: len(steps)])
+            for steps in self.steps.split(most)
+        )
+
+
+class ChunkGather:
+    """Dense copies of what a chunk's strides see in one layer."""
+
+    def __init__(self, layer: CachedLayer, window: int | None = None) -> None:
+        self._num_heads, self._tile = layer.kv.shape[1], gathered_tile(layer)
+        self._launch = Launcher(
+            _gather_chunks,
+            **layer.pages,
+            **layer.turning,
+            **layer.rows,
+            window=window,
+            NUM_HEADS=self._num_heads,
+            PAGE=layer.page,
+            TILE=self._tile,
+            num_warps=WARPS,
+            maxnreg=MOST_REGISTERS,
+        )
+
+    def __call__(self, tokens: Tokens, chunks: Chunks, strides: Strides) -> None:
+        """Write the cached rows of ``gathered``."""
+        if chunks.max_cached == 0:
+            return
+        _, key_stride, value_stride, _ = tokens.places
+        old_tiles = -(-chunks.max_slots // self._tile)
+        new_tiles = -(-chunks.max_cached // self._tile) + 1  # a part of the last sinks' tile
+        self._launch(
+            (old_tiles + new_tiles, self._num_heads, strides.num_rows),
+            (tokens.variant, chunks.variant, strides.variant),
+            key=tokens.key,
+            value=tokens.value,
+            table=chunks.table,
+            steps=strides.steps,
+            chunks=chunks.chunks,
+            positions=chunks.positions,
+            gathered=strides.gathered,
+            key_stride=key_stride,
+            value_stride=value_stride,
+            table_stride=chunks.table_place,
+            width=strides.gathered_width,
+            old_tiles=old_tiles,
+        )
 
 
 class ChunkAttention:
@@ -374,50 +405,23 @@ class ChunkAttention:
         sinks: torch.Tensor | None = None,
         window: int | None = None,
     ) -> None:
-        _, num_heads, head_size, new = self._heads = layer.heads
-        self._num_counters, coded = 2 * num_heads, layer.stored is not None
-        config = prefill_config(layer.kv.device, new, head_size)
-        if coded:  # encoding needs the registers of other queries
-            config = replace(config, queries=16)
-        self._queries = config.queries
-        self._launch = Launcher(
-            _attend_chunks,
-            **stride_constants(config, layer),
-            **layer.words,
-            new_rotation=new_rotation if layer.unit > 1 else None,
-            sinks=sinks,
-            window=window,
-            RENUMBER=RENUMBERED,
-            COPY=ENCODED if coded else COPIED,
-            maxnreg=MOST_REGISTERS,
-        )
+        self._heads = layer.heads
+        self._gather = ChunkGather(layer, window)
+        self._attend = StrideAttention(layer, sinks, window=window)
+        self._write = ChunkWrite(layer, new_rotation)
 
-    def __call__(self, tokens: Tokens, chunks: Chunks) -> None:
-        """Write the strides' rows of ``output``, and the pages."""
+    def __call__(self, tokens: Tokens, chunks: Chunks, parts: tuple[Strides, ...]) -> None:
+        """Write the strides' rows of ``output``, and the pages.
+
+        Args:
+            parts: ``chunks.parts``.
+        """
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
-        assert chunks.num_counters == self._num_counters, chunks.num_counters
-        if chunks.num_rows == 0 or chunks.max_length == 0:
-            return
-        query_stride, key_stride, value_stride, output_stride = tokens.places
-        self._launch(
-            (-(-chunks.max_length // self._queries), self._heads[0], chunks.num_rows),
-            (tokens.variant, chunks.variant),
-            query=tokens.query,
-            key=tokens.key,
-            value=tokens.value,
-            table=chunks.table,
-            steps=chunks.steps,
-            chunks=chunks.chunks,
-            positions=chunks.positions,
-            finished=chunks.finished,
-            logit_scale=tokens.logit_scale,
-            output=tokens.output,
-            query_stride=query_stride,
-            key_stride=key_stride,
-            value_stride=value_stride,
-            output_stride=output_stride,
-            table_stride=chunks.table_place,
-        )
+        for strides in parts:
+            if strides.num_rows and chunks.max_length:
+                self._gather(tokens, chunks, strides)
+                self._attend(tokens, strides)
+        self._write(tokens, chunks)
 
 
 def attend_chunks(
@@ -431,6 +435,9 @@ def attend_chunks(
     finished: torch.Tensor,
     logit_scale: torch.Tensor | None,
     max_length: int,
+    max_slots: int,
+    max_cached: int,
+    gathered: torch.Tensor,
     output: torch.Tensor,
     new_rotation: torch.Tensor | None,
     sinks: torch.Tensor | None = None,
@@ -443,9 +450,11 @@ def attend_chunks(
         query: ``[num_tokens, H * G, D]`` of the whole step, rotated at cache positions.
         key, value: ``[num_tokens, H, D]``, keys rotated likewise.
         logit_scale: fp32 ``[num_tokens]``, factors on the logits, or None.
+        gathered: ``[n, H, >= max_cached, row]``, memory for ``n`` strides at a time.
         output: like ``query``; the strides' rows are written.
     """
     told = CachedLayer(**layer, num_queries=query.shape[1], dtype=query.dtype)
     launch = ChunkAttention(told, new_rotation, sinks, window)
     tokens = Tokens(query, key, value, output, logit_scale)
-    launch(tokens, Chunks(steps, chunks, table, positions, finished, max_length))
+    own = Chunks(steps, chunks, table, positions, finished, max_length, max_slots, max_cached)
+    launch(tokens, own, own.parts(gathered))

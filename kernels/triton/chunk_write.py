@@ -2,14 +2,20 @@
 """Write a chunk's survivors into the pages, for policies without scores.
 
 Units are numbered from the stream's start. Which of them are evicted before and after the chunk
-follows from counts, and so does the next content of every slot. ``chunk.py`` decides when to call
-these functions.
+follows from counts, and so does the next content of every slot. The last program of a head set,
+found by a counter, rewrites the set's words, which no other program reads any more.
 """
 
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
+from .cached import CachedLayer
+from .launch import Launcher
 from .stored import apart, scale_of_word, write_codes
+from .strides import Tokens
 from .tiles import (
     CACHED,
     LEFT,
@@ -18,6 +24,7 @@ from .tiles import (
     OLD_SLOTS,
     SINKS,
     START,
+    STEP,
     STREAM,
     copy_rows,
     load_rows,
@@ -25,6 +32,13 @@ from .tiles import (
     store_rows,
     turn_rows,
 )
+
+if TYPE_CHECKING:
+    from .chunk import Chunks
+
+RENUMBERED, COPIED, ENCODED = 1024, 64, 16
+"""Units per renumbered tile, slots per copied tile, and per tile that is encoded in registers."""
+WARPS = 8
 
 
 @triton.jit
@@ -69,7 +83,7 @@ def _after(old, inside, opens, free_before, survivors):
 
 
 @triton.jit
-def write_rows(
+def _write_rows(
     key,
     value,
     kv,
@@ -156,7 +170,7 @@ def write_rows(
 
 
 @triton.jit
-def write_words(
+def _write_words(
     rank,
     born,
     score,
@@ -195,3 +209,135 @@ def write_words(
         tl.store(score + word, tl.zeros([TILE], tl.float32), mask=comes)
         if token is not None:
             tl.store(token + word, who * UNIT, mask=comes)
+
+
+@triton.jit
+def _write_chunks(
+    key,
+    value,
+    kv,
+    rank,
+    born,
+    score,
+    token,
+    scales,
+    table,
+    chunks,
+    positions,
+    finished,
+    rotation,
+    key_stride,
+    value_stride,
+    page_stride,
+    word_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PAGE: tl.constexpr,
+    UNIT: tl.constexpr,
+    CODE: tl.constexpr,
+    OF_ROWS: tl.constexpr,
+    RENUMBER: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    mine = tl.program_id(1).to(tl.int64)
+    head = tl.program_id(0)
+    chunk = chunks + mine * STEP
+    if tl.load(chunk + STREAM) < 0:
+        return
+    table += mine * table_stride
+    _write_rows(
+        key=key,
+        value=value,
+        kv=kv,
+        rank=rank,
+        scales=scales,
+        table=table,
+        chunk=chunk,
+        positions=positions,
+        rotation=rotation,
+        head=head,
+        key_stride=key_stride,
+        value_stride=value_stride,
+        page_stride=page_stride,
+        word_stride=word_stride,
+        NUM_SETS=NUM_SETS,
+        HEAD=HEAD,
+        VALUE=VALUE,
+        ROW=ROW,
+        HALF=HALF,
+        INTERLEAVED=INTERLEAVED,
+        PAGE=PAGE,
+        UNIT=UNIT,
+        TILE=COPY,
+        CODE=CODE,
+        OF_ROWS=OF_ROWS,
+    )
+    tl.debug_barrier()
+    head_set = head % NUM_SETS
+    finished += mine * NUM_SETS + head_set
+    if tl.atomic_add(finished, 1) == NUM_HEADS // NUM_SETS - 1:
+        tl.store(finished, 0)
+        _write_words(
+            rank=rank,
+            born=born,
+            score=score,
+            token=token,
+            table=table,
+            chunk=chunk,
+            positions=positions,
+            head_set=head_set,
+            word_stride=word_stride,
+            PAGE=PAGE // UNIT,
+            UNIT=UNIT,
+            TILE=RENUMBER,
+        )
+
+
+class ChunkWrite:
+    """Writes chunks' survivors into the pages of one layer.
+
+    Args:
+        rotation: the fp32 table of ``rotate``.
+    """
+
+    def __init__(self, layer: CachedLayer, rotation: torch.Tensor | None) -> None:
+        self._num_heads, self._num_sets = layer.kv.shape[1], layer.num_sets
+        coded = layer.stored is not None
+        turning = layer.turning | {"rotation": rotation if layer.unit > 1 else None}
+        self._launch = Launcher(
+            _write_chunks,
+            **layer.pages,
+            **layer.words,
+            **turning,
+            **layer.rows,
+            NUM_HEADS=self._num_heads,
+            PAGE=layer.page,
+            RENUMBER=RENUMBERED,
+            COPY=ENCODED if coded else COPIED,
+            num_warps=WARPS,
+        )
+
+    def __call__(self, tokens: Tokens, chunks: "Chunks") -> None:
+        assert chunks.num_counters == self._num_sets, chunks.num_counters
+        if chunks.num_chunks == 0 or chunks.max_length == 0:
+            return
+        _, key_stride, value_stride, _ = tokens.places
+        self._launch(
+            (self._num_heads, chunks.num_chunks, 1),
+            (tokens.variant, chunks.variant),
+            key=tokens.key,
+            value=tokens.value,
+            table=chunks.table,
+            chunks=chunks.chunks,
+            positions=chunks.positions,
+            finished=chunks.finished,
+            key_stride=key_stride,
+            value_stride=value_stride,
+            table_stride=chunks.table_place,
+        )

@@ -16,33 +16,19 @@ import triton.language as tl
 from .cached import CachedLayer
 from .configs import Config, mass_config
 from .launch import Launcher
-from .prefill import MOST_REGISTERS, stride_constants, stride_logits, stride_queries
-from .stored import apart, load_scales, load_stored, load_turned, scale_of_word
+from .prefill import stride_constants, stride_logits, stride_queries
 from .strides import Strides, Tokens
-from .tiles import (
-    OLD_SLOTS,
-    STEP,
-    chunk_of,
-    first_part,
-    load_rows,
-    page_tile,
-    stride_of,
-)
+from .tiles import MOST_REGISTERS, chunk_of, first_part, load_rows, stride_of
 
 
-@triton.jit(do_not_specialize=["sums_stride", "old_tiles"])
+@triton.jit(do_not_specialize=["sums_stride", "width", "old_tiles"])
 def _column_sums(
     query,
     key,
-    kv,
-    rank,
-    born,
-    scales,
-    table,
+    gathered,
     lse,
     decays,
     steps,
-    rotation,
     slopes,
     logit_scale,
     sums,
@@ -50,89 +36,51 @@ def _column_sums(
     cap,
     query_stride,
     key_stride,
-    page_stride,
-    word_stride,
-    table_stride,
     sums_stride,
+    width,
     old_tiles,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
     ROW: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
-    CODE: tl.constexpr,
-    OF_ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     REDUCED: tl.constexpr,
 ):
     row = tl.program_id(2)
     head = tl.program_id(1)
     pads, cached, length, start = stride_of(steps, row)
-    if pads:
-        return
     tile = tl.program_id(0)
+    # The first tiles cover what is cached, the others the stride.
+    is_old = tile < old_tiles
+    first = tl.where(is_old, tile, tile - old_tiles) * TILE
+    num_keys = tl.where(is_old, cached, length)
+    if pads | (first >= num_keys):
+        return
+    place = first + tl.arange(0, TILE)
+    seen = place < num_keys
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     rest_of_keys = None
-    # The first tiles cover the pages, the others the stride.
-    is_old = tile < old_tiles
     if is_old:
-        slots = tl.load(steps + row * STEP + OLD_SLOTS)
-        pages = table + row.to(tl.int64) * table_stride
-        slot, unit, word, rows, distance = page_tile(
-            kv=kv,
-            rank=rank,
-            born=born,
-            table=pages,
-            first=tile * TILE,
-            slots=slots,
-            head=head,
-            page_stride=page_stride,
-            word_stride=word_stride,
-            NUM_SETS=NUM_SETS,
-            ROW=ROW,
-            PAGE=PAGE,
-            TILE=TILE,
-            UNIT=UNIT,
-        )
-        seen = unit >= 0
-        at = unit * UNIT + slot % UNIT
-        if CODE is None:
-            value_scale = None
-            keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
-        else:
-            scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
-            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
-            keys = load_turned(
-                rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,
-                key.dtype.element_ty, CODE,
-            )  # fmt: skip
+        rows = gathered + ((row * NUM_HEADS + head).to(tl.int64) * width + place) * ROW
+        keys = load_rows(rows, seen, 0, FIRST)
         if FIRST < HEAD:
-            rest_of_keys = load_stored(
-                rows, seen, value_scale, key.dtype.element_ty, FIRST, HEAD, CODE
-            )
+            rest_of_keys = load_rows(rows, seen, FIRST, HEAD)
     else:
-        place = (tile - old_tiles) * TILE + tl.arange(0, TILE)
-        seen = place < length
-        at = cached + place
-        new = key + (start + place) * key_stride + head * HEAD
-        keys = load_rows(new, seen, 0, FIRST)
+        rows = key + (start + place) * key_stride + head * HEAD
+        keys = load_rows(rows, seen, 0, FIRST)
         if FIRST < HEAD:
-            rest_of_keys = load_rows(new, seen, FIRST, HEAD)
-    column = at // CHUNK
-    leaves = seen
-    if CHUNK > 1:  # one sum per unit, or per part of a unit
-        grouped = tl.reshape(tl.where(seen, column, -1), [TILE // CHUNK, CHUNK])
-        column = tl.max(grouped, axis=1)
-        leaves = column >= 0
+            rest_of_keys = load_rows(rows, seen, FIRST, HEAD)
+    behind = tl.where(is_old, 0, cached)
+    at = behind + place
+    # One sum per unit, or per part of a unit.
+    part = tl.arange(0, TILE // CHUNK) * CHUNK
+    column = (behind + first + part) // CHUNK
+    leaves = first + part < num_keys
     # Queries before a tile of the stride do not see it.
-    earliest = tl.where(is_old, 0, (tile - old_tiles) * TILE // QUERIES * QUERIES)
+    earliest = tl.where(is_old, 0, first // QUERIES * QUERIES)
     mass = tl.zeros([TILE // CHUNK], tl.float32)
     for member in range(GROUP):
         query_head = head * GROUP + member
@@ -188,7 +136,8 @@ class ColumnSums:
         config = mass_config(layer.kv.device, new, head_size, layer.slopes is not None)
         heads_and_parts = _num_sums(config, num_queries, num_heads, layer.unit, reduction)
         (self._sums_heads, self.parts), self._tile = heads_and_parts, config.tile
-        registers = {} if layer.latent is None else {"maxnreg": MOST_REGISTERS}
+        many = layer.latent is not None or new.itemsize == 4
+        registers = {"maxnreg": MOST_REGISTERS} if many else {}
         self._launch = Launcher(
             _column_sums,
             **stride_constants(config, layer),
@@ -211,7 +160,7 @@ class ColumnSums:
             (tokens.variant, strides.variant),
             query=tokens.query,
             key=tokens.key,
-            table=strides.table,
+            gathered=strides.gathered,
             lse=strides.lse,
             decays=strides.decays,
             steps=strides.steps,
@@ -219,8 +168,8 @@ class ColumnSums:
             sums=strides.sums,
             query_stride=tokens.places[0],
             key_stride=tokens.places[1],
-            table_stride=strides.table_place,
             sums_stride=strides.sums_width,
+            width=strides.gathered_width,
             old_tiles=old_tiles,
         )
 

@@ -37,7 +37,7 @@ HEADS_PER_SM = 4
 """Fewest KV heads of a batch per multiprocessor in decode, one warp each. Rounding up to a power of
 two at most doubles them, and they still fit."""
 LEAST_PART = 256
-"""Fewest cached slots per part when a stride's attention is split; fewer cost more to merge."""
+"""Fewest cached keys per part when a stride's attention is split; fewer cost more to merge."""
 ENOUGH = 15 / 16
 """Share of busy multiprocessors from which splitting a stride gains nothing."""
 
@@ -132,42 +132,35 @@ def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots
     return triton.next_power_of_2(max(1, min(wanted, longest, MAX_SPLITS)))
 
 
-def prefill_config(
-    device: torch.device, dtype: torch.dtype, head_size: int, codes: bool = False
-) -> Config:
-    """Prefill: queries by keys of a flash-attention tile; keys are rotated in registers.
+def stride_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:
+    """Prompts: queries by gathered keys of a flash-attention tile, which are loaded ahead.
 
     Without a CUDA device it is an H100's.
-
-    Args:
-        codes: whether rows are decoded from 8 bits, which needs registers.
     """
-    tuned = _tuned("prefill", device, dtype, head_size)
+    tuned = _tuned("strides", device, dtype, head_size)
     if tuned is not None:
         return tuned
     if dtype.itemsize == 4:
         return Config(tile=16, queries=16, warps=8, stages=1)
     if head_size > 128:
-        many = head_size <= 256 and not codes
-        return Config(tile=16, queries=64 if many else 32, warps=8, stages=1)
-    if capability(device) in (0, 90):
-        # On an H100 four times as fast as 64 queries and 2 stages; elsewhere registers spill.
-        return Config(tile=32, queries=128, warps=8, stages=3)
-    return Config(tile=32, queries=64, warps=8, stages=2)
+        return Config(tile=32, queries=64 if head_size <= 256 else 32, warps=8, stages=2)
+    if capability(device) in (0, 90, 100):
+        return Config(tile=64, queries=128, warps=8, stages=3)
+    return Config(tile=64, queries=64, warps=8, stages=2)  # with more queries registers spill
 
 
 @dataclass(frozen=True)
 class Split:
-    """A stride's cached slots in ``splits`` parts of ``slots`` each; one part means no split.
+    """A stride's cached keys in ``splits`` parts of ``keys`` each; one part means no split.
 
-    The last part has the remaining slots and the stride's own tokens.
+    The last part has the remaining keys and the stride's own tokens.
     """
 
     splits: int
-    slots: int
+    keys: int
 
 
-WHOLE = Split(splits=1, slots=0)
+WHOLE = Split(splits=1, keys=0)
 
 
 def stride_split(
@@ -176,7 +169,7 @@ def stride_split(
     head_size: int,
     num_queries: int,
     longest: int,
-    most_slots: int,
+    most_keys: int,
     least: int = LEAST_PART,
 ) -> Split:
     """How a stride's attention is split over keys, so that few query heads still fill the GPU.
@@ -187,12 +180,12 @@ def stride_split(
     Args:
         num_queries: query heads.
         longest: tokens of the longest possible stride.
-        most_slots: slots a request may have cached.
-        least: fewest slots per part.
+        most_keys: tokens a request may have cached.
+        least: fewest keys per part.
     """
-    config, sms = prefill_config(device, dtype, head_size), num_sms(device)
+    config, sms = stride_config(device, dtype, head_size), num_sms(device)
     programs = num_queries * triton.cdiv(longest, config.queries)
-    most = min(most_slots // least, MAX_SPLITS)
+    most = min(most_keys // least, MAX_SPLITS)
     if most < 2 or programs >= ENOUGH * sms:
         return WHOLE
     wanted = min(triton.cdiv(sms, programs), most)
@@ -201,8 +194,9 @@ def stride_split(
         range(wanted, min(2 * wanted, most) + 1), key=lambda n: triton.cdiv(programs * n, sms) / n
     )
     # The stride's own tokens are not split: balance them with the other parts, or give them a part.
-    slots = min(triton.cdiv(most_slots + longest, splits), triton.cdiv(most_slots, splits - 1))
-    return Split(splits, triton.cdiv(slots, config.tile) * config.tile)
+    keys = min(triton.cdiv(most_keys + longest, splits), triton.cdiv(most_keys, splits - 1))
+    keys = triton.cdiv(keys, config.tile) * config.tile
+    return Split(min(splits, triton.cdiv(most_keys, keys) + 1), keys)
 
 
 def mass_config(

@@ -5,7 +5,7 @@ The stride's plan selects the survivors (``keep``). New ranks are prefix sums; t
 takes the k-th free slot. Evicted tokens never touch a page. No loop runs over tokens.
 
 All of it is one launch. Several programs share the rows to copy, and each repeats the choice:
-``StrideAttention`` has saved the pages' metadata, so no program reads what another writes. In pages
+``StrideGather`` has saved the pages' metadata, so no program reads what another writes. In pages
 of units, columns are units. A stride's last, incomplete unit always stays. Its keys are written
 with the rotation of its final rank, because its other tokens come after the stride's evictions and
 one ``born`` must fit all of them. With recall, more units may be recalled after the stride's
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .cached import CachedLayer
+from .gather import LINE, LINE_SLOT
 from .keep import (
     NEW_RANK,
     NUMBERS,
@@ -30,7 +31,6 @@ from .keep import (
     choose_ranks,
 )
 from .launch import Launcher
-from .prefill import LINE, LINE_SLOT
 from .recall_columns import MORE_RECALLED, RECALL
 from .stored import apart, scale_place, write_codes
 from .strides import Strides, Tokens

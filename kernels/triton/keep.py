@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from .choose import best_of_groups, score_columns, without_lowest
+from .gather import LINE
 from .launch import Launcher
-from .prefill import LINE
 from .recall_columns import NOW, RECALL, SINKS
 from .strides import NUMBER_ROWS, VALUE_ROWS, Strides
 from .tiles import (

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of prompt strides over their request's pages and, causally, themselves.
+"""Attention of prompt strides over what their request has cached and, causally, themselves.
 
-``StrideAttention`` is flash attention over the pages in slot order, since a softmax has no order.
-A key whose rank differs from its written position is rotated by the difference as it is read. It
-also writes log-sum-exps, from which ``ColumnSums`` computes scores, and the pages' metadata of
-every cached unit by rank, because later kernels write the pages and must not read them. With few
-query heads, programs share the keys as well (``split``).
+``StrideAttention`` is flash attention over the cached rows that ``StrideGather`` left in time
+order, and then over the stride. It also writes log-sum-exps, from which ``ColumnSums`` computes
+scores. With few query heads, programs share the keys as well (``split``).
 Source: FlashAttention-2 (https://arxiv.org/abs/2307.08691); strided prefill of Cascading KV Cache
 (https://arxiv.org/abs/2406.17808).
 """
@@ -17,33 +15,12 @@ import triton
 import triton.language as tl
 
 from .cached import CachedLayer
-from .configs import WHOLE, Config, Split, prefill_config
+from .configs import WHOLE, Config, Split, stride_config
 from .launch import Launcher
 from .softmax import dot_keys, empty_softmax, online_softmax, with_sink
-from .split import is_last, join_parts, leave_part, slots_of_part
-from .stored import (
-    apart,
-    load_scales,
-    load_stored,
-    load_turned,
-    scale_of_word,
-)
-from .strides import LINE_WORDS, Strides, Tokens
-from .tiles import (
-    OLD_SLOTS,
-    STEP,
-    first_part,
-    load_rows,
-    page_tile,
-    soft_cap,
-    store_rows,
-    stride_of,
-)
-
-MOST_REGISTERS = 255
-"""Registers per thread; otherwise ptxas may spill to fit two blocks per multiprocessor."""
-LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
-"""Rows of a line, by rank: a cached unit's slot, the bits of its score, its first token."""
+from .split import is_last, join_parts, keys_of_part, leave_part
+from .strides import Strides, Tokens
+from .tiles import MOST_REGISTERS, first_part, load_rows, soft_cap, store_rows, stride_of
 
 
 @triton.jit
@@ -59,12 +36,13 @@ def stride_logits(
     window=None,
     rest_of_queries=None,
     rest_of_keys=None,
+    EARLIER: tl.constexpr = False,
 ):
     """Masked logits ``[m, n]`` of queries at ``position`` for keys at ``key_rank``.
 
     ``scale`` is one number per query; ``seen`` marks existing keys; ``slope`` is ALiBi's, or None;
     ``window`` is the number of tokens that a query sees, its own included, or None. The rest is
-    the latent part of queries and keys, or None.
+    the latent part of queries and keys, or None. ``EARLIER``: all keys precede all queries.
     """
     products = dot_keys(queries, keys)
     if rest_of_queries is not None:
@@ -72,7 +50,9 @@ def stride_logits(
     logits = soft_cap(products * scale[:, None], cap)
     if slope is not None:
         logits += slope * (key_rank[None, :] - position[:, None]).to(tl.float32)
-    visible = seen[None, :] & (key_rank[None, :] <= position[:, None])
+    visible = seen[None, :]
+    if not EARLIER:
+        visible = visible & (key_rank[None, :] <= position[:, None])
     if window is not None:
         visible = visible & (key_rank[None, :] > position[:, None] - window)
     return tl.where(visible, logits, float("-inf"))
@@ -97,55 +77,38 @@ def stride_queries(
     return load_rows(query + token * query_stride + head * HEAD, real, 0, FIRST), factor
 
 
-@triton.jit(do_not_specialize=["line_stride"])
+@triton.jit(do_not_specialize=["width"])
 def _attend_strides(
     query,
     key,
     value,
-    kv,
-    rank,
-    born,
-    score,
-    token,
-    scales,
-    table,
+    gathered,
     steps,
-    rotation,
     slopes,
     sinks,
     logit_scale,
     output,
     lse,
-    line,
     partial,
     marks,
     arrived,
     scale,
     cap,
+    window,
     query_stride,
     key_stride,
     value_stride,
     output_stride,
-    page_stride,
-    word_stride,
-    table_stride,
-    line_stride,
+    width,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    NUM_SETS: tl.constexpr,
     HEAD: tl.constexpr,
     VALUE: tl.constexpr,
     ROW: tl.constexpr,
-    HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PAGE: tl.constexpr,
-    UNIT: tl.constexpr,
     QUERIES: tl.constexpr,
     TILE: tl.constexpr,
-    CODE: tl.constexpr,
-    OF_ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):
     row = tl.program_id(2)
     query_head = tl.program_id(1)
@@ -158,9 +121,9 @@ def _attend_strides(
     first_query = block * QUERIES
     if pads | (first_query >= length):
         return
+    first_key, end_key = 0, cached
     if SPLITS > 1:
-        in_use = tl.load(steps + row * STEP + OLD_SLOTS)
-        part_begin, part_end, there = slots_of_part(part, in_use, SPLITS, SLOTS)
+        first_key, end_key, there = keys_of_part(part, cached, SPLITS, KEYS)
         if part >= there:
             return
     index = first_query + tl.arange(0, QUERIES)
@@ -177,81 +140,44 @@ def _attend_strides(
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + query_head)
+    if window is not None:  # no query sees an earlier key
+        first_key = tl.maximum(first_key, cached + first_query + 1 - window)
     top, total, acc = empty_softmax(QUERIES, VALUE)
 
-    slots = tl.load(steps + row * STEP + OLD_SLOTS)
-    begin_slot = 0
-    if SPLITS > 1:
-        begin_slot, slots = part_begin, part_end
-    table += row.to(tl.int64) * table_stride
-    # One program of each set leaves what its pages say.
-    tells = (block == 0) & (query_head % GROUP == 0) & (head < NUM_SETS)
-    line += (row * NUM_SETS + head % NUM_SETS).to(tl.int64) * LINE * line_stride
-    for first in range(begin_slot, slots, TILE):
-        slot, unit, word, rows, distance = page_tile(
-            kv=kv,
-            rank=rank,
-            born=born,
-            table=table,
-            first=first,
-            slots=slots,
-            head=head,
-            page_stride=page_stride,
-            word_stride=word_stride,
-            NUM_SETS=NUM_SETS,
-            ROW=ROW,
-            PAGE=PAGE,
-            TILE=TILE,
-            UNIT=UNIT,
+    gathered += (row * NUM_HEADS + head).to(tl.int64) * width * ROW
+    for begin in range(first_key, end_key, TILE):
+        place = begin + tl.arange(0, TILE)
+        seen = place < end_key
+        keys = load_rows(gathered + place * ROW, seen, 0, FIRST)
+        values = load_rows(gathered + place * ROW + (ROW - VALUE), seen, 0, VALUE)
+        latents = None
+        if FIRST < HEAD:
+            latents = values
+        logits = stride_logits(
+            queries, keys, position, place, seen, factor, cap, slope, window, rest, latents, True
         )
-        seen = unit >= 0
-        if CODE is None:
-            value_scale = None
-            keys = load_turned(rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED)
-        else:
-            scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
-            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
-            keys = load_turned(
-                rows, seen, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale,
-                queries.dtype, CODE,
-            )  # fmt: skip
-        at = unit * UNIT + slot % UNIT
-        if FIRST == HEAD:
-            logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
-            values = load_stored(
-                rows + (ROW - VALUE), seen, value_scale, queries.dtype, 0, VALUE, CODE
-            )
-        else:  # read once
-            values = load_stored(rows + FIRST, seen, value_scale, queries.dtype, 0, VALUE, CODE)
-            logits = stride_logits(
-                queries, keys, position, at, seen, factor, cap, slope, None, rest, values
-            )
         top, total, acc = online_softmax(top, total, acc, logits, values)
-        told = tells & seen & (slot % UNIT == 0)
-        tl.store(line + LINE_SLOT * line_stride + unit, slot // UNIT, mask=told)
-        bits = tl.load(score + word, mask=told, other=0.0).to(tl.int32, bitcast=True)
-        tl.store(line + LINE_SCORE * line_stride + unit, bits, mask=told)
-        if token is not None:
-            first_token = tl.load(token + word, mask=told, other=0)
-            tl.store(line + LINE_TOKEN * line_stride + unit, first_token, mask=told)
     own = tl.minimum(first_query + QUERIES, length)
     if SPLITS > 1:
         own = tl.where(part == there - 1, own, 0)
-    for begin in range(0, own, TILE):
+    first_own = 0
+    if window is not None:
+        first_own = tl.maximum(first_query + 1 - window, 0)
+    for begin in range(first_own, own, TILE):
         place = begin + tl.arange(0, TILE)
         seen = place < length
         source = (start + place) * key_stride + head * HEAD
         keys = load_rows(key + source, seen, 0, FIRST)
-        at = cached + place
-        if FIRST == HEAD:
-            logits = stride_logits(queries, keys, position, at, seen, factor, cap, slope)
+        latents = None
+        if FIRST < HEAD:
+            latents = load_rows(key + source, seen, FIRST, HEAD)
+            values = latents
+        else:
             source = (start + place) * value_stride + head * VALUE
             values = load_rows(value + source, seen, 0, VALUE)
-        else:
-            values = load_rows(key + source, seen, FIRST, HEAD)
-            logits = stride_logits(
-                queries, keys, position, at, seen, factor, cap, slope, None, rest, values
-            )
+        logits = stride_logits(
+            queries, keys, position, cached + place, seen, factor, cap, slope, window, rest, latents
+        )
         top, total, acc = online_softmax(top, total, acc, logits, values)
 
     if SPLITS > 1:
@@ -265,20 +191,19 @@ def _attend_strides(
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(output + token_at * output_stride + query_head * VALUE, acc, real, 0, VALUE)
     norm = top + tl.log(tl.where(total > 0.0, total, 1.0))
-    tl.store(lse + token_at * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
+    if lse is not None:
+        tl.store(lse + token_at * (NUM_HEADS * GROUP) + query_head, norm, mask=real)
 
 
 def stride_constants(config: Config, layer: CachedLayer) -> dict[str, Any]:
     """What the kernels over strides are told of a layer."""
     num_queries, num_heads, *_ = layer.heads
     return {
-        **layer.pages,
-        **layer.turning,
         **layer.logits,
         **layer.rows,
+        "HEAD": layer.head_size,
         "NUM_HEADS": num_heads,
         "GROUP": num_queries // num_heads,
-        "PAGE": layer.page,
         "QUERIES": config.queries,
         "TILE": config.tile,
         "num_warps": config.warps,
@@ -292,31 +217,35 @@ class StrideAttention:
     Args:
         sinks: fp32 ``[H * G]``, learned logits of nothing, or None.
         split: splits attention over keys.
+        window: tokens that a query sees, its own included; None: all.
     """
 
     def __init__(
-        self, layer: CachedLayer, sinks: torch.Tensor | None = None, split: Split = WHOLE
+        self,
+        layer: CachedLayer,
+        sinks: torch.Tensor | None = None,
+        split: Split = WHOLE,
+        window: int | None = None,
     ) -> None:
-        self._heads, self._num_sets = layer.heads, layer.num_sets
+        self._heads = layer.heads
         num_queries, _, head_size, new = layer.heads
-        config = prefill_config(layer.kv.device, new, head_size, layer.stored is not None)
+        config = stride_config(layer.kv.device, new, head_size)
         self._queries = config.queries
         self.split, self._partial = split, (num_queries, split.splits, layer.value_size)
-        assert split.slots % config.tile == 0, (split, config)
+        assert split.keys % config.tile == 0, (split, config)
         self._launch = Launcher(
             _attend_strides,
             **stride_constants(config, layer),
-            **layer.words,
             sinks=sinks,
+            window=window,
             maxnreg=MOST_REGISTERS,
             SPLITS=split.splits,
-            SLOTS=split.slots,
+            KEYS=split.keys,
         )
 
     def __call__(self, tokens: Tokens, strides: Strides) -> None:
-        """Write the strides' rows of ``output`` and ``lse``, and the cached units of ``line``."""
+        """Write the strides' rows of ``output`` and ``lse``; ``StrideGather`` comes first."""
         assert tokens.heads == self._heads, (tokens.heads, self._heads)
-        assert strides.num_sets == self._num_sets, (strides.num_sets, self._num_sets)
         if strides.num_rows == 0 or strides.max_length == 0:
             return
         splits, partial = self.split.splits, None
@@ -331,12 +260,11 @@ class StrideAttention:
             query=tokens.query,
             key=tokens.key,
             value=tokens.value,
-            table=strides.table,
+            gathered=strides.gathered,
             steps=strides.steps,
             logit_scale=tokens.logit_scale,
             output=tokens.output,
             lse=strides.lse,
-            line=strides.line,
             partial=None if partial is None else partial.output,
             marks=None if partial is None else partial.marks,
             arrived=None if partial is None else partial.arrived,
@@ -344,6 +272,5 @@ class StrideAttention:
             key_stride=key_stride,
             value_stride=value_stride,
             output_stride=output_stride,
-            table_stride=strides.table_place,
-            line_stride=strides.line_width,
+            width=strides.gathered_width,
         )

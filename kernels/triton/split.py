@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of a stride split over keys, merged within the same launch.
 
-A stride with few query heads has too few programs for a GPU. So a request's slots are divided into
-parts at fixed places, and one program per part writes its partial softmax. The last program to
+A stride with few query heads has too few programs for a GPU. So a request's cached keys are divided
+into parts at fixed ranks, and one program per part writes its partial softmax. The last program to
 arrive merges all parts in order, so the result is the same bytes whichever program is last. Parts
-without used slots are skipped. Source: split-K of FlashDecoding
+without keys are skipped. Source: split-K of FlashDecoding
 (https://pytorch.org/blog/flash-decoding/), merged within one launch as in stream-K
 (https://arxiv.org/abs/2301.03598).
 """
@@ -46,14 +46,14 @@ class Partial:
 
 
 @triton.jit
-def slots_of_part(part, slots, SPLITS: tl.constexpr, SLOTS: tl.constexpr):
-    """Slots ``[begin, end)`` of a part, and the number of parts of a stride with ``slots`` in use.
+def keys_of_part(part, cached, SPLITS: tl.constexpr, KEYS: tl.constexpr):
+    """Ranks ``[begin, end)`` of a part's keys, and the number of parts with ``cached`` keys.
 
     The last part also covers the stride's own tokens.
     """
-    there = tl.minimum(tl.cdiv(slots, SLOTS), SPLITS - 1) + 1
-    begin = part * SLOTS
-    end = tl.where(part == there - 1, slots, tl.minimum(begin + SLOTS, slots))
+    there = tl.minimum(tl.cdiv(cached, KEYS), SPLITS - 1) + 1
+    begin = part * KEYS
+    end = tl.where(part == there - 1, cached, tl.minimum(begin + KEYS, cached))
     return begin, end, there
 
 

@@ -18,7 +18,7 @@ from .split import Partial
 from .tiles import check_rows, check_steps
 
 LINE_WORDS = 3
-"""Numbers per cached unit that attention writes (``prefill``)."""
+"""Numbers per cached unit that are gathered (``gather``)."""
 NUMBER_ROWS, VALUE_ROWS, NEW_RANK = 4, 2, 0
 """Rows of notes and of values (``keep``); the first one of notes has the units' new ranks."""
 
@@ -69,7 +69,8 @@ class Strides:
         table: int32 ``[>= R, P]`` block numbers.
         max_length, max_slots: length of the longest stride, and most slots in use before it.
         lse: fp32 ``[num_tokens, H * G]``, log-sum-exps.
-        line: int32 ``[R, S, LINE_WORDS, W]``, what ``StrideAttention`` writes about cached units.
+        gathered: ``[R, H, W, row]``, cached rows by rank, keys rotated to their ranks (``gather``).
+        line: int32 ``[R, S, LINE_WORDS, W]``, what ``StrideGather`` writes about cached units.
         partial: partial results of split attention; None if it is not split.
         decays: fp32 ``[>= max_length]``: entry ``i`` is the weight of the query with ``i`` queries
             of its stride after it.
@@ -86,6 +87,7 @@ class Strides:
         recall: int32 ``[>= R, RECALL_COLUMNS]``, or None without recall.
         keep: int32 ``[R, S, W]``, a part of ``notes`` with recall: each unit's new rank, -1 if it
             is evicted; cached units come first, then the stride's.
+        gathers: heads, channels and dtype of ``gathered``.
         variant: ``launch.variant_of`` all that kernels are compiled for.
     """
 
@@ -94,6 +96,7 @@ class Strides:
     max_length: int = 0
     max_slots: int = 0
     lse: torch.Tensor | None = None
+    gathered: torch.Tensor | None = None
     line: torch.Tensor | None = None
     partial: Partial | None = None
     decays: torch.Tensor | None = None
@@ -117,7 +120,12 @@ class Strides:
             assert self.line.is_contiguous()
         if self.notes is not None:
             self._check_notes(self.notes)
-        for told in (self.lse, self.decays):
+        self.gathered_width, self.gathers = 0, (0, 0, torch.float32)
+        if self.gathered is not None:
+            rows, heads, self.gathered_width, row = self.gathered.shape
+            assert rows == self.num_rows, self.gathered.shape
+            self.gathers = heads, row, self.gathered.dtype
+        for told in (self.lse, self.decays, self.gathered):
             assert told is None or told.is_contiguous(), told.stride()
         assert self.decays is None or len(self.decays) >= self.max_length, self.max_length
         self.sums_heads, self.sums_width = 0, 1
@@ -135,7 +143,7 @@ class Strides:
         shared = () if partial is None else (partial.output, partial.marks, partial.arrived)
         self.variant = variant_of(
             *(self.steps, self.table, self.lse, self.line, self.decays, self.sums, self.given),
-            *(self.plans, self.notes, self.values, self.recall, *shared),
+            *(self.gathered, self.plans, self.notes, self.values, self.recall, *shared),
             *(self.table_place, self.num_parts, self.summed, self.query_heads, self.parts),
         )
 

@@ -40,6 +40,8 @@ STRIDES = tl.constexpr(stride_columns.STRIDES)
 STEP_COLUMNS = columns.STEP_COLUMNS
 STEP, RULE = tl.constexpr(STEP_COLUMNS), tl.constexpr(columns.RULE_COLUMNS)
 
+MOST_REGISTERS = 255
+"""Registers per thread; otherwise ptxas may spill to fit two blocks per multiprocessor."""
 NEVER = tl.constexpr(2**31 - 1)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 

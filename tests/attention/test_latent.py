@@ -116,9 +116,12 @@ def test_memory_is_reserved_in_profiling_runs(monkeypatch: pytest.MonkeyPatch) -
     layer.forward_impl(query, None, None, None, None, output=output)
     assert not calls and not output.any()
     memory, limits = workspace.workspace_of(query.device), impl._config.scheduler_config
-    worst = workspace.worst_shapes(resolve(policy), limits, query.new_empty(1, 4, 48), 1, 16, 32)
+    one, slots = query.new_empty(1, 4, 48), 80
+    worst = workspace.worst_shapes(resolve(policy), limits, one, 1, 16, 32, slots)
+    chunks = workspace.chunk_shapes(32 // 16 + 3, one, 1, slots, 32)
     assert worst["partial"][0][::3] == (32, 32) and worst["partial"][0][2] > 1
-    reserved = workspace.size_of(worst) + 4 * workspace.counters_of(worst)
+    most = max(workspace.size_of(worst), workspace.size_of(chunks))
+    reserved = most + 4 * workspace.counters_of(worst)
     assert memory.num_bytes == reserved
     layer.forward_impl(query, None, None, None, SimpleNamespace(), output=output)
     assert len(calls) == 1 and memory.num_bytes == reserved

@@ -29,6 +29,7 @@ from vllm_cascade.attention.cuda.workspace import workspace_of
 from vllm_cascade.step.drafts import Drafted, Drafts, Rejected
 
 TOKENS, STRIDE = 4096, 256
+LAUNCHES = ("gather_strides", "attend_strides", "column_sums", "insert_strides")
 SHAPE = Shape(num_kv_heads=1, group=2, head_size=16, rotary_dim=16)
 STRIDES_WAIT: dict[str, dict[str, Any]] = {
     "cascade": {"name": "cascade", "budget": 64, "num_subcaches": 2},
@@ -159,14 +160,14 @@ def chunk(layer: PagedLayer) -> tuple[Counter[str], Operations, Operations]:
 
 @pytest.mark.parametrize("least", [256, 16], ids=["whole", "in-parts"])
 @pytest.mark.parametrize("name", STRIDES_WAIT)
-def test_a_stride_is_three_launches(name: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stride_is_four_launches(name: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where few query heads share out the keys: parts are programs of the same launch."""
     monkeypatch.setattr(TritonKVPolicyImpl, "least_part", least)
     layer = served(STRIDES_WAIT[name], monkeypatch)
     kernels, operations, planning = chunk(layer)
     assert (layer.impl._made.strides.attention.split.splits > 1) == (least < 64)
     strides = TOKENS // STRIDE
-    assert kernels == dict.fromkeys(("attend_strides", "column_sums", "insert_strides"), strides)
+    assert kernels == dict.fromkeys(LAUNCHES, strides)
     assert not operations.launches and not operations.allocations and not operations.waiting
     assert not planning.waiting
     assert sum(planning.launches.values()) <= 8, "for a whole step and all layers"
@@ -190,22 +191,22 @@ def test_a_stride_only_launches(name: str, least: int, monkeypatch: pytest.Monke
             calls = calls_in(run)
         found.append((asked.number, calls, len(launched) // 3))
     (asked, calls, launches), (asked_of_half, calls_of_half, launches_of_half) = found
-    assert launches == 3 * TOKENS // STRIDE == 2 * launches_of_half
+    assert launches == len(LAUNCHES) * TOKENS // STRIDE == 2 * launches_of_half
     assert 0 < asked == asked_of_half <= 40
-    assert calls - calls_of_half <= 20 * (TOKENS // STRIDE // 2)
+    assert calls - calls_of_half <= 26 * (TOKENS // STRIDE // 2)
 
 
 @pytest.mark.parametrize("name", NOBODY_WAITS)
-def test_a_chunk_is_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_is_three_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, operations, planning = chunk(served(NOBODY_WAITS[name], monkeypatch))
-    assert kernels == {"attend_chunks": 1}
+    assert kernels == {"gather_chunks": 1, "attend_strides": 1, "write_chunks": 1}
     assert not operations.launches and not operations.allocations and not operations.waiting
     assert not planning.waiting and sum(planning.launches.values()) <= 8
 
 
-def test_scores_by_the_host_are_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_by_the_host_are_a_launch_less(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels, operations, _ = chunk(served({"name": "dgc", "budget": 64}, monkeypatch))
-    assert kernels == dict.fromkeys(("attend_strides", "insert_strides"), TOKENS // STRIDE)
+    assert kernels == dict.fromkeys(sorted(set(LAUNCHES) - {"column_sums"}), TOKENS // STRIDE)
     assert not operations.launches and not operations.allocations and not operations.waiting
 
 
@@ -267,6 +268,6 @@ def test_host_time() -> None:
     settings = {"name": "cascade", "budget": 2048}
     assert decode_step(settings, trials=30) < 1500
     found = prompt(settings, trials=10)
-    assert found["launches"] == 3 * 16 and found["stride_us"] < 100
+    assert found["launches"] == 4 * 16 and found["stride_us"] < 100
     found = prompt({"name": "sink", "budget": 2048}, trials=10)
-    assert found["launches"] == 1 and found["stride_us"] < 40
+    assert found["launches"] == 3 and found["stride_us"] < 40

@@ -38,15 +38,18 @@ UNITS = {"num_subcaches": 2, "unit": 4, "num_sinks": 4}
 CASCADE = {"name": "cascade", "budget": 64, "num_subcaches": 2}
 DECODE = {"attend": 1, "merge": 1, "insert": 1}
 SCORED = DECODE | {"update": 1}
-OF_STRIDES = dict.fromkeys(("attend_strides", "column_sums", "insert_strides"), CHUNK // STRIDE)
+OF_STRIDES = dict.fromkeys(
+    ("gather_strides", "attend_strides", "column_sums", "insert_strides"), CHUNK // STRIDE
+)
+OF_CHUNKS = {"gather_chunks": 1, "attend_strides": 1, "write_chunks": 1}
 CHOOSING = ("ask", "judge", "weigh", "choose", "bring")
 STORING = ("list_gone", "store_units")
 RECALLING = {**dict.fromkeys(CHOOSING + STORING, 1 + CHUNK // STRIDE), "remember": 1}
 RECALLING["keep_of_strides"] = CHUNK // STRIDE
 STEPS: dict[str, tuple[dict[str, Any], int, dict[str, int]]] = {
-    "sink": ({"name": "sink", "budget": 64}, 1000, DECODE | {"attend_chunks": 1}),
+    "sink": ({"name": "sink", "budget": 64}, 1000, DECODE | OF_CHUNKS),
     "cascade": (CASCADE, 1000, SCORED | OF_STRIDES),
-    "grows": ({**CASCADE, "budget": 2048}, 100, SCORED | OF_STRIDES),
+    "grows": ({**CASCADE, "budget": 2048}, 100, SCORED | OF_STRIDES | {"gather_strides": 1}),
     "units": ({**CASCADE, **UNITS}, 1000, SCORED | OF_STRIDES),
     "recall": (
         {**CASCADE, **UNITS, "recall": 2, "recall_store": 4 * STORE, "recall_every": 1},
@@ -56,7 +59,7 @@ STEPS: dict[str, tuple[dict[str, Any], int, dict[str, int]]] = {
     "recall, grows": (
         {**CASCADE, **UNITS, "budget": 2048, "recall": 2, "recall_store": 4 * STORE},
         103,
-        SCORED | OF_STRIDES,
+        SCORED | OF_STRIDES | {"gather_strides": 1},
     ),
 }
 """Settings, tokens that every request has seen, and a layer's launches."""

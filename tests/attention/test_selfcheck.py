@@ -34,6 +34,7 @@ from vllm_cascade.kernels.triton import (
     column_sums,
     combine,
     drafts,
+    gather,
     insert,
     insert_stride,
     prefill,
@@ -210,13 +211,14 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ("sink", insert, "_insert", "rank + word, own,", "rank + word, own - 1,"),
     ("sink", insert, "_insert", "born + word, written_at", "born + word, written_at + 1"),
     ("h2o", insert, "_insert", "score + word, mine", "score + word, 2 * mine"),
-    ("sink", chunk, "_attend_chunks", "away = written_at - rank_now", "away = 0 * written_at"),
-    ("sink", chunk, "_attend_chunks", "at >= kept + dropped", "at > kept + dropped"),
+    ("sink", chunk, "_from_chunk", "written_at - rank_now - shift", "0 * written_at"),
+    ("sink", chunk, "_from_pages", "at >= kept + dropped", "at > kept + dropped"),
     ("sink", chunk_write, "_after", "index, index - gone)", "index, index)"),
-    ("cascade", prefill, "_attend_strides", "at = cached + place", "at = place"),
-    ("cascade", prefill, "_attend_strides", "unit, bits,", "unit, 0 * bits,"),
+    ("cascade", prefill, "_attend_strides", "position, cached + place", "position, place"),
+    ("cascade", gather, "_gather_strides", "unit, bits,", "unit, 0 * bits,"),
+    ("cascade", gather, "_gather_strides", "width + unit * UNIT", "width + slot * UNIT"),
     ("cascade", prefill, "_attend_strides", "norm = top + ", "norm = top - "),
-    ("cascade", column_sums, "_column_sums", "is_old, 0, (tile", "is_old, QUERIES, (tile"),
+    ("cascade", column_sums, "_column_sums", "is_old, 0, first //", "is_old, QUERIES, first //"),
     ("cascade", column_sums, "_column_sums", "length - 1 - index", "index"),
     ("cascade", choose, "score_columns", "fade * result", "result"),
     ("h2o", choose, "without_lowest", "ordered(tl.load(", "ordered(-tl.load("),
@@ -237,8 +239,8 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "written_at = tl.load(positions",
         "written_at = 1 + tl.load(positions",
     ),
-    ("window", chunk, "_attend_chunks", "away -= shift", "away += shift"),
-    ("window", chunk, "_attend_chunks", "hidden + 1 + gone", "hidden + 3 + gone"),
+    ("window", chunk, "_from_pages", "moved - shift", "moved + shift"),
+    ("window", chunk, "_gather_chunks", "hidden + 1 + gone", "hidden + 3 + gone"),
     (
         "window",
         chunk_write,
@@ -364,13 +366,14 @@ def test_a_kernel_that_is_broken_on_codes_is_noticed(
 
 NAMED = {
     "combine": ("merge", "update"),
-    "chunk": ("attend_chunks",),
-    "chunk_write": ("attend_chunks",),
+    "chunk": ("gather_chunks",),
+    "chunk_write": ("write_chunks",),
+    "gather": ("gather_strides",),
     "prefill": ("attend_strides", "insert_strides"),
     "column_sums": ("column_sums",),
     "choose": ("insert_strides",),
     "insert_stride": ("insert_strides",),
-    "tiles": ("attend_strides",),
+    "tiles": ("gather_strides",),
     "recall_vectors": ("ask",),
     "recall_sinks": ("ask",),
     "recall": ("judge, weigh",),
@@ -457,14 +460,14 @@ def test_a_failure_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
     broken(
         chunk,
-        "_attend_chunks",
-        "away = written_at - rank_now",
-        "away = 0 * written_at",
+        "_from_chunk",
+        "written_at - rank_now - shift",
+        "0 * written_at",
         monkeypatch,
     )
     entry = DEVICES["cuda"]
     monkeypatch.setattr(type(entry), "facts", lambda self: {"card": "none"})
-    with pytest.raises(KVPolicyError, match=r"does not start: .*attend_chunks.*report"):
+    with pytest.raises(KVPolicyError, match=r"does not start: .*gather_chunks.*report"):
         certify.certify(resolve(POLICIES["sink"]), (SHAPE,), entry, CPU)
     assert not list(tmp_path.rglob("*.json"))
 
@@ -511,10 +514,8 @@ def test_an_engine_starts_once_its_kernels_agree(
     pool = EnginePool()
     policy = {"kv_policy": {"recall": 0, **POLICIES["sink"]}, "kv_policy_check": "once"}
     with monkeypatch.context() as patch:
-        broken(
-            chunk, "_attend_chunks", "away = written_at - rank_now", "away = 0 * written_at", patch
-        )
-        with pytest.raises(Exception, match=r"does not start: .*attend_chunks"):
+        broken(chunk, "_from_chunk", "written_at - rank_now - shift", "0 * written_at", patch)
+        with pytest.raises(Exception, match=r"does not start: .*gather_chunks"):
             pool.get(None, additional_config=policy, max_model_len=256, block_size=16)
     assert not list(tmp_path.rglob("checks/*.json"))
     assert pool.get(None, additional_config=policy, max_model_len=256, block_size=16)

@@ -238,7 +238,7 @@ def everything_is_warm(served: Served, variants: set[Variant]) -> None:
     warm = set(variants)
     variants.clear()
     chunked = layer.spec.schedule.keeps_newest is not None
-    prefill = {"_attend_chunks"} if chunked else {"_insert_strides"}
+    prefill = {"_write_chunks"} if chunked else {"_insert_strides"}
     needed = {"_schedule"} | prefill | (OF_RECALL if recalls else set())
     assert needed <= names_of(warm)
     rng = np.random.default_rng(0)
@@ -275,7 +275,7 @@ def test_nothing_is_compiled_for_a_window_after_the_warm_up(
         warm_up(builder, layer.impl, layer.pool, table.shape[1])
     assert layer.builder.counters.tokens == 0, "a warm-up is nobody's tokens"
     warm = set(variants)
-    assert {"_attend_chunks", "_attend", "_insert"} <= names_of(warm)
+    assert {"_write_chunks", "_attend", "_insert"} <= names_of(warm)
     rows = random_streams(shape, [5002, 5002])
     for length in (2, 15, 16, 17, STRIDE, STRIDE + 1, 4000):
         layer.step(rows, [700, 0], [1, length], [False, True], table)

@@ -14,7 +14,8 @@ ATTEND = {"heads": "8/8", "cached": 2048, "batch": 1, "ms": 0.5, "of_copy": 0.75
 SKIPPED = {"heads": "8/8", "cached": 4096, "batch": 1, "skipped": "out of time"}
 PREFILL = {
     "stride": 512, "tokens": 4096, "us_per_token": 2.0, "full_us_per_token": 0.5,
-    "stride_attention_ms": 0.25, "column_sums_ms": 0.125, "insertion_ms": 0.0625, "ms": 8.0,
+    "gather_ms": 0.03125, "stride_attention_ms": 0.25, "column_sums_ms": 0.125,
+    "insertion_ms": 0.0625, "ms": 8.0,
 }  # fmt: skip
 CHECK: dict[str, Any] = {
     "checks": [
@@ -47,7 +48,7 @@ def test_a_kept_result(tmp_path: Path) -> None:
         ["failed", "2", "AssertionError: output"],
     ]
     assert [list(row) for row in decode] == [["8/8", "2,048", "1", "0.500", "75 %", "1.50x"]]
-    assert list(prompts[0]) == ["512", "4,096", "2.00", "0.50", "0.250", "0.125", "0.062"]
+    assert list(prompts[0]) == ["512", "4,096", "2.00", "0.50", "0.031", "0.250", "0.125", "0.062"]
     assert [list(row) for row in tuned] == [["128", "32", "8", "3", "0.200"]]
     assert found["tables"][4]["note"] == "The fastest of 2; 1 did not compile."
     text = results.section(json.loads(results.as_text(found)))

@@ -53,10 +53,23 @@ def spread(
     )
 
 
-@pytest.mark.parametrize("sizes", sizes_of(quick="2 stages"))
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "cascade")) for n in CASES]
-)
+def policies_over_ranks() -> list[Any]:
+    """All policies on all sizes that do not refuse them; one of them is not a slow test."""
+    over_stages = {"dgc", "dgc-heads"}  # scores from token ids, which only the first stage has
+    over_ranks = {"dgc-cluster"}  # needs the keys of every rank
+    return [
+        pytest.param(
+            policy, sizes, id=f"{policy}-{name}",
+            marks=[pytest.mark.slow] * ((policy, name) != ("cascade", "2 stages")),
+        )
+        for policy in CASES
+        for name, sizes in SIZES.items()
+        if not (policy in over_stages and sizes[1] > 1)
+        and not (policy in over_ranks and sizes[0] > 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sizes"), policies_over_ranks())
 def test_a_resumed_chat_is_the_uninterrupted_one(
     name: str, sizes: tuple[int, int], engine_pool: EnginePool, book_tokens: list[int]
 ) -> None:

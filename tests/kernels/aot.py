@@ -352,8 +352,8 @@ TABLED_SHAPES = (
     SPLIT_SHAPE,
     LATENT,
     replace(LATENT, group=128),
-    *(replace(STORED, only=kernel) for kernel in ("attend", "attend_chunks")),
-    *(replace(CODED, only=kernel) for kernel in ("attend", "attend_chunks")),
+    *(replace(STORED, only=kernel) for kernel in ("attend", "gather_strides")),
+    *(replace(CODED, only=kernel) for kernel in ("attend", "gather_strides")),
     replace(CODED, unit=16, only="attend_units"),
 )
 """What the table in the documentation shows."""

@@ -11,8 +11,9 @@ from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
 from vllm_cascade.kernels.triton.combine import merge, update
-from vllm_cascade.kernels.triton.configs import WHOLE, Split, prefill_config
+from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_config
 from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, Saved, save_versions, undo
+from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
@@ -283,7 +284,7 @@ class Layer:
         undo(undone=undone, table=self.table, **own, versions=versions, saved=saved)
 
     def prefill(self) -> None:
-        """Attend, column sums and insert of one stride, and all strides of a chunk at once."""
+        """All launches of one stride, and of a chunk."""
         shape, f32, i32 = self.shape, torch.float32, torch.int32
         steps, table, num_tokens = self.steps[:1], self.table[:1], shape.stride
         query = _meta(num_tokens, self.queries, shape.head_size, dtype=shape.dtype)
@@ -293,7 +294,7 @@ class Layer:
         width = (2048 + num_tokens) // shape.unit
         split, partial = WHOLE, None
         if shape.parts > 1:
-            tile = prefill_config(query.device, shape.dtype, shape.head_size).tile
+            tile = stride_config(query.device, shape.dtype, shape.head_size).tile
             split = Split(shape.parts, -(-2048 // (shape.parts * tile)) * tile)
             each = num_tokens, self.queries, shape.parts
             partial = Partial(
@@ -312,6 +313,7 @@ class Layer:
             max_length=num_tokens,
             max_slots=2048,
             lse=_meta(num_tokens, self.queries, dtype=f32),
+            gathered=_meta(1, shape.num_heads, 2048, shape.row_size, dtype=shape.dtype),
             line=_meta(1, self.sets, LINE_WORDS, width, dtype=i32),
             partial=partial,
             decays=_meta(num_tokens, dtype=f32),
@@ -327,6 +329,7 @@ class Layer:
         turning = {"rotation": self.decode_rotation, "interleaved": shape.interleaved}
         own = {**self.rows, "num_queries": self.queries, "dtype": shape.dtype}
         layer = CachedLayer(**self.words, **turning, **reads, **own)
+        StrideGather(layer)(strides)
         StrideAttention(layer, self.sinks, split)(tokens, strides)
         attend_chunks(
             query=query,
@@ -337,7 +340,10 @@ class Layer:
             steps=steps,
             chunks=steps,
             positions=_meta(num_tokens, dtype=torch.int64),
-            finished=_meta(1, 2 * shape.num_heads),
+            finished=_meta(1, self.sets),
+            max_slots=2048,
+            max_cached=2048,
+            gathered=_meta(1, shape.num_heads, 2048, shape.row_size, dtype=shape.dtype),
             **turning,
             new_rotation=self.rotation,
             **reads,

@@ -28,6 +28,7 @@ from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums, reduced
 from vllm_cascade.kernels.triton.configs import WHOLE, Split
+from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype
 from vllm_cascade.kernels.triton.split import MARKS, Partial
@@ -80,17 +81,26 @@ class StrideBatch:
         steps = self._steps[rows]
         line = steps.new_full((len(steps), self.case.num_sets, LINE_WORDS, self.width), -9)
         lse = lse.float()
-        layer = StrideAttention(self._layer, self._sinks, split)
         strides = Strides(
             steps=steps,
             table=ours.table[rows],
             max_length=self.longest,
+            max_slots=max(self.cache.slots),
             lse=lse,
+            gathered=self.gathered(len(steps)),
             line=line,
             partial=partial,
         )
-        layer(replace(self._tokens, output=output), strides)
+        StrideGather(self._layer)(strides)
+        attention = StrideAttention(self._layer, self._sinks, split)
+        attention(replace(self._tokens, output=output), strides)
         return output, lse, line
+
+    def gathered(self, num_rows: int) -> torch.Tensor:
+        """Poison for the rows that are gathered."""
+        case, most = self.case, max(self.cache.slots)
+        shape = num_rows, case.num_heads, most, case.row_size
+        return self._tokens.key.new_full(shape, torch.nan)
 
     def partial(self, split: Split) -> Partial | None:
         """What parts leave each other: poison, and counters at 0."""
@@ -115,10 +125,13 @@ class StrideBatch:
             max_length=self.longest,
             max_slots=max(self.cache.slots),
             lse=lse,
+            gathered=self.gathered(len(self.steps)),
+            line=self._steps.new_empty(len(self.steps), case.num_sets, LINE_WORDS, self.width),
             decays=decays.to(lse.device),
             sums=sums,
             parts=parts,
         )
+        StrideGather(self._layer)(strides)
         ColumnSums(self._layer, case.reduction)(self._tokens, strides)
         return sums, parts
 

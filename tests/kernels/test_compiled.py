@@ -35,8 +35,8 @@ for shape in shapes:
 print(json.dumps(rows))
 """
 KERNELS = {
-    "schedule", "attend", "merge", "update", "assign", "insert", "attend_strides",
-    "attend_chunks", "column_sums", "insert_strides",
+    "schedule", "attend", "merge", "update", "assign", "insert", "gather_strides",
+    "attend_strides", "gather_chunks", "write_chunks", "column_sums", "insert_strides",
 }  # fmt: skip
 
 

@@ -155,7 +155,7 @@ from benchmarks.gpu.kernels_alone import without_the_plugin
 without_the_plugin()
 from tests.kernels import aot, launchers
 launches = aot.launches_of(launchers.Layer(aot.SPLIT_SHAPE).prefill)
-(launch,) = [one for one in launches if one.name == "attend_strides"]
+launch = next(one for one in launches if one.name == "attend_strides")
 print(aot.run_tool("nvdisasm", "-c", aot.binary_of(launch, 90).asm["cubin"]))
 """
 

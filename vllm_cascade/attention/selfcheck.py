@@ -76,11 +76,13 @@ SUSPECTS = {
     },
     "prompt": {
         "positions": "none, the step's plan",
-        "output": "attend_strides, attend_chunks or, of a stride before, insert_strides",
-        "kept tokens": "column_sums, insert_strides or attend_chunks",
-        "rows": "insert_strides or attend_chunks",
-        "scores": "column_sums, attend_strides or insert_strides",
-        "bytes of another run": "attend_strides, column_sums, insert_strides or attend_chunks",
+        "output": "gather_strides, gather_chunks, attend_strides or, of a stride before, "
+        "insert_strides or write_chunks",
+        "kept tokens": "gather_strides, column_sums, insert_strides or write_chunks",
+        "rows": "insert_strides or write_chunks",
+        "scores": "column_sums, gather_strides, attend_strides or insert_strides",
+        "bytes of another run": "gather_strides, attend_strides, column_sums, insert_strides "
+        "or, of chunks, gather_chunks and write_chunks",
     },
 }
 """Kernels that may be at fault, by what was run and what differs."""

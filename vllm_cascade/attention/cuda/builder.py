@@ -28,6 +28,7 @@ from vllm_cascade.attention.cuda.metadata import (
     TritonMetadata,
 )
 from vllm_cascade.attention.cuda.rows import ChunkDraft, mail_chunks, plan_of, stride_rows, widest
+from vllm_cascade.attention.cuda.workspace import rows_at_once
 from vllm_cascade.cache.spec import KVPolicySpec
 from vllm_cascade.cache.transfer import sent
 from vllm_cascade.kernels.columns import (
@@ -79,8 +80,8 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         self.given = torch.zeros(waves, most, device=device)
         self.recall = torch.zeros(waves, most, RECALL_COLUMNS, dtype=torch.int32, device=device)
         self.saves = torch.full((waves, most), -1, dtype=torch.int32, device=device)
-        heads = self.kv_cache_spec.num_kv_heads
-        self.finished = torch.zeros(most, 2 * heads, dtype=torch.int32, device=device)
+        sets = self.kv_cache_spec.num_sets
+        self.finished = torch.zeros(most, sets, dtype=torch.int32, device=device)
         self.plans = Plans(device)
         self.whole_chunks = not self.schedule.policy.trace  # which is about every stride
         self._decays: dict[int, torch.Tensor] = {}
@@ -375,7 +376,10 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
     def _kinds(
         self, rows: StrideRows
     ) -> tuple[StrideRows, StrideRows, list[tuple[StrideRows, list[Plan | None]]]]:
-        """A wave's single tokens, its strides for PyTorch, and the others, those alike together."""
+        """A wave's single tokens, its strides for PyTorch, and the others, by launch.
+
+        Strides of one scoring share a launch, as many as may gather what they have cached.
+        """
         single, longer = split(rows)
         others, alike = [], {}
         for i, schedule in enumerate(longer.schedules):
@@ -386,9 +390,12 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
                 others.append(i)
             else:
                 alike.setdefault(schedule.arithmetic, []).append((i, plan))
+        spec, most = self.kv_cache_spec, int(longer.steps[:, OLD_SLOTS].max(initial=0))
+        num = rows_at_once(spec.num_kv_heads * spec.row_size * most)
         groups = [
-            (longer.select(np.asarray([i for i, _ in same])), [plan for _, plan in same])
+            (longer.select(np.asarray([i for i, _ in some])), [plan for _, plan in some])
             for same in alike.values()
+            for some in (same[begin : begin + num] for begin in range(0, len(same), num))
         ]
         return single, longer.select(np.asarray(others, dtype=np.int64)), groups
 
@@ -492,14 +499,15 @@ class CUDABuilder(StepBuilder[TritonMetadata]):
         return plain & (rows.steps[:, STREAM] % self.schedule.unit == 0)
 
     def _chunks(self, chunks: ChunkDraft, mail: Mail) -> Chunks:
-        steps, own, longest = chunks
         return Chunks(
-            steps=mail.others[steps],
-            chunks=mail.steps[own],
-            table=mail.table[own],
+            steps=mail.others[chunks.steps],
+            chunks=mail.steps[chunks.chunks],
+            table=mail.table[chunks.chunks],
             positions=self.positions.buffer,
             finished=self.finished,
-            max_length=longest,
+            max_length=chunks.max_length,
+            max_slots=chunks.max_slots,
+            max_cached=chunks.max_cached,
         )
 
     def _decays_of(self, schedule: Schedule) -> torch.Tensor:

@@ -22,6 +22,7 @@ from vllm_cascade.attention.cuda.metadata import (
 from vllm_cascade.attention.cuda.recall import LayerRings
 from vllm_cascade.attention.cuda.workspace import (
     Workspace,
+    chunk_shapes,
     counters_of,
     memory_of,
     size_of,
@@ -44,7 +45,7 @@ from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import DecodeAttention
 from vllm_cascade.kernels.triton.cached import CachedLayer
-from vllm_cascade.kernels.triton.chunk import ChunkAttention
+from vllm_cascade.kernels.triton.chunk import ChunkAttention, Chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import (
     Merge,
@@ -56,6 +57,7 @@ from vllm_cascade.kernels.triton.combine import (
 from vllm_cascade.kernels.triton.configs import LEAST_PART, attend_splits, sharing
 from vllm_cascade.kernels.triton.drafts import Saved, save_versions
 from vllm_cascade.kernels.triton.drafts import undo as undo_drafts
+from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import Insertion
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
@@ -85,6 +87,7 @@ class SingleKernels(NamedTuple):
 class StrideKernels(NamedTuple):
     """The kernels of a prompt's strides with what no step changes of a layer."""
 
+    gather: StrideGather
     attention: StrideAttention
     sums: ColumnSums
     choice: StrideChoice
@@ -106,7 +109,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
     """Runs a step's waves: all single tokens by the decode kernels, all strides by prefill's.
 
     Attributes:
-        least_part: cached slots that are worth a program where a stride's attention is split.
+        least_part: cached keys that are worth a program where a stride's attention is split.
     """
 
     least_part = LEAST_PART
@@ -129,19 +132,23 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         if config is None or policy is None:
             return
         limits, device = config.scheduler_config, query.device
-        worst = worst_shapes(policy, limits, query, self.num_kv_heads, self.least_part, self.latent)
         block = config.cache_config.block_size
         pages, slots = -(-policy.capacity // block), block
         if self.window is not None:
             slots = max(slots, window_slots(policy, self.window, block))
         slots *= pages
+        worst = worst_shapes(
+            policy, limits, query, self.num_kv_heads, self.least_part, self.latent, slots
+        )
         num, heads = limits.max_num_seqs, self.num_heads
         splits = attend_splits(device, num, self._decode_programs, slots)
         size = self.latent or self.head_size
         sets = self.num_kv_heads if policy.head_policy == "per_kv_head" else 1
         scored = slots if policy.uses_attention else 0
         singles = worst_singles(num, heads, splits, size, scored, sets)
-        num_bytes = max(size_of(singles), size_of(worst))
+        strides = limits.max_num_batched_tokens // policy.prefill_stride + num
+        chunks = chunk_shapes(strides, query, self.num_kv_heads, slots, self.latent)
+        num_bytes = max(map(size_of, (singles, worst, chunks)))
         workspace_of(device).reserve(num_bytes, counters_of(worst))
         stored = policy.recall_store // policy.unit if policy.recall else 0
         worth = torch.empty(max(num, policy.recall_queries), heads, stored, device=device)
@@ -212,7 +219,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
                 assert kernels.strides is not None, "layers with a window have no strides"
                 self._prefill(kernels.strides, tokens, rows)
             if wave.chunks is not None:
-                kernels.chunks(tokens, wave.chunks)
+                kernels.chunks(tokens, wave.chunks, self._parts(tokens, wave.chunks))
             for stride, recall in wave.others:
                 self._in_pytorch(pages, stride, recall, new)
             if self.recorder is not None:
@@ -261,6 +268,7 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         split = split_of(policy, tokens.query, self.least_part)
         written = replace(layer, rotation=new_rotation)
         strides = StrideKernels(
+            gather=StrideGather(layer),
             attention=StrideAttention(layer, sinks, split),
             sums=ColumnSums(layer, reduction),
             choice=StrideChoice(pages.token, pages.unit, reduction, self._salts),
@@ -443,13 +451,14 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         return [tensor_model_parallel_all_gather(x, dim=1).contiguous() for x in tensors]
 
     def _prefill(self, kernels: StrideKernels, tokens: Tokens, rows: PrefillRows) -> None:
-        """Three launches: attend, add up what keys received, and choose and write; and recall's."""
+        """Gather what is cached, attend, add up what keys received, choose and write."""
         recalling = None
         if self.recall is not None:
             recalling = self._recall_rows(self.recall, rows, columns=rows.width)
             self.recall.choose(tokens, recalling, single=False, does=rows.recalls)
         shared = rows.strides.get((self.num_heads, self.head_size))
         strides = shared or self._shared(kernels, tokens, rows)
+        kernels.gather(strides)
         kernels.attention(tokens, strides)
         if strides.sums is not None:
             kernels.sums(tokens, strides)
@@ -472,7 +481,8 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             unit=kernels.unit,
             reduction=kernels.reduction if scored else None,
             splits=kernels.attention.split.splits,
-            value_size=self.latent,
+            most_slots=rows.max_slots,
+            latent=self.latent,
         )
         made = rows.strides[self.num_heads, self.head_size] = Strides(
             steps=rows.steps,
@@ -488,6 +498,23 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             **memory_of(workspace_of(rows.steps.device), shapes),
         )
         return made
+
+    def _parts(self, tokens: Tokens, chunks: Chunks) -> tuple[Strides, ...]:
+        """A chunk's strides with memory for what they see, the first layer's for all."""
+        assert tokens.query is not None, "a chunk attends"
+        which = self.num_heads, self.head_size
+        found = chunks.gathered.get(which)
+        if found is None:
+            shapes = chunk_shapes(
+                num_rows=len(chunks.steps),
+                query=tokens.query,
+                num_heads=self.num_kv_heads,
+                most_cached=chunks.max_cached,
+                latent=self.latent,
+            )
+            found = chunks.parts(workspace_of(tokens.query.device).carve(shapes)["gathered"])
+            chunks.gathered[which] = found
+        return found
 
     def _of_all_ranks(self, strides: Strides, reduction: str) -> Strides:
         """With ``column_sums`` of all tensor-parallel ranks, where those decide together.

@@ -2,10 +2,11 @@
 """Builds the step rows of a prompt's strides and chunks for the Triton kernels.
 
 All rows of a step are sent in one transfer, and all layers share the launch arguments. The host's
-work per layer and stride is three launches.
+work per layer and stride is four launches.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from vllm_cascade.kernels.columns import (
     CACHED,
     LENGTH,
     NEW_SLOTS,
+    OLD_SLOTS,
     STREAM,
 )
 from vllm_cascade.kernels.triton import stride_columns as columns
@@ -56,9 +58,20 @@ def _stay(plan: Plan) -> int:
     return plan.num_line - plan.lowest[2]
 
 
-ChunkDraft = tuple[slice, slice, int]
-"""Strides among the rows without block tables, chunks among the rows with them, and the longest
-stride's tokens."""
+class ChunkDraft(NamedTuple):
+    """Chunks that are not sent yet.
+
+    Attributes:
+        steps: strides, among the rows without block tables.
+        chunks: chunks, among the rows with them.
+        max_length, max_slots, max_cached: as in ``Chunks``.
+    """
+
+    steps: slice
+    chunks: slice
+    max_length: int
+    max_slots: int
+    max_cached: int
 
 
 def mail_chunks(mail: Mail, waves: Sequence[StrideRows]) -> ChunkDraft:
@@ -76,8 +89,9 @@ def mail_chunks(mail: Mail, waves: Sequence[StrideRows]) -> ChunkDraft:
     for row, (place, end) in enumerate(zip(first.tolist(), ends, strict=True)):
         chunks[row, columns.SINKS] = schedules[place].keeps_newest
         chunks[row, columns.LEFT] = schedules[place].count_at(end)
-    longest = int(steps[:, LENGTH].max())
-    return mail.add_without(steps), mail.add(chunks, owners), longest
+    most = steps.max(axis=0)
+    sizes = int(most[LENGTH]), int(chunks[:, OLD_SLOTS].max()), int(most[CACHED])
+    return ChunkDraft(mail.add_without(steps), mail.add(chunks, owners), *sizes)
 
 
 def widest(steps: np.ndarray, unit: int) -> int:

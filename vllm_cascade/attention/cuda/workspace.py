@@ -23,6 +23,8 @@ from vllm_cascade.policies.policy import Policy
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNED = 256
 """Alignment of tensors in bytes. A pointer's alignment selects a kernel variant."""
+MOST_GATHERED = 128 << 20
+"""Channels that are gathered for one launch over strides, if one stride needs no more."""
 
 _of_devices: dict[torch.device, "Workspace"] = {}
 
@@ -92,9 +94,14 @@ def split_of(policy: Policy, query: torch.Tensor, least: int) -> Split:
         head_size=head_size,
         num_queries=num_queries,
         longest=policy.prefill_stride,
-        most_slots=policy.capacity,
+        most_keys=policy.capacity,
         least=least,
     )
+
+
+def rows_at_once(channels: int) -> int:
+    """Strides in a launch, if so many channels are gathered for each."""
+    return max(MOST_GATHERED // max(channels, 1), 1)
 
 
 def stride_shapes(
@@ -107,7 +114,8 @@ def stride_shapes(
     unit: int,
     reduction: str | None,
     splits: int,
-    value_size: int | None = None,
+    most_slots: int,
+    latent: int | None = None,
 ) -> Shapes:
     """Shapes of the tensors that the stride kernels pass to each other.
 
@@ -121,10 +129,13 @@ def stride_shapes(
         unit: tokens per unit.
         reduction: reduction over the query heads of a set; None if attention computes no scores.
         splits: splits of attention over keys.
-        value_size: channels of values; None: as many as queries have.
+        most_slots: most slots in use of a request.
+        latent: channels of a latent row's value, or None.
     """
     shared = num_rows, num_sets, num_programs(num_rows, num_sets)
+    row = query.shape[2] * (1 if latent else 2)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "gathered": ((num_rows, num_heads, most_slots, row), query.dtype),
         "lse": ((num_tokens, query.shape[1]), torch.float32),
         "line": ((num_rows, num_sets, LINE_WORDS, width), torch.int32),
         "notes": ((*shared, NUMBER_ROWS, width), torch.int32),
@@ -135,9 +146,27 @@ def stride_shapes(
         shapes["sums"] = ((num_rows, heads, width * parts), torch.float32)
     if splits > 1:
         each = num_tokens, query.shape[1], splits
-        shapes["partial"] = ((*each, value_size or query.shape[2]), torch.float32)
+        shapes["partial"] = ((*each, latent or query.shape[2]), torch.float32)
         shapes["marks"] = ((*each, MARKS), torch.float32)
     return shapes
+
+
+def chunk_shapes(
+    num_rows: int, query: torch.Tensor, num_heads: int, most_cached: int, latent: int | None
+) -> Shapes:
+    """Shapes of the memory for a chunk's strides.
+
+    Args:
+        num_rows: strides of all chunks.
+        query: ``[.., H * G, D]``.
+        num_heads: KV heads.
+        most_cached: most tokens that a stride sees before its own.
+        latent: channels of a latent row's value, or None.
+    """
+    row = query.shape[2] * (1 if latent else 2)
+    most = rows_at_once(num_heads * most_cached * row)
+    shape = min(num_rows, most), num_heads, max(most_cached, 1), row
+    return {"gathered": (shape, query.dtype)}
 
 
 def worst_singles(
@@ -180,13 +209,20 @@ def worst_shapes(
     query: torch.Tensor,
     num_heads: int,
     least: int,
-    value_size: int | None = None,
+    latent: int | None,
+    slots: int,
 ) -> Shapes:
-    """``stride_shapes`` of the most strides in a wave, one of them of the greatest length."""
+    """``stride_shapes`` of the most strides in a launch, one of them of the greatest length.
+
+    Args:
+        latent: channels of a latent row's value, or None.
+        slots: of a request.
+    """
     tokens = limits.max_num_batched_tokens
     longest = policy.capacity + min(policy.prefill_stride, tokens)
+    most = rows_at_once(num_heads * slots * query.shape[2] * (1 if latent else 2))
     return stride_shapes(
-        num_rows=max(min(limits.max_num_seqs, tokens // 2), 1),
+        num_rows=max(min(limits.max_num_seqs, tokens // 2, most), 1),
         num_sets=num_heads if policy.head_policy == "per_kv_head" else 1,
         width=longest // policy.unit + 1,
         num_tokens=tokens,
@@ -195,5 +231,6 @@ def worst_shapes(
         unit=policy.unit,
         reduction=policy.head_reduction if policy.uses_attention else None,
         splits=split_of(policy, query, least).splits,
-        value_size=value_size,
+        most_slots=slots,
+        latent=latent,
     )
