@@ -69,6 +69,7 @@ def _from_pages(
     first,
     slots,
     head,
+    cached,
     kept,
     dropped,
     hidden,
@@ -111,6 +112,7 @@ def _from_pages(
     is_kept = at < kept
     moved = tl.where(is_kept, 0, dropped)
     seen = (unit >= 0) & (is_kept | (at >= kept + dropped)) & (at - moved > hidden)
+    seen = seen & (at - moved < cached)  # a warm-up's null block may say anything
     if tl.max(seen.to(tl.int32), axis=0) > 0:
         FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
         dtype: tl.constexpr = gathered.dtype.element_ty
@@ -240,6 +242,7 @@ def _gather_chunks(
             first=tile * TILE,
             slots=tl.load(chunk + OLD_SLOTS),
             head=head,
+            cached=cached,
             kept=kept,
             dropped=gone - (begun - tl.load(chunk + CACHED)),  # evicted since the chunk began
             hidden=hidden,

@@ -16,7 +16,16 @@ from .cached import CachedLayer
 from .launch import Launcher
 from .stored import apart, load_scales, load_stored, load_turned, scale_of_word
 from .strides import LINE_WORDS, Strides
-from .tiles import MOST_REGISTERS, OLD_SLOTS, STEP, STREAM, first_part, page_tile, store_rows
+from .tiles import (
+    CACHED,
+    MOST_REGISTERS,
+    OLD_SLOTS,
+    STEP,
+    STREAM,
+    first_part,
+    page_tile,
+    store_rows,
+)
 
 LINE, LINE_SLOT, LINE_SCORE, LINE_TOKEN = (tl.constexpr(n) for n in (LINE_WORDS, 0, 1, 2))
 """Rows of a line, by rank: a cached unit's slot, the bits of its score, its first token."""
@@ -77,7 +86,8 @@ def _gather_strides(
         TILE=TILE,
         UNIT=UNIT,
     )
-    held = unit >= 0
+    # Requests of a warm-up share the null block, which may say anything.
+    held = (unit >= 0) & (unit * UNIT < tl.load(steps + row * STEP + CACHED))
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     dtype: tl.constexpr = gathered.dtype.element_ty
     if CODE is None:

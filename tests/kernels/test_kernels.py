@@ -12,6 +12,7 @@ import torch
 
 from tests.kernels import checks
 from tests.kernels.checks import NUM_RULES, Case
+from tests.kernels.prefill_checks import StrideBatch
 
 FP16, BF16 = torch.float16, torch.bfloat16
 SMALL = {"head_size": 16, "num_heads": 2}
@@ -186,6 +187,20 @@ INSERTION: dict[str, Case] = {
     "fp16": Case(head_size=80, num_heads=1, dtype=FP16, lengths=(9, 33)),
     "long": Case(head_size=16, num_heads=1, lengths=(4200, 1023), seed=3),  # several tiles
 }
+
+
+def test_ranks_that_nobody_has_are_ignored() -> None:
+    """A warm-up's requests share the null block, and read what any of them wrote there."""
+    case = Case(**SMALL, lengths=(20,), strides=(5,), holes=4)
+    expected = StrideBatch(case, "cpu").attend()
+    batch = StrideBatch(case, "cpu")
+    ranks = batch.ours.words("rank", 0)
+    used = ranks[:, : batch.ours.slots[0] // case.unit]
+    assert (used < 0).any()
+    used[used < 0] = 20
+    batch.ours.put_all("rank", 0, ranks)
+    for one, other in zip(batch.attend(), expected, strict=True):
+        assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 @pytest.mark.parametrize("variant", range(NUM_RULES))
