@@ -154,7 +154,8 @@ def check_group(group: list[Check]) -> None:
 OF_OTHER_GROUPS = {"_unit_of:0": "insert-units", "_insert:1": "drafts"}
 OTHERS = {
     "choose": "insert_strides", "keep": "insert_strides", "insert_stride": "insert_strides",
-    "insert": "insert", "drafts": "drafts", "split": "split", "chunk": "chunks",
+    "insert": "insert", "drafts": "drafts", "split": "split",
+    "chunk_write": "chunks",
     "recall_choose": "recall", "recall_store": "store-tokens",
 }  # fmt: skip
 """A group of checks that runs a file's barriers."""
