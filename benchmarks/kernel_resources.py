@@ -81,7 +81,8 @@ def resources() -> list[str]:
     for shape, needs in shapes:
         for capability in aot.CAPABILITIES:
             for row in needs(shape, capability):
-                found.setdefault((row.kernel, row.label, row.warps), {})[capability] = row
+                rows = found.setdefault((row.kernel, row.label, row.warps), {})
+                rows.setdefault(capability, row)  # a stride comes before a chunk
     lines = [
         "| kernel | shape | warps | " + " | ".join(f"sm_{c}" for c in aot.CAPABILITIES) + " |",
         "|---|---|---|" + "---|" * len(aot.CAPABILITIES),

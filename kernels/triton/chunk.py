@@ -11,7 +11,6 @@ In layers with a window, positions differ from ranks (``shift_of``). Keys that n
 sees are not copied, and a stride may be longer than the window.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,10 +20,10 @@ import triton.language as tl
 from .cached import CachedLayer
 from .chunk_write import ChunkWrite
 from .gather import WARPS, gathered_tile
-from .launch import Launcher, variant_of
+from .launch import Launcher
 from .prefill import StrideAttention
 from .stored import apart, load_scales, load_stored, load_turned, scale_of, scale_of_word, wide
-from .strides import Strides, Tokens
+from .strides import Chunks, Strides, Tokens
 from .tiles import (
     CACHED,
     CHUNK,
@@ -33,7 +32,6 @@ from .tiles import (
     SINKS,
     STEP,
     STREAM,
-    check_steps,
     first_part,
     load_rows,
     page_tile,
@@ -298,54 +296,6 @@ def _gather_chunks(
                 CODE=CODE,
                 OF_ROWS=OF_ROWS,
             )
-
-
-@dataclass(eq=False)
-class Chunks:
-    """``K`` strides of ``M`` requests' chunks, the same for all layers of a kind.
-
-    Attributes:
-        steps: int32 ``[K, STEP_COLUMNS]`` step rows of strides with their ``CHUNK``; strides begin
-            at units.
-        chunks: int32 ``[M, STEP_COLUMNS]`` (``stride_columns``).
-        table: int32 ``[>= M, P]`` block numbers.
-        positions: int64 ``[>= num_tokens]``, positions with which the step's keys were rotated.
-        finished: int32 ``[>= M, S]`` counters; zero before and after a launch.
-        max_length: the longest stride.
-        max_slots: most slots in use before a chunk.
-        max_cached: most tokens that a stride sees before its own.
-        gathered: launches' strides by number and size of a layer's query heads, which the first
-            layer makes for all (``parts``).
-        variant: ``launch.variant_of`` all that the kernels are compiled for.
-    """
-
-    steps: torch.Tensor
-    chunks: torch.Tensor
-    table: torch.Tensor
-    positions: torch.Tensor
-    finished: torch.Tensor
-    max_length: int
-    max_slots: int
-    max_cached: int
-    gathered: dict[tuple[int, int], tuple[Strides, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_steps(self.steps, self.steps)
-        check_steps(self.chunks, self.table)
-        assert self.finished.dtype == torch.int32 and self.finished.is_contiguous()
-        assert len(self.finished) >= len(self.chunks), self.finished.shape
-        self.num_chunks, self.num_counters = len(self.chunks), self.finished.shape[1]
-        self.table_place = self.table.stride(0)
-        tensors = self.steps, self.chunks, self.table, self.positions, self.finished
-        self.variant = variant_of(*tensors, self.table_place)
-
-    def parts(self, gathered: torch.Tensor) -> tuple[Strides, ...]:
-        """The strides, as many at a time as ``gathered`` has rows for."""
-        most = len(gathered)
-        return tuple(
-            Strides(steps=steps, max_length=self.max_length, gathered=gathered[: len(steps)])
-            for steps in self.steps.split(most)
-        )
 
 
 class ChunkGather:

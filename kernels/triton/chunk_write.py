@@ -6,8 +6,6 @@ follows from counts, and so does the next content of every slot. The last progra
 found by a counter, rewrites the set's words, which no other program reads any more.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +13,7 @@ import triton.language as tl
 from .cached import CachedLayer
 from .launch import Launcher
 from .stored import apart, scale_of_word, write_codes
-from .strides import Tokens
+from .strides import Chunks, Tokens
 from .tiles import (
     CACHED,
     LEFT,
@@ -32,9 +30,6 @@ from .tiles import (
     store_rows,
     turn_rows,
 )
-
-if TYPE_CHECKING:
-    from .chunk import Chunks
 
 RENUMBERED, COPIED, ENCODED = 1024, 64, 16
 """Units per renumbered tile, slots per copied tile, and per tile that is encoded in registers."""
@@ -323,7 +318,7 @@ class ChunkWrite:
             num_warps=WARPS,
         )
 
-    def __call__(self, tokens: Tokens, chunks: "Chunks") -> None:
+    def __call__(self, tokens: Tokens, chunks: Chunks) -> None:
         assert chunks.num_counters == self._num_sets, chunks.num_counters
         if chunks.num_chunks == 0 or chunks.max_length == 0:
             return

@@ -7,7 +7,7 @@ layer (``Tokens``), and the strides with their shared buffers, equal for all lay
 launch combines the three and reads no tensor attributes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -154,6 +154,54 @@ class Strides:
         assert (rows, num_sets, numbers) == (self.num_rows, self.num_sets, NUMBER_ROWS), notes.shape
         assert self.values.shape == (*shared, VALUE_ROWS, self.notes_width), self.values.shape
         assert notes.is_contiguous() and self.values.is_contiguous()
+
+
+@dataclass(eq=False)
+class Chunks:
+    """``K`` strides of ``M`` requests' chunks, the same for all layers of a kind.
+
+    Attributes:
+        steps: int32 ``[K, STEP_COLUMNS]`` step rows of strides with their ``CHUNK``; strides begin
+            at units.
+        chunks: int32 ``[M, STEP_COLUMNS]`` (``stride_columns``).
+        table: int32 ``[>= M, P]`` block numbers.
+        positions: int64 ``[>= num_tokens]``, positions with which the step's keys were rotated.
+        finished: int32 ``[>= M, S]`` counters; zero before and after a launch.
+        max_length: the longest stride.
+        max_slots: most slots in use before a chunk.
+        max_cached: most tokens that a stride sees before its own.
+        gathered: launches' strides by number and size of a layer's query heads, which the first
+            layer makes for all (``parts``).
+        variant: ``launch.variant_of`` all that the kernels are compiled for.
+    """
+
+    steps: torch.Tensor
+    chunks: torch.Tensor
+    table: torch.Tensor
+    positions: torch.Tensor
+    finished: torch.Tensor
+    max_length: int
+    max_slots: int
+    max_cached: int
+    gathered: dict[tuple[int, int], tuple[Strides, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps, self.steps)
+        check_steps(self.chunks, self.table)
+        assert self.finished.dtype == torch.int32 and self.finished.is_contiguous()
+        assert len(self.finished) >= len(self.chunks), self.finished.shape
+        self.num_chunks, self.num_counters = len(self.chunks), self.finished.shape[1]
+        self.table_place = self.table.stride(0)
+        tensors = self.steps, self.chunks, self.table, self.positions, self.finished
+        self.variant = variant_of(*tensors, self.table_place)
+
+    def parts(self, gathered: torch.Tensor) -> tuple[Strides, ...]:
+        """The strides, as many at a time as ``gathered`` has rows for."""
+        most = len(gathered)
+        return tuple(
+            Strides(steps=steps, max_length=self.max_length, gathered=gathered[: len(steps)])
+            for steps in self.steps.split(most)
+        )
 
 
 def score_tile(summed: int) -> int:

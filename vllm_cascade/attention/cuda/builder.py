@@ -43,8 +43,8 @@ from vllm_cascade.kernels.columns import (
     STORED,
     STREAM,
 )
-from vllm_cascade.kernels.triton.chunk import Chunks
 from vllm_cascade.kernels.triton.schedule import schedule as write_steps
+from vllm_cascade.kernels.triton.strides import Chunks
 from vllm_cascade.policies.execute import Plan
 from vllm_cascade.policies.schedule import Schedule, by_schedule
 from vllm_cascade.recall.rings import Rings

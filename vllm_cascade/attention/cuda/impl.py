@@ -45,7 +45,7 @@ from vllm_cascade.kernels.columns import NEW_SLOTS, STREAM
 from vllm_cascade.kernels.triton.assign import assign
 from vllm_cascade.kernels.triton.attend import DecodeAttention
 from vllm_cascade.kernels.triton.cached import CachedLayer
-from vllm_cascade.kernels.triton.chunk import ChunkAttention, Chunks
+from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import (
     Merge,
@@ -66,7 +66,7 @@ from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
-from vllm_cascade.kernels.triton.strides import Strides, Tokens
+from vllm_cascade.kernels.triton.strides import Chunks, Strides, Tokens
 from vllm_cascade.models.rotary import Rotary
 from vllm_cascade.policies.registry import policy_of
 from vllm_cascade.recall.rings import Rings

@@ -10,10 +10,9 @@ import torch
 from vllm.v1.attention.backend import AttentionMetadata
 
 from vllm_cascade.cache.spec import KVPolicySpec
-from vllm_cascade.kernels.triton.chunk import Chunks
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.singles import Singles
-from vllm_cascade.kernels.triton.strides import Strides
+from vllm_cascade.kernels.triton.strides import Chunks, Strides
 from vllm_cascade.policies.rules import Scoring
 from vllm_cascade.step.inputs import Stride
 from vllm_cascade.step.rows import StrideRows
