@@ -19,10 +19,10 @@ import triton.language as tl
 
 from .cached import CachedLayer
 from .chunk_write import ChunkWrite
-from .gather import WARPS, gathered_tile
+from .gather import WARPS, gather_rows, gathered_tile
 from .launch import Launcher
 from .prefill import StrideAttention
-from .stored import apart, load_scales, load_stored, load_turned, scale_of, scale_of_word, wide
+from .stored import apart, load_turned, scale_of, scale_of_word, wide
 from .strides import Chunks, Strides, Tokens
 from .tiles import (
     CACHED,
@@ -39,20 +39,6 @@ from .tiles import (
     store_rows,
     stride_of,
 )
-
-
-@triton.jit
-def _store_gathered(
-    place,
-    keys,
-    values,
-    seen,
-    FIRST: tl.constexpr,
-    VALUE: tl.constexpr,
-    ROW: tl.constexpr,
-):
-    store_rows(place, keys, seen, 0, FIRST)
-    store_rows(place + (ROW - VALUE), values, seen, 0, VALUE)
 
 
 @triton.jit
@@ -112,21 +98,24 @@ def _from_pages(
     seen = (unit >= 0) & (is_kept | (at >= kept + dropped)) & (at - moved > hidden)
     seen = seen & (at - moved < cached)  # a warm-up's null block may say anything
     if tl.max(seen.to(tl.int32), axis=0) > 0:
-        FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
-        dtype: tl.constexpr = gathered.dtype.element_ty
-        away = tl.where(seen, distance + moved - shift, 0)
-        if CODE is None:
-            value_scale = None
-            keys = load_turned(rows, seen, rotation, away, FIRST, HALF, INTERLEAVED)
-        else:
+        scaled = None
+        if CODE is not None:
             scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
-            key_scale, value_scale = load_scales(scaled, seen, apart(PAGE, OF_ROWS))
-            keys = load_turned(
-                rows, seen, rotation, away, FIRST, HALF, INTERLEAVED, key_scale, dtype, CODE
-            )
-        values = load_stored(rows + (ROW - VALUE), seen, value_scale, dtype, 0, VALUE, CODE)
-        place = gathered + (at - moved) * ROW
-        _store_gathered(place, keys, values, seen, FIRST, VALUE, ROW)
+        gather_rows(
+            place=gathered + (at - moved) * ROW,
+            rows=rows,
+            scaled=scaled,
+            held=seen,
+            rotation=rotation,
+            distance=tl.where(seen, distance + moved - shift, 0),
+            HEAD=HEAD,
+            VALUE=VALUE,
+            ROW=ROW,
+            HALF=HALF,
+            INTERLEAVED=INTERLEAVED,
+            APART=apart(PAGE, OF_ROWS),
+            CODE=CODE,
+        )
 
 
 @triton.jit
@@ -173,7 +162,8 @@ def _from_chunk(
         )
         value_scale = scale_of(values.to(tl.float32), scales + 1, CODE, OF_ROWS)
         values = wide(values, value_scale, CODE, new)
-    _store_gathered(gathered + rank_now * ROW, keys, values, seen, FIRST, VALUE, ROW)
+    store_rows(gathered + rank_now * ROW, keys, seen, 0, FIRST)
+    store_rows(gathered + rank_now * ROW + (ROW - VALUE), values, seen, 0, VALUE)
 
 
 @triton.jit(do_not_specialize=["width", "old_tiles"])

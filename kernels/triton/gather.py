@@ -33,6 +33,41 @@ CHANNELS, WARPS = 4096, 4
 """Channels of keys per program, and its warps."""
 
 
+@triton.jit
+def gather_rows(
+    place,
+    rows,
+    scaled,
+    held,
+    rotation,
+    distance,
+    HEAD: tl.constexpr,
+    VALUE: tl.constexpr,
+    ROW: tl.constexpr,
+    HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    APART: tl.constexpr,
+    CODE: tl.constexpr,
+):
+    """Copy rows of pages to their ``place``, decoded, keys rotated back by ``distance``.
+
+    ``scaled``: addresses of the rows' first scales, None where rows are not codes.
+    """
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+    dtype: tl.constexpr = place.dtype.element_ty
+    if CODE is None:
+        value_scale = None
+        keys = load_turned(rows, held, rotation, distance, FIRST, HALF, INTERLEAVED)
+    else:
+        key_scale, value_scale = load_scales(scaled, held, APART)
+        keys = load_turned(
+            rows, held, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale, dtype, CODE
+        )
+    values = load_stored(rows + (ROW - VALUE), held, value_scale, dtype, 0, VALUE, CODE)
+    store_rows(place, keys, held, 0, FIRST)
+    store_rows(place + (ROW - VALUE), values, held, 0, VALUE)
+
+
 @triton.jit(do_not_specialize=["line_stride", "width"])
 def _gather_strides(
     kv,
@@ -88,21 +123,25 @@ def _gather_strides(
     )
     # Requests of a warm-up share the null block, which may say anything.
     held = (unit >= 0) & (unit * UNIT < tl.load(steps + row * STEP + CACHED))
-    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
-    dtype: tl.constexpr = gathered.dtype.element_ty
-    if CODE is None:
-        value_scale = None
-        keys = load_turned(rows, held, rotation, distance, FIRST, HALF, INTERLEAVED)
-    else:
-        scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
-        key_scale, value_scale = load_scales(scaled, held, apart(PAGE, OF_ROWS))
-        keys = load_turned(
-            rows, held, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale, dtype, CODE
-        )
     place = (row * NUM_HEADS + head).to(tl.int64) * width + unit * UNIT + slot % UNIT
-    store_rows(gathered + place * ROW, keys, held, 0, FIRST)
-    values = load_stored(rows + (ROW - VALUE), held, value_scale, dtype, 0, VALUE, CODE)
-    store_rows(gathered + place * ROW + (ROW - VALUE), values, held, 0, VALUE)
+    scaled = None
+    if CODE is not None:
+        scaled = scale_of_word(scales, word, slot, head, NUM_SETS, PAGE, UNIT, OF_ROWS)
+    gather_rows(
+        place=gathered + place * ROW,
+        rows=rows,
+        scaled=scaled,
+        held=held,
+        rotation=rotation,
+        distance=distance,
+        HEAD=HEAD,
+        VALUE=VALUE,
+        ROW=ROW,
+        HALF=HALF,
+        INTERLEAVED=INTERLEAVED,
+        APART=apart(PAGE, OF_ROWS),
+        CODE=CODE,
+    )
     # One program of each set leaves what its pages say.
     told = held & (slot % UNIT == 0) & (head < NUM_SETS)
     line += (row * NUM_SETS + head % NUM_SETS).to(tl.int64) * LINE * line_stride
