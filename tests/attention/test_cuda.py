@@ -30,6 +30,7 @@ from tests.attention.test_paged import (
     oracle_for,
 )
 from tests.attention.test_step import literal_rules
+from vllm_cascade.attention.cuda import workspace
 from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
 from vllm_cascade.attention.cuda.impl import TritonKVPolicyImpl
@@ -37,6 +38,8 @@ from vllm_cascade.attention.cuda.mail import SPARE, DeviceTables
 from vllm_cascade.cache.quantised import CODES
 from vllm_cascade.engine.gpu_worker import GPUKVPolicyWorker
 from vllm_cascade.kernels import columns
+from vllm_cascade.kernels.triton.prefill import StrideAttention
+from vllm_cascade.kernels.triton.strides import Strides, Tokens
 from vllm_cascade.policies.per_request import PerRequest
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import Schedule, compiled
@@ -362,6 +365,28 @@ def test_strides_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts, totals = [1, 5, 23, 32, 60 + more], [40, 5, 30, 32, 70 + more]
     layer = test_paged.run_mixed_requests(None, shape, settings, prompts, totals, len(name))
     assert not layer.builder.finished.any(), "the next launch counts from 0"
+
+
+@pytest.mark.parametrize("name", ["heads-max", "sink"])
+def test_one_stride_a_launch_where_memory_is_short(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests whose gathered rows do not fit together are launched one after another."""
+    rows: list[int] = []
+    attend = StrideAttention.__call__
+
+    def counted(self: StrideAttention, tokens: Tokens, strides: Strides) -> None:
+        rows.append(strides.num_rows)
+        attend(self, tokens, strides)
+
+    monkeypatch.setattr(StrideAttention, "__call__", counted)
+    monkeypatch.setattr(workspace, "MOST_GATHERED", 1)
+    if name == "sink":
+        monkeypatch.setattr(test_paged, "CPUBuilder", AtOnce)
+    shape, settings = CASES[name]
+    prompts, totals = [23, 32, 48], [27, 32, 54]
+    test_paged.run_mixed_requests(None, shape, settings, prompts, totals, 5)
+    assert rows and set(rows) == {1}
 
 
 @pytest.mark.slow
