@@ -339,7 +339,6 @@ TABLED_RECALL = (
     Shape(unit=16, recall=8, per_head=True),
     Shape(unit=16, recall=8, head_size=64),
     Shape(unit=16, recall=8, head_size=256),
-    Shape(unit=4, recall=8),
     replace(LATENT, unit=16, recall=8),
 )
 TABLED_SHAPES = (
