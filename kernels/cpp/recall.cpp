@@ -65,11 +65,18 @@ inline void multiply_keys(const Judge& judge, const int32_t* query, const int32_
   }
 }
 
+// A panel's keys: as they are stored, of each unit; and with the units in lanes, or null. `next`: what
+// is fetched meanwhile, a panel ahead.
+struct Keys {
+  const int32_t *codes[W], *next[W], *turned;
+  const float *scales[W], *turned_scales;
+};
+
 // The same of a panel's W units with whole vectors of keys, which are multiplied as they are stored;
 // only the logits are turned around.
 template <int Rows>
-void multiply_stored(const Judge& judge, const int32_t* query, const int32_t* less,
-                     const int32_t* const* codes, const float* const* scales, float* x, float* top) {
+void multiply_stored(const Judge& judge, const int32_t* query, const int32_t* less, const Keys& keys,
+                     float* x, float* top) {
   static thread_local Scratch scratch;
   const int64_t unit = judge.layer.unit, parts = unit / W;
   float* found = scratch.take(Rows * unit * W);  // [Rows, parts, W units, W keys]
@@ -77,14 +84,16 @@ void multiply_stored(const Judge& judge, const int32_t* query, const int32_t* le
     for (int u = 0; u < W; u += VECTORS) {
       vi sums[Rows][VECTORS];
       multiply(query, less, judge.words(), sums, [&](int64_t word, int v) {
-        return load_as<vi>(codes[u + v] + word * unit + part * W) ^ SIGNS;
+        const int64_t at = word * unit + part * W;
+        __builtin_prefetch(keys.next[u + v] + at, 0, 2);
+        return load_as<vi>(keys.codes[u + v] + at) ^ SIGNS;
       });
 #pragma GCC unroll 8
       for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) {
           const vf logit =
-              __builtin_convertvector(sums[r][v], vf) * load(scales[u + v] + part * W);
+              __builtin_convertvector(sums[r][v], vf) * load(keys.scales[u + v] + part * W);
           store(found + ((r * parts + part) * W + u + v) * W, logit);
         }
     }
@@ -104,12 +113,6 @@ void multiply_stored(const Judge& judge, const int32_t* query, const int32_t* le
   }
 }
 
-// A panel's keys: as they are stored, of each unit; and with the units in lanes, or null.
-struct Keys {
-  const int32_t *codes[W], *turned;
-  const float *scales[W], *turned_scales;
-};
-
 // Sums of a panel's units for `Rows` queries. `valid`: lanes that hold a unit.
 template <int Rows>
 void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const Keys& keys, vi valid,
@@ -120,7 +123,7 @@ void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const K
   float* x = top + Rows * W;
   for (int r = 0; r < Rows; r++) store(top + r * W, splat(-INFINITY));
   const int32_t *query = queries.words + row * words, *less = queries.less + row;
-  if (!keys.turned) multiply_stored<Rows>(judge, query, less, keys.codes, keys.scales, x, top);
+  if (!keys.turned) multiply_stored<Rows>(judge, query, less, keys, x, top);
   int64_t k = keys.turned ? 0 : unit;
   for (; k + KEYS <= unit; k += KEYS)
     multiply_keys<Rows, KEYS>(judge, query, less, keys.turned + k * W, keys.turned_scales + k * W,
@@ -139,16 +142,13 @@ void judge_rows(const Judge& judge, const Queries& queries, int64_t row, const K
   }
 }
 
-// Prefetches the keys and scales that `judge_panel` will read.
-inline void prefetch_panel(const Judge& judge, int64_t head, int64_t panel, const int64_t* units) {
-  const int64_t unit = judge.layer.unit, end = std::min((panel + 1) * W, judge.judged());
-  for (int64_t u = panel * W; u < end; u++) {
-    const int64_t number = judge.units.begin + units[u];
-    const int8_t* codes = judge.stored().codes(head, number);
-    const float* scales = judge.stored().scales(head, number);
-    for (int64_t at = 0; at < judge.layer.head_size * unit; at += 64)
-      __builtin_prefetch(codes + at, 0, 2);
-    for (int64_t at = 0; at < unit; at += 16) __builtin_prefetch(scales + at, 0, 2);
+// Where a panel of judged units is stored; what is left of its last lanes repeats the last unit.
+inline void locate(const Judge& judge, int64_t head, int64_t panel, const int64_t* units,
+                   const int32_t** codes, const float** scales) {
+  for (int u = 0; u < W; u++) {
+    const int64_t number = judge.units.begin + units[std::min(panel * W + u, judge.judged() - 1)];
+    codes[u] = (const int32_t*)judge.stored().codes(head, number);
+    scales[u] = judge.stored().scales(head, number);
   }
 }
 
@@ -159,15 +159,15 @@ void judge_panel(const Judge& judge, const Found& found, const Queries& queries,
   const int64_t unit = judge.layer.unit, words = judge.words();
   const vi valid = lanes() + (int32_t)(panel * W) < (int32_t)judge.judged();
   Keys keys{};
-  for (int u = 0; u < W; u++) {
-    const int64_t number = judge.units.begin + units[std::min(panel * W + u, judge.judged() - 1)];
-    keys.codes[u] = (const int32_t*)judge.stored().codes(head, number);
-    keys.scales[u] = judge.stored().scales(head, number);
-  }
-  if (panel + 1 < judge.panels()) prefetch_panel(judge, head, panel + 1, units);
+  const float* next_scales[W];
+  locate(judge, head, panel, units, keys.codes, keys.scales);
+  locate(judge, head, std::min(panel + 1, judge.panels() - 1), units, keys.next, next_scales);
+  for (int u = 0; u < W; u++) __builtin_prefetch(next_scales[u], 0, 2);
   int64_t row = head * judge.rows();
   const int64_t end = row + judge.rows();
   if (judge.rows() > FEW || unit % W) {
+    for (int u = 0; u < W; u++)
+      for (int64_t at = 0; at < words * unit; at += 16) __builtin_prefetch(keys.next[u] + at, 0, 2);
     float* scale = scratch.take((words + 1) * unit * W);
     int32_t* turned = (int32_t*)(scale + unit * W);
     across((const int32_t* const*)keys.scales, unit, 0, (int32_t*)scale);
