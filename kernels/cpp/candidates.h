@@ -2,10 +2,10 @@
 // Lists the units that are judged by all of their keys: those to which a few queries give the largest
 // probability by the mean of the unit's keys, its centre.
 //
-// Logits of all centres would be many times the centres' size, so they are not kept. A first pass sums
-// each query's exponentials and notes its largest logit in each panel of W units. Then a panel's largest
-// probability is known. The candidates lie in the panels in which it is largest, as many as there are
-// candidates. Only these panels' logits are computed again.
+// A first pass sums each query's exponentials and notes its largest logit in each panel of W units. Then
+// a panel's largest probability is known. The candidates lie in the panels in which it is largest, as
+// many as there are candidates. Only these panels' logits are needed again. Those of a stride's queries
+// would be larger than the centres, so they are computed again; those of single tokens are kept.
 #pragma once
 
 #include <cfloat>
@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t BLOCK = 16;  // panels whose logits stay in the processor's cache
-constexpr int64_t AHEAD = 4;   // panels that are fetched before they are read
+constexpr int64_t AHEAD = 4;   // panels between one that is read and one that is fetched
 constexpr int CENTRES = W == 16 ? 2 : 1;       // panels that are multiplied at once
 constexpr int ROWS_AT_ONCE = W == 16 ? 8 : 4;  // queries that share their loads
 
@@ -31,6 +31,9 @@ struct Filter {
   const int64_t of_head = judge.layer.group * judge.filtering();
   const int64_t of_set = round_up(heads * of_head, W), rows = sets * of_set;
 
+  // Whether logits take at most half of the centres' memory.
+  const bool keeps = rows * (int64_t)sizeof(float) * 2 <= judge.layer.num_heads * judge.layer.head_size;
+
   float* largest = scratch.take(numbers());     // [panels, rows], logits
   float* tops = largest + panels * rows;        // [blocks, rows], largest logit times log2(e)
   float* sums = tops + blocks * rows;           // [blocks, rows], of exponentials
@@ -39,39 +42,38 @@ struct Filter {
   float* shares = bounds + sets * panels;       // [S, panels, W], of open panels
   int32_t* open = (int32_t*)(shares + sets * panels * W);  // [S, panels]
   int32_t* num_open = open + sets * panels;                // [S]
-  Queries queries{(float*)(num_open + sets), rows, judge.words()};
+  float* kept = (float*)(num_open + sets);                 // [panels, rows, W] logits, if it keeps them
+  Queries queries{kept + kept_numbers(), rows, judge.words()};
 
+  int64_t kept_numbers() const { return keeps ? panels * rows * W : 0; }
   int64_t numbers() const {
-    return (panels + 2 * blocks + 1) * rows + sets * (panels * (W + 2) + 1) +
+    return (panels + 2 * blocks + 1) * rows + sets * (panels * (W + 2) + 1) + kept_numbers() +
            Queries::numbers(rows, judge.words());
   }
   // The first row of a KV head.
   int64_t row(int64_t head) const { return head / heads * of_set + head % heads * of_head; }
 };
 
-// Prefetches a panel's centres; those of all heads are adjacent.
-inline void prefetch_centres(const Judge& judge, int64_t panel) {
-  const int64_t bytes = judge.layer.num_heads * judge.layer.head_size * judge.units.chunk_units;
-  const int8_t* centre = judge.stored().centre(0, panel * W);
-  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(centre + at, 0, 2);
-  for (int64_t head = 0; head < judge.layer.num_heads; head++)
-    __builtin_prefetch(judge.stored().centre_scale(head, panel * W), 0, 2);
+// Lanes of a panel that hold a unit.
+inline vi holds_units(const Judge& judge, int64_t panel) {
+  const vi number = lanes() + (int32_t)(panel * W);
+  return (number >= (int32_t)judge.units.begin) & (number < (int32_t)judge.units.end);
 }
 
-// Centres of one KV head in `Panels` panels.
+// Centres of one KV head in `Panels` panels. Those of the panels `then` are fetched as these are read.
 template <int Panels>
 struct Centres {
-  const int32_t* words[Panels];
+  const int32_t *words[Panels], *next[Panels];
   vf scale[Panels];
-  vi valid[Panels];  // lanes that hold a unit
+  vi valid[Panels];
 
-  Centres(const Judge& judge, int64_t head, const int64_t* panels) {
+  Centres(const Judge& judge, int64_t head, const int64_t* panels, const int64_t* then) {
     for (int p = 0; p < Panels; p++) {
-      const int64_t first = panels[p] * W;
-      const vi number = lanes() + (int32_t)first;
-      words[p] = (const int32_t*)judge.stored().centre(head, first);
-      scale[p] = load(judge.stored().centre_scale(head, first));
-      valid[p] = (number >= (int32_t)judge.units.begin) & (number < (int32_t)judge.units.end);
+      words[p] = (const int32_t*)judge.stored().centre(head, panels[p] * W);
+      next[p] = (const int32_t*)judge.stored().centre(head, then[p] * W);
+      __builtin_prefetch(judge.stored().centre_scale(head, then[p] * W), 0, 2);
+      scale[p] = load(judge.stored().centre_scale(head, panels[p] * W));
+      valid[p] = holds_units(judge, panels[p]);
     }
   }
 
@@ -83,6 +85,7 @@ struct Centres {
     const float* step = filter.queries.step + row;
     vi sums[Rows][Panels];
     ::multiply(query, less, size, sums, [&](int64_t word, int p) {
+      __builtin_prefetch(next[p] + word * units, 0, 2);
       return load_as<vi>(words[p] + word * units) ^ SIGNS;
     });
 #pragma GCC unroll 8
@@ -128,22 +131,23 @@ void read_block(const Filter& filter, int64_t block) {
   const Judge& judge = filter.judge;
   const int64_t rows = filter.rows, all = filter.panels;
   const int64_t first = block * BLOCK, num = std::min(BLOCK, all - first);
-  float* logits = scratch.take(BLOCK * rows * W);
+  float* logits = filter.keeps ? filter.kept + first * rows * W : scratch.take(BLOCK * rows * W);
   for (int64_t i = 0; i < num * filter.sets; i++) {  // rows without a query
     float* end = logits + (i + 1) * filter.of_set * W;
     std::fill(end - (filter.of_set - filter.heads * filter.of_head) * W, end, -INFINITY);
   }
   for_panels(num, [&](int64_t i, auto number) {
     constexpr int Panels = decltype(number)::value;
-    int64_t panels[Panels];
+    int64_t panels[Panels], then[Panels];
     for (int p = 0; p < Panels; p++) {
       panels[p] = first + i + p;
-      if (panels[p] + AHEAD < all) prefetch_centres(judge, panels[p] + AHEAD);
+      then[p] = std::min(panels[p] + AHEAD, all - 1);
     }
     for (int64_t head = 0; head < judge.layer.num_heads; head++)
-      Centres<Panels>(judge, head, panels).for_rows(filter, head, [&](int p, int64_t row, vf logit) {
-        store(logits + ((i + p) * rows + row) * W, logit);
-      });
+      Centres<Panels>(judge, head, panels, then)
+          .for_rows(filter, head, [&](int p, int64_t row, vf logit) {
+            store(logits + ((i + p) * rows + row) * W, logit);
+          });
   });
   float *tops = filter.tops + block * rows, *sums = filter.sums + block * rows;
   for (int64_t row = 0; row < rows; row += W) {
@@ -203,23 +207,34 @@ void open_panels(const Filter& filter, int64_t set) {
 template <int Panels>
 void share_panels(const Filter& filter, int64_t set, int64_t i) {
   const Judge& judge = filter.judge;
-  const int64_t all = filter.panels, heads = filter.heads;
-  int64_t panels[Panels];
+  const int64_t heads = filter.heads, num = filter.num_open[set];
+  const int32_t* open = filter.open + set * filter.panels;
+  int64_t panels[Panels], then[Panels];
   vf shares[Panels];
   for (int p = 0; p < Panels; p++) {
-    panels[p] = filter.open[set * all + i + p];
+    panels[p] = open[i + p];
+    then[p] = open[std::min(i + p + Panels, num - 1)];
     shares[p] = splat(-FLT_MAX);
   }
-  vi valid[Panels];
-  for (int64_t head = set * heads; head < (set + 1) * heads; head++) {
-    const Centres<Panels> centres(judge, head, panels);
-    for (int p = 0; p < Panels; p++) valid[p] = centres.valid[p];
-    centres.for_rows(filter, head, [&](int p, int64_t row, vf logit) {
-      shares[p] = vmax(logit * LOG2E - filter.log_sums[row], shares[p]);
-    });
-  }
+  for (int64_t head = set * heads; head < (set + 1) * heads; head++)
+    Centres<Panels>(judge, head, panels, then)
+        .for_rows(filter, head, [&](int p, int64_t row, vf logit) {
+          shares[p] = vmax(logit * LOG2E - filter.log_sums[row], shares[p]);
+        });
   for (int p = 0; p < Panels; p++)
-    store(filter.shares + (set * all + i + p) * W, valid[p] ? shares[p] : splat(-INFINITY));
+    store(filter.shares + (set * filter.panels + i + p) * W,
+          holds_units(judge, panels[p]) ? shares[p] : splat(-INFINITY));
+}
+
+// The same of one open panel, by the logits that were kept.
+void share_kept(const Filter& filter, int64_t set, int64_t i) {
+  const int64_t at = set * filter.panels + i, panel = filter.open[at];
+  const int64_t first = set * filter.of_set;
+  const float* logits = filter.kept + (panel * filter.rows + first) * W;
+  vf share = splat(-FLT_MAX);
+  for (int64_t row = 0; row < filter.heads * filter.of_head; row++)
+    share = vmax(load(logits + row * W) * LOG2E - filter.log_sums[first + row], share);
+  store(filter.shares + at * W, holds_units(filter.judge, panel) ? share : splat(-INFINITY));
 }
 
 // Lists the units that are judged by all of their keys, `listed`: [S, judged]. Called by all threads of
@@ -246,8 +261,10 @@ void list_candidates(const Filter& filter, const Queries& queries, int64_t* list
     const int64_t open = filter.num_open[set], pairs = (open + CENTRES - 1) / CENTRES;
 #pragma omp for schedule(static)
     for (int64_t pair = 0; pair < pairs; pair++) {
-      if ((pair + 1) * CENTRES <= open) share_panels<CENTRES>(filter, set, pair * CENTRES);
-      else for (int64_t i = pair * CENTRES; i < open; i++) share_panels<1>(filter, set, i);
+      const int64_t i = pair * CENTRES, end = std::min(i + CENTRES, open);
+      if (filter.keeps) for (int64_t k = i; k < end; k++) share_kept(filter, set, k);
+      else if (end - i == CENTRES) share_panels<CENTRES>(filter, set, i);
+      else for (int64_t k = i; k < end; k++) share_panels<1>(filter, set, k);
     }
   }
 #pragma omp for schedule(static)
