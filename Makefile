@@ -2,7 +2,7 @@
 PY := .venv/bin/python
 # In the order of their names: left to itself, xdist runs files of few tests last, and those are the
 # engines' long ones, which the other process would wait for.
-QUICK := -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder
+QUICK := -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations 30 --durations-min 5
 # The Python of `make test-next`, and what of the tests its quick part runs: one engine, and no
 # commands, which take long to start.
 NEXT := .venv-next/bin/python
