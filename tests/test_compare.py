@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tools.compare import arms
-from tools.compare.differences import differences
+from tools.compare.differences import counters_of_one, differences
 
 
 def found(**changed: Any) -> dict[str, Any]:
@@ -49,11 +49,17 @@ def test_equal_results() -> None:
             {"pages": [[b"", b"one"], [b"other", b""]]},
             "pages: 1 of 4 differ; the first is number 2",
         ),
-        ({"counters": {"evicted_tokens": 9}}, "counter steps: 2 and None"),
+        ({"counters": {"evicted_tokens": 9, "steps": 3}}, "counter steps: 2 and 3"),
     ],
 )  # fmt: skip
 def test_different_results(changed: dict[str, Any], message: str) -> None:
     assert differences(found(), found(**changed)) == [message]
+
+
+def test_a_counter_that_one_checkout_lacks_is_named_and_no_difference() -> None:
+    ours, theirs = found(), found(counters={"evicted_tokens": 9})
+    assert differences(ours, theirs) == []
+    assert counters_of_one(ours, theirs) == {"steps"}
 
 
 def test_an_arm_that_fails_in_both_checkouts_is_no_success() -> None:

@@ -5,9 +5,9 @@
 
 Run it in one checkout; OTHER is the path of another one, which has a ``.venv`` (``git worktree
 add``, then a link to this checkout's). Each arm is a policy, a model and an engine. Both checkouts
-run it, and every log-probability, generated token, kept token, page of the cache and counter must
-be equal. The command prints ``same`` or the differences, arm by arm, and exits with 1 if any arm
-differs.
+run it, and every log-probability, generated token, kept token, page of the cache and counter that
+both have must be equal. The command prints ``same`` or the differences, arm by arm, then the
+counters that only one checkout has, and exits with 1 if any arm differs.
 
 ``--baseline FOLDER`` keeps the results of OTHER, by its commit, and reads them the next time.
 """
@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from tools.compare.differences import Found, described, differences
+from tools.compare.differences import Found, counters_of_one, described, differences
 
 HERE = Path(__file__).resolve().parent.parent.parent
 ENVIRONMENT = {
@@ -125,7 +125,7 @@ def main() -> int:
     }
     if not chosen:
         parser.error(f"no arm is called so; the arms are {', '.join(arms.ARMS)}")
-    began, differ = time.monotonic(), 0
+    began, differ, of_one = time.monotonic(), 0, set[str]()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
         jobs = arms.jobs_of(chosen, Path(folder) / "models")
         ours = Checkout(HERE, Path(folder) / "ours")
@@ -135,11 +135,14 @@ def main() -> int:
                 found = list(pool.map(lambda side, n=name, j=job: side.run(n, j), (ours, theirs)))
                 lines = differences(*found)
                 differ += bool(lines)
+                of_one |= counters_of_one(*found)
                 print(f"{name}: {'DIFFERENT' if lines else 'same'}; {described(found[0])}")
                 print("".join(f"    {line}\n" for line in lines), end="", flush=True)
         finally:
             ours.close()
             theirs.close()
+    if of_one:
+        print(f"counters of one checkout only: {', '.join(sorted(of_one))}")
     seconds = time.monotonic() - began
     print(f"{len(chosen) - differ} of {len(chosen)} arms are the same; {seconds:.0f} s")
     return int(differ > 0)

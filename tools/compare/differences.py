@@ -29,6 +29,11 @@ def differences(ours: Found, theirs: Found) -> list[str]:
     ]
 
 
+def counters_of_one(ours: Found, theirs: Found) -> set[str]:
+    """Counters that only one checkout has: a new metric makes no result different."""
+    return set(ours.get("counters", {})) ^ set(theirs.get("counters", {}))
+
+
 def described(found: Found) -> str:
     """The amount of each kind of result."""
     if "error" in found:
@@ -84,7 +89,7 @@ def _of_kept(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[s
 
 def _of_counters(ours: dict[str, float], theirs: dict[str, float]) -> list[str]:
     return [
-        f"counter {name}: {ours.get(name)} and {theirs.get(name)}"
-        for name in sorted(ours.keys() | theirs.keys())
-        if ours.get(name) != theirs.get(name)
+        f"counter {name}: {ours[name]} and {theirs[name]}"
+        for name in sorted(ours.keys() & theirs.keys())
+        if ours[name] != theirs[name]
     ]
