@@ -5,7 +5,6 @@ Two layers see the same streams: one a token at a time, the other in rows with d
 are other tokens. Outputs of accepted tokens and all that a request's pages hold must be byte-equal.
 """
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,6 +47,8 @@ WORDS = ("rank", "born", "score", "token")
 
 ON_CUDA = ("h2o-heads", "units", "latent-int8")
 """Cases that run in Triton's interpreter in every run."""
+IN_PYTORCH = (*ON_CUDA, "cascade", "cascade-overflow", "fp8", "keep-prompt")
+"""Cases that run in PyTorch in every run; those in C++ all do."""
 CASES: dict[str, tuple[Shape, dict[str, Any]]] = {
     "window": (Shape(group=1), {"name": "window", "budget": 17, "prefill_stride": 16}),
     "sink": (Shape(), {"name": "sink", "budget": 13, "num_sinks": 3, "prefill_stride": 8}),
@@ -318,11 +319,9 @@ def run_to_the_end(streams: Streams, right: float) -> Streams:
 @pytest.mark.parametrize(
     ("path", "case"),
     [
-        *itertools.product(CHOICES, CASES),
-        *(
-            pytest.param("triton", case, marks=[pytest.mark.slow] * (case not in ON_CUDA))
-            for case in CASES
-        ),
+        pytest.param(path, case, marks=[pytest.mark.slow] * (case not in always))
+        for path, always in (("native", CASES), ("pytorch", IN_PYTORCH), ("triton", ON_CUDA))
+        for case in CASES
     ],
     indirect=["path"],
 )

@@ -462,7 +462,12 @@ def test_mixed_requests(name: str, path: str) -> None:
     run_mixed_requests(path, shape, settings, [1, 5, 23, 32, 48], [40, 5, 30, 32, 60], len(name))
 
 
-@pytest.mark.parametrize("name", UNIT_CASES)
+LONG = ("cascade-16-heads", "cascade-32", "cascade-64", "alibi-16", "soft-cap-16")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in UNIT_CASES]
+)
 def test_mixed_requests_in_units(name: str, path: str) -> None:
     """Prompts that end inside a unit, budgets that wrap several times."""
     shape, settings = UNIT_CASES[name]
