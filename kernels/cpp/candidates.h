@@ -5,7 +5,7 @@
 // A first pass sums each query's exponentials and notes its largest logit in each panel of W units. Then
 // a panel's largest probability is known. The candidates lie in the panels in which it is largest, as
 // many as there are candidates. Only these panels' logits are needed again. Those of a stride's queries
-// would be larger than the centres, so they are computed again; those of single tokens are kept.
+// take about as much memory as the centres, and are computed again; those of single tokens are kept.
 #pragma once
 
 #include <cfloat>
