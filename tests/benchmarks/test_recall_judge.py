@@ -87,7 +87,7 @@ def test_full_attention_is_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_run(tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "judge.json"
-    text.write_text("The captain came home, and nobody knew where he had been. " * 40, "utf-8")
+    text.write_text("The ship left the harbour in the morning. " * 60, "utf-8")
     main([f"--model={MODEL}", f"--data={text}", "--tokens=200", f"--out={out}", *SIZES])
     (table,) = json.loads(out.read_text("utf-8"))["tables"]
     assert [row[0] for row in table["rows"]] == SIZES_OF_STORES * 2
