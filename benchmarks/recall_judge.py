@@ -6,6 +6,9 @@ unit that a cache of ``--window`` tokens would have evicted. Then the plugin's j
 (``attention/torch/recall.py``) chooses ``--recall`` of these units: once for a prompt's stride, and
 once for its last token alone, as in decoding. Nothing is evicted here, so the judge sees exact
 queries and keys. Models of the Llama architecture only, within their positions.
+
+A store may hold more than a model's positions: with ``--beside`` it also has so many tokens of
+other texts, which were evicted before. What is looked up is in the text itself.
 """
 
 import argparse
@@ -60,6 +63,7 @@ class Found:
     Attributes:
         mass: attention to the chosen units, ``most``: to the best ones, ``all``: to all units.
         lookups, found: lookups, and those whose unit was chosen.
+        by_all: lookups whose unit is chosen if no candidates are selected before.
     """
 
     mass: float = 0.0
@@ -67,21 +71,26 @@ class Found:
     all: float = 0.0
     lookups: int = 0
     found: int = 0
+    by_all: int = 0
 
-    def add(self, attention: torch.Tensor, chosen: torch.Tensor) -> None:
+    def add(
+        self, attention: torch.Tensor, chosen: torch.Tensor, by_all: torch.Tensor, num: int
+    ) -> None:
         """Count a selection.
 
         Args:
             attention: fp32 ``[H * G, Q, units]``, of the queries that see the chosen units.
-            chosen: int64 ``[num]``.
+            chosen: int64, those of ``num`` chosen units that are of the same text.
+            by_all: the same of a judge that reads all keys of all units.
         """
         each = attention.mean((0, 1))
         self.mass += float(each[chosen].sum())
-        self.most += float(each.topk(len(chosen)).values.sum())
+        self.most += float(each.topk(num).values.sum())
         self.all += float(each.sum())
         looked = attention >= LOOKUP
         self.lookups += int(looked.sum())
         self.found += int(looked[..., chosen].sum())
+        self.by_all += int(looked[..., by_all].sum())
 
 
 class Store:
@@ -90,25 +99,42 @@ class Store:
     Args:
         window: tokens in the cache behind the recalled units.
         sinks: tokens that are never evicted, a multiple of ``unit``.
+        beside: keys ``[H, n, D]`` of other texts, before rotation, evicted before the layer's.
     """
 
-    def __init__(self, layer: Layer, sinks: int, window: int, unit: int, recall: int) -> None:
-        num_heads, num_tokens, size = layer.key.shape
+    def __init__(
+        self,
+        layer: Layer,
+        sinks: int,
+        window: int,
+        unit: int,
+        recall: int,
+        beside: torch.Tensor | None = None,
+    ) -> None:
+        num_heads, _, size = layer.key.shape
         self.layer, self._sinks, self._unit, self._recall = layer, sinks, unit, recall
         self._behind = sinks + recall * unit + window
-        num = (num_tokens - sinks) // unit
+        keys, self.beside = layer.key[:, sinks:], 0
+        if beside is not None:
+            self.beside = beside.shape[1] // unit
+            keys = torch.cat((beside[:, : self.beside * unit], keys), dim=1)
+        num = keys.shape[1] // unit
         shape = UnitShape(
             1, num_heads, 1, unit, size, torch.float32, num, recall, row_scales=0, in_8_bits=True
         )
         self._log = Log(shape)
-        keys = layer.key[:, sinks : sinks + num * unit].unflatten(1, (-1, unit))
-        codes, scale = judge.encode(keys)
+        codes, scale = judge.encode(keys[:, : num * unit].unflatten(1, (-1, unit)))
         for chunk, to, which in self._log.grow(num).pieces():
             judge.write_keys(chunk, 0, to, codes[:, which], scale[:, which])
         self._config = LayerConfig(num_heads, size, 1, 1.0, 0.0, None, None, True, False, "mean")
 
-    def choose(self, units: int, begin: int, end: int) -> torch.Tensor:
-        """Units of the first ``units`` that the tokens ``begin .. end - 1`` select, int64."""
+    def choose(self, units: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Units of the text's first ``units`` that the tokens ``begin .. end - 1`` select.
+
+        Returns:
+            int64, those chosen among candidates, and those chosen if all units are judged. Units of
+            other texts are left out.
+        """
         which = torch.from_numpy(judge.asking(end - begin, ASKING))
         query, at = self.layer.query[:, begin + which], self._behind + which
         sinks = torch.arange(self._sinks)
@@ -119,9 +145,12 @@ class Store:
         )
         middle = self._sinks + self._recall // 2 * self._unit
         asks = self.layer.turn(query, at - middle).transpose(0, 1)
-        part = self._log.part(0, units)
-        (chosen,) = judge.choose(self._config, 0, part, asks, to_sinks, self._recall)
-        return torch.from_numpy(chosen)
+        asked = self._log.part(0, self.beside + units), asks, to_sinks
+        (chosen,) = judge.choose(self._config, 0, *asked, self._recall)
+        (worth,) = judge.over_heads(self._config, judge.asked(self._config, 0, *asked)).numpy()
+        both = chosen, judge.most_asked(worth, self._recall)
+        mine, by_all = (torch.from_numpy(u[u >= self.beside] - self.beside) for u in both)
+        return mine, by_all
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -131,6 +160,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default=None, help="default: the real model")
     add("--data", nargs="+", default=[str(BOOK)], help="files, folders, hf:...")
     add("--tokens", type=int, default=8000, help="of each text")
+    add("--beside", type=int, default=0, help="tokens of other texts in the store")
+    add("--others", nargs="+", default=[str(BOOK)], help="these texts, as --data")
     add("--sinks", type=int, default=16, help="tokens never evicted")
     add("--window", type=int, default=368, help="tokens that are not evicted yet")
     add("--unit", type=int, default=16)
@@ -178,10 +209,13 @@ def layers_of(model: Any, token_ids: list[int], every: int) -> Iterator[Layer]:
 
 
 def judge_layer(
-    layer: Layer, args: argparse.Namespace, found: dict[tuple[str, int], Found]
+    layer: Layer,
+    args: argparse.Namespace,
+    found: dict[tuple[str, int], Found],
+    beside: torch.Tensor | None = None,
 ) -> None:
     """Add the selections of a layer's strides, by who asks and by stored tokens."""
-    store = Store(layer, args.sinks, args.window, args.unit, args.recall)
+    store = Store(layer, args.sinks, args.window, args.unit, args.recall, beside)
     num_tokens = layer.query.shape[1]
     for begin in range(0, num_tokens - args.stride + 1, args.stride * args.every):
         units = max(0, begin - args.window - args.sinks) // args.unit
@@ -190,10 +224,11 @@ def judge_layer(
         end, old = begin + args.stride, units * args.unit
         attention = layer.attention(begin, end)[..., args.sinks : args.sinks + old]
         attention = attention.unflatten(-1, (units, args.unit)).sum(-1)
-        size = 1 << old.bit_length() - 1
+        size = 1 << (old + store.beside * args.unit).bit_length() - 1
         for who, first in ((f"a stride of {args.stride}", begin), ("one token", end - 1)):
             of_size = found.setdefault((who, size), Found())
-            of_size.add(attention[:, first - end :], store.choose(units, first, end))
+            chosen = store.choose(units, first, end)
+            of_size.add(attention[:, first - end :], *chosen, args.recall)
 
 
 def table(found: dict[tuple[str, int], Found], args: argparse.Namespace) -> Table:
@@ -205,6 +240,7 @@ def table(found: dict[tuple[str, int], Found], args: argparse.Namespace) -> Tabl
             "of the best units' attention": f"{one.mass / one.most:.1%}",
             "of all evicted attention": f"{one.mass / one.all:.1%}",
             "lookups found": f"{one.found / one.lookups:.1%}" if one.lookups else "-",
+            "without candidates": f"{one.by_all / one.lookups:.1%}" if one.lookups else "-",
             "lookups": f"{one.lookups:,}",
         }
         for (who, size), one in sorted(found.items(), key=lambda item: (item[0][0], item[0][1]))
@@ -212,9 +248,37 @@ def table(found: dict[tuple[str, int], Found], args: argparse.Namespace) -> Tabl
     note = (
         f"{args.recall} units of {args.unit} tokens, of all that left a window of {args.window}. "
         "The best units: those to which the asking tokens give most, over all heads. Lookups: a "
-        "head and a query that give a tenth of their attention or more to one evicted unit."
+        "head and a query that give a tenth of their attention or more to one evicted unit. "
+        f"Without candidates: if all keys are judged, also of more than {judge.CANDIDATES} units."
     )
+    if args.beside:
+        note += f" {args.beside:,} of the stored tokens are of other texts."
     return Table.of("What the judge of recall finds", rows, note)
+
+
+def pieces_of(sources: Sequence[str], tokenizer: Any, size: int) -> Iterator[list[int]]:
+    """Texts in turn, ``size`` tokens at a time."""
+    texts = [tokenizer(text)["input_ids"] for source in sources for text in read(source).values()]
+    for begin in range(0, max(map(len, texts)), size):
+        pieces = (text[begin : begin + size] for text in texts)
+        yield from (piece for piece in pieces if len(piece) == size)
+
+
+def keys_beside(model: Any, tokenizer: Any, args: argparse.Namespace) -> list[torch.Tensor]:
+    """By layer, keys ``[H, n, D]`` of ``--beside`` tokens of other texts; none of them is a sink.
+
+    Raises:
+        SystemExit: the texts have fewer.
+    """
+    keys: list[list[torch.Tensor]] = []
+    read_so_far = 0
+    for piece in pieces_of(args.others, tokenizer, args.tokens):
+        layers = layers_of(model, piece, args.layers)
+        keys.append([layer.key[:, args.sinks :].clone() for layer in layers])
+        read_so_far += args.tokens - args.sinks
+        if read_so_far >= args.beside:
+            return [torch.cat(mine, dim=1)[:, : args.beside] for mine in zip(*keys, strict=True)]
+    raise SystemExit(f"--beside {args.beside:,}: --others have {read_so_far:,} tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -232,10 +296,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"--tokens {args.tokens:,}: the model has {most:,} positions")
     tokenizer = load_tokenizer(args.model)
     found: dict[tuple[str, int], Found] = {}
+    beside = keys_beside(model, tokenizer, args) if args.beside else []
     for text in (text for source in args.data for text in read(source).values()):
         token_ids = tokenizer(text)["input_ids"][: args.tokens]
-        for layer in layers_of(model, token_ids, args.layers):
-            judge_layer(layer, args, found)
+        for index, layer in enumerate(layers_of(model, token_ids, args.layers)):
+            judge_layer(layer, args, found, beside[index] if beside else None)
     data = {f"{who}, {size}": asdict(one) for (who, size), one in found.items()}
     results.finish(args, argv, [table(found, args)], data)
 

@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lists the units that are judged by all of their keys: those to which a few queries give the largest
-// probability by the mean of the unit's keys, its centre.
+// probability by the unit's centre, which is the mean of its keys, and by how far the keys spread around it.
+//
+// A unit is worth the sum of the exponentials of its keys' logits. If these are normally distributed,
+// the mean of the exponentials is that of the mean logit plus half of their variance. The variance is
+// the query's squared norm times the keys' variance, if that is the same in all directions.
 //
 // A first pass sums each query's exponentials and notes its largest logit in each panel of W units. Then
 // a panel's largest probability is known. The candidates lie in the panels in which it is largest, as
@@ -64,7 +68,7 @@ inline vi holds_units(const Judge& judge, int64_t panel) {
 template <int Panels>
 struct Centres {
   const int32_t *words[Panels], *next[Panels];
-  vf scale[Panels];
+  vf scale[Panels], spread[Panels];
   vi valid[Panels];
 
   Centres(const Judge& judge, int64_t head, const int64_t* panels, const int64_t* then) {
@@ -72,7 +76,9 @@ struct Centres {
       words[p] = (const int32_t*)judge.stored().centre(head, panels[p] * W);
       next[p] = (const int32_t*)judge.stored().centre(head, then[p] * W);
       __builtin_prefetch(judge.stored().centre_scale(head, then[p] * W), 0, 2);
+      __builtin_prefetch(judge.stored().spread(head, then[p] * W), 0, 2);
       scale[p] = load(judge.stored().centre_scale(head, panels[p] * W));
+      spread[p] = load(judge.stored().spread(head, panels[p] * W)) * 0.5f;
       valid[p] = holds_units(judge, panels[p]);
     }
   }
@@ -82,7 +88,7 @@ struct Centres {
   void multiply(const Filter& filter, int64_t row, vf (*logits)[Rows]) const {
     const int64_t size = filter.queries.size, units = filter.judge.units.chunk_units;
     const int32_t *query = filter.queries.words + row * size, *less = filter.queries.less + row;
-    const float* step = filter.queries.step + row;
+    const float *step = filter.queries.step + row, *norm = filter.queries.norm + row;
     vi sums[Rows][Panels];
     ::multiply(query, less, size, sums, [&](int64_t word, int p) {
       __builtin_prefetch(next[p] + word * units, 0, 2);
@@ -92,8 +98,8 @@ struct Centres {
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 2
       for (int p = 0; p < Panels; p++) {
-        const vf logit = __builtin_convertvector(sums[r][p], vf) * scale[p] * step[r];
-        logits[p][r] = valid[p] ? logit : splat(-INFINITY);
+        const vf mean = __builtin_convertvector(sums[r][p], vf) * scale[p] * step[r];
+        logits[p][r] = valid[p] ? mean + spread[p] * norm[r] : splat(-INFINITY);
       }
   }
 

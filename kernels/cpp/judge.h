@@ -198,11 +198,14 @@ inline void choose(const float* most, int64_t n, int64_t num, int64_t* chosen) {
 template <class Row>
 void take_largest(const Judge& judge, const Queries& queries, int64_t num, Row row,
                   const Queries& to) {
+  const int64_t asking = judge.asking.num;
   std::vector<int64_t> chosen(num);
+  std::vector<float> norms(asking);
   for (int64_t head = 0; head < judge.layer.num_queries(); head++) {
-    const int64_t first = head * judge.asking.num;
-    queries.norm[first + judge.asking.num - 1] = INFINITY;
-    choose(queries.norm + first, judge.asking.num, num, chosen.data());
+    const int64_t first = head * asking;
+    std::copy_n(queries.norm + first, asking, norms.data());
+    norms[asking - 1] = INFINITY;
+    choose(norms.data(), asking, num, chosen.data());
     for (int64_t i = 0; i < num; i++) to.copy(row(head) + i, queries, first + chosen[i]);
   }
 }

@@ -113,7 +113,7 @@ class Undone(ctypes.Structure):
 
 
 class Units(ctypes.Structure):
-    """Consecutive units of a request's store: addresses of its chunks' tensors, ``[8, chunks]``."""
+    """Consecutive units of a request's store: addresses of its chunks' tensors, ``[9, chunks]``."""
 
     _fields_: ClassVar = [
         *_of(c_void_p, "addresses"),

@@ -191,13 +191,17 @@ void store_unit(const LayerUnits& units, const Gone& gone, int64_t head, int64_t
   float *key_scales = units.scales(head, number), *row_scales = units.row_scales(head, number);
   std::vector<int8_t> code(size);
   std::vector<double> sums(size, 0.0);  // in fp64, so that their order does not matter
+  double squares = 0, of_mean = 0;
   for (int64_t k = 0; k < unit; k++) {
     read_row(layer, rows + k * layer.row_bytes(), scale ? scale + 2 * k : nullptr, key, value);
     rotate_apart<1>(layer, key, gone.born[set * gone.num + i] + k);
     const float step = key_scales[k] = encode_vector(key, size, code.data());
     for (int64_t c = 0; c < size; c += 4)
       std::memcpy(codes + (c * unit + 4 * k), code.data() + c, 4);
-    for (int64_t c = 0; c < size; c++) sums[c] += (double)code[c] * step;
+    for (int64_t c = 0; c < size; c++) {
+      const double channel = (double)code[c] * step;
+      sums[c] += channel, squares += channel * channel;
+    }
     if (units.units.in_8_bits)
       row_scales[k] = encode_vector(value, size, (int8_t*)units.rows(head, number) + k * size);
   }
@@ -205,7 +209,12 @@ void store_unit(const LayerUnits& units, const Gone& gone, int64_t head, int64_t
     std::memcpy(units.rows(head, number), rows, unit * layer.row_bytes());
     if (scale) std::memcpy(row_scales, scale, unit * 2 * sizeof(float));
   }
-  for (int64_t c = 0; c < size; c++) key[c] = (float)(sums[c] / (double)unit);
+  for (int64_t c = 0; c < size; c++) {
+    const double mean = sums[c] / (double)unit;
+    key[c] = (float)mean, of_mean += mean * mean;
+  }
+  const double spread = squares / (double)(unit * size) - of_mean / (double)size;
+  *units.spread(head, number) = (float)std::max(spread, 0.0);
   *units.centre_scale(head, number) = encode_vector(key, size, code.data());
   int8_t* centre = units.centre(head, number);
   for (int64_t c = 0; c < size; c += 4)

@@ -5,10 +5,10 @@
 #include "layer.h"
 
 // Tensors of a chunk (vllm_cascade/recall/log.py), in the order of their addresses.
-enum Tensor { ROWS_, ROW_SCALES, CODES, SCALES, CENTRES, CENTRE_SCALES, BORN, TOKEN };
+enum Tensor { ROWS_, ROW_SCALES, CODES, SCALES, CENTRES, CENTRE_SCALES, SPREADS, BORN, TOKEN };
 
 struct Units {
-  const int64_t* addresses;  // [8, num_chunks]
+  const int64_t* addresses;  // [9, num_chunks]
   int64_t num_chunks, chunk_units, begin, end;  // units begin .. end - 1 of all chunks' are there
   int64_t in_8_bits;  // whether rows are values in 8 bits; keys are then `codes`
 };
@@ -44,6 +44,10 @@ struct LayerUnits {
   }
   float* centre_scale(int64_t head, int64_t number) const {
     return (float*)chunk(CENTRE_SCALES, number) + of_head(head, number);
+  }
+  // Variance of a unit's keys around their mean, as a mean over channels.
+  float* spread(int64_t head, int64_t number) const {
+    return (float*)chunk(SPREADS, number) + of_head(head, number);
   }
   // Bytes of a row: as it is in pages, or a value in 8 bits.
   int64_t row_bytes() const { return units.in_8_bits ? layer.head_size : layer.row_bytes(); }

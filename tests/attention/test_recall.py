@@ -269,7 +269,10 @@ def test_candidates(
     per_head: bool,
     seed: int,
 ) -> None:
-    """Of many units, those whose mean keys a few queries ask for; PyTorch, C++ and plain loops."""
+    """Of many units, those that a few queries ask for, by mean and variance of their keys.
+
+    PyTorch, C++ and plain loops.
+    """
     torch.manual_seed(seed)
     few, some, num = 3, 5, 3
     num_sets = num_heads if per_head else 1
@@ -278,9 +281,10 @@ def test_candidates(
     log.grow(dropped)
     for chunk in log.chunks:
         chunk.centre_scale.fill_(torch.nan)
-    # Units of likely keys, so that their means tell them apart.
-    keys = torch.randn(num_heads, num_units, 1, size) * 2
-    keys = keys + torch.randn(num_heads, num_units, unit, size)
+        chunk.spread.fill_(torch.nan)
+    # Units of likely keys, so that their means tell them apart, some more alike than others.
+    keys, spread = torch.randn(2, num_heads, num_units, 1, size) * 2
+    keys = keys + torch.randn(num_heads, num_units, unit, size) * spread[..., :1]
     write(log.grow(num_units), 1, keys)
     part = log.part(log.begin, log.end)
     new = NewTokens(*(torch.randn(num_asking, num_heads * group, size),) * 4)
@@ -296,7 +300,8 @@ def test_candidates(
             part, num, row_addresses(new), places, np.zeros_like(places), PAGES, 1
         )
     assert listed is not None and listed.shape == (num_sets, most)
-    centres = in_8_bits(in_8_bits(keys).mean(2)).double()
+    coarse = in_8_bits(keys).double()
+    centres, variance = in_8_bits(coarse.mean(2).float()).double(), coarse.var(2, correction=0)
     select, judge = largest(plain, few), largest(plain, some)
     which = [[(plain[:, h] == one).all(-1).nonzero()[0, 0] for one in judge[:, h]]
              for h in range(num_heads * group)]  # fmt: skip
@@ -307,7 +312,8 @@ def test_candidates(
         worth = torch.zeros(num_units, dtype=torch.float64)
         for head in heads:
             for query in in_8_bits(select[:, head * group : (head + 1) * group]).double():
-                worth = worth.maximum((centres[head] @ query.T).softmax(0).amax(1))
+                added = variance[head].mean(-1)[:, None] * query.square().sum(-1) / 2
+                worth = worth.maximum((centres[head] @ query.T + added).softmax(0).amax(1))
         least = worth.sort(descending=True).values[most - 1]
         for units in (listed[head_set].tolist(), found[1][head_set].tolist()):
             assert units == sorted(set(units)) and len(units) == most
@@ -443,7 +449,7 @@ def test_bytes_of_a_chunk(changed: dict[str, int]) -> None:
     assert starts[-1] + sizes[-1] <= starts[0] + shape.chunk_bytes
     layers, heads, size = 2, shape.num_kv_heads, shape.head_size
     keys = layers * heads * CHUNK_UNITS * 16
-    centres = layers * heads * CHUNK_UNITS * (size + 4)
+    centres = layers * heads * CHUNK_UNITS * (size + 8)
     words = layers * shape.num_sets * CHUNK_UNITS * 2
     row = 2 * size * 4 + size + 4 + 4 * shape.row_scales
     if shape.in_8_bits:

@@ -95,7 +95,8 @@ def turned(layer: PagedLayer, x: torch.Tensor, position: int) -> torch.Tensor:
 
 def units_of(log: Log) -> dict[str, torch.Tensor]:
     """The second layer's numbers of all units that the log holds."""
-    names = "rows", "row_scale", "codes", "scale", "centre", "centre_scale", "born", "token"
+    names = "rows", "row_scale", "codes", "scale", "centre", "centre_scale", "spread"
+    names += "born", "token"
     found: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for chunk, at, _ in log.part(log.begin, log.end).pieces():
         for name in names:

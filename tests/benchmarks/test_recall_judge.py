@@ -20,11 +20,11 @@ def test_sums() -> None:
     """Two heads, one query, four units."""
     found = Found()
     attention = torch.tensor([[[0.5, 0.0, 0.1, 0.05]], [[0.0, 0.3, 0.02, 0.09]]])
-    found.add(attention, torch.tensor([0, 2]))
-    assert found.mass == pytest.approx((0.5 + 0.12) / 2)
+    found.add(attention, torch.tensor([0]), torch.tensor([1, 2]), 2)
+    assert found.mass == pytest.approx(0.5 / 2)
     assert found.most == pytest.approx((0.5 + 0.3) / 2)
     assert found.all == pytest.approx((0.65 + 0.41) / 2)
-    assert (found.lookups, found.found) == (3, 2)
+    assert (found.lookups, found.found, found.by_all) == (3, 1, 2)
 
 
 def planted(to: int, turned: list[list[int]] | None = None) -> Layer:
@@ -72,6 +72,61 @@ def test_what_was_not_evicted_is_no_lookup() -> None:
         assert first.found == 0 and first.all < 0.2
 
 
+def test_units_of_other_texts() -> None:
+    """They take their places among the chosen ones, and count as stored."""
+    layer, args, found = planted(21), parse_args(SIZES), {}
+    strong = torch.full((1, 400, 8), 2.0)
+    (mine, by_all) = recall_judge.Store(layer, 8, 24, 4, 2, strong).choose(12, 64, 80)
+    assert mine.tolist() == by_all.tolist() == []
+    # One unit of another text is as strong; the other place is for the text's own.
+    few = torch.cat((strong[:, :4], torch.zeros(1, 398, 8)), dim=1)  # the last 2 are no whole unit
+    judge_layer(layer, args, found, few)
+    assert {size for _, size in found} == {256}, "400 tokens and at most 64"
+    one = found["one token", 256]
+    assert one.found == one.by_all == one.lookups > 0
+    assert one.most > one.mass > 0.9 * one.most
+
+
+def test_candidates_may_miss_what_all_keys_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a unit that looks like nothing by its mean, as its keys point both ways."""
+    layer = planted(21)
+    layer.key[0, 20:24] = torch.tensor([2.0, -2.2, 2.0, -2.2]).unsqueeze(1)
+    monkeypatch.setattr(recall_judge.judge, "CANDIDATES", 4)
+    found: dict[tuple[str, int], Found] = {}
+    store = recall_judge.Store(layer, 8, 24, 4, 2)
+    store._log.chunks[0].spread.zero_()
+    monkeypatch.setattr(recall_judge, "Store", lambda *args: store)
+    judge_layer(layer, parse_args(SIZES), found)
+    one = found["one token", 32]
+    assert one.lookups == one.by_all > one.found == 0
+
+
+def test_the_keys_of_other_texts(tmp_path: Path) -> None:
+    """The model's own, of pieces of the texts in turn, less the sinks of each."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    texts = {"a.txt": list(range(100, 250)), "b.txt": list(range(300, 430))}
+    for name, token_ids in texts.items():
+        (tmp_path / name).write_text(" ".join(map(str, token_ids)), "utf-8")
+
+    def tokenizer(text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    flags = ["--tokens=60", f"--others={tmp_path}", "--layers=1"]
+    small = ["--sinks=4", "--window=8", "--unit=4", "--recall=2", "--stride=8"]
+    args = parse_args([*flags, *small, "--beside=120"])
+    keys = recall_judge.keys_beside(model, tokenizer, args)
+    pieces = [texts["a.txt"][:60], texts["b.txt"][:60], texts["a.txt"][60:120]]
+    expected = [[layer.key[:, 4:] for layer in recall_judge.layers_of(model, p, 1)] for p in pieces]
+    assert len(keys) == len(expected[0]) > 1
+    for mine, theirs in zip(keys, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(mine, torch.cat(theirs, dim=1)[:, :120], atol=0, rtol=0)
+    args.beside = 300
+    with pytest.raises(SystemExit, match="--beside 300: --others have 224 tokens"):
+        recall_judge.keys_beside(model, tokenizer, args)
+
+
 def test_full_attention_is_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -88,10 +143,15 @@ def test_full_attention_is_the_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run(tmp_path: Path) -> None:
     text, out = tmp_path / "text.txt", tmp_path / "judge.json"
     text.write_text("The ship left the harbour in the morning. " * 60, "utf-8")
-    main([f"--model={MODEL}", f"--data={text}", "--tokens=200", f"--out={out}", *SIZES])
+    run = [f"--model={MODEL}", f"--data={text}", "--tokens=200", f"--out={out}", *SIZES]
+    main(run)
     (table,) = json.loads(out.read_text("utf-8"))["tables"]
     assert [row[0] for row in table["rows"]] == SIZES_OF_STORES * 2
     assert all(0 < float(row[2].rstrip("%")) <= 100 for row in table["rows"])
+    main([*run, "--beside=300", f"--others={text}"])
+    (table,) = json.loads(out.read_text("utf-8"))["tables"]
+    assert [row[0] for row in table["rows"]] == ["256 to 512"] * 2
+    assert "300 of the stored tokens are of other texts" in table["note"]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ NEAR = 5e-3
 """Relative difference of two units' worth that rounding to 8 bits can make or undo."""
 
 CANDIDATES = 512
-"""Units that are judged by all of their keys. Of more, these are selected by their mean keys."""
+"""Units that are judged by all of their keys. Of more, these are selected by mean and variance."""
 
 FILTERING, JUDGING = 5, 16
 """Queries of each head that select them and that judge them: the last, and the largest ones."""
@@ -148,15 +148,22 @@ class RecallSim:
     def candidates(
         self, stored: list[int], queries: Tensor, keys: Tensor, scale: float
     ) -> list[int]:
-        """The units whose mean keys a few of the queries, which have 8 bits, ask for most."""
+        """The units that a few of the queries, which have 8 bits, ask for most.
+
+        As if a unit's keys were normally distributed, with the same variance in all directions.
+        """
         unit, group = self.settings.unit, queries.shape[1] // len(keys)
         few = of_each_head(queries, largest(queries, FILTERING))
         tokens = torch.tensor([range(u * unit, (u + 1) * unit) for u in stored])
-        centres = in_8_bits(in_8_bits(keys[:, tokens]).mean(2))
+        coarse = in_8_bits(keys[:, tokens])
+        centres = in_8_bits(coarse.mean(2))
+        variance = coarse.var(2, correction=0).mean(-1)
         most = torch.zeros(len(stored))
         for head in range(queries.shape[1]):
-            for query in few[:, head]:
-                most = torch.maximum(most, (centres[head // group] @ query * scale).softmax(0))
+            mean, spread = centres[head // group], variance[head // group]
+            for query in few[:, head] * scale:
+                logits = mean @ query + spread * (query @ query) / 2
+                most = torch.maximum(most, logits.softmax(0))
         order = sorted(range(len(stored)), key=lambda i: (-float(most[i]), i))
         return sorted(stored[i] for i in order[:CANDIDATES])
 

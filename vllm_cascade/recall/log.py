@@ -20,7 +20,7 @@ import torch
 from vllm_cascade.recall.chain import CHUNK_UNITS, Chain
 from vllm_cascade.recall.mapped import Layout, block_bytes, new_block, offsets, view
 
-NUM_TENSORS = 8
+NUM_TENSORS = 9
 """Tensors of a chunk."""
 
 
@@ -71,6 +71,7 @@ class UnitShape:
             (keys, torch.float32),
             ((*keys[:2], self.head_size // 4, CHUNK_UNITS, 4), torch.int8),
             (keys[:3], torch.float32),
+            (keys[:3], torch.float32),
             (words, torch.int32),
             (words, torch.int32),
         )
@@ -117,6 +118,8 @@ class Chunk:
         centre: int8 ``[layers, H, D / 4, units, 4]``, the mean of each unit's keys, quantised with
             ``centre_scale``. The same channels of neighbouring units are adjacent.
         centre_scale: fp32 ``[layers, H, units]``.
+        spread: fp32 ``[layers, H, units]``, variance of each unit's keys around their mean, as a
+            mean over channels.
         born: int32 ``[layers, sets, units]``, position at which the first key was rotated.
         token: int32 ``[layers, sets, units]``, stream index of the first token.
         addresses: of these tensors, in this order.
@@ -131,7 +134,7 @@ class Chunk:
         self.addresses = tuple(begin + at for at in offsets(self.layout)[:-1])
 
     rows, row_scale, codes, scale = map(_tensor, range(4))
-    centre, centre_scale, born, token = map(_tensor, range(4, NUM_TENSORS))
+    centre, centre_scale, spread, born, token = map(_tensor, range(4, NUM_TENSORS))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -246,7 +249,7 @@ class Part:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """Addresses of the chunks' tensors, int64 ``[8, chunks]``."""
+        """Addresses of the chunks' tensors, int64 ``[9, chunks]``."""
         found = np.asarray([chunk.addresses for chunk in self.chunks], dtype=np.int64)
         return np.ascontiguousarray(found.reshape(-1, NUM_TENSORS).T)
 

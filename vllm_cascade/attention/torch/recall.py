@@ -9,10 +9,10 @@
 3. The worth is the largest that any query of any query head of a set gives. Most heads attend to
    nothing in particular; the one that looks something up must not be averaged away.
 4. Of more than ``CANDIDATES`` units, a few queries first select candidates by the mean of each
-   unit's keys. Only candidates are scored by all of their keys, so the cost hardly grows with the
-   store. Of each query head, the last query and those with the largest norms select and score
-   candidates. The last one may ask for an answer; the larger a query, the more its attention
-   differs between units.
+   unit's keys and by their variance. Only candidates are scored by all of their keys, so the cost
+   hardly grows with the store. Of each query head, the last query and those with the largest norms
+   select and score candidates. The last one may ask for an answer; the larger a query, the more its
+   attention differs between units.
 
 Queries are rounded to 8 bits, as keys are, so products are integers on every device.
 See docs/INTERNALS.md, "Recall".
@@ -62,18 +62,21 @@ def by_keys(words: torch.Tensor) -> torch.Tensor:
 def write_keys(
     chunk: Chunk, index: int, to: slice, codes: torch.Tensor, scale: torch.Tensor
 ) -> None:
-    """Write the keys of units to a chunk, and their means.
+    """Write the keys of units to a chunk, and their means and variances.
 
     Args:
         codes: int8 ``[H, n, unit, D]``.
         scale: fp32 ``[H, n, unit]``.
     """
     chunk.codes[index, :, to], chunk.scale[index, :, to] = by_words(codes), scale
-    # In fp64, so that the order of the sum does not matter.
-    mean = (codes.double() * scale.double().unsqueeze(-1)).mean(-2)
+    # In fp64, so that the order of the sums does not matter.
+    keys = codes.double() * scale.double().unsqueeze(-1)
+    mean = keys.mean(-2)
     centre, of_centre = encode(mean.float())
     chunk.centre[index, :, :, to] = centre.unflatten(-1, (-1, 4)).transpose(1, 2)
     chunk.centre_scale[index, :, to] = of_centre
+    spread = keys.square().mean((-1, -2)) - mean.square().mean(-1)
+    chunk.spread[index, :, to] = spread.clamp_min(0).float()
 
 
 def unrotated(layer: LayerConfig, vectors: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -161,6 +164,11 @@ def candidates(
 ) -> torch.Tensor | None:
     """The units that are scored by all of their keys, int64 ``[sets, CANDIDATES]``, ascending.
 
+    A unit's probability is estimated as if the logits of its keys were normally distributed: the
+    mean of their exponentials is then the exponential of their mean plus half of their variance.
+    Their variance is the query's squared norm times the keys' variance, if that is the same in all
+    directions.
+
     Returns:
         None if these are all units.
     """
@@ -168,12 +176,13 @@ def candidates(
         return None
     few = taken(queries, largest(queries, FILTERING))
     flat, steps = _rounded(_by_heads(layer, few))
-    pieces = [
-        (c.centre[index, :, :, at], c.centre_scale[index, :, at]) for c, at, _ in units.pieces()
-    ]
-    centre = torch.cat([of_chunk for of_chunk, _ in pieces], dim=2)  # [H, D / 4, n, 4]
-    scale = torch.cat([of_chunk for _, of_chunk in pieces], dim=1)
-    logits = (flat @ centre.transpose(2, 3).flatten(1, 2).float()) * scale.unsqueeze(1) * steps
+    pieces = units.pieces()
+    centre = torch.cat([chunk.centre[index, :, :, at] for chunk, at, _ in pieces], dim=2)
+    scale = torch.cat([chunk.centre_scale[index, :, at] for chunk, at, _ in pieces], dim=1)
+    spread = torch.cat([chunk.spread[index, :, at] for chunk, at, _ in pieces], dim=1)
+    products = flat @ centre.transpose(2, 3).flatten(1, 2).float()  # [H, G * Q, n]
+    half = flat.square().sum(-1, keepdim=True) * steps * steps / 2
+    logits = products * scale.unsqueeze(1) * steps + half * spread.unsqueeze(1)
     worth = logits.softmax(-1).unflatten(1, (-1, len(few))).amax(2)
     rows = over_heads(layer, worth).numpy()
     return torch.from_numpy(np.stack([np.sort(most_asked(row, CANDIDATES)) for row in rows]))
