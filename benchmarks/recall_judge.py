@@ -7,8 +7,9 @@ unit that a cache of ``--window`` tokens would have evicted. Then the plugin's j
 once for its last token alone, as in decoding. Nothing is evicted here, so the judge sees exact
 queries and keys. Models of the Llama architecture only, within their positions.
 
-A store may hold more than a model's positions: with ``--beside`` it also has so many tokens of
-other texts, which were evicted before. What is looked up is in the text itself.
+A store may hold more than the model has positions. Then no full attention says what is right, but
+the judge itself does, if it reads all keys of all units instead of candidates only. ``--beside``
+puts so many tokens of other texts into the store before the text, and compares the two.
 """
 
 import argparse
@@ -63,7 +64,8 @@ class Found:
     Attributes:
         mass: attention to the chosen units, ``most``: to the best ones, ``all``: to all units.
         lookups, found: lookups, and those whose unit was chosen.
-        by_all: lookups whose unit is chosen if no candidates are selected before.
+        worth: of the chosen units, as shares of that of the most valuable ones.
+        selections: those that ``worth`` is a sum over.
     """
 
     mass: float = 0.0
@@ -71,26 +73,29 @@ class Found:
     all: float = 0.0
     lookups: int = 0
     found: int = 0
-    by_all: int = 0
+    worth: float = 0.0
+    selections: int = 0
 
-    def add(
-        self, attention: torch.Tensor, chosen: torch.Tensor, by_all: torch.Tensor, num: int
-    ) -> None:
+    def add(self, attention: torch.Tensor, chosen: torch.Tensor) -> None:
         """Count a selection.
 
         Args:
             attention: fp32 ``[H * G, Q, units]``, of the queries that see the chosen units.
-            chosen: int64, those of ``num`` chosen units that are of the same text.
-            by_all: the same of a judge that reads all keys of all units.
+            chosen: int64 ``[num]``.
         """
         each = attention.mean((0, 1))
         self.mass += float(each[chosen].sum())
-        self.most += float(each.topk(num).values.sum())
+        self.most += float(each.topk(len(chosen)).values.sum())
         self.all += float(each.sum())
         looked = attention >= LOOKUP
         self.lookups += int(looked.sum())
         self.found += int(looked[..., chosen].sum())
-        self.by_all += int(looked[..., by_all].sum())
+
+    def compare(self, worth: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Count a selection by what all units are worth, fp32 ``[units]``."""
+        most = worth.topk(len(chosen)).values.sum()
+        self.worth += float(worth[chosen].sum() / most)
+        self.selections += 1
 
 
 class Store:
@@ -129,11 +134,11 @@ class Store:
         self._config = LayerConfig(num_heads, size, 1, 1.0, 0.0, None, None, True, False, "mean")
 
     def choose(self, units: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Units of the text's first ``units`` that the tokens ``begin .. end - 1`` select.
+        """What the tokens ``begin .. end - 1`` select of all other texts and the first ``units``.
 
         Returns:
-            int64, those chosen among candidates, and those chosen if all units are judged. Units of
-            other texts are left out.
+            int64 ``[recall]``, the units, counted from the oldest one; and fp32, what each stored
+            unit is worth to a judge that reads all keys of all units.
         """
         which = torch.from_numpy(judge.asking(end - begin, ASKING))
         query, at = self.layer.query[:, begin + which], self._behind + which
@@ -147,10 +152,8 @@ class Store:
         asks = self.layer.turn(query, at - middle).transpose(0, 1)
         asked = self._log.part(0, self.beside + units), asks, to_sinks
         (chosen,) = judge.choose(self._config, 0, *asked, self._recall)
-        (worth,) = judge.over_heads(self._config, judge.asked(self._config, 0, *asked)).numpy()
-        both = chosen, judge.most_asked(worth, self._recall)
-        mine, by_all = (torch.from_numpy(u[u >= self.beside] - self.beside) for u in both)
-        return mine, by_all
+        (worth,) = judge.over_heads(self._config, judge.asked(self._config, 0, *asked))
+        return torch.from_numpy(chosen), worth
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -160,7 +163,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--model", default=None, help="default: the real model")
     add("--data", nargs="+", default=[str(BOOK)], help="files, folders, hf:...")
     add("--tokens", type=int, default=8000, help="of each text")
-    add("--beside", type=int, default=0, help="tokens of other texts in the store")
+    add("--beside", type=int, nargs="+", default=[], help="tokens of other texts in a store")
     add("--others", nargs="+", default=[str(BOOK)], help="these texts, as --data")
     add("--sinks", type=int, default=16, help="tokens never evicted")
     add("--window", type=int, default=368, help="tokens that are not evicted yet")
@@ -222,37 +225,50 @@ def judge_layer(
         if units <= args.recall:
             continue
         end, old = begin + args.stride, units * args.unit
-        attention = layer.attention(begin, end)[..., args.sinks : args.sinks + old]
-        attention = attention.unflatten(-1, (units, args.unit)).sum(-1)
+        if beside is None:
+            attention = layer.attention(begin, end)[..., args.sinks : args.sinks + old]
+            attention = attention.unflatten(-1, (units, args.unit)).sum(-1)
         size = 1 << (old + store.beside * args.unit).bit_length() - 1
         for who, first in ((f"a stride of {args.stride}", begin), ("one token", end - 1)):
             of_size = found.setdefault((who, size), Found())
-            chosen = store.choose(units, first, end)
-            of_size.add(attention[:, first - end :], *chosen, args.recall)
+            chosen, worth = store.choose(units, first, end)
+            if beside is None:
+                of_size.add(attention[:, first - end :], chosen)
+            else:
+                of_size.compare(worth, chosen)
+
+
+def columns(one: Found, beside: bool) -> dict[str, str]:
+    """What a row of the table says."""
+    if beside:
+        share = f"{one.worth / one.selections:.1%}"
+        return {"of the worth of all keys' choice": share, "selections": f"{one.selections:,}"}
+    return {
+        "of the best units' attention": f"{one.mass / one.most:.1%}",
+        "of all evicted attention": f"{one.mass / one.all:.1%}",
+        "lookups found": f"{one.found / one.lookups:.1%}" if one.lookups else "-",
+        "lookups": f"{one.lookups:,}",
+    }
 
 
 def table(found: dict[tuple[str, int], Found], args: argparse.Namespace) -> Table:
     """A row for each size of the store and who asks."""
     rows = [
-        {
-            "stored tokens": f"{size:,} to {2 * size:,}",
-            "who asks": who,
-            "of the best units' attention": f"{one.mass / one.most:.1%}",
-            "of all evicted attention": f"{one.mass / one.all:.1%}",
-            "lookups found": f"{one.found / one.lookups:.1%}" if one.lookups else "-",
-            "without candidates": f"{one.by_all / one.lookups:.1%}" if one.lookups else "-",
-            "lookups": f"{one.lookups:,}",
-        }
+        {"stored tokens": f"{size:,} to {2 * size:,}", "who asks": who}
+        | columns(one, bool(args.beside))
         for (who, size), one in sorted(found.items(), key=lambda item: (item[0][0], item[0][1]))
     ]
-    note = (
-        f"{args.recall} units of {args.unit} tokens, of all that left a window of {args.window}. "
-        "The best units: those to which the asking tokens give most, over all heads. Lookups: a "
-        "head and a query that give a tenth of their attention or more to one evicted unit. "
-        f"Without candidates: if all keys are judged, also of more than {judge.CANDIDATES} units."
-    )
+    note = f"{args.recall} units of {args.unit} tokens, of all that left a window of {args.window}"
     if args.beside:
-        note += f" {args.beside:,} of the stored tokens are of other texts."
+        note += (
+            " and of other texts. All keys' choice: the units that are worth most if all keys of "
+            f"all units are judged, by all queries, instead of {judge.CANDIDATES} candidates."
+        )
+        return Table.of("What candidates leave out", rows, note)
+    note += (
+        ". The best units: those to which the asking tokens give most, over all heads. Lookups: a "
+        "head and a query that give a tenth of their attention or more to one evicted unit."
+    )
     return Table.of("What the judge of recall finds", rows, note)
 
 
@@ -265,20 +281,20 @@ def pieces_of(sources: Sequence[str], tokenizer: Any, size: int) -> Iterator[lis
 
 
 def keys_beside(model: Any, tokenizer: Any, args: argparse.Namespace) -> list[torch.Tensor]:
-    """By layer, keys ``[H, n, D]`` of ``--beside`` tokens of other texts; none of them is a sink.
+    """By layer, keys ``[H, n, D]`` of the most tokens ``--beside``; none of them is a sink.
 
     Raises:
         SystemExit: the texts have fewer.
     """
     keys: list[list[torch.Tensor]] = []
-    read_so_far = 0
+    most, read_so_far = max(args.beside), 0
     for piece in pieces_of(args.others, tokenizer, args.tokens):
         layers = layers_of(model, piece, args.layers)
         keys.append([layer.key[:, args.sinks :].clone() for layer in layers])
         read_so_far += args.tokens - args.sinks
-        if read_so_far >= args.beside:
-            return [torch.cat(mine, dim=1)[:, : args.beside] for mine in zip(*keys, strict=True)]
-    raise SystemExit(f"--beside {args.beside:,}: --others have {read_so_far:,} tokens")
+        if read_so_far >= most:
+            return [torch.cat(mine, dim=1)[:, :most] for mine in zip(*keys, strict=True)]
+    raise SystemExit(f"--beside {most:,}: --others have {read_so_far:,} tokens")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -300,7 +316,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for text in (text for source in args.data for text in read(source).values()):
         token_ids = tokenizer(text)["input_ids"][: args.tokens]
         for index, layer in enumerate(layers_of(model, token_ids, args.layers)):
-            judge_layer(layer, args, found, beside[index] if beside else None)
+            for num in args.beside:
+                judge_layer(layer, args, found, beside[index][:, :num])
+            if not beside:
+                judge_layer(layer, args, found)
     data = {f"{who}, {size}": asdict(one) for (who, size), one in found.items()}
     results.finish(args, argv, [table(found, args)], data)
 

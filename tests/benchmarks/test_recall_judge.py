@@ -20,11 +20,14 @@ def test_sums() -> None:
     """Two heads, one query, four units."""
     found = Found()
     attention = torch.tensor([[[0.5, 0.0, 0.1, 0.05]], [[0.0, 0.3, 0.02, 0.09]]])
-    found.add(attention, torch.tensor([0]), torch.tensor([1, 2]), 2)
-    assert found.mass == pytest.approx(0.5 / 2)
+    found.add(attention, torch.tensor([0, 2]))
+    assert found.mass == pytest.approx((0.5 + 0.12) / 2)
     assert found.most == pytest.approx((0.5 + 0.3) / 2)
     assert found.all == pytest.approx((0.65 + 0.41) / 2)
-    assert (found.lookups, found.found, found.by_all) == (3, 1, 2)
+    assert (found.lookups, found.found) == (3, 2)
+    found.compare(torch.tensor([0.25, 1.0, 0.75, 0.5]), torch.tensor([2, 3]))
+    found.compare(torch.tensor([1.0, 0.0]), torch.tensor([0]))
+    assert found.worth == pytest.approx(1.25 / 1.75 + 1) and found.selections == 2
 
 
 def planted(to: int, turned: list[list[int]] | None = None) -> Layer:
@@ -73,32 +76,40 @@ def test_what_was_not_evicted_is_no_lookup() -> None:
 
 
 def test_units_of_other_texts() -> None:
-    """They take their places among the chosen ones, and count as stored."""
+    """They stand before the text's own, and count as stored."""
     layer, args, found = planted(21), parse_args(SIZES), {}
-    strong = torch.full((1, 400, 8), 2.0)
-    (mine, by_all) = recall_judge.Store(layer, 8, 24, 4, 2, strong).choose(12, 64, 80)
-    assert mine.tolist() == by_all.tolist() == []
-    # One unit of another text is as strong; the other place is for the text's own.
-    few = torch.cat((strong[:, :4], torch.zeros(1, 398, 8)), dim=1)  # the last 2 are no whole unit
-    judge_layer(layer, args, found, few)
+    others = torch.zeros(1, 402, 8)  # the last 2 are no whole unit
+    others[:, 40:44] = 2.0
+    store = recall_judge.Store(layer, 8, 24, 4, 2, others)
+    chosen, worth = store.choose(12, 64, 80)
+    # Unit 10 of the other text is four strong keys, and unit 3 of the text's own has one.
+    assert chosen.tolist() == [10, 100 + 3] and len(worth) == 100 + 12
+    assert worth[10] > worth[103] > 10 * worth[[u for u in range(112) if u not in (10, 103)]].max()
+    judge_layer(layer, args, found, others)
     assert {size for _, size in found} == {256}, "400 tokens and at most 64"
-    one = found["one token", 256]
-    assert one.found == one.by_all == one.lookups > 0
-    assert one.most > one.mass > 0.9 * one.most
+    for one in found.values():
+        assert one.selections > 0 and one.worth == pytest.approx(one.selections)
+        assert one.lookups == 0, "there is no full attention to tell them"
 
 
 def test_candidates_may_miss_what_all_keys_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a unit that looks like nothing by its mean, as its keys point both ways."""
+    """Units whose keys point both ways, so that their mean looks like nothing."""
     layer = planted(21)
     layer.key[0, 20:24] = torch.tensor([2.0, -2.2, 2.0, -2.2]).unsqueeze(1)
-    monkeypatch.setattr(recall_judge.judge, "CANDIDATES", 4)
-    found: dict[tuple[str, int], Found] = {}
-    store = recall_judge.Store(layer, 8, 24, 4, 2)
-    store._log.chunks[0].spread.zero_()
+    others = torch.randn(1, 400, 8) * 0.1
+    store = recall_judge.Store(layer, 8, 24, 4, 2, others)
     monkeypatch.setattr(recall_judge, "Store", lambda *args: store)
-    judge_layer(layer, parse_args(SIZES), found)
-    one = found["one token", 32]
-    assert one.lookups == one.by_all > one.found == 0
+    shares = []
+    for candidates in (1000, 50):
+        monkeypatch.setattr(recall_judge.judge, "CANDIDATES", candidates)
+        if candidates == 50:
+            for chunk in store._log.chunks:
+                chunk.spread.zero_()
+        found: dict[tuple[str, int], Found] = {}
+        judge_layer(layer, parse_args(SIZES), found, others)
+        one = found["one token", 256]
+        shares.append(one.worth / one.selections)
+    assert shares[0] == pytest.approx(1) and shares[1] < 0.6
 
 
 def test_the_keys_of_other_texts(tmp_path: Path) -> None:
@@ -122,7 +133,7 @@ def test_the_keys_of_other_texts(tmp_path: Path) -> None:
     assert len(keys) == len(expected[0]) > 1
     for mine, theirs in zip(keys, zip(*expected, strict=True), strict=True):
         torch.testing.assert_close(mine, torch.cat(theirs, dim=1)[:, :120], atol=0, rtol=0)
-    args.beside = 300
+    args.beside = [4, 300]
     with pytest.raises(SystemExit, match="--beside 300: --others have 224 tokens"):
         recall_judge.keys_beside(model, tokenizer, args)
 
@@ -151,7 +162,8 @@ def test_a_run(tmp_path: Path) -> None:
     main([*run, "--beside=300", f"--others={text}"])
     (table,) = json.loads(out.read_text("utf-8"))["tables"]
     assert [row[0] for row in table["rows"]] == ["256 to 512"] * 2
-    assert "300 of the stored tokens are of other texts" in table["note"]
+    assert table["columns"][2:] == ["of the worth of all keys' choice", "selections"]
+    assert [row[2] for row in table["rows"]] == ["100.0%"] * 2, "less than 512 units"
 
 
 @pytest.mark.parametrize(
