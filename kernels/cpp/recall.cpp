@@ -181,7 +181,7 @@ void judge_panel(const Judge& judge, const Found& found, const Queries& queries,
   for (; row < end; row++) judge_rows<1>(judge, queries, row, keys, valid, panel, found);
 }
 
-// One query's sums as probabilities; `asked` becomes the larger. `sinks`: its `Queries::sinks`.
+// One query's sums as probabilities, whose squares are added to `asked`. `sinks`: its `Queries::sinks`.
 void share_row(const Judge& judge, float* sums, const float* most, float sinks, float* asked) {
   const float top = std::max(*std::max_element(most, most + judge.panels()), sinks);
   vf all = vf{};
@@ -191,8 +191,10 @@ void share_row(const Judge& judge, float* sums, const float* most, float sinks, 
     all += here;
   }
   const vf total = splat(sum(all) + std::exp(sinks - top));
-  for (int64_t at = 0; at < judge.columns(); at += W)
-    store(asked + at, vmax(load(sums + at) / total, load(asked + at)));
+  for (int64_t at = 0; at < judge.columns(); at += W) {
+    const vf share = load(sums + at) / total;
+    store(asked + at, load(asked + at) + share * share);
+  }
 }
 
 // The most that any of a set's query heads asks for each unit; `asked`: [H * G, n].
@@ -257,7 +259,7 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
 
 extern "C" int64_t asking_size() { return sizeof(Asking); }
 
-// `asked`: [H * G, judged], the most that any token asks of `listed`: [S, judged], where all units or
+// `asked`: [H * G, judged], what all tokens ask of `listed`: [S, judged], where all units or
 // `num_candidates` are judged; and `chosen`: [S, num_chosen]. Units count from `begin` and ascend.
 extern "C" void recall_units(const Layer* layer, const Rows* rows, const Units* units,
                              const Asking* asking, int64_t index, float* asked, int64_t* listed,

@@ -5,9 +5,10 @@ Each request has a ring: its ``n``-th evicted unit lies in place ``n`` modulo th
 keys are judged at one position, in the middle of the recalled units. Keys and queries have 8 bits
 and one scale each (``recall_vectors``), so products are exact integer products on tensor cores.
 
-A query attends to the whole store and to the sinks. The evidence for a unit is the probability of
-its keys together, the largest over the queries and over a set's query heads. Rings are divided into
-spans of a fixed size, so results do not depend on the batch.
+A query attends to the whole store and to the sinks, and gives a unit the probability of its keys
+together. The evidence for a unit is the sum of the squares over the queries, the largest over a
+set's query heads. Rings are divided into spans of a fixed size, so results do not depend on the
+batch.
 """
 
 from typing import Any
@@ -168,7 +169,10 @@ def _weigh(
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the largest probability that any query of a set's heads gives a unit."""
+    """Write the most that any of a set's heads asks for a unit.
+
+    A head asks for the squares of the probabilities that its queries give the unit, together.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = recall + row * RECALL
     if tl.load(columns + HOW) != JUDGED:
@@ -182,6 +186,7 @@ def _weigh(
     mine = row * tl.num_programs(1) + tl.program_id(1)
     found = tl.zeros([TILE], tl.float32)
     for head in range(HEADS):
+        of_head = tl.zeros([TILE], tl.float32)
         for first in range(0, asking, ROWS):
             index = first + tl.arange(0, ROWS)
             asks = index < asking
@@ -195,7 +200,8 @@ def _weigh(
                 of_units + rows[:, None] * CAPACITY + unit[None, :], mask=there, other=LOWEST
             )
             share = tl.where(there, tl.exp(value - total[:, None]), 0.0)
-            found = tl.maximum(found, tl.max(share, axis=0))
+            of_head += tl.sum(share * share, axis=0)
+        found = tl.maximum(found, of_head)
     tl.store(evidence + mine * CAPACITY + unit, found, mask=inside)
 
 
@@ -393,5 +399,5 @@ def evidence_reference(
         rows = keys[head * num_heads // queries.shape[1]].reshape(-1, size)
         for query, others in zip(queries[:, head], sinks[:, head].double(), strict=True):
             both = torch.cat((rows @ query, others)).softmax(0)[: len(rows)]
-            asked[head] = torch.maximum(asked[head], both.view(num_units, unit).sum(1))
+            asked[head] += both.view(num_units, unit).sum(1).square()
     return asked.view(num_sets, -1, num_units).amax(1)

@@ -106,7 +106,7 @@ def literal(keys: torch.Tensor, queries: torch.Tensor, sinks: torch.Tensor) -> t
             for query, others in zip(of_head, sinks[:, head * group + g].double(), strict=True):
                 logits = coarse[head].reshape(num_units * unit, -1) @ query
                 probs = torch.cat((logits, others)).softmax(0)[: len(logits)]
-                found[head, g] = torch.maximum(found[head, g], probs.view(num_units, unit).sum(1))
+                found[head, g] += probs.view(num_units, unit).sum(1).square()
     return found
 
 
@@ -219,21 +219,22 @@ def test_the_judge_in_cpp(
 def test_few_queries_find_what_many_do(unit: int) -> None:
     """The C++ judge multiplies keys as they are stored for few queries, and in lanes for many.
 
-    A unit is worth the largest probability of any query, so the same query twelve times asks for as
-    much as once, to the last bit.
+    The same query twelve times asks for twelve times as much.
     """
     torch.manual_seed(0)
     layer, log = layer_of(2, 64, 1), Log(shape_of(unit, 37, num_kv_heads=2, head_size=64))
     write(log.grow(37), 1, torch.randn(2, 37, unit, 64) * 2)
     new = NewTokens(*(torch.randn(1, heads, 64) for heads in (6, 2, 2, 6)))
-    path, worth = path_of(layer, unit, 6), []
+    path, worth, units = path_of(layer, unit, 6), [], []
     for num in (1, 12):
         place, position = np.zeros(num, dtype=np.int64), np.full(num, 7)
         chosen, _, asked = path.recall(1).choose(
             log.part(log.begin, log.end), 5, row_addresses(new), place, position, PAGES, 1
         )
-        worth.append((chosen.tolist(), asked.tobytes()))
-    assert worth[0] == worth[1]
+        worth.append(asked / num)
+        units.append(chosen.tolist())
+    np.testing.assert_allclose(worth[0], worth[1], rtol=1e-6)
+    assert units[0] == units[1] and worth[0].max() > 100 * worth[0].min()
 
 
 def test_numbers_of_candidates() -> None:
@@ -358,6 +359,20 @@ def test_a_head_that_attends_to_sinks_does_not_look_up() -> None:
     for sinks, first in ((torch.tensor([[-9.0, 9.0]]), 5), (torch.full((1, 2), -9.0), 20)):
         found = evidence.asked(layer_of(1, 8), 1, log.part(0, 40), queries, sinks)
         assert evidence.most_asked(found.numpy().max((0, 1)), 1).tolist() == [first]
+
+
+def test_several_lookups_count_more_than_one_and_than_many_glances() -> None:
+    """Of a head with 30 queries, one looks up unit 2, two unit 5, and the rest glance at unit 9."""
+    log = Log(shape_of(2, 40, num_kv_heads=1, num_sets=1, head_size=8))
+    keys, queries = torch.zeros(1, 40, 2, 8), torch.zeros(30, 1, 8)
+    for channel, unit in enumerate((2, 5, 9)):
+        keys[0, unit, :, channel] = 6.0
+    queries[0, 0, 0] = queries[1:3, 0, 1] = 1.0
+    queries[3:, 0, 2] = 0.3
+    write(log.grow(40), 1, keys)
+    found = evidence.asked(layer_of(1, 8), 1, log.part(0, 40), queries, torch.zeros(30, 1))[0, 0]
+    assert evidence.most_asked(found.numpy(), 1).tolist() == [5]
+    assert found[2] > found[9] > found[0], found
 
 
 def test_any_head_of_a_set_may_select() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NEAR = 5e-3
+NEAR = 1e-2
 """Relative difference of two units' worth that rounding to 8 bits can make or undo."""
 
 CANDIDATES = 512
@@ -130,7 +130,7 @@ class RecallSim:
             logits = queries[:, head] @ coarse[head // group].T * scale
             both = torch.cat((logits, sinks[:, head].to(logits.dtype)), dim=-1).softmax(-1)
             of_units = both[:, : len(tokens)].view(len(queries), len(stored), unit)
-            worth = torch.maximum(worth, of_units.sum(-1).amax(0))
+            worth = torch.maximum(worth, of_units.sum(-1).square().sum(0))
         order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
         self.shown = sorted(stored[i] for i in order[:number])
         self.choices += 1

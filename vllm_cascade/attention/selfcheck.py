@@ -97,7 +97,7 @@ SUSPECTS["drafts"] = SUSPECTS["decode"] | {
     "rows without drafts": "insert or undo",
     "scores without drafts": "save_versions or undo",
 }
-CLOSE = 1e-3
+CLOSE = 2e-3
 """Relative difference of two units' evidence that rounding may not decide."""
 SUSPECTS["mixed"] = {
     compared: f"{kernels}; or {SUSPECTS['decode'][compared]}"

@@ -45,7 +45,7 @@ class NativeRecall:
         Returns:
             Unit indices within the part, int64 ``[sets, num]``, ascending; the judged units, int64
             ``[sets, judged]``, all or ``CANDIDATES`` of them; and their worth for each query head,
-            fp32 ``[H * G, judged]``, maximised over the queries.
+            fp32 ``[H * G, judged]``, of all queries.
         """
         layer = self._layer
         assert places.dtype == positions.dtype == np.int64 and len(places) == len(positions)

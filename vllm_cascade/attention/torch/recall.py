@@ -3,10 +3,12 @@
 
 1. Keys are stored unrotated in 8 bits. Queries are rotated back by one common position, the middle
    of the recalled units. All keys are scored as if they were at that position.
-2. A query attends to the whole store and to the sinks. A unit's worth is the probability of its
-   keys. A head that looks for nothing attends to the sinks: without them its attention would count
-   as much as that of a head that looks something up.
-3. The worth is the largest that any query of any query head of a set gives. Most heads attend to
+2. A query attends to the whole store and to the sinks. It gives a unit the probability of the
+   unit's keys together. A head that looks for nothing attends to the sinks: without them its
+   attention would count as much as that of a head that looks something up.
+3. A query head asks for the sum of these probabilities' squares over its queries: several queries
+   that look a unit up count more than one, and one that does counts more than many that attend to
+   it a little. The worth is the most that any query head of a set asks for. Most heads attend to
    nothing in particular; the one that looks something up must not be averaged away.
 4. Of more than ``CANDIDATES`` units, a few queries first select candidates by the mean of each
    unit's keys and by their variance. Only candidates are scored by all of their keys, so the cost
@@ -215,8 +217,8 @@ def asked(
     logits = (flat @ keys) * scale.flatten(1).unsqueeze(1) * steps
     nothing = sinks.T.unflatten(0, (layer.num_kv_heads, -1)).flatten(1, 2).unsqueeze(-1)
     probability = torch.cat([logits, nothing], dim=-1).softmax(-1)[..., :-1]
-    worth = probability.unflatten(-1, scale.shape[1:]).sum(-1)  # [H, G * Q, n]
-    return worth.unflatten(1, (-1, len(queries))).amax(2)
+    share = probability.unflatten(-1, scale.shape[1:]).sum(-1)  # [H, G * Q, n]
+    return share.square().unflatten(1, (-1, len(queries))).sum(2)
 
 
 def _by_heads(layer: LayerConfig, queries: torch.Tensor) -> torch.Tensor:
