@@ -164,7 +164,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--data", nargs="+", default=[str(BOOK)], help="files, folders, hf:...")
     add("--tokens", type=int, default=8000, help="of each text")
     add("--beside", type=int, nargs="+", default=[], help="tokens of other texts in a store")
-    add("--others", nargs="+", default=[str(BOOK)], help="these texts, as --data")
+    add("--others", nargs="+", default=[], help="these texts, as --data, for --beside")
     add("--sinks", type=int, default=16, help="tokens never evicted")
     add("--window", type=int, default=368, help="tokens that are not evicted yet")
     add("--unit", type=int, default=16)
@@ -175,6 +175,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.tokens < args.sinks + args.window + args.unit * args.recall + args.stride:
         parser.error("--tokens: too few for --recall units to be evicted before a stride")
+    if args.beside and not args.others:
+        parser.error("--beside: name texts other than --data with --others")
     if args.sinks % args.unit:
         parser.error("--sinks: a multiple of --unit")
     return args

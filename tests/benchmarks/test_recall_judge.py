@@ -171,6 +171,7 @@ def test_a_run(tmp_path: Path) -> None:
     [
         (["--tokens=300"], "--tokens: too few for --recall units"),
         (["--sinks=12"], "--sinks: a multiple of --unit"),
+        (["--beside=100"], "--beside: name texts other than --data with --others"),
     ],
 )
 def test_settings(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

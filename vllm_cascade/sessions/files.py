@@ -29,7 +29,8 @@ import xxhash
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.sessions.index import Session
 
-FORMAT = "3"
+FORMAT = "4"
+"""Another one for every change of how files or chunks of evicted units (``recall/log.py``) look."""
 SUFFIX, PIECE_SUFFIX = ".session", ".units"
 DAMAGED = "damaged"
 """Folder inside the sessions' folder to which damaged files are moved."""
