@@ -6,15 +6,16 @@
 First, in fp32 and with full CUDA graphs, what each policy generates from a tiny random model is
 given to the oracle (``tests/oracle``), which must find the same log-probabilities: of three
 requests, of one beside them that runs under another policy, and of one that starts from another's
-snapshot. So must small models with windows, recurrent layers or latent rows. These engines are told
-no bytes of cache, only a share of the GPU's memory, so that vLLM measures what CUDA graphs need.
-Then Llama 1B and 8B configurations with dummy weights decode at 2k, 8k and 32k of context, beside
-stock vLLM with the same bytes of KV cache, and read one prompt of up to 128k tokens. Each engine
-has a process of its own; its output is kept in ``OUT/logs``. With ``--at-once N`` the comparisons
-run N at a time, with a fixed number of cache bytes: vLLM's measurement of memory expects no other
-process on the card. N engines whose speed is measured then start at once, if the card has room for
-them, and one measures at a time. ``--engine JSON`` overrides engine arguments. ``--tiny`` runs the
-same code with toy sizes, also on a CPU.
+snapshot. So must small models with windows, recurrent layers or latent rows, and engines with
+drafts or rows in 8 bits. A chat that continues sessions must equal one that was never interrupted.
+These engines are told no bytes of cache, only a share of the GPU's memory, so that vLLM measures
+what CUDA graphs need. Then Llama 1B and 8B configurations with dummy weights decode at 2k, 8k and
+32k of context, beside stock vLLM with the same bytes of KV cache, and read one prompt of up to 128k
+tokens. Each engine has a process of its own; its output is kept in ``OUT/logs``. With ``--at-once
+N`` the comparisons run N at a time, with a fixed number of cache bytes: vLLM's measurement of
+memory expects no other process on the card. N engines whose speed is measured then start at once,
+if the card has room for them, and one measures at a time. ``--engine JSON`` overrides engine
+arguments. ``--tiny`` runs the same code with toy sizes, also on a CPU.
 """
 
 import argparse
@@ -27,13 +28,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting.tables import show, table_of_json
 from benchmarks.running.children import Failure, outcomes
 from benchmarks.running.environment import ROOT, fingerprint
-from tests.engine.on_device import identity, of_family, recurrent
+from tests.engine.on_device import identity, of_family, recurrent, sessions
 
 Row = dict[str, Any]
 POLICIES: dict[str, dict[str, Any]] = {
@@ -49,18 +51,54 @@ POLICIES: dict[str, dict[str, Any]] = {
     "dgc in clusters": {"name": "dgc", "importance": "cluster"},
     "cascade in units": {"name": "cascade", "unit": 16},
     "sink with recall": {"name": "sink", "unit": 16, "recall": 2, "recall_store": 4096},
+    "cascade with recall": {"name": "cascade", "unit": 16, "recall": 8},
 }
 CONFIGS = ROOT / "benchmarks/inputs/configs"
 LLAMAS = ("1B", "8B")
 TINY = "125m"
 CONTEXTS = (2048, 8192, 32768)
 ALONE = (130_000,)  # with the tokens to come, within Llama's positions
-FAMILIES = {
-    "windows": ("gemma3", "gpt-oss"),
-    "latent": ("deepseek-v2",),
-    "recurrent": ("lfm2", "granite4"),
-}
-"""Models of ``tests/oracle``, by the kind of their comparison."""
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+NGRAM |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An engine that is compared, beside those of every policy.
+
+    Attributes:
+        kind: what of ``KINDS`` compares it.
+        policy: of ``POLICIES``.
+        family: of ``tests/oracle``'s models; a Llama without it.
+        engine: further engine arguments.
+    """
+
+    kind: str
+    policy: str = "cascade"
+    family: str = ""
+    engine: Row = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        parts = [self.family or self.policy, self.engine.get("kv_cache_dtype", "")]
+        return " ".join(part for part in parts if part)
+
+
+COMPARED = (
+    Compared("windows", family="gemma3"),
+    Compared("windows", family="gpt-oss"),
+    Compared("latent", family="deepseek-v2"),
+    Compared("latent", family="deepseek-v2", engine={"kv_cache_dtype": "fp8"}),
+    Compared("recurrent", family="lfm2"),
+    Compared("recurrent", family="granite4"),
+    Compared("drafts", engine={"speculative_config": NGRAM}),
+    Compared("drafts", "sink with recall", engine={"speculative_config": NGRAM}),
+    Compared("8 bits", "cascade per KV head", engine={"kv_cache_dtype": "int8_per_token_head"}),
+    Compared("8 bits", "cascade in units", engine={"kv_cache_dtype": "fp8"}),
+    Compared("8 bits", "sink with recall", engine={"kv_cache_dtype": "fp8_per_token_head"}),
+    Compared("sessions", "cascade"),
+    Compared("sessions", "sink with recall"),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,14 +121,14 @@ def main(arguments: list[str] | None = None) -> int:
     for job in wanted:
         name = "-".join([job["kind"], job["label"], job.get("model", "")]).replace(" ", "-")
         job |= {"log": str(logs / f"{name}.log"), "limit": options.seconds}
-        job["engine"] = dict(options.engine)
+        job["engine"] = {**job.get("engine", {}), **options.engine}
         if job["kind"] == "speed" and not options.tiny:
             job |= {"requests": options.requests, "contexts": options.contexts or CONTEXTS}
             job["alone"] = ALONE if options.alone is None else options.alone
             job["turn"] = str(logs / "turn")
             if options.at_once > 1:  # else vLLM expects most of the memory to be free
                 job["engine"].setdefault("gpu_memory_utilization", 0.9 / options.at_once)
-        elif options.at_once > 1 and job["kind"] in ("identity", *FAMILIES):
+        elif options.at_once > 1 and job["kind"] in ORACLE:
             job["engine"]["kv_cache_memory_bytes"] = 1 << 28
     # References run on the CPU: threads of several processes must not compete for its cores.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // options.at_once))
@@ -110,9 +148,11 @@ def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -
     found: list[Row] = []
     for kind in [kind for kind in ("identity", "check") if kind in kinds]:
         found += [{"kind": kind, "policy": POLICIES[name], "label": name} for name in policies]
-    for kind in [kind for kind in FAMILIES if kind in kinds]:
-        policy = POLICIES["cascade"]
-        found += [{"kind": kind, "policy": policy, "label": name} for name in FAMILIES[kind]]
+    for one in [one for one in COMPARED if one.kind in kinds]:
+        job = {"kind": one.kind, "policy": POLICIES[one.policy], "label": one.label}
+        if one.family:
+            job["family"] = one.family
+        found.append(job | {"engine": one.engine})
     for model in ["tiny"] if tiny else models:
         for name in ["stock", *policies] if "speed" in kinds else []:
             job = {"kind": "speed", "policy": POLICIES.get(name), "label": name}
@@ -129,7 +169,7 @@ def run_job(job: Row) -> list[Row]:
     signal.setitimer(signal.ITIMER_REAL, job.pop("limit"))
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process
     begin, name, engine = time.monotonic(), job.pop("kind"), job.pop("engine")
-    if name in ("identity", *FAMILIES):
+    if name in ORACLE:
         # vLLM's kernels for experts multiply fp32 in TF32, whose rounding would decide which tokens
         # are kept. Ours name their precision.
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
@@ -271,8 +311,13 @@ KINDS = {
     "windows": of_family,
     "latent": of_family,
     "recurrent": recurrent,
+    "drafts": identity,
+    "8 bits": identity,
+    "sessions": sessions,
     "speed": speed,
 }
+ORACLE = {"identity", *(one.kind for one in COMPARED)}
+"""Kinds in which tokens are compared: in fp32."""
 
 
 def write_idf(vocab: int) -> str:

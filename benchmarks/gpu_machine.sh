@@ -32,7 +32,7 @@ engines() {
 
 correct() {
     python -m benchmarks.gpu_check --out "$out"
-    engines --kinds identity windows latent recurrent --at-once 9 "$@"
+    engines --kinds identity windows latent recurrent drafts '8 bits' sessions --at-once 14 "$@"
     mv "$out/gpu_engine.json" "$out/gpu_engine_identity.json"
 }
 

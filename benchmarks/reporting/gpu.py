@@ -86,6 +86,9 @@ KINDS = {
     "windows": "two layers of the family",
     "latent": "two layers of the family",
     "recurrent": "two layers of the family",
+    "drafts": "tiny Llama, drafts by n-grams",
+    "8 bits": "tiny Llama, rows in 8 bits",
+    "sessions": "tiny Llama, a chat in turns",
 }
 """What ``gpu_engine`` compares with the oracle."""
 

@@ -105,6 +105,7 @@ def _from_pages(
             place=gathered + (at - moved) * ROW,
             rows=rows,
             scaled=scaled,
+            stored=unit >= 0,
             held=seen,
             rotation=rotation,
             distance=tl.where(seen, distance + moved - shift, 0),

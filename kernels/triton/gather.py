@@ -38,6 +38,7 @@ def gather_rows(
     place,
     rows,
     scaled,
+    stored,
     held,
     rotation,
     distance,
@@ -51,7 +52,8 @@ def gather_rows(
 ):
     """Copy rows of pages to their ``place``, decoded, keys rotated back by ``distance``.
 
-    ``scaled``: addresses of the rows' first scales, None where rows are not codes.
+    ``scaled``: addresses of rows' first scales, None where rows are not codes. ``stored``: where
+    pages have rows; the mask of scales, as which Triton 3.6 cannot compile ``held`` of a chunk.
     """
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     dtype: tl.constexpr = place.dtype.element_ty
@@ -59,7 +61,7 @@ def gather_rows(
         value_scale = None
         keys = load_turned(rows, held, rotation, distance, FIRST, HALF, INTERLEAVED)
     else:
-        key_scale, value_scale = load_scales(scaled, held, APART)
+        key_scale, value_scale = load_scales(scaled, stored, APART)
         keys = load_turned(
             rows, held, rotation, distance, FIRST, HALF, INTERLEAVED, key_scale, dtype, CODE
         )
@@ -131,6 +133,7 @@ def _gather_strides(
         place=gathered + place * ROW,
         rows=rows,
         scaled=scaled,
+        stored=held,
         held=held,
         rotation=rotation,
         distance=distance,

@@ -119,7 +119,7 @@ def distinct(llm: LLM) -> int:
 
 def sessions(policy: dict[str, Any]) -> dict[str, Any]:
     """A chat in turns, the last one on a new engine."""
-    from tests.engine import test_sessions as plain
+    from tests.engine import chats, test_sessions
     from tests.engine.pool import EnginePool
     from tests.engine.test_sessions_cuda import TOKENS, TURNS
     from vllm_cascade.attention.cuda.backend import CUDAKVPolicyBackend
@@ -133,26 +133,26 @@ def sessions(policy: dict[str, Any]) -> dict[str, Any]:
         write_llama(model, head_dim=16, num_layers=2, tokenizer_from=MODEL)
         settings = {"model": Path(model), "max_model_len": 1024, "max_num_batched_tokens": 64}
         settings |= {"max_num_seqs": 4, "block_size": 16, "enable_prefix_caching": True}
-        llm = plain.engine(pool, policy, folder, **settings)
+        llm = test_sessions.engine(pool, policy, folder, **settings)
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-        answers = plain.chat(llm, TOKENS, TURNS - 1, between=lambda: time.sleep(0.2))
+        answers = chats.chat(llm, TOKENS, TURNS - 1, between=lambda: time.sleep(0.2))
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        history = plain.says(TOKENS, 0)
+        history = chats.says(TOKENS, 0)
         for _ in range(2):  # the second one starts from a snapshot of the first one's prompt
-            plain.ask(llm, [*history[:70], 9], max_tokens=2)
-        plain.flush(llm)
-        plain.wait_for_files(Path(folder), TURNS)
+            chats.ask(llm, [*history[:70], 9], max_tokens=2)
+        chats.flush(llm)
+        chats.wait_for_files(Path(folder), TURNS)
         found = {
             "runner": "V2" if worker.use_v2_model_runner else "V1",
-            "hits": dict(plain.index_of(llm).counters.hits),
+            "hits": dict(chats.index_of(llm).counters.hits),
             "reused": scheduler.snapshot_counters.hits,
         }
         pool.close()
-        llm = plain.engine(pool, policy, folder, **settings)
+        llm = test_sessions.engine(pool, policy, folder, **settings)
         turns = range(TURNS - 1)
-        history = [token for n in turns for token in plain.says(TOKENS, n) + answers[n][0]]
-        _, last = plain.ask(llm, history + plain.says(TOKENS, TURNS - 1))
-        found["hits"] |= plain.index_of(llm).counters.hits
+        history = [token for n in turns for token in chats.says(TOKENS, n) + answers[n][0]]
+        _, last = chats.ask(llm, history + chats.says(TOKENS, TURNS - 1))
+        found["hits"] |= chats.index_of(llm).counters.hits
         found["answers"] = [*answers, last]
         pool.close()
     return found
@@ -246,7 +246,7 @@ if __name__ == "__main__":
         print("RESULT " + json.dumps(drafts(settings)))
         sys.exit()
     if len(sys.argv) > 2:
-        (found,) = of_family(settings, label=sys.argv[2], tiny=True)
+        (found,) = of_family(settings, label="", tiny=True, family=sys.argv[2])
         print("RESULT " + json.dumps(found | {"builders": [sorted(x) for x in profiled[0]]}))
         sys.exit()
     (found,) = identity(settings, label="", tiny=True)

@@ -17,11 +17,11 @@ import torch
 from vllm import SamplingParams
 
 from tests.conftest import MODEL
+from tests.engine.chats import chat, flush, uninterrupted
 from tests.engine.pool import EnginePool
 from tests.engine.test_families import random_tokens
 from tests.engine.test_metrics import metrics
 from tests.engine.test_sessions import CASES as SESSION_CASES
-from tests.engine.test_sessions import chat, flush, uninterrupted
 from tests.engine.test_sessions import engine as session_engine
 from tests.engine.test_speculation import (
     ASKED,

@@ -16,21 +16,13 @@ import pytest
 
 from tests.conftest import MODEL
 from tests.engine import async_cpu
+from tests.engine.chats import ask, chat, flush, index_of, says, uninterrupted, wait_for_files
 from tests.engine.drafters import scripted
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_full_attention import experts_in_one_group
 from tests.engine.test_latent import V2
 from tests.engine.test_runner_v2 import run
-from tests.engine.test_sessions import (
-    ask,
-    chat,
-    engine,
-    flush,
-    index_of,
-    says,
-    uninterrupted,
-    wait_for_files,
-)
+from tests.engine.test_sessions import engine
 from tests.engine.test_speculation import check_released, compare, drafted, spoken
 from tests.engine.test_triton_recall import CASCADE, EACH
 from tests.oracle.families import shallow, write_family

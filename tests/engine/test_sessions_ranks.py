@@ -10,21 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.engine.chats import ask, chat, flush, index_of, says, uninterrupted, wait_for_files
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_pipeline_parallel import cores
-from tests.engine.test_sessions import (
-    CASES,
-    NEXT,
-    ask,
-    chat,
-    check_chat,
-    engine,
-    flush,
-    index_of,
-    says,
-    uninterrupted,
-    wait_for_files,
-)
+from tests.engine.test_sessions import CASES, NEXT, check_chat, engine
 
 SIZES = {"2 ranks": (2, 1), "2 stages": (1, 2), "2 stages of 2 ranks": (2, 2)}
 

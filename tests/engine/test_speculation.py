@@ -18,12 +18,12 @@ import pytest
 from vllm import SamplingParams
 
 from tests.conftest import ROOT
+from tests.engine.chats import Turn, ask, chat, flush, params, parts, says, uninterrupted
 from tests.engine.drafters import Scripted, scripted
 from tests.engine.pool import EnginePool, pool_usage
 from tests.engine.test_families import random_tokens
 from tests.engine.test_metrics import metrics
 from tests.engine.test_sessions import CASES as SESSION_CASES
-from tests.engine.test_sessions import Turn, ask, chat, flush, params, parts, says, uninterrupted
 from tests.engine.test_sessions import engine as session_engine
 from tests.oracle.families import FAMILIES, write_family
 from tests.oracle.full_attention import OWN_MODULES

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from tests.conftest import MODEL
+from tests.engine.chats import Turn
 from tests.engine.drafters import Scripted, scripted
 from tests.engine.pool import EnginePool
 from tests.engine.test_against_oracle import run_oracle
 from tests.engine.test_metrics import metrics
 from tests.engine.test_runner_v2 import run
-from tests.engine.test_sessions import Turn
 from tests.engine.test_speculation import (
     agree,
     answers,

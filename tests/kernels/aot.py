@@ -300,6 +300,10 @@ CODED_UNSCORED = (
     replace(CODED, code=torch.int8, head_size=256, window=1024, block_size=4, pages=256, group=2,
             num_heads=16, **_UNSCORED),
 )  # fmt: skip
+CODED_UNITS_UNSCORED = (
+    replace(CODED, unit=16, keep_logits=False),
+    replace(CODED, code=torch.int8, unit=8, head_size=64, keep_logits=False),
+)
 """Other rows in 8 bits."""
 RECALL_SHAPES = (
     Shape(unit=16, recall=8),
