@@ -272,7 +272,7 @@ def speed(
     it is taken off the time of all. A single request's first token is the median of three.
     """
     num_tokens = 5 if tiny else 257
-    sizes = {"max_model_len": max(*contexts, *alone) + num_tokens, "max_num_seqs": requests}
+    sizes = {"max_model_len": max([*contexts, *alone]) + num_tokens, "max_num_seqs": requests}
     memory = {"kv_cache_memory_bytes": 8 << 30}
     seconds = stopwatch(policy, model, tiny, **memory | sizes | engine)
     with open(turn, "w") as file:

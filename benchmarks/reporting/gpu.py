@@ -3,7 +3,7 @@
 
     python -m benchmarks.reporting.gpu FOLDER --commit COMMIT --out benchmarks/results/NAME.json
 
-FOLDER has what ``gpu_check`` and ``gpu.tune`` wrote, or several files ``gpu_engine*.json``. The
+FOLDER has files ``gpu_check*.json`` and what ``gpu.tune`` wrote, or ``gpu_engine*.json``. The
 card's machine may have no rich and no history, so it writes plain JSON, and the commit is named
 here.
 """
@@ -108,9 +108,20 @@ def engines(rows: list[Row]) -> Table:
         found.append([*head, equal, f"{row['max_error']:.1e}", *numbers])
     note = (
         "Log-probabilities of 300 generated tokens a request, in fp32. evicted: tokens; reused: "
-        "prompt tokens that a request took from another's snapshot."
+        "prompt tokens that a request took from another's snapshot, or from a session."
     )
     return table("Engines beside the oracle", columns, found, note)
+
+
+def first_starts(rows: list[Row]) -> Table:
+    columns = ["policy", "comparisons", "largest difference", "s"]
+    found = [
+        [row["policy"], str(row["comparisons"]), f"{row['largest_error']:.1e}",
+         f"{row['check_s']:.0f}"]
+        for row in rows
+    ]  # fmt: skip
+    note = "Layers of Llama 8B in bfloat16. Seconds include the compilation of kernels."
+    return table("The check of the first start", columns, found, note)
 
 
 def speed(rows: list[Row]) -> Table:
@@ -118,7 +129,7 @@ def speed(rows: list[Row]) -> Table:
         "model", "policy", "prompt", "first token, s", "requests", "output tokens a second",
     ]  # fmt: skip
     found = [
-        [row["model"], row["policy"], f"{row['context']:,}",
+        [f"Llama {row['model']}", row["policy"], f"{row['context']:,}",
          f"{row['first_token_s']:.2f}" if "first_token_s" in row else "",
          f"{row['requests']}" if "requests" in row else "",
          f"{row['output_tokens_per_s']:,.0f}" if "output_tokens_per_s" in row else ""]
@@ -128,7 +139,7 @@ def speed(rows: list[Row]) -> Table:
     return table("Speed of engines", columns, found, note)
 
 
-ENGINE = "python -m benchmarks.gpu_engine"
+ENGINE, CHECK = "python -m benchmarks.gpu_engine", "python -m benchmarks.gpu_check"
 
 
 def engine_result(files: list[Path], commit: str, command: str) -> Row:
@@ -137,7 +148,9 @@ def engine_result(files: list[Path], commit: str, command: str) -> Row:
     rows = [row for run in runs for row in run["rows"]]
     compared = [row for row in rows if row["what"] in KINDS]
     timed = [row for row in rows if row["what"] == "speed"]
+    checked = [row for row in rows if row["what"] == "check"]
     tables = [engines(compared)] if compared else []
+    tables += [first_starts(checked)] if checked else []
     tables += [speed(timed)] if timed else []
     return {
         "command": command,
@@ -149,37 +162,44 @@ def engine_result(files: list[Path], commit: str, command: str) -> Row:
     }
 
 
-def result(folder: Path, commit: str, command: str = ENGINE) -> Row:
-    """The kept result of a folder: of ``gpu_engine``, or of ``gpu_check`` and perhaps ``tune``."""
-    if files := sorted(folder.glob("gpu_engine*.json")):
-        return engine_result(files, commit, command)
-    check = json.loads((folder / "gpu_check.json").read_text())
-    tables = [
-        checks(check["checks"]),
-        decode(check["attend"], check["copy_gbps"]),
-        insertion(check["caching"]),
-        prompts(check["prefill"]),
-    ]
-    tune = folder / "tune.json"
+def check_result(files: list[Path], commit: str, command: str) -> Row:
+    """The kept result of what runs of ``gpu_check``, and perhaps of ``tune``, wrote."""
+    runs = [json.loads(file.read_text()) for file in files]
+    rows = {
+        kind: [row for run in runs for row in run[kind]]
+        for kind in ("checks", "attend", "caching", "prefill")
+    }
+    tables = [checks(rows["checks"])] if rows["checks"] else []
+    tables += [decode(run["attend"], run["copy_gbps"]) for run in runs if run["attend"]]
+    tables += [insertion(rows["caching"])] if rows["caching"] else []
+    tables += [prompts(rows["prefill"])] if rows["prefill"] else []
+    tune = files[0].with_name("tune.json")
     if tune.is_file():
         tables.append(tuned(json.loads(tune.read_text())))
-    seconds = sum(row["seconds"] for row in check["checks"])
     return {
-        "command": "python -m benchmarks.gpu_check",
-        "seconds": round(seconds, 1),
-        "environment": check["environment"]
+        "command": command,
+        "seconds": round(sum(row["seconds"] for row in rows["checks"]), 1),
+        "environment": runs[0]["environment"]
         | {"vllm": "not installed", "git_commit": commit, "git_dirty": False},
         "settings": {},
         "tables": [one.as_json() for one in tables],
-        "data": {"goals": check["goals"]},
+        "data": {"goals": [goal for run in runs for goal in run["goals"] if goal["measured"]]},
     }
+
+
+def result(folder: Path, commit: str, command: str | None = None) -> Row:
+    """The kept result of a folder: of ``gpu_engine``, or of ``gpu_check`` and perhaps ``tune``."""
+    if files := sorted(folder.glob("gpu_engine*.json")):
+        return engine_result(files, commit, command or ENGINE)
+    files = sorted(folder.glob("gpu_check*.json"))
+    return check_result(files, commit, command or CHECK)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--commit", required=True, help="the commit that the card ran")
-    parser.add_argument("--command", default=ENGINE, help="of gpu_engine, with its options")
+    parser.add_argument("--command", help="what ran on the card, with its options")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.out.write_text(

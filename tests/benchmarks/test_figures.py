@@ -167,10 +167,26 @@ def memory() -> list[str]:
     return said
 
 
+CACHE = 9663676416
+"""Bytes of the H200's engines, as their command says."""
+
+
 def engines_on_a_card() -> dict[tuple[str, str, int], str]:
     """By policy and prompt: the first token's seconds (0), and output tokens a second (1)."""
-    rows = results.load("gpu-engine-h200")["tables"][1]["rows"]
-    return {(row[1], row[2], n): row[at] for row in rows for n, at in ((0, 3), (1, 5)) if row[at]}
+    result = results.load("gpu-engine-h200")
+    assert f"kv_cache_memory_bytes {CACHE}" in result["command"]
+    rows = [
+        *result["tables"][-1]["rows"],
+        *results.load("gpu-engine-h200-130k")["tables"][0]["rows"],
+    ]
+    return {
+        (row[1], row[2], n): row[at] for row in rows for n, at in ((0, 3), (1, 5)) if at < len(row)
+    }
+
+
+def room() -> int:
+    """Requests of 32,000 tokens of Llama 8B that the cache of the H200's engines holds."""
+    return CACHE // (32_000 * 32 * 8 * 2 * 128 * 2)
 
 
 def card() -> list[str]:
@@ -181,45 +197,47 @@ def card() -> list[str]:
     more = found["cascade", "32,000", 1] / found["stock", "32,000", 1]
     return [
         f"reads 130,000 tokens {faster:.1f} times as fast as stock vLLM",
-        "In the same 17 GiB of cache, 16 requests",
-        f"{more:.1f} times as many tokens a second as the 4",
+        f"In the same {CACHE / 2**30:.0f} GiB of cache, 16 requests",
+        f"{more:.1f} times as many tokens a second; stock has room for {room()} at a time",
     ]
 
 
 def devices() -> list[str]:
-    """Llama 8B's recall rings, what 8 parts leave of Llama 70B's 8 query heads, and a card."""
+    """Llama 8B's recall rings, what 8 parts leave of Llama 70B's 8 query heads, and cards."""
     keys, rows = (4096 * 32 * 8 * one / 2**30 for one in (128 + 4 + 1 / 16, 2 * 128 * 2))
     left = 8 * 8 * (128 + 2) * 4
-    tables = [table["rows"] for table in results.load("gpu-check-h100")["tables"]]
-    passed, two, one = (int(row[1]) for row in tables[0])
+    kernels, prompts = (one["rows"] for one in results.load("gpu-check-h200")["tables"])
+    decode = results.load("gpu-check-h100")["tables"][0]["rows"]
     many, single = (
-        next(row for row in tables[1] if row[:3] == ["32/8", "2,048", number])
+        next(row for row in decode if row[:3] == ["32/8", "2,048", number])
         for number in ("256", "1")
     )
-    prompts = [row for row in tables[3] if row[0] == "512"]
-    before = prompts[0][4]
-    (after,) = [row[4] for row in tables[4] if row[:4] == ["128", "32", "8", "3"]]
-    card = engines_on_a_card()
+    ((passed, checks, _),) = kernels
+    assert passed == "passed"
+    compared, first, _ = (one["rows"] for one in results.load("gpu-engine-h200")["tables"])
+    in_fp32 = [float(row[3]) for row in compared if "8 bits" not in row[1] and "fp8" not in row[0]]
+    assert {row[2] for row in compared} == {"yes"} and max(in_fp32) < 1e-4
+    comparisons, seconds = (sorted(int(row[at]) for row in first) for at in (1, 3))
+    strides = [row for row in prompts if row[0] == "512"]
+    full = {row[1]: row[3] for row in strides}
+    card, lengths = engines_on_a_card(), ("32,000", "130,000")
+    assert len({row[2] for row in strides}) == 1
     return [
         *(
-            f"first token after {card['cascade', '130,000', 0]} s, with stock vLLM after "
-            f"{card['stock', '130,000', 0]} s",
-            f"{card['cascade', '32,000', 0]} s, stock {card['stock', '32,000', 0]} s: slower",
-            "in 17 GiB of cache",  # the run's kv_cache_memory_bytes
-            f"{card['cascade', '32,000', 1]} output tokens a second in 16 requests; stock has room "
-            f"for 4, which give {card['stock', '32,000', 1]}",
-            f"{card['cascade', '1,024', 1]} tokens a second, stock {card['stock', '1,024', 1]}",
+            f"| {card['cascade', length, 0]} s | {card['stock', length, 0]} s |"
+            for length in lengths
         ),
+        f"in {CACHE / 2**30:.0f} GiB of cache | {card['cascade', '32,000', 1]} | "
+        f"{card['stock', '32,000', 1]}; it has room for {room()} |",
+        f"{card['cascade', '1,024', 1]} | {card['stock', '1,024', 1]} |",
+        f"{checks} of {checks} checks",
+        f"{comparisons[0]} to {comparisons[-1]} comparisons; {seconds[0]} to {seconds[-1]} s",
+        f"in {strides[0][2]} us, however long the prompt is; full attention takes {full['4,096']} "
+        f"us at 4,096 tokens, {full['32,768']} at 32,768 and {full['131,072']} at 131,072",
+        f"{many[4]} of a copy's bandwidth with 256 requests of 2,048 tokens, {many[5]} the time",
+        f"With 1 request {single[5]}",
         f"that is {keys:.2f} GiB and {rows:.1f} GiB a request",
         f"{ceil(left / 2**10)} KiB, so {left * 8192 / 2**30:.2f} GiB for 8,192",
-        f"{passed} of {passed + two + one}: decode",
-        f"{two + one}, in the checks' own code: {two} compared",
-        f"{many[4]} of a copy's bandwidth; {many[5]} the time",
-        f"{single[5]} the time of dense attention",
-        f"{prompts[0][2]} us a layer at any length; full attention takes {prompts[0][3]} us at "
-        f"4,096 tokens and {prompts[-1][3]} us at 131,072",
-        f"({before} ms of a stride)",
-        f"took {after} ms instead",
     ]
 
 

@@ -145,6 +145,20 @@ def test_speeds_are_of_decoding_alone() -> None:
     ]
 
 
+def test_the_speed_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu_engine
+
+    given: list[dict[str, int]] = []
+
+    def stopwatch(*_: object, **arguments: int) -> object:
+        given.append(arguments)
+        return lambda *_: 1.0
+
+    monkeypatch.setattr(gpu_engine, "stopwatch", stopwatch)
+    (row,) = gpu_engine.speed(None, "stock", "8B", False, 4, contexts=(32000,), alone=())
+    assert row["context"] == 32000 and given[0]["max_model_len"] == 32000 + 257
+
+
 def test_our_kernels_that_are_compiled_late() -> None:
     """vLLM's monitor says so in its log; its own kernels do not count."""
     from vllm.utils import jit_monitor

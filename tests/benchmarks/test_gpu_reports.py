@@ -39,10 +39,10 @@ TUNE = [
 def test_a_kept_result(tmp_path: Path) -> None:
     (tmp_path / "gpu_check.json").write_text(json.dumps(CHECK))
     found = gpu.result(tmp_path, "0123456789ab")
-    assert len(found["tables"]) == 4
+    assert len(found["tables"]) == 3 and found["command"] == "python -m benchmarks.gpu_check"
     (tmp_path / "tune.json").write_text(json.dumps(TUNE))
     found = gpu.result(tmp_path, "0123456789ab")
-    passed, decode, _, prompts, tuned = (one["rows"] for one in found["tables"])
+    passed, decode, prompts, tuned = (one["rows"] for one in found["tables"])
     assert [list(row) for row in passed] == [
         ["passed", "1", ""],
         ["failed", "2", "AssertionError: output"],
@@ -50,9 +50,23 @@ def test_a_kept_result(tmp_path: Path) -> None:
     assert [list(row) for row in decode] == [["8/8", "2,048", "1", "0.500", "75 %", "1.50x"]]
     assert list(prompts[0]) == ["512", "4,096", "2.00", "0.50", "0.031", "0.250", "0.125", "0.062"]
     assert [list(row) for row in tuned] == [["128", "32", "8", "3", "0.200"]]
-    assert found["tables"][4]["note"] == "The fastest of 2; 1 did not compile."
+    assert found["tables"][3]["note"] == "The fastest of 2; 1 did not compile."
     text = results.section(json.loads(results.as_text(found)))
     assert "A card; torch 2, vLLM not installed, commit 0123456789, 2026-11-25; 6 s." in text
+
+
+def test_runs_of_some_kinds_are_kept_together(tmp_path: Path) -> None:
+    """Each run has its own bandwidth; kinds that no run has get no table."""
+    first = CHECK | {"attend": [], "prefill": [], "goals": [{"goal": "a", "measured": []}]}
+    second = CHECK | {"checks": [], "copy_gbps": 2000.0, "prefill": []}
+    second["goals"] = [{"goal": "a", "measured": [0.8]}]
+    for name, one in (("", first), ("_attend", second)):
+        (tmp_path / f"gpu_check{name}.json").write_text(json.dumps(one))
+    found = gpu.result(tmp_path, "0123456789ab", "two commands")
+    titles = [one["title"] for one in found["tables"]]
+    assert titles == ["Kernels against their references", "Decode attention"]
+    assert "2,000 GB/s" in found["tables"][1]["note"] and found["command"] == "two commands"
+    assert found["data"]["goals"] == [{"goal": "a", "measured": [0.8]}]
 
 
 def test_a_kept_result_of_engines(tmp_path: Path) -> None:
@@ -61,18 +75,21 @@ def test_a_kept_result_of_engines(tmp_path: Path) -> None:
     failed = {"what": "latent", "policy": "deepseek-v2", "error": "ValueError: None. More; see log"}
     timed = {"what": "speed", "policy": "stock", "model": "8B", "context": 1024, "requests": 4}
     rows = [timed | {"output_tokens_per_s": 1234.5}, timed | {"first_token_s": 1.234}]
-    for name, some in (("", [compared, failed]), ("_speed", rows)):
+    checked = {"what": "check", "policy": "lazy", "comparisons": 19, "largest_error": 0.0078}
+    checked |= {"check_s": 12.36}
+    for name, some in (("", [compared, failed]), ("_first", [checked]), ("_speed", rows)):
         written = {"environment": CHECK["environment"] | {"vllm": "1"}, "rows": some}
         (tmp_path / f"gpu_engine{name}.json").write_text(json.dumps(written))
     found = gpu.result(tmp_path, "0123456789ab")
-    engines, speed = ([list(row) for row in one["rows"]] for one in found["tables"])
+    engines, first, speed = ([list(row) for row in one["rows"]] for one in found["tables"])
+    assert first == [["lazy", "19", "7.8e-03", "12"]]
     assert engines == [
         ["sink", "tiny Llama", "yes", "2.0e-05", "1,691", "208"],
         ["deepseek-v2", "two layers of the family", "no", "ValueError: None", "", ""],
     ]
     assert speed == [
-        ["8B", "stock", "1,024", "", "4", "1,234"],
-        ["8B", "stock", "1,024", "1.23", "4", ""],
+        ["Llama 8B", "stock", "1,024", "", "4", "1,234"],
+        ["Llama 8B", "stock", "1,024", "1.23", "4", ""],
     ]
     text = results.section(json.loads(results.as_text(found)))
     assert "A card; torch 2, vLLM 1, commit 0123456789, 2026-11-25; 56 s." in text
