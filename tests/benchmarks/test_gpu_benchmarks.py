@@ -200,22 +200,33 @@ def test_the_check_of_the_first_start_is_timed() -> None:
     assert row["comparisons"] > 10 and row["largest_error"] < 2e-4 and row["check_s"] > 0
 
 
-@pytest.mark.slow
-def test_gpu_engine_tiny(tmp_path: Path) -> None:
-    from benchmarks.gpu_engine import COMPARED
+TINY_KINDS = {
+    "policies": ("identity", "check", "speed"),
+    "families": ("windows", "latent", "recurrent"),
+    "drafts and rows": ("drafts", "8 bits"),
+    "sessions": ("sessions",),
+}
 
-    done = run(
-        *("benchmarks.gpu_engine", "--tiny", "--policies", "cascade", "--out", str(tmp_path))
-    )
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY_KINDS)
+def test_gpu_engine_tiny(name: str, tmp_path: Path) -> None:
+    """All kinds, with toy sizes. Of each speed engine a row of many requests, then one alone."""
+    from benchmarks.gpu_engine import COMPARED, KINDS
+
+    assert {kind for kinds in TINY_KINDS.values() for kind in kinds} == set(KINDS)
+    arguments = ("--tiny", "--policies", "cascade", "--kinds", *TINY_KINDS[name])
+    done = run("benchmarks.gpu_engine", *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads((tmp_path / "gpu_engine_tiny.json").read_text())
-    compared = [one.kind for one in COMPARED]
-    # Of each speed engine a row of many requests, then one of a longer prompt alone.
-    kinds = ["identity", "check", *compared, *["speed"] * 4]
-    assert [row["what"] for row in result["rows"]] == kinds
-    assert all(row["equal"] and row["evicted"] > 0 for row in result["rows"] if "equal" in row)
-    measured = result["rows"][-4:]
-    assert all(row["first_token_s"] > 0 for row in measured)
-    assert ["output_tokens_per_s" in row for row in measured] == [True, False] * 2
-    assert all(row.get("output_tokens_per_s", 1) > 0 for row in measured)
-    assert len(list((tmp_path / "logs").iterdir())) == len(result["rows"]) - 2
+    rows = json.loads((tmp_path / "gpu_engine_tiny.json").read_text())["rows"]
+    kinds = [one.kind for one in COMPARED if one.kind in TINY_KINDS[name]]
+    if name == "policies":
+        kinds = ["identity", "check", *["speed"] * 4]
+        measured = rows[2:]
+        assert all(row["first_token_s"] > 0 for row in measured)
+        assert ["output_tokens_per_s" in row for row in measured] == [True, False] * 2
+        assert all(row.get("output_tokens_per_s", 1) > 0 for row in measured)
+    assert [row["what"] for row in rows] == kinds
+    assert all(row["equal"] and row["evicted"] > 0 for row in rows if "equal" in row)
+    engines = {(row["what"], row["policy"]) for row in rows}
+    assert len(list((tmp_path / "logs").glob("*.log"))) == len(engines)
