@@ -5,13 +5,13 @@
 #   benchmarks/gpu_machine.sh correct OUT         every kernel, then every policy in an engine
 #   benchmarks/gpu_machine.sh measure OUT [MORE]  engines beside stock vLLM
 #
-# `correct` begins with torch and triton alone (about 8 minutes, kernels' timings among them); all
+# `correct` begins with torch and triton alone (8 minutes at most, kernels' timings among them); all
 # else needs vLLM, unpacked in /opt/vllm_site or installed, and a wheel in dist/, because vLLM finds
 # plugins by an installation's metadata:
 #   python -m pip wheel -q --no-deps -w dist .    made before, where packages can be installed
 # MORE goes to benchmarks.gpu_engine. Where time is short: --models 8B --policies cascade
 # --requests 16 --contexts 1024 32000, with --at-once 2 if the card holds both engines. On an H200
-# with 16 cores the comparisons took 77 s, and an 8B engine 40 to 75 s to start.
+# with 16 cores the comparisons took 4 minutes, and an 8B engine 40 to 100 s to start.
 set -euo pipefail
 what=$1 out=$(realpath -m "$2")
 shift 2
@@ -32,7 +32,7 @@ engines() {
 
 correct() {
     python -m benchmarks.gpu_check --out "$out"
-    engines --kinds identity windows latent recurrent drafts '8 bits' sessions --at-once 14 "$@"
+    engines --kinds identity windows latent recurrent drafts '8 bits' sessions --at-once 13 "$@"
     mv "$out/gpu_engine.json" "$out/gpu_engine_identity.json"
 }
 
