@@ -25,7 +25,6 @@ os.environ |= {
 }
 
 import json
-import random
 import sys
 import tempfile
 import time
@@ -33,7 +32,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import triton.backends
 
 triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
@@ -42,7 +40,7 @@ from vllm import LLM, SamplingParams
 
 from tests.conftest import MODEL
 from tests.engine import async_cpu, graph_profile
-from tests.engine.on_device import identity, of_family
+from tests.engine.on_device import identity, of_family, often_right
 from tests.oracle.random_models import write_llama
 from vllm_cascade.attention.cpu.backend import CPUKVPolicyBackend
 from vllm_cascade.attention.cuda.builder import CUDABuilder
@@ -156,32 +154,6 @@ def sessions(policy: dict[str, Any]) -> dict[str, Any]:
         found["answers"] = [*answers, last]
         pool.close()
     return found
-
-
-def often_right(texts: list[list[int]]) -> None:
-    """Let vLLM's n-gram drafter propose what follows in ``texts``, mostly; it runs all the same.
-
-    A random model's answers do not repeat, so it would hardly ever be right.
-    """
-    from vllm.v1.worker.gpu.spec_decode.ngram.speculator import NgramGPUSpeculator
-
-    stock, rng = NgramGPUSpeculator.propose, random.Random(0)
-
-    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = stock(self, input_batch, *args, **kwargs)
-        if kwargs.get("dummy_run"):
-            return drafts
-        states, most = self.req_states, drafts.shape[1]
-        for row, index in enumerate(input_batch.idx_mapping.tolist()):
-            known = states.all_token_ids.gpu[index, : states.total_len.gpu[index]].tolist()
-            for text in texts:
-                following = text[len(known) :][:most]
-                if text[: len(known)] == known and len(following) == most:
-                    found = [t if rng.random() < 0.7 else t ^ 1 for t in following]
-                    drafts[row] = torch.tensor(found)
-        return drafts
-
-    NgramGPUSpeculator.propose = propose
 
 
 def drafts(policy: dict[str, Any]) -> dict[str, Any]:
