@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,20 @@ def test_the_speed_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_engine, "stopwatch", stopwatch)
     (row,) = gpu_engine.speed(None, "stock", "8B", False, 4, contexts=(32000,), alone=())
     assert row["context"] == 32000 and given[0]["max_model_len"] == 32000 + 257
+
+
+def test_an_engine_that_differs_is_reported() -> None:
+    """As plain values, which JSON takes."""
+    import numpy as np
+
+    from tests.engine.on_device import alike
+
+    def row(*values: float) -> list[Any]:
+        return [np.array(values)]
+
+    assert alike(row(1e-5, 4e-4), []) is True and alike(row(1e-5, 6e-4), []) is False
+    assert alike(row(0.0, 0.02), row(0.1, 0.02)) is True
+    assert alike(row(0.0, 0.02), row(0.05, 0.04)) is False
 
 
 def test_our_kernels_that_are_compiled_late() -> None:

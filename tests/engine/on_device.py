@@ -81,7 +81,7 @@ def alike(errors: list[Any], without: list[Any]) -> bool:
 
     if not without:
         return max(float(error.max()) for error in errors) < MAX_ERROR
-    return CLOSER * np.concatenate(errors).mean() < np.concatenate(without).mean()
+    return bool(CLOSER * np.concatenate(errors).mean() < np.concatenate(without).mean())
 
 
 def identity(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> list[Row]:
@@ -273,14 +273,14 @@ def sessions(policy: dict[str, Any], label: str, tiny: bool, **engine: Any) -> l
         config = llm.llm_engine.vllm_config
     same = [a[0] == b[0] for a, b in zip([*answers, last], truth, strict=True)]
     gaps = [
-        np.abs(np.asarray(a[1]) - np.asarray(b[1])).max()
+        float(np.abs(np.asarray(a[1]) - np.asarray(b[1])).max())
         for a, b in zip([*answers, last], truth, strict=True)
     ]
     right = all(same) and max(gaps) < MAX_ERROR and hits == {"memory": TURNS - 2, "disk": 1}
     return [
         {
             "equal": right and counters["evicted_tokens"] > 0 and not late.names(),
-            "max_error": float(max(gaps)),
+            "max_error": max(gaps),
             "evicted": counters["evicted_tokens"],
             "reused": reused,
             "hits": hits,
