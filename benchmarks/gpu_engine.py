@@ -49,6 +49,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "h2o in batches": {"name": "h2o", "overflow": 8},
     "dgc": {"name": "dgc"},
     "dgc in clusters": {"name": "dgc", "importance": "cluster"},
+    "random": {"name": "random"},
     "cascade in units": {"name": "cascade", "unit": 16},
     "sink with recall": {"name": "sink", "unit": 16, "recall": 2, "recall_store": 4096},
     "cascade with recall": {"name": "cascade", "unit": 16, "recall": 8},

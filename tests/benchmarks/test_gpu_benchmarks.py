@@ -111,6 +111,13 @@ def test_an_engine_that_is_compared_starts_as_by_default() -> None:
     assert {kind for kind, _ in others} == {"drafts", "8 bits", "sessions"}
 
 
+def test_every_policy_is_compared() -> None:
+    from benchmarks.gpu_engine import POLICIES
+    from vllm_cascade.policies.registry import _built_in
+
+    assert {policy["name"] for policy in POLICIES.values()} == {*_built_in()}
+
+
 def test_engines_on_a_card_do_not_run_kernels_in_the_interpreter() -> None:
     """As all tests do once ``tests/conftest.py`` is imported."""
     names = "os, benchmarks.gpu_engine, tests.oracle.families, tests.oracle.recurrent"
