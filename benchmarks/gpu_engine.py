@@ -65,12 +65,12 @@ NGRAM |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 @dataclass(frozen=True)
 class Compared:
-    """An engine that is compared, beside those of every policy.
+    """A further engine to compare, besides one for each policy.
 
     Attributes:
-        kind: what of ``KINDS`` compares it.
-        policy: of ``POLICIES``.
-        family: of ``tests/oracle``'s models; a Llama without it.
+        kind: key of ``KINDS``.
+        policy: key of ``POLICIES``.
+        family: a model family of ``tests/oracle``; empty for a tiny Llama.
         engine: further engine arguments.
     """
 
@@ -318,7 +318,7 @@ KINDS = {
     "speed": speed,
 }
 ORACLE = {"identity", *(one.kind for one in COMPARED)}
-"""Kinds in which tokens are compared: in fp32."""
+"""Kinds that compare tokens, in fp32."""
 
 
 def write_idf(vocab: int) -> str:

@@ -52,8 +52,8 @@ def gather_rows(
 ):
     """Copy rows of pages to their ``place``, decoded, keys rotated back by ``distance``.
 
-    ``scaled``: addresses of rows' first scales, None where rows are not codes. ``stored``: where
-    pages have rows; the mask of scales, as which Triton 3.6 cannot compile ``held`` of a chunk.
+    ``scaled``: addresses of rows' first scales, None if rows are not codes. ``stored``: mask for
+    loading scales, true for all slots in use. Triton 3.6 fails to compile a chunk with ``held``.
     """
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
     dtype: tl.constexpr = place.dtype.element_ty

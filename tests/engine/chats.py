@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chats in turns, each a request of its own, and the same chat as one request that never ends.
+"""Chats with one request per turn, and the same chat as one request that never ends.
 
-The latter is vLLM's own: a streaming-input request, which stays in the engine between turns and
-keeps its pages. No session code runs for it. Engines are in this process.
+The second is vLLM's streaming input: the request stays in the engine between turns and keeps its
+pages, so no session code runs. The engine must run in this process.
 """
 
 import time
