@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generate with an engine in processes of its own and print tokens and log-probabilities.
+"""Generate and print tokens and log-probabilities.
 
 Run by ``test_stock.py`` in a fresh interpreter: ``generate.py MODEL '{"kv_policy": "full"}'``.
 """

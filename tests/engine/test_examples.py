@@ -125,6 +125,7 @@ def test_responses_continue_a_session(server: Server, text: Path) -> None:
     assert 0 < usage.input_tokens - usage.input_tokens_details.cached_tokens < 100
 
 
+@pytest.mark.slow
 def test_restart(text: Path, tmp_path: Path) -> None:
     shown = run(
         *("restart.py", MODEL, text, "--folder", tmp_path / "sessions", "--port", free_port()),

@@ -18,14 +18,6 @@ from tests.engine.test_sessions import CASES, NEXT, check_chat, engine
 SIZES = {"2 ranks": (2, 1), "2 stages": (1, 2), "2 stages of 2 ranks": (2, 2)}
 
 
-def sizes_of(quick: str) -> list[Any]:
-    """All numbers of ranks and stages; an engine of several processes is slow, but for one."""
-    return [
-        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name != quick))
-        for name, sizes in SIZES.items()
-    ]
-
-
 def spread(
     pool: EnginePool, name: str, sizes: tuple[int, int], folder: str | None = None, **kwargs: Any
 ) -> Any:
@@ -43,13 +35,16 @@ def spread(
 
 
 def policies_over_ranks() -> list[Any]:
-    """All policies on all sizes that do not refuse them; one of them is not a slow test."""
+    """All policies on all sizes that do not refuse them.
+
+    Only one is not a slow test: an engine of several processes takes long to start.
+    """
     over_stages = {"dgc", "dgc-heads"}  # scores from token ids, which only the first stage has
     over_ranks = {"dgc-cluster"}  # needs the keys of every rank
     return [
         pytest.param(
             policy, sizes, id=f"{policy}-{name}",
-            marks=[pytest.mark.slow] * ((policy, name) != ("cascade", "2 stages")),
+            marks=[pytest.mark.slow] * ((policy, name) != ("cascade", "2 ranks")),
         )
         for policy in CASES
         for name, sizes in SIZES.items()
@@ -65,7 +60,8 @@ def test_a_resumed_chat_is_the_uninterrupted_one(
     check_chat(spread(engine_pool, name, sizes), book_tokens, turns=4)
 
 
-@pytest.mark.parametrize("sizes", sizes_of(quick="2 ranks"))
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_a_new_engine_on_the_folder_and_a_missing_part(
     sizes: tuple[int, int], engine_pool: EnginePool, book_tokens: list[int], tmp_path: Path
 ) -> None:

@@ -429,7 +429,11 @@ def test_a_stop_token_among_drafts(engine_pool: EnginePool, book_tokens: list[in
         pytest.param(["suffix"], id="suffix", marks=[pytest.mark.slow, SUFFIX]),
         pytest.param(["ngram", "h2o", "2"], id="two ranks exchange scores"),
         pytest.param(["ngram", "heads", "2"], id="two ranks", marks=pytest.mark.slow),
-        pytest.param(["draft_model", "h2o", "2"], id="a draft model over two ranks"),
+        pytest.param(
+            ["draft_model", "h2o", "2"],
+            id="a draft model over two ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_vllms_drafters(words: list[str]) -> None:

@@ -40,7 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     command += ["--html", "out.html", "--text", "text.txt", "--model", str(MODEL)]
     command += ["--kv-policy", "sink", "--kv-budget", "64", "--kv-policy-config.prefill_stride"]
     command += ["32", "--beside", '{"name": "sink", "prefill_stride": 64, "recall": 2}']
-    variables = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    variables = {"VLLM_CPU_KVCACHE_SPACE": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True

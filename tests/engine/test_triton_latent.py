@@ -117,19 +117,15 @@ def test_policies(family: str, policy: str, engine_pool: EnginePool, tmp_path: P
     engine_pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cache_dtype", "policy"),
     [
         ("int8_per_token_head", "cascade"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("fp8", "h2o"),
-                ("fp8_per_token_head", "units"),
-                ("int8_per_token_head", "sink"),
-                ("fp8_e5m2", "cascade"),
-            )
-        ),
+        ("fp8", "h2o"),
+        ("fp8_per_token_head", "units"),
+        ("int8_per_token_head", "sink"),
+        ("fp8_e5m2", "cascade"),
     ],
 )
 def test_rows_in_8_bits(

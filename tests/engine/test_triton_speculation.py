@@ -128,12 +128,8 @@ def near_the_oracle(truth: list[Turn], policy: dict[str, Any], model: Path) -> N
         assert np.abs(np.asarray(found) - expected).max() < 2e-4
 
 
-QUICK = ("cascade-heads",)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_every_policy(name: str, engine_pool: EnginePool, llama: Path) -> None:
     check_case(engine_pool, name, llama, [0.7])
 

@@ -14,7 +14,6 @@ counters that only one checkout has, and exits with 1 if any arm differs.
 
 import argparse
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -26,19 +25,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from tools.compare.checkouts import HERE, start
 from tools.compare.differences import Found, counters_of_one, described, differences
-
-HERE = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "OMP_NUM_THREADS": "1",
-    # The scheduler visits sets of request ids: their order decides which pages snapshots take.
-    "PYTHONHASHSEED": "0",
-    "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
-}
 
 
 class Checkout:
@@ -85,18 +73,8 @@ class Checkout:
     def _child(self, triton: bool) -> subprocess.Popen[str]:
         """Start a process for arms with or without Triton's interpreter, once."""
         if triton not in self._children:
-            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(self._path)}
-            if triton:
-                environment["TRITON_INTERPRET"] = "1"
-            script = Path(__file__).with_name("child.py")
-            self._children[triton] = subprocess.Popen(
-                [self._path / ".venv/bin/python", "-P", script, self._path],
-                cwd=self._path,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            environment = {"TRITON_INTERPRET": "1"} if triton else {}
+            self._children[triton] = start(self._path, "child.py", environment=environment)
         return self._children[triton]
 
     def close(self) -> None:
