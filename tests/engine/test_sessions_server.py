@@ -17,6 +17,7 @@ FLAGS = ["--kv-policy", "cascade", "--kv-budget", "128", "--kv-recall", "0", "--
 FLAGS += ["--kv-policy-config", '{"prefill_stride": 64, "num_subcaches": 2}']
 FLAGS += ["--max-model-len", "4096", "--kv-cache-memory-bytes", str(32 << 20)]
 FLAGS += ["--max-num-batched-tokens", "256", "--max-num-seqs", "4", "--block-size", "32"]
+FLAGS += ["--enforce-eager"]
 TURNS, NEW, ANSWER = 3, 150, 16
 
 
