@@ -73,6 +73,13 @@ def test_a_step_reads_until_every_prompt_has_an_output(
     assert all(float(step[0]) >= 0 for step in steps[:3])
 
 
+def test_one_token_is_no_decode_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert times.parse_args(["other", "--tokens", "2"]).tokens == 2
+    with pytest.raises(SystemExit):
+        times.parse_args(["other", "--tokens", "1"])
+    assert "--tokens is below 2" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_this_checkout_beside_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
