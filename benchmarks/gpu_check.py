@@ -24,7 +24,7 @@ from benchmarks.reporting.tables import table_of_json
 from benchmarks.running.environment import fingerprint
 
 Row = dict[str, Any]
-KINDS = ("checks", "caching", "attend", "prefill", "split")
+KINDS = ("checks", "caching", "attend", "layer", "prefill", "split")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +57,7 @@ def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KI
     """The checks and timings of ``kinds``, as one JSON value."""
     import torch
 
-    from benchmarks.gpu import caching, timings
+    from benchmarks.gpu import caching, decode_layer, timings
 
     device = torch.device("cpu" if interpret else "cuda")
     sizes = timings.TINY if interpret else timings.Sizes()
@@ -69,6 +69,7 @@ def run(interpret: bool, seconds: float, workers: int, kinds: Sequence[str] = KI
     timed = {
         "caching": caching.caching_rows(bench, sizes),
         "attend": timings.attend_rows(bench, sizes, result["copy_gbps"]),
+        "layer": decode_layer.layer_rows(bench, sizes),
         "prefill": timings.prefill_rows(bench, sizes),
         "split": timings.split_rows(bench, sizes),
     }
@@ -137,7 +138,7 @@ def table(result: Row) -> str:
         *(f"  FAILED {row['check']}: {row['error']}" for row in failed),
         f"copy bandwidth: {result['copy_gbps']:.0f} GB/s",
     ]
-    for kind in ("attend", "caching", "prefill", "split"):
+    for kind in KINDS[1:]:
         lines += ["", table_of_json(kind, result[kind]).markdown()] if result[kind] else []
     for row in result["goals"]:
         lines.append(f"  {'yes' if row['reached'] else 'NO '}  {row['goal']}: {row['measured']}")

@@ -7,11 +7,13 @@ Source: Cascading KV Cache (https://arxiv.org/abs/2406.17808), token selection; 
 (https://arxiv.org/abs/2306.14048) for the sum.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from .configs import MAX_SPLITS
+from .configs import MAX_SPLITS, MERGED, merge_config
 from .launch import Launcher
 from .singles import Singles
 from .strides import Tokens
@@ -29,6 +31,199 @@ from .tiles import (
     slot_tile,
 )
 
+REDUCTIONS = "mean", "max", "median"
+
+
+@triton.jit
+def _own_mass(own, norm, head, real, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
+    """``[1]``: the new token's probability, reduced over heads."""
+    mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
+    return reduce_heads(mine[:, None], HEADS, REDUCTION)
+
+
+@triton.jit
+def _mass_of_slots(
+    logits,
+    own,
+    norm,
+    head,
+    real,
+    place,
+    slot,
+    inside,
+    step,
+    logits_stride,
+    HEADS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """``[n]``: probabilities of slots with ranks ``place`` (or units), reduced over heads.
+
+    Anything of slots without a rank.
+    """
+    there = real[:, None] & inside[None, :]  # not those with a rank: that would be one more wait
+    source = logits + head[:, None] * logits_stride + (slot * PARTS)[None, :]
+    probs = tl.zeros(there.shape, tl.float32)
+    for part in tl.static_range(PARTS):
+        raw = tl.load(source + part, mask=there, other=float("-inf"))
+        probs += tl.exp(raw - norm[:, None])
+    if UNIT > 1:  # a token that joins a unit adds its own probability to the unit's
+        offset = tl.load(step + STREAM) % UNIT
+        filling = tl.load(step + CACHED) // UNIT
+        joined = place == tl.where(offset > 0, filling, NEVER)
+        mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
+        probs += tl.where(joined[None, :], mine[:, None], 0.0)
+    return reduce_heads(probs, HEADS, REDUCTION)
+
+
+@triton.jit
+def _scores(
+    logits,
+    own,
+    norm,
+    masses,
+    rank,
+    score,
+    table,
+    step,
+    new_score,
+    head,
+    real,
+    head_set,
+    tile,
+    slots,
+    decay,
+    weight,
+    word_stride,
+    logits_stride,
+    HEADS: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+    LEAVES: tl.constexpr,
+):
+    """A tile of a head set's scores from logits; or ``LEAVES``: of their masses only.
+
+    Without logits, scores from masses. The first tile's program also has the new token.
+    """
+    one = tl.arange(0, 1)
+    if tile == 0:
+        if logits is not None:
+            mine = _own_mass(own, norm, head, real, HEADS, REDUCTION)
+        else:
+            mine = tl.load(masses + logits_stride // PARTS + one)
+        if LEAVES:
+            tl.store(masses + logits_stride // PARTS + one, mine)
+        else:
+            tl.store(new_score + one, mine * weight)
+    if tile * TILE < slots:
+        slot, inside, _, word = slot_tile(
+            table, tile * TILE, slots, head_set, word_stride, PAGE, TILE
+        )
+        place = tl.load(rank + word, mask=inside, other=-1)
+        valid = place >= 0
+        if logits is not None:
+            mass = _mass_of_slots(
+                logits=logits,
+                own=own,
+                norm=norm,
+                head=head,
+                real=real,
+                place=place,
+                slot=slot,
+                inside=inside,
+                step=step,
+                logits_stride=logits_stride,
+                HEADS=HEADS,
+                REDUCTION=REDUCTION,
+                UNIT=UNIT,
+                PARTS=PARTS,
+            )
+        else:
+            mass = tl.load(masses + slot, mask=valid, other=0.0)
+        if LEAVES:
+            tl.store(masses + slot, tl.where(valid, mass, 0.0), mask=inside)
+        else:
+            old = tl.load(score + word, mask=inside, other=0.0)
+            tl.store(score + word, decay * old + weight * mass, mask=valid)
+
+
+@triton.jit
+def _norm(partial_lse, sinks, row, head, real, splits, HEADS: tl.constexpr, MOST: tl.constexpr):
+    """fp32 ``[n]``: log-sum-exps of query heads ``head`` of ``HEADS`` over all parts and sinks."""
+    split = tl.arange(0, MOST)
+    place = ((row * HEADS + head) * splits)[:, None] + split[None, :]
+    there = real[:, None] & (split < splits)[None, :]
+    parts = tl.load(partial_lse + place, mask=there, other=float("-inf"))
+    top = tl.max(parts, axis=1)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=real, other=float("-inf"))
+        top = tl.maximum(top, sink)
+    top = tl.where(real, top, 0.0)
+    total = tl.sum(tl.exp(parts - top[:, None]), axis=1)
+    if sinks is not None:  # one more logit without a value
+        total += tl.exp(sink - top)
+    return top + tl.log(tl.where(real, total, 1.0))
+
+
+@triton.jit
+def _parts(partial, place, split, splits, channel, inside, HEAD: tl.constexpr):
+    """``[n, padded(HEAD)]``: what parts ``split`` of a head's attention left; 0 behind the last."""
+    there = (split < splits)[:, None] & inside[None, :]
+    rows = partial + (place + split)[:, None] * HEAD + channel[None, :]
+    return tl.load(rows, mask=there, other=0.0)
+
+
+@triton.jit
+def _merge_head(
+    partial,
+    partial_lse,
+    sinks,
+    output,
+    row,
+    index,
+    padding,
+    output_stride,
+    splits,
+    NUM_QUERIES: tl.constexpr,
+    HEAD: tl.constexpr,
+    MOST: tl.constexpr,
+    FIRST: tl.constexpr,
+):
+    """Write one query head's output, zeros in padding; returns its log-sum-exp.
+
+    The first parts are loaded before it is known what they weigh, since one load waits for another
+    for most of this kernel's time.
+    """
+    place = (row * NUM_QUERIES + index) * splits
+    channel = tl.arange(0, padded(HEAD))
+    inside = channel < HEAD
+    some = tl.arange(0, FIRST)
+    rows = _parts(partial, place, some, splits, channel, inside, HEAD)
+    weight = tl.load(partial_lse + place + some, mask=some < splits, other=float("-inf"))
+    split = tl.arange(0, MOST)
+    parts = tl.load(partial_lse + place + split, mask=split < splits, other=float("-inf"))
+    top = tl.max(parts, axis=0)
+    if sinks is not None:
+        sink = tl.load(sinks + index)
+        top = tl.maximum(top, sink)
+    total = tl.sum(tl.exp(parts - top), axis=0)
+    if sinks is not None:  # one more logit without a value
+        total += tl.exp(sink - top)
+    merged = tl.sum(rows * tl.exp(weight - top)[:, None], axis=0)
+    for first in range(FIRST, splits, FIRST):
+        some = first + tl.arange(0, FIRST)
+        rows = _parts(partial, place, some, splits, channel, inside, HEAD)
+        weight = tl.load(partial_lse + place + some, mask=some < splits, other=float("-inf"))
+        merged += tl.sum(rows * tl.exp(weight - top)[:, None], axis=0)
+    target = output + row * output_stride + index * HEAD + channel
+    merged = tl.where(padding, 0.0, merged / total)
+    tl.store(target, merged.to(output.dtype.element_ty), mask=inside)
+    return top + tl.log(total)
+
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(
@@ -43,35 +238,116 @@ def _merge(
     NUM_QUERIES: tl.constexpr,
     HEAD: tl.constexpr,
     MOST: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    channel = tl.arange(0, padded(HEAD))
-    inside = channel < HEAD
-    target = output + row * output_stride + head * HEAD + channel
-    if tl.load(steps + row * STEP + STREAM) < 0:
-        tl.store(target, tl.zeros(channel.shape, output.dtype.element_ty), mask=inside)
-        return
-    place = (row * NUM_QUERIES + head) * splits
-    split = tl.arange(0, MOST)
-    there = split < splits
-    parts = tl.load(partial_lse + place + split, mask=there, other=float("-inf"))
-    top = tl.max(parts, axis=0)
-    if sinks is not None:
-        sink = tl.load(sinks + head)
-        top = tl.maximum(top, sink)
-    weight = tl.exp(parts - top)
-    total = tl.sum(weight, axis=0)
-    if sinks is not None:  # one more logit without a value
-        total += tl.exp(sink - top)
-    rows = tl.load(
-        partial + (place + split)[:, None] * HEAD + channel[None, :],
-        mask=there[:, None] & inside[None, :],
-        other=0.0,
+    index = tl.program_id(1)
+    padding = tl.load(steps + row * STEP + STREAM) < 0
+    norm = _merge_head(
+        partial=partial,
+        partial_lse=partial_lse,
+        sinks=sinks,
+        output=output,
+        row=row,
+        index=index,
+        padding=padding,
+        output_stride=output_stride,
+        splits=splits,
+        NUM_QUERIES=NUM_QUERIES,
+        HEAD=HEAD,
+        MOST=MOST,
+        FIRST=FIRST,
     )
-    merged = tl.sum(rows * weight[:, None], axis=0) / total
-    tl.store(target, merged.to(output.dtype.element_ty), mask=inside)
-    tl.store(lse + row * NUM_QUERIES + head, top + tl.log(total))
+    tl.store(lse + row * NUM_QUERIES + index, norm, mask=not padding)
+
+
+@triton.jit(do_not_specialize=["splits", "tiles"])
+def _merge_scored(
+    partial,
+    partial_lse,
+    steps,
+    sinks,
+    output,
+    logits,
+    own,
+    rank,
+    score,
+    table,
+    new_score,
+    output_stride,
+    splits,
+    tiles,
+    word_stride,
+    table_stride,
+    logits_stride,
+    NUM_QUERIES: tl.constexpr,
+    NUM_SETS: tl.constexpr,
+    HEAD: tl.constexpr,
+    MOST: tl.constexpr,
+    FIRST: tl.constexpr,
+    REDUCTION: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A program per query head merges, and one per tile of a head set's slots updates scores.
+
+    Neither needs what the other writes, so they share a launch.
+    """
+    HEADS: tl.constexpr = NUM_QUERIES // NUM_SETS
+    row = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(1)
+    step = steps + row * STEP
+    padding = tl.load(step + STREAM) < 0
+    if program < NUM_QUERIES:
+        _merge_head(
+            partial=partial,
+            partial_lse=partial_lse,
+            sinks=sinks,
+            output=output,
+            row=row,
+            index=program,
+            padding=padding,
+            output_stride=output_stride,
+            splits=splits,
+            NUM_QUERIES=NUM_QUERIES,
+            HEAD=HEAD,
+            MOST=MOST,
+            FIRST=FIRST,
+        )
+    elif not padding:
+        head_set = (program - NUM_QUERIES) // tiles
+        member = tl.arange(0, triton.next_power_of_2(HEADS))
+        real = member < HEADS
+        head = head_set * HEADS + member
+        _scores(
+            logits=logits,
+            own=own,
+            norm=_norm(partial_lse, sinks, row, head, real, splits, NUM_QUERIES, MOST),
+            masses=None,
+            rank=rank,
+            score=score,
+            table=table + row * table_stride,
+            step=step,
+            new_score=new_score + row * NUM_SETS + head_set,
+            head=row * NUM_QUERIES + head,
+            real=real,
+            head_set=head_set,
+            tile=(program - NUM_QUERIES) % tiles,
+            slots=tl.load(step + OLD_SLOTS) // UNIT,
+            decay=tl.load(step + DECAY).to(tl.float32, bitcast=True),
+            weight=tl.load(step + WEIGHT).to(tl.float32, bitcast=True),
+            word_stride=word_stride,
+            logits_stride=logits_stride,
+            HEADS=HEADS,
+            REDUCTION=REDUCTION,
+            PAGE=PAGE,
+            TILE=TILE,
+            UNIT=UNIT,
+            PARTS=PARTS,
+            LEAVES=False,
+        )
 
 
 class Merge:
@@ -84,22 +360,16 @@ class Merge:
     """
 
     def __init__(self, num_queries: int, value_size: int, sinks: torch.Tensor | None) -> None:
-        self._shape = num_queries, value_size
-        self._launch = Launcher(
-            _merge,
-            sinks=sinks,
-            NUM_QUERIES=num_queries,
-            HEAD=value_size,
-            MOST=MAX_SPLITS,
-            num_warps=4,
-        )
+        self._num_queries = num_queries
+        own = _merging(num_queries, value_size, sinks)
+        self._launch = Launcher(_merge, **own, num_warps=merge_config(1, value_size).warps)
 
     def __call__(self, tokens: Tokens, singles: Singles) -> None:
         """Write rows of ``output``, zeros in padding, and ``lse``, but for padding rows."""
         if singles.num_rows == 0:
             return
         self._launch(
-            (singles.num_rows, self._shape[0], 1),
+            (singles.num_rows, self._num_queries, 1),
             (tokens.variant, singles.variant),
             partial=singles.partial,
             partial_lse=singles.partial_lse,
@@ -109,6 +379,81 @@ class Merge:
             output_stride=tokens.places[3],
             splits=singles.splits,
         )
+
+
+class ScoredMerge:
+    """``Merge`` and, in the same launch, the scores after the step's queries.
+
+    A score becomes ``decay * score + weight * reduced probability``. Decay and weight are each
+    request's own, in its step row.
+
+    Args:
+        num_queries, value_size, sinks: as for ``Merge``.
+        rank, score: ``Pages`` views; ``score`` is written where a slot holds a token.
+        reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
+        unit: slots that share one rank and score.
+    """
+
+    def __init__(
+        self,
+        num_queries: int,
+        value_size: int,
+        sinks: torch.Tensor | None,
+        *,
+        rank: torch.Tensor,
+        score: torch.Tensor,
+        reduction: str,
+        unit: int,
+    ) -> None:
+        assert reduction in REDUCTIONS, reduction
+        self._num_queries, (self._num_sets, self._page) = num_queries, rank.shape[1:]
+        assert num_queries % self._num_sets == 0, (num_queries, self._num_sets)
+        config = merge_config(num_queries // self._num_sets, value_size)
+        self._tile = config.tile
+        self._launch = Launcher(
+            _merge_scored,
+            **_merging(num_queries, value_size, sinks),
+            rank=rank,
+            score=score,
+            word_stride=rank.stride(0),
+            NUM_SETS=self._num_sets,
+            REDUCTION=reduction,
+            PAGE=self._page,
+            TILE=self._tile,
+            UNIT=unit,
+            num_warps=config.warps,
+        )
+
+    def __call__(self, tokens: Tokens, singles: Singles) -> None:
+        """Write ``output``, ``score`` and ``new_score``; of padding rows ``output`` only, zeros."""
+        if singles.num_rows == 0:
+            return
+        places = singles.num_pages * self._page
+        tiles = -(-places // self._tile)
+        self._launch(
+            (singles.num_rows, self._num_queries + self._num_sets * tiles, 1),
+            (tokens.variant, singles.variant),
+            partial=singles.partial,
+            partial_lse=singles.partial_lse,
+            steps=singles.steps,
+            output=tokens.output,
+            logits=singles.logits,
+            own=singles.own,
+            table=singles.table,
+            new_score=singles.new_score,
+            output_stride=tokens.places[3],
+            splits=singles.splits,
+            tiles=tiles,
+            table_stride=singles.table_place,
+            logits_stride=singles.num_masses,
+            PARTS=singles.num_masses // places,
+        )
+
+
+def _merging(num_queries: int, value_size: int, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """What both kernels are told of a layer."""
+    own = {"NUM_QUERIES": num_queries, "HEAD": value_size, "MOST": MAX_SPLITS, "FIRST": MERGED}
+    return {"sinks": sinks, **own}
 
 
 def merge(
@@ -139,43 +484,38 @@ def merge(
     return lse
 
 
-@triton.jit
-def _own_mass(own, norm, head, real, HEADS: tl.constexpr, REDUCTION: tl.constexpr):
-    """``[1]``: the new token's probability, reduced over heads."""
-    mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
-    return reduce_heads(mine[:, None], HEADS, REDUCTION)
+def merge_scored(
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    logits: torch.Tensor,
+    own: torch.Tensor,
+    rank: torch.Tensor,
+    score: torch.Tensor,
+    table: torch.Tensor,
+    steps: torch.Tensor,
+    output: torch.Tensor,
+    reduction: str,
+    sinks: torch.Tensor | None = None,
+    unit: int = 1,
+) -> torch.Tensor:
+    """One call of ``ScoredMerge``: ``merge``, then ``update``, in one launch.
 
+    Args:
+        partial, partial_lse, output, sinks: as for ``merge``.
+        logits, own, rank, score, table, steps, reduction, unit: as for ``update``.
 
-@triton.jit
-def _mass_of_slots(
-    logits,
-    own,
-    norm,
-    head,
-    real,
-    place,
-    slot,
-    step,
-    logits_stride,
-    HEADS: tl.constexpr,
-    REDUCTION: tl.constexpr,
-    UNIT: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """``[n]``: probabilities of slots with ranks ``place`` (or units), reduced over heads."""
-    there = real[:, None] & (place >= 0)[None, :]
-    source = logits + head[:, None] * logits_stride + (slot * PARTS)[None, :]
-    probs = tl.zeros(there.shape, tl.float32)
-    for part in tl.static_range(PARTS):
-        raw = tl.load(source + part, mask=there, other=float("-inf"))
-        probs += tl.exp(raw - norm[:, None])
-    if UNIT > 1:  # a token that joins a unit adds its own probability to the unit's
-        offset = tl.load(step + STREAM) % UNIT
-        filling = tl.load(step + CACHED) // UNIT
-        joined = place == tl.where(offset > 0, filling, NEVER)
-        mine = tl.exp(tl.load(own + head, mask=real, other=float("-inf")) - norm)
-        probs += tl.where(joined[None, :], mine[:, None], 0.0)
-    return reduce_heads(probs, HEADS, REDUCTION)
+    Returns:
+        What ``update`` returns.
+    """
+    num_rows, num_queries, _, value_size = partial.shape
+    assert output.shape == (num_rows, num_queries, value_size), output.shape
+    new_score = partial_lse.new_empty(num_rows, rank.shape[1])
+    made = {"partial": partial, "partial_lse": partial_lse, "logits": logits, "own": own}
+    singles = Singles(steps, table, **made, new_score=new_score)
+    words: dict[str, Any] = {"rank": rank, "score": score, "reduction": reduction, "unit": unit}
+    launch = ScoredMerge(num_queries, value_size, sinks, **words)
+    launch(Tokens(None, output, output=output), singles)
+    return new_score
 
 
 @triton.jit
@@ -201,119 +541,49 @@ def _update(
     PARTS: tl.constexpr,
     LEAVES: tl.constexpr,
 ):
-    """Scores from logits; or ``LEAVES``: their masses only; or scores from masses (no logits)."""
+    """The scores of ``_merge_scored``, where tensor-parallel ranks put masses together."""
     row = tl.program_id(0).to(tl.int64)
     head_set = tl.program_id(1)
-    tile = tl.program_id(2)
     step = steps + row * STEP
     if tl.load(step + STREAM) < 0:
         return
-    slots = tl.load(step + OLD_SLOTS) // UNIT
-    decay = tl.load(step + DECAY).to(tl.float32, bitcast=True)
-    weight = tl.load(step + WEIGHT).to(tl.float32, bitcast=True)
     member = tl.arange(0, triton.next_power_of_2(HEADS))
     real = member < HEADS
     head = row * NUM_QUERIES + head_set * HEADS + member
-    one = tl.arange(0, 1)
     norm = None
     if logits is not None:
         norm = tl.load(lse + head, mask=real, other=0.0)
     if masses is not None:
         masses += row * (logits_stride // PARTS + 1)
-    if tile == 0:
-        if logits is not None:
-            mine = _own_mass(own, norm, head, real, HEADS, REDUCTION)
-        else:
-            mine = tl.load(masses + logits_stride // PARTS + one)
-        if LEAVES:
-            tl.store(masses + logits_stride // PARTS + one, mine)
-        else:
-            tl.store(new_score + row * tl.num_programs(1) + head_set + one, mine * weight)
-    if tile * TILE < slots:
-        slot, inside, _, word = slot_tile(
-            table + row * table_stride, tile * TILE, slots, head_set, word_stride, PAGE, TILE
-        )
-        place = tl.load(rank + word, mask=inside, other=-1)
-        valid = place >= 0
-        if logits is not None:
-            mass = _mass_of_slots(
-                logits=logits,
-                own=own,
-                norm=norm,
-                head=head,
-                real=real,
-                place=place,
-                slot=slot,
-                step=step,
-                logits_stride=logits_stride,
-                HEADS=HEADS,
-                REDUCTION=REDUCTION,
-                UNIT=UNIT,
-                PARTS=PARTS,
-            )
-        else:
-            mass = tl.load(masses + slot, mask=valid, other=0.0)
-        if LEAVES:
-            tl.store(masses + slot, tl.where(valid, mass, 0.0), mask=inside)
-        else:
-            old = tl.load(score + word, mask=valid, other=0.0)
-            tl.store(score + word, decay * old + weight * mass, mask=valid)
-
-
-class ScoreUpdate:
-    """Scores after one query: ``decay * score + weight * reduced probability``.
-
-    Decay and weight are each request's own, in its step row.
-
-    Args:
-        rank, score: ``Pages`` views; ``score`` is written where a slot holds a token.
-        num_queries: query heads, of all tensor-parallel ranks if those decide together.
-        reduction: over the query heads of a set: ``mean``, ``max`` or ``median``.
-        unit: slots that share one rank and score.
-    """
-
-    def __init__(
-        self, rank: torch.Tensor, score: torch.Tensor, num_queries: int, reduction: str, unit: int
-    ) -> None:
-        assert reduction in ("mean", "max", "median"), reduction
-        self._num_sets, self._page = rank.shape[1:]
-        assert num_queries % self._num_sets == 0, (num_queries, self._num_sets)
-        heads = num_queries // self._num_sets
-        self._tile = _tile_of(heads)
-        self._launch = Launcher(
-            _update,
-            masses=None,
-            rank=rank,
-            score=score,
-            word_stride=rank.stride(0),
-            NUM_QUERIES=num_queries,
-            HEADS=heads,
-            REDUCTION=reduction,
-            PAGE=self._page,
-            TILE=self._tile,
-            UNIT=unit,
-            LEAVES=False,
-            num_warps=4,
-        )
-
-    def __call__(self, singles: Singles) -> None:
-        """Update ``score`` in the pages, and write ``new_score`` in rows that are not padding."""
-        if singles.num_rows == 0:
-            return
-        places = singles.num_pages * self._page
-        self._launch(
-            (singles.num_rows, self._num_sets, -(-places // self._tile)),
-            singles.variant,
-            logits=singles.logits,
-            own=singles.own,
-            lse=singles.lse,
-            table=singles.table,
-            steps=singles.steps,
-            new_score=singles.new_score,
-            table_stride=singles.table_place,
-            logits_stride=singles.num_masses,
-            PARTS=singles.num_masses // places,
-        )
+    if new_score is not None:
+        new_score += row * tl.num_programs(1) + head_set
+    _scores(
+        logits=logits,
+        own=own,
+        norm=norm,
+        masses=masses,
+        rank=rank,
+        score=score,
+        table=table + row * table_stride,
+        step=step,
+        new_score=new_score,
+        head=head,
+        real=real,
+        head_set=head_set,
+        tile=tl.program_id(2),
+        slots=tl.load(step + OLD_SLOTS) // UNIT,
+        decay=tl.load(step + DECAY).to(tl.float32, bitcast=True),
+        weight=tl.load(step + WEIGHT).to(tl.float32, bitcast=True),
+        word_stride=word_stride,
+        logits_stride=logits_stride,
+        HEADS=HEADS,
+        REDUCTION=REDUCTION,
+        PAGE=PAGE,
+        TILE=TILE,
+        UNIT=UNIT,
+        PARTS=PARTS,
+        LEAVES=LEAVES,
+    )
 
 
 def update(
@@ -409,7 +679,7 @@ def _launch(
     unit: int,
 ) -> None:
     check_steps(steps, table)
-    assert reduction in ("mean", "max", "median"), reduction
+    assert reduction in REDUCTIONS, reduction
     num_rows, (num_sets, page) = len(steps), rank.shape[1:]
     num_places = table.shape[1] * page
     num_queries, num_logits = num_sets, num_places

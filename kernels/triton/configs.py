@@ -28,11 +28,9 @@ TURNED = 16
 """Tokens per rotated query in decode, which is one tensor-core tile; a unit is a multiple of it, or
 smaller."""
 DEFAULT_SMS = 132
-DEFAULT_SHARED = 227 << 10
-ROOM_OF_EIGHT = 146 << 10
-"""Shared memory in bytes that 8 heads of 128 channels need in decode. If a block has less (99 KB on
-compute capabilities 8.6, 8.9 and 12.0), a program takes 4 heads."""
 MAX_SPLITS = 32
+MERGED = 8
+"""Parts of decode attention that are merged at a time."""
 HEADS_PER_SM = 4
 """Fewest KV heads of a batch per multiprocessor in decode, one warp each. Rounding up to a power of
 two at most doubles them, and they still fit."""
@@ -68,13 +66,6 @@ def num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def block_shared(device: torch.device) -> int:
-    """Bytes of shared memory that one block may use; an H100's elsewhere."""
-    if device.type != "cuda":
-        return DEFAULT_SHARED
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-
-
 def _tuned(kernel: str, device: torch.device, dtype: torch.dtype, head_size: int) -> Config | None:
     return TUNED.get((kernel, capability(device), str(dtype).removeprefix("torch."), head_size))
 
@@ -90,9 +81,10 @@ def attend_config(
     """Decode of single tokens, of units smaller than ``TURNED``, and of latent rows.
 
     Returns:
-        The configuration, and the KV heads per program, one warp each. Heads of one head set share
-        a tile's rotations; with a head set per head, a program takes one head. A head that does not
-        fit one warp's registers gets a program with several warps.
+        The configuration, and the KV heads per program, one warp each. Two heads of one set share a
+        tile's rotations: on an H200 that is faster than 8, which are one block on a multiprocessor,
+        by 9 to 30 % of the time. A head that does not fit one warp's registers gets a program with
+        several warps.
     """
     wide = max(triton.next_power_of_2(group), 8) * triton.next_power_of_2(head_size)
     tuned = _tuned("attend", device, dtype, head_size)
@@ -104,9 +96,8 @@ def attend_config(
             shared = Config(tile=16, warps=8, stages=3)
         alone = Config(tile=16, warps=4, stages=1 if head_size > 512 else 2 if long else 3)
         return tuned or (shared if several else alone), 1
-    few = long or (head_size > 64 and block_shared(device) < ROOM_OF_EIGHT)
-    heads = 1 if num_sets > 1 else min(num_heads & -num_heads, 4 if few else 8)
-    return tuned or Config(tile=16, warps=heads, stages=2 if long else 3), heads
+    heads = 1 if num_sets > 1 or num_heads % 2 else 2
+    return tuned or Config(tile=16, warps=heads, stages=2), heads
 
 
 def units_config(device: torch.device, dtype: torch.dtype, head_size: int, group: int) -> Config:
@@ -130,6 +121,17 @@ def attend_splits(device: torch.device, batch: int, num_kv_heads: int, num_slots
     wanted = triton.cdiv(HEADS_PER_SM * num_sms(device), max(batch * num_kv_heads, 1))
     longest = max(num_slots // 128, 1)  # a smaller part costs more to merge than it saves
     return triton.next_power_of_2(max(1, min(wanted, longest, MAX_SPLITS)))
+
+
+def merge_config(heads: int, value_size: int) -> Config:
+    """Decode's merge of parts, beside scores of ``heads`` query heads for ``tile`` slots a program.
+
+    A warp has 1,024 numbers of either.
+    """
+    heads = triton.next_power_of_2(heads)
+    tile = max(32, min(128, 1024 // heads))
+    most = max(heads * tile, MERGED * triton.next_power_of_2(value_size))
+    return Config(tile=tile, warps=max(1, min(most // 1024, 8)), stages=1)
 
 
 def stride_config(device: torch.device, dtype: torch.dtype, head_size: int) -> Config:

@@ -47,8 +47,10 @@ from .tiles import (
     START,
     STEP,
     STREAM,
-    copy_rows,
+    first_part,
+    load_rows,
     slot_tile,
+    store_rows,
     victim_key,
     victim_rank,
 )
@@ -213,6 +215,15 @@ def _insert(
     num_rules = 1 + tl.load(step + NUM_MORE)
     table += row * table_stride
     mine = tl.load(new_score + row * NUM_SETS + head_set)
+    member = tl.arange(0, triton.next_power_of_2(HEADS))
+    head = head_set * HEADS + member
+    real = member < HEADS
+    key_rows = key + row * key_stride + head * HEAD
+    value_rows = value + row * value_stride + head * VALUE
+    if CODE is None:  # loaded now, so that nothing waits for them in the end
+        FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+        new_key = load_rows(key_rows, real, 0, FIRST)
+        new_value = load_rows(value_rows, real, 0, VALUE)
     values += (row * NUM_SETS + head_set) * values_stride
     own = cached  # the new token's rank; -1 once a rule deletes it
     target = tl.full([], NEVER, tl.int32)
@@ -340,17 +351,13 @@ def _insert(
     tl.store(score + word, mine, mask=fresh)
     if token is not None:
         tl.store(token + word, stream, mask=fresh)
-    member = tl.arange(0, triton.next_power_of_2(HEADS))
-    head = head_set * HEADS + member
-    real = member < HEADS
-    key_rows = key + row * key_stride + head * HEAD
-    value_rows = value + row * value_stride + head * VALUE
     slot = target % PAGE
     if UNIT > 1:
         slot = slot * UNIT + stream % UNIT
     rows = kv + block * page_stride + (head * (PAGE * UNIT) + slot) * ROW
     if CODE is None:
-        copy_rows(key_rows, value_rows, rows, real, HEAD, VALUE, ROW)
+        store_rows(rows, new_key, real, 0, FIRST)
+        store_rows(rows + FIRST, new_value, real, 0, VALUE)
     else:
         write_codes(
             keys=key_rows,

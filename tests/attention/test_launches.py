@@ -211,7 +211,7 @@ def test_scores_by_the_host_are_a_launch_less(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_decode_step_of_256(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planned by one launch, none of PyTorch's; and four launches a layer."""
+    """Planned by one launch, none of PyTorch's; and three launches a layer."""
     layer = served(STRIDES_WAIT["cascade"], monkeypatch, requests=1)
     rows = 256
     table = torch.zeros(rows, 8, dtype=torch.int32)
@@ -223,7 +223,7 @@ def test_a_decode_step_of_256(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels == {"schedule": 1} and not planning.waiting
     assert not planning.launches
     kernels, operations = count_layer(layer, metadata, rows)
-    assert kernels == dict.fromkeys(("attend", "merge", "update", "insert"), 1)
+    assert kernels == dict.fromkeys(("attend", "merge_scored", "insert"), 1)
     assert not operations.launches and not operations.waiting
 
 
@@ -242,8 +242,8 @@ def test_rows_with_drafts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for row in range(rows):
         drafts._drafted[str(row)] = Drafted(begin=101, num=most, place=row * most)
     table = torch.ones(rows, 8, dtype=torch.int32)
-    one = dict.fromkeys(("attend", "merge", "insert"), 1)
-    one |= {"update": 1} if name == "cascade" else {}
+    merging = "merge_scored" if name == "cascade" else "merge"
+    one = dict.fromkeys(("attend", merging, "insert"), 1)
     for lengths in ([1 + most] * rows, [1 + most] * (rows - 1) + [2]):
         step = step_of([100] * rows, lengths, [False] * rows, table)
         with counted() as (kernels, planning):

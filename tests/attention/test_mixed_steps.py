@@ -37,7 +37,7 @@ SHAPE = Shape(num_kv_heads=1, group=2, head_size=16, rotary_dim=16)
 UNITS = {"num_subcaches": 2, "unit": 4, "num_sinks": 4}
 CASCADE = {"name": "cascade", "budget": 64, "num_subcaches": 2}
 DECODE = {"attend": 1, "merge": 1, "insert": 1}
-SCORED = DECODE | {"update": 1}
+SCORED = {"attend": 1, "merge_scored": 1, "insert": 1}
 OF_STRIDES = dict.fromkeys(
     ("gather_strides", "attend_strides", "column_sums", "insert_strides"), CHUNK // STRIDE
 )

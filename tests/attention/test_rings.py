@@ -438,7 +438,7 @@ def test_a_recorded_step_recalls(head_policy: str, monkeypatch: pytest.MonkeyPat
     with graph.capture(monkeypatch):
         layer.impl.forward(name, query, key, value, layer.pool, captured, output_)
     assert torch.equal(layer.pool, before), "capture writes nothing"
-    assert len(graph) == 4 + 8  # attend, merge, update, insert; and recall's
+    assert len(graph) == 3 + 8  # attend, merge_scored, insert; and recall's
     monkeypatch.setattr(builder.requests, "names", lambda common: ["a", "b"], raising=False)
     builder.stores.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))
     table[:-1] = torch.arange(1, 1 + 2 * pages).view(2, -1).int()

@@ -203,8 +203,9 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
         "distance = 0 * unit_born",
     ),
     ("sink", attend, "_attend", "total * fade + tl.sum", "total + tl.sum"),
-    ("h2o", combine, "_merge", "top + tl.log(total)", "top + 1"),
-    ("h2o", combine, "_update", "weight * mass, mask", "0.5 * mass, mask"),
+    ("h2o", combine, "_merge_head", "merged / total", "merged"),
+    ("h2o", combine, "_scores", "weight * mass, mask", "0.5 * mass, mask"),
+    ("h2o", combine, "_norm", "top + tl.log(", "1 + tl.log("),
     ("h2o", combine, "_own_mass", "- norm", "- 0 * norm"),
     ("h2o", insert, "_insert", "hi = lo + 1\n", "hi = lo + 2\n"),
     ("sink", insert, "_insert", "place - evicts, place)", "place, place)"),
@@ -371,7 +372,7 @@ def test_a_kernel_that_is_broken_on_codes_is_noticed(
 
 
 NAMED = {
-    "combine": ("merge", "update"),
+    "combine": ("merge", "merge_scored"),
     "chunk": ("gather_chunks",),
     "chunk_write": ("write_chunks",),
     "gather": ("gather_strides",),

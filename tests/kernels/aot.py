@@ -72,7 +72,7 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 def launches_of(call: Callable[[], Any], capability: int = 90) -> list[Launch]:
     """The kernels that a function would launch on a GPU; nothing runs."""
     launches: list[Launch] = []
-    original, room, version = JITFunction.run, configs.block_shared, configs.capability
+    original, version = JITFunction.run, configs.capability
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {key: kwargs.pop(key) for key in OPTIONS if key in kwargs}
@@ -80,12 +80,11 @@ def launches_of(call: Callable[[], Any], capability: int = 90) -> list[Launch]:
         assert set(arguments) == set(self.arg_names), set(self.arg_names) ^ set(arguments)
         launches.append(Launch(self, arguments, options))
 
-    JITFunction.run, configs.block_shared = note, lambda _: MAX_SHARED[capability]
-    configs.capability = lambda _: capability
+    JITFunction.run, configs.capability = note, lambda _: capability
     try:
         call()
     finally:
-        JITFunction.run, configs.block_shared, configs.capability = original, room, version
+        JITFunction.run, configs.capability = original, version
     return launches
 
 

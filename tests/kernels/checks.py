@@ -42,7 +42,13 @@ from tests.kernels.stride_checks import check_insert_strides
 from tests.kernels.unit_checks import check_insert_units
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.combine import head_masses, merge, update, update_from
+from vllm_cascade.kernels.triton.combine import (
+    head_masses,
+    merge,
+    merge_scored,
+    update,
+    update_from,
+)
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.schedule import (
@@ -96,7 +102,7 @@ def _expected(
 
 
 def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
-    """``attend``, ``merge`` and ``update`` of one token a request."""
+    """``attend``, then ``merge`` and ``update``, or ``merge_scored``, of one token a request."""
     cache, steps = make_cache(case)
     num_rows = len(case.lengths)
     averages = [(0.9 - 0.1 * (row % 3), 0.1 + 0.2 * (row % 2)) for row in range(num_rows)]
@@ -139,21 +145,19 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         stored=ours.codes,
     )
     output = torch.full_like(dq[..., : case.value_size], torch.nan).contiguous()
-    lse = merge(parts, parts_lse, dsteps, output, sinks)
-    same("attend writes no page", ours.pool, before.cpu())
-    new_score = update(
-        logits=logits,
-        own=own,
-        lse=lse,
-        rank=ours.rank,
-        score=ours.score,
-        table=ours.table,
-        steps=dsteps,
-        reduction=case.reduction,
-        unit=case.unit,
-    )
+    found = {"partial": parts, "partial_lse": parts_lse, "steps": dsteps, "sinks": sinks}
+    outputs = [torch.full_like(dq[..., : case.value_size], torch.nan).contiguous() for _ in "12"]
+    lse = merge(**found, output=outputs[0])
+    same("attend and merge write no page", ours.pool, before.cpu())
+    left: dict[str, Any] = {"logits": logits, "own": own, "steps": dsteps, "unit": case.unit}
+    left["reduction"] = case.reduction
+    alone, joint = cache.to(device), ours
+    made = [
+        update(**left, lse=lse, **_scored(alone)),
+        merge_scored(**found | left, **_scored(joint), output=outputs[1]),
+    ]
     if case.reduction != "median" and not case.per_head and case.num_heads * case.group % 2 == 0:
-        _check_ranks(ours, new_score, cache.to(device), (logits, own, lse), dsteps)
+        _check_ranks(alone, made[0], cache.to(device), (logits, own, lse), dsteps)
     tolerance = TOLERANCE[case.dtype]
     errors = {"output": 0.0, "lse": 0.0, "score": 0.0}
     for row in real_rows(case):
@@ -164,21 +168,30 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         )
         mass = in_units(probs[:, 0], case.unit)
         scores = update_reference(mass, old, *averages[row], case.reduction)
-        actual = ours.to("cpu").words("score", row).gather(1, places)
-        for name, found, wanted in (
-            ("output", output[own], expected),
-            ("lse", lse[own], norm),
-            ("score", actual, scores[:, : old.shape[1]]),
-            # A token that joins a unit has no score of its own.
-            ("score", new_score[row], scores[:, -1] if opens(case, step) else new_score[row]),
-        ):
-            errors[name] = max(errors[name], close(name, found, wanted, tolerance))
+        errors["lse"] = max(errors["lse"], close("lse", lse[own], norm, tolerance))
+        for pages, output, new_score in zip((alone, joint), outputs, made, strict=True):
+            actual = pages.to("cpu").words("score", row).gather(1, places)
+            for name, one, wanted in (
+                ("output", output[own], expected),
+                ("score", actual, scores[:, : old.shape[1]]),
+                # A token that joins a unit has no score of its own.
+                ("score", new_score[row], scores[:, -1] if opens(case, step) else new_score[row]),
+            ):
+                errors[name] = max(errors[name], close(name, one, wanted, tolerance))
     for row in set(range(num_rows)) - set(real_rows(case)):
-        same("output of padding", output[row], torch.zeros_like(query[row, :, : case.value_size]))
-    after = ours.to("cpu")
-    after.score.copy_(cache.score)
-    same("update writes scores only", after.pool, cache.pool)
+        for output in outputs:
+            zeros = torch.zeros_like(query[row, :, : case.value_size])
+            same("output of padding", output[row], zeros)
+    for pages in (alone, joint):
+        after = pages.to("cpu")
+        after.score.copy_(cache.score)
+        same("only scores are written", after.pool, cache.pool)
     return errors
+
+
+def _scored(pages: Cache) -> dict[str, torch.Tensor]:
+    """What kernels that update scores read and write."""
+    return {"rank": pages.rank, "score": pages.score, "table": pages.table}
 
 
 def _check_ranks(

@@ -10,7 +10,7 @@ from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
-from vllm_cascade.kernels.triton.combine import merge, update
+from vllm_cascade.kernels.triton.combine import merge, merge_scored, update
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_config
 from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, Saved, save_versions, undo
 from vllm_cascade.kernels.triton.gather import StrideGather
@@ -204,20 +204,15 @@ class Layer:
             positions=shared,
             **self.rows,
         )
-        output = shape.output_of(self.query)
-        lse = merge(
-            partial=parts, partial_lse=parts_lse, steps=self.steps, output=output, sinks=self.sinks
-        )
+        found = {"partial": parts, "partial_lse": parts_lse, "sinks": self.sinks}
+        found["output"] = shape.output_of(self.query)
+        lse = merge(**found, steps=self.steps)
         scored = {"rank": self.rank, "score": self.score, "table": self.table, "steps": self.steps}
         if shape.keep_logits:
-            update(
-                logits=logits,
-                own=own,
-                lse=lse,
-                **scored,
-                reduction=shape.reduction,
-                unit=shape.unit,
-            )
+            left = {"logits": logits, "own": own}
+            how = {"reduction": shape.reduction, "unit": shape.unit}
+            merge_scored(**found, **left, **scored, **how)
+            update(**left, lse=lse, **scored, **how)  # tensor-parallel ranks merge first
         given, ranks = _meta(shape.batch, dtype=f32), _meta(shape.batch, dtype=i32)
         assign(given=given, ranks=ranks, **scored, unit=shape.unit)
         insert(

@@ -35,7 +35,7 @@ for shape in shapes:
 print(json.dumps(rows))
 """
 KERNELS = {
-    "schedule", "attend", "merge", "update", "assign", "insert", "gather_strides",
+    "schedule", "attend", "merge", "merge_scored", "update", "assign", "insert", "gather_strides",
     "attend_strides", "gather_chunks", "write_chunks", "column_sums", "insert_strides",
 }  # fmt: skip
 
@@ -44,6 +44,7 @@ RECALL = {
     "ask", "judge", "weigh", "choose", "bring", "remember", "list_gone", "store_units",
     "keep_of_strides", "insert_strides",
 }  # fmt: skip
+SCORED = {"column_sums", "merge_scored", "update"}
 IN_UNITS = KERNELS - {"attend"} | {"attend_units"}
 
 
@@ -160,7 +161,7 @@ def test_rows_in_8_bits_on_every_gpu(capability: int) -> None:
     check(compiled("CODED_SHAPES", capability))
     check(compiled("CODED_UNITS", capability), IN_UNITS)
     check(compiled("CODED_UNSCORED", capability), UNSCORED)
-    check(compiled("CODED_UNITS_UNSCORED", capability), IN_UNITS - {"column_sums", "update"})
+    check(compiled("CODED_UNITS_UNSCORED", capability), IN_UNITS - SCORED)
     check(compiled("[replace(SPLIT_SHAPE, code=_E4M3)]", capability), {"attend_strides"})
 
 
@@ -173,7 +174,7 @@ def test_strides_in_parts_in_every_configuration() -> None:
     check(compiled("SPLIT_SHAPES", 80, 90, 100), {"attend_strides"})
 
 
-UNSCORED = KERNELS - {"column_sums", "update"}
+UNSCORED = KERNELS - SCORED
 WITH_WINDOWS = "[shape for shape in OTHER_SHAPES if shape.window]"
 
 

@@ -117,6 +117,16 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
                 "output": torch.empty(2, 4, 16),
             },
         ),
+        "merge_scored": (
+            combine.merge_scored,
+            {
+                **{name: made[name] for name in made if name != "lse"},
+                **scored,
+                "partial": parts,
+                "partial_lse": parts_lse,
+                "output": torch.empty(2, 4, 16),
+            },
+        ),
         "update": (combine.update, {**made, **scored}),
         "head_masses": (
             combine.head_masses,
@@ -157,6 +167,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 WRITES: dict[str, tuple[str, ...]] = {
     "merge": ("output",),
+    "merge_scored": ("output", "score"),
     "update": ("score",),
     "update_from": ("score",),
     "assign": ("score",),

@@ -68,11 +68,11 @@ SUSPECTS = {
     "decode": {
         "step rows": "schedule",
         "positions": "schedule",
-        "output": "attend, attend_units or merge",
+        "output": "attend, attend_units, merge or merge_scored",
         "kept tokens": "insert",
         "rows": "insert",
-        "scores": "update, assign or insert",
-        "bytes of another run": "attend, attend_units, merge, update or insert",
+        "scores": "merge_scored, assign or insert",
+        "bytes of another run": "attend, attend_units, merge, merge_scored or insert",
     },
     "prompt": {
         "positions": "none, the step's plan",

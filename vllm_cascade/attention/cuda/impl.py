@@ -49,7 +49,7 @@ from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
 from vllm_cascade.kernels.triton.combine import (
     Merge,
-    ScoreUpdate,
+    ScoredMerge,
     head_masses,
     update,
     update_from,
@@ -78,8 +78,7 @@ class SingleKernels(NamedTuple):
     """The kernels of single tokens with what no step changes of a layer."""
 
     attention: DecodeAttention
-    merge: Merge
-    update: ScoreUpdate | None
+    merge: Merge | ScoredMerge
     insertion: Insertion
     num_sets: int
 
@@ -249,13 +248,13 @@ class TritonKVPolicyImpl(KVPolicyImpl):
             dtype=tokens.key.dtype,
         )
         sinks, reduction, scores = self._sink_logits, policy.head_reduction, policy.uses_attention
-        update = None
+        merge: Merge | ScoredMerge = Merge(num_queries, layer.value_size, sinks)
         if scores and not self._decides_with_others:
-            update = ScoreUpdate(pages.rank, pages.score, num_queries, reduction, pages.unit)
+            words = {**_words(pages, "rank", "score"), "reduction": reduction, "unit": pages.unit}
+            merge = ScoredMerge(num_queries, layer.value_size, sinks, **words)
         singles = SingleKernels(
             attention=DecodeAttention(layer, keep_logits=scores),
-            merge=Merge(num_queries, layer.value_size, sinks),
-            update=update,
+            merge=merge,
             # Only policies with scores have rules of cells, and requests may bring their own.
             insertion=Insertion(layer, has_cells=scores, saved=self._saved),
             num_sets=layer.num_sets,
@@ -318,10 +317,9 @@ class TritonKVPolicyImpl(KVPolicyImpl):
         kernels.merge(tokens, singles)
         if isinstance(rows, torch.Tensor) and tokens.output is not None:
             new.output[rows] = tokens.output
-        if kernels.update is not None:
-            kernels.update(singles)
-        elif metadata.spec.policy.uses_attention:
-            singles = self._update(pages, singles, metadata.spec.policy.head_reduction)
+        if metadata.spec.policy.uses_attention:
+            if self._decides_with_others:
+                singles = self._update(pages, singles, metadata.spec.policy.head_reduction)
         elif decode.given is not None:
             assert decode.scored is not None, "it comes with given"
             words = _words(pages, "rank", "score")
