@@ -54,6 +54,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "sink with recall": {"name": "sink", "unit": 16, "recall": 2, "recall_store": 4096},
     "cascade with recall": {"name": "cascade", "unit": 16, "recall": 8},
 }
+STOCK = "stock"
 CONFIGS = ROOT / "benchmarks/inputs/configs"
 LLAMAS = ("1B", "8B")
 TINY = "125m"
@@ -106,7 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, help="folder for gpu_engine.json")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, also on a CPU")
-    parser.add_argument("--policies", nargs="*", default=list(POLICIES), choices=list(POLICIES))
+    names = [STOCK, *POLICIES]
+    parser.add_argument("--policies", nargs="*", default=names, choices=names)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--models", nargs="*", default=list(LLAMAS), choices=LLAMAS)
     parser.add_argument("--contexts", nargs="*", type=int, help="prompt lengths of speed")
@@ -148,14 +150,15 @@ def jobs(tiny: bool, policies: list[str], kinds: list[str], models: list[str]) -
     """Every engine to run, as keyword arguments."""
     found: list[Row] = []
     for kind in [kind for kind in ("identity", "check") if kind in kinds]:
-        found += [{"kind": kind, "policy": POLICIES[name], "label": name} for name in policies]
+        ours = [name for name in policies if name != STOCK]
+        found += [{"kind": kind, "policy": POLICIES[name], "label": name} for name in ours]
     for one in [one for one in COMPARED if one.kind in kinds]:
         job = {"kind": one.kind, "policy": POLICIES[one.policy], "label": one.label}
         if one.family:
             job["family"] = one.family
         found.append(job | {"engine": one.engine})
     for model in ["tiny"] if tiny else models:
-        for name in ["stock", *policies] if "speed" in kinds else []:
+        for name in policies if "speed" in kinds else []:
             job = {"kind": "speed", "policy": POLICIES.get(name), "label": name}
             found.append(job | {"model": model})
     return [job | {"tiny": tiny} for job in found]

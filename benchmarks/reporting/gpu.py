@@ -42,10 +42,22 @@ def decode(rows: list[Row], copy_gbps: float) -> Table:
         for row in rows if "ms" in row
     ]  # fmt: skip
     note = (
-        "Heads of 128 in fp16. Launches from Python, not a replayed graph. A copy moves "
+        "With scores, in a replayed graph. Heads of 128 in fp16. A copy moves "
         f"{copy_gbps:,.0f} GB/s. Dense attention is PyTorch's, over as many keys."
     )
     return table("Decode attention", columns, found, note)
+
+
+def layers(rows: list[Row]) -> Table:
+    names = ("attend", "and_merge", "and_insert")
+    columns = ["heads", "cached", "requests", "scores", "attend, us", "and merge", "and insert"]
+    found = [
+        [row["heads"], f"{row['cached']:,}", str(row["batch"]), "yes" if row["scored"] else "no",
+         *(f"{row[f'{name}_us']:.1f}" for name in names)]
+        for row in rows if "attend_us" in row
+    ]  # fmt: skip
+    note = "In a replayed graph, heads of 128 in bf16. Every request evicts one token."
+    return table("A layer of a decode step", columns, found, note)
 
 
 def insertion(rows: list[Row]) -> Table:
@@ -167,10 +179,11 @@ def check_result(files: list[Path], commit: str, command: str) -> Row:
     runs = [json.loads(file.read_text()) for file in files]
     rows = {
         kind: [row for run in runs for row in run[kind]]
-        for kind in ("checks", "attend", "caching", "prefill")
+        for kind in ("checks", "attend", "layer", "caching", "prefill")
     }
     tables = [checks(rows["checks"])] if rows["checks"] else []
     tables += [decode(run["attend"], run["copy_gbps"]) for run in runs if run["attend"]]
+    tables += [layers(rows["layer"])] if rows["layer"] else []
     tables += [insertion(rows["caching"])] if rows["caching"] else []
     tables += [prompts(rows["prefill"])] if rows["prefill"] else []
     tune = files[0].with_name("tune.json")

@@ -27,6 +27,8 @@ def test_gpu_check_interpreted(tmp_path: Path) -> None:
     assert result["interpreted"] and result["goals"] == [], "no goal is reached in an interpreter"
     for kind in ("attend", "caching", "prefill", "split"):
         assert all(row["ms"] > 0 for row in result[kind]) and result[kind]
+    assert {row["scored"] for row in result["layer"]} == {True, False}
+    assert all(row["and_insert_us"] > 0 for row in result["layer"])
     assert "times mean nothing" in done.stdout and "0 failed" in done.stdout
 
 
@@ -237,7 +239,7 @@ def test_gpu_engine_tiny(name: str, tmp_path: Path) -> None:
     from benchmarks.gpu_engine import COMPARED, KINDS
 
     assert {kind for kinds in TINY_KINDS.values() for kind in kinds} == set(KINDS)
-    arguments = ("--tiny", "--policies", "cascade", "--kinds", *TINY_KINDS[name])
+    arguments = ("--tiny", "--policies", "stock", "cascade", "--kinds", *TINY_KINDS[name])
     done = run("benchmarks.gpu_engine", *arguments, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "gpu_engine_tiny.json").read_text())["rows"]

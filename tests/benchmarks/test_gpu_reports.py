@@ -12,6 +12,8 @@ from tests.benchmarks.test_gpu_benchmarks import run
 
 ATTEND = {"heads": "8/8", "cached": 2048, "batch": 1, "ms": 0.5, "of_copy": 0.75, "over_sdpa": 1.5}
 SKIPPED = {"heads": "8/8", "cached": 4096, "batch": 1, "skipped": "out of time"}
+LAYER = {"heads": "32/8", "cached": 1024, "batch": 16, "scored": True}
+LAYER |= {"attend_us": 22.56, "and_merge_us": 27.5, "and_insert_us": 32.0}
 PREFILL = {
     "stride": 512, "tokens": 4096, "us_per_token": 2.0, "full_us_per_token": 0.5,
     "gather_ms": 0.03125, "stride_attention_ms": 0.25, "column_sums_ms": 0.125,
@@ -26,6 +28,7 @@ CHECK: dict[str, Any] = {
     "environment": {"gpu": "A card", "torch": "2", "time": "2026-11-25T00:00:00"},
     "copy_gbps": 3000.0,
     "attend": [ATTEND, SKIPPED],
+    "layer": [LAYER],
     "caching": [],
     "prefill": [PREFILL],
     "goals": [],
@@ -39,26 +42,32 @@ TUNE = [
 def test_a_kept_result(tmp_path: Path) -> None:
     (tmp_path / "gpu_check.json").write_text(json.dumps(CHECK))
     found = gpu.result(tmp_path, "0123456789ab")
-    assert len(found["tables"]) == 3 and found["command"] == "python -m benchmarks.gpu_check"
+    assert len(found["tables"]) == 4 and found["command"] == "python -m benchmarks.gpu_check"
     (tmp_path / "tune.json").write_text(json.dumps(TUNE))
     found = gpu.result(tmp_path, "0123456789ab")
-    passed, decode, prompts, tuned = (one["rows"] for one in found["tables"])
+    passed, decode, layers, prompts, tuned = (one["rows"] for one in found["tables"])
     assert [list(row) for row in passed] == [
         ["passed", "1", ""],
         ["failed", "2", "AssertionError: output"],
     ]
     assert [list(row) for row in decode] == [["8/8", "2,048", "1", "0.500", "75 %", "1.50x"]]
+    assert [list(row) for row in layers] == [["32/8", "1,024", "16", "yes", "22.6", "27.5", "32.0"]]
     assert list(prompts[0]) == ["512", "4,096", "2.00", "0.50", "0.031", "0.250", "0.125", "0.062"]
     assert [list(row) for row in tuned] == [["128", "32", "8", "3", "0.200"]]
-    assert found["tables"][3]["note"] == "The fastest of 2; 1 did not compile."
+    assert found["tables"][4]["note"] == "The fastest of 2; 1 did not compile."
     text = results.section(json.loads(results.as_text(found)))
     assert "A card; torch 2, vLLM not installed, commit 0123456789, 2026-11-25; 6 s." in text
 
 
 def test_runs_of_some_kinds_are_kept_together(tmp_path: Path) -> None:
     """Each run has its own bandwidth; kinds that no run has get no table."""
-    first = CHECK | {"attend": [], "prefill": [], "goals": [{"goal": "a", "measured": []}]}
-    second = CHECK | {"checks": [], "copy_gbps": 2000.0, "prefill": []}
+    first = CHECK | {
+        "attend": [],
+        "layer": [],
+        "prefill": [],
+        "goals": [{"goal": "a", "measured": []}],
+    }
+    second = CHECK | {"checks": [], "copy_gbps": 2000.0, "layer": [], "prefill": []}
     second["goals"] = [{"goal": "a", "measured": [0.8]}]
     for name, one in (("", first), ("_attend", second)):
         (tmp_path / f"gpu_check{name}.json").write_text(json.dumps(one))

@@ -129,7 +129,7 @@ def test_units_of_16() -> None:
 
 
 def test_single_tokens() -> None:
-    check(counted(GROUPS.format(""), 90), 48, 0.15)
+    check(counted(GROUPS.format(""), 90), 48, 0.35, buffers=1)
 
 
 def test_long_heads() -> None:
@@ -137,7 +137,7 @@ def test_long_heads() -> None:
 
     One buffer, and two programs on a multiprocessor, that hide the copies of each other.
     """
-    check(counted(f"[Shape(head_size=256, {BF16})]", 90), 80, 0.16, buffers=1)
+    check(counted(f"[Shape(head_size=256, {BF16})]", 90), 80, 0.29, buffers=1)
 
 
 @pytest.mark.slow
