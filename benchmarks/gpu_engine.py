@@ -265,23 +265,26 @@ def speed(
     requests: int = 2,
     contexts: Sequence[int] = (40,),
     alone: Sequence[int] = (60,),
-    turn: str = os.devnull,
+    turn: str | None = None,
     **engine: Any,
 ) -> list[Row]:
     """What ``requests`` at once and one request decode and read, with prompts of each length.
 
-    Engines with the same file ``turn`` wait for each other when they have started.
+    Engines with the same file ``turn`` wait for each other when they have started, until the one
+    before has ended: a process that frees its memory would slow the next.
 
-    The time to read the prompts is that of a quarter of them, which sample one token, times four;
-    it is taken off the time of all. A single request's first token is the median of three.
+    The time to read the prompts, which is that of the same requests with one token, is taken off
+    the time of all. A single request's first token is the median of three.
     """
     num_tokens = 5 if tiny else 257
     sizes = {"max_model_len": max([*contexts, *alone]) + num_tokens, "max_num_seqs": requests}
     memory = {"kv_cache_memory_bytes": 8 << 30}
     seconds = stopwatch(policy, model, tiny, **memory | sizes | engine)
-    with open(turn, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return measured(seconds, requests, contexts, alone, num_tokens)
+    if turn is not None:
+        fcntl.flock(
+            os.open(turn, os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX
+        )  # until the process ends
+    return measured(seconds, requests, contexts, alone, num_tokens)
 
 
 def measured(
@@ -294,12 +297,11 @@ def measured(
     """Rows of ``speed``, a prompt length each."""
     found: list[Row] = []
     seconds(requests, min(contexts), 2)  # warm up
-    some = max(1, requests // 4)
     for context in (*contexts, *alone):
         first = statistics.median(seconds(1, context, 1) for _ in range(3))
         row: Row = {"context": context, "first_token_s": first}
         if context in contexts:
-            prefill = seconds(some, context, 1) * requests / some
+            prefill = seconds(requests, context, 1)
             whole = seconds(requests, context, num_tokens)
             total = requests * (num_tokens - 1)
             row["prompt_tokens_per_s"] = requests * context / prefill

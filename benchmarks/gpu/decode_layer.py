@@ -13,9 +13,9 @@ import torch
 from benchmarks.gpu.timings import Bench, Layer, Row, Sizes
 from vllm_cascade.kernels.triton.attend import DecodeAttention
 from vllm_cascade.kernels.triton.cached import CachedLayer
-from vllm_cascade.kernels.triton.combine import Merge, ScoredMerge
 from vllm_cascade.kernels.triton.configs import attend_splits
 from vllm_cascade.kernels.triton.insert import Insertion
+from vllm_cascade.kernels.triton.merge import Merge, ScoredMerge
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.strides import Tokens
 

@@ -20,12 +20,13 @@ from vllm_cascade.kernels.triton import stride_columns as columns
 from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
-from vllm_cascade.kernels.triton.combine import merge, update
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion, num_programs
+from vllm_cascade.kernels.triton.merge import merge, merge_scored
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.kernels.triton.scores import update
 from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.strides import (
     LINE_WORDS,
@@ -219,8 +220,12 @@ class Layer:
             keep_logits=featured,
         )
         output = torch.empty_like(query) if output is None else output
-        lse = merge(parts, parts_lse, self.steps, output)
-        return self.update(logits, own, lse) if featured else None
+        found = {"partial": parts, "partial_lse": parts_lse, "steps": self.steps, "output": output}
+        if not featured:
+            merge(**found)
+            return None
+        scored = self._views("rank", "score", "table")
+        return merge_scored(**found, logits=logits, own=own, **scored, reduction="mean")
 
     def update(self, logits: torch.Tensor, own: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """Update scores with a decode step's attention; returns the new tokens' scores."""

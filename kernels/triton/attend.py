@@ -274,7 +274,7 @@ def masses_of(num_slots: int, unit: int) -> int:
 
 
 class DecodeAttention:
-    """Attention of one token per request in one layer, in parts that ``combine.Merge`` merges.
+    """Attention of one token per request in one layer, in parts that ``merge.Merge`` merges.
 
     ``B`` requests, ``H`` KV heads, ``G`` query heads each, ``D`` channels, ``N = P * block_size``.
 

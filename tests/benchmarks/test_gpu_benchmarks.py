@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU scripts on a machine without one: their own code, with tiny sizes, as a user runs it."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -149,13 +150,14 @@ def test_speeds_are_of_decoding_alone() -> None:
     assert calls == [
         (8, 100, 2),
         *[(1, 100, 1)] * 3,
-        (2, 100, 1),
+        (8, 100, 1),
         (8, 100, 257),
         *[(1, 300, 1)] * 3,
     ]
 
 
-def test_the_speed_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_of_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next engine waits until this one's process has ended."""
     from benchmarks import gpu_engine
 
     given: list[dict[str, int]] = []
@@ -165,8 +167,12 @@ def test_the_speed_of_one_length(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda *_: 1.0
 
     monkeypatch.setattr(gpu_engine, "stopwatch", stopwatch)
-    (row,) = gpu_engine.speed(None, "stock", "8B", False, 4, contexts=(32000,), alone=())
+    turn = tmp_path / "turn"
+    own = {"contexts": (32000,), "alone": (), "turn": str(turn)}
+    (row,) = gpu_engine.speed(None, "stock", "8B", False, 4, **own)
     assert row["context"] == 32000 and given[0]["max_model_len"] == 32000 + 257
+    with turn.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_an_engine_that_differs_is_reported() -> None:

@@ -42,14 +42,8 @@ from tests.kernels.stride_checks import check_insert_strides
 from tests.kernels.unit_checks import check_insert_units
 from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton.attend import attend
-from vllm_cascade.kernels.triton.combine import (
-    head_masses,
-    merge,
-    merge_scored,
-    update,
-    update_from,
-)
 from vllm_cascade.kernels.triton.configs import attend_splits
+from vllm_cascade.kernels.triton.merge import merge, merge_scored
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
 from vllm_cascade.kernels.triton.schedule import (
     HEAD_COLUMNS,
@@ -57,6 +51,7 @@ from vllm_cascade.kernels.triton.schedule import (
     ScheduleTables,
     schedule,
 )
+from vllm_cascade.kernels.triton.scores import head_masses, update, update_from
 
 __all__ = [
     "NUM_RULES",

@@ -10,13 +10,13 @@ from vllm_cascade.kernels.triton.attend import attend
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import attend_chunks
 from vllm_cascade.kernels.triton.column_sums import ColumnSums, num_sums
-from vllm_cascade.kernels.triton.combine import merge, merge_scored, update
 from vllm_cascade.kernels.triton.configs import WHOLE, Split, stride_config
 from vllm_cascade.kernels.triton.drafts import UNDONE_COLUMNS, Saved, save_versions, undo
 from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import insert
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
+from vllm_cascade.kernels.triton.merge import merge, merge_scored
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall import RECALL, judge_units
 from vllm_cascade.kernels.triton.recall_choose import recall_units
@@ -28,6 +28,7 @@ from vllm_cascade.kernels.triton.schedule import (
     ScheduleTables,
     schedule,
 )
+from vllm_cascade.kernels.triton.scores import update
 from vllm_cascade.kernels.triton.split import MARKS, Partial
 from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import (

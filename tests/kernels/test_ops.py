@@ -13,12 +13,13 @@ from vllm_cascade.kernels import columns
 from vllm_cascade.kernels.triton import (
     assign,
     attend,
-    combine,
     insert,
+    merge,
     recall,
     recall_choose,
     recall_store,
     rotate,
+    scores,
 )
 from vllm_cascade.kernels.triton.cached import CachedLayer
 
@@ -109,7 +110,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
         "attend": (attend.attend, {**decode, "splits": 2, "keep_logits": True}),
         "attend without logits": (attend.attend, {**decode, "splits": 4, "keep_logits": False}),
         "merge": (
-            combine.merge,
+            merge.merge,
             {
                 "partial": parts,
                 "partial_lse": parts_lse,
@@ -118,7 +119,7 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
             },
         ),
         "merge_scored": (
-            combine.merge_scored,
+            merge.merge_scored,
             {
                 **{name: made[name] for name in made if name != "lse"},
                 **scored,
@@ -127,13 +128,13 @@ def calls(unit: int = 1) -> dict[str, tuple[Any, dict[str, Any]]]:
                 "output": torch.empty(2, 4, 16),
             },
         ),
-        "update": (combine.update, {**made, **scored}),
+        "update": (scores.update, {**made, **scored}),
         "head_masses": (
-            combine.head_masses,
+            scores.head_masses,
             {**made, "rank": cache.rank, "table": cache.table, "steps": steps},
         ),
         "update_from": (
-            combine.update_from,
+            scores.update_from,
             {
                 "masses": torch.rand(2, cache.table.shape[1] * cache.rank.shape[2] + 1),
                 **scored,

@@ -26,7 +26,7 @@ from tests.kernels.races import Detector, Launch, barriers, summary
 from tests.kernels.stride_checks import check_insert_strides
 from tests.kernels.test_split import CASES as SPLITS
 
-REPLICAS = {"_assign", "_scores", "_choose", "_bring", "_remember", "_list_gone"}
+REPLICAS = {"_assign", "score_tile", "_choose", "_bring", "_remember", "_list_gone"}
 SHORT = {name: case for name, case in kernels.INSERTION.items() if name != "long"}
 RULES = Case(**kernels.SMALL, unit=4, per_head=True, lengths=(3, 43, None, 83))
 Check = Callable[[], object]

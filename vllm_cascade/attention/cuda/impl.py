@@ -47,13 +47,6 @@ from vllm_cascade.kernels.triton.attend import DecodeAttention
 from vllm_cascade.kernels.triton.cached import CachedLayer
 from vllm_cascade.kernels.triton.chunk import ChunkAttention
 from vllm_cascade.kernels.triton.column_sums import ColumnSums
-from vllm_cascade.kernels.triton.combine import (
-    Merge,
-    ScoredMerge,
-    head_masses,
-    update,
-    update_from,
-)
 from vllm_cascade.kernels.triton.configs import LEAST_PART, attend_splits, sharing
 from vllm_cascade.kernels.triton.drafts import Saved, save_versions
 from vllm_cascade.kernels.triton.drafts import undo as undo_drafts
@@ -61,9 +54,11 @@ from vllm_cascade.kernels.triton.gather import StrideGather
 from vllm_cascade.kernels.triton.insert import Insertion
 from vllm_cascade.kernels.triton.insert_stride import StrideInsertion
 from vllm_cascade.kernels.triton.keep import StrideChoice
+from vllm_cascade.kernels.triton.merge import Merge, ScoredMerge
 from vllm_cascade.kernels.triton.prefill import StrideAttention
 from vllm_cascade.kernels.triton.recall_rows import RecallRows
 from vllm_cascade.kernels.triton.rotate import decode_dtype, rotation_table
+from vllm_cascade.kernels.triton.scores import head_masses, update, update_from
 from vllm_cascade.kernels.triton.singles import Singles
 from vllm_cascade.kernels.triton.stored import Codes
 from vllm_cascade.kernels.triton.strides import Chunks, Strides, Tokens
