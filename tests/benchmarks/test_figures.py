@@ -25,7 +25,7 @@ ELSEWHERE = (
     "10 + 52 of 1024",  # layers of Gemma-3-27B
     "12 + 12 of 128",
     "the tables are best with 60 to 160 of 510 tokens",  # DGC's paper
-    "at most 5 and 15 % of global bytes",  # tests/kernels/test_machine_code.py
+    "at most 5 and 35 % of global bytes",  # tests/kernels/test_machine_code.py
     "fewer than 15 of 16 multiprocessors",  # kernels/triton/configs.py
 )
 """Figures that no result gives: settings, a paper's, and those that other tests hold."""
@@ -171,17 +171,12 @@ CACHE = 9663676416
 """Bytes of the H200's engines, as their command says."""
 
 
-def engines_on_a_card() -> dict[tuple[str, str, int], str]:
-    """By policy and prompt: the first token's seconds (0), and output tokens a second (1)."""
-    result = results.load("gpu-engine-h200")
+def engines_on_a_card() -> dict[tuple[str, str, str], list[str]]:
+    """Seconds of the first token and output tokens a second, by policy, prompt and requests."""
+    result = results.load("gpu-speed-h200")
     assert f"kv_cache_memory_bytes {CACHE}" in result["command"]
-    rows = [
-        *result["tables"][-1]["rows"],
-        *results.load("gpu-engine-h200-130k")["tables"][0]["rows"],
-    ]
-    return {
-        (row[1], row[2], n): row[at] for row in rows for n, at in ((0, 3), (1, 5)) if at < len(row)
-    }
+    rows = result["tables"][-1]["rows"]
+    return {(policy, prompt, num): [first, rate] for _, policy, prompt, first, num, rate in rows}
 
 
 def room() -> int:
@@ -191,10 +186,14 @@ def room() -> int:
 
 def card() -> list[str]:
     """What the README says of an H200."""
-    found = {key: float(x.replace(",", "")) for key, x in engines_on_a_card().items()}
-    faster = found["stock", "130,000", 0] / found["cascade", "130,000", 0]
-    assert found["cascade", "32,000", 0] > found["stock", "32,000", 0]
-    more = found["cascade", "32,000", 1] / found["stock", "32,000", 1]
+    found = {
+        key: [float(x.replace(",", "") or 0) for x in both]
+        for key, both in engines_on_a_card().items()
+    }
+    long, many = (("130,000", ""), ("32,000", "16"))
+    faster = found["stock", *long][0] / found["cascade", *long][0]
+    assert abs(found["cascade", *many][0] / found["stock", *many][0] - 1) < 0.05, "as fast"
+    more = found["cascade", *many][1] / found["stock", *many][1]
     return [
         f"reads 130,000 tokens {faster:.1f} times as fast as stock vLLM",
         f"In the same {CACHE / 2**30:.0f} GiB of cache, 16 requests",
@@ -206,36 +205,46 @@ def devices() -> list[str]:
     """Llama 8B's recall rings, what 8 parts leave of Llama 70B's 8 query heads, and cards."""
     keys, rows = (4096 * 32 * 8 * one / 2**30 for one in (128 + 4 + 1 / 16, 2 * 128 * 2))
     left = 8 * 8 * (128 + 2) * 4
-    kernels, prompts = (one["rows"] for one in results.load("gpu-check-h200")["tables"])
-    decode = results.load("gpu-check-h100")["tables"][0]["rows"]
-    many, single = (
+    (prompts,) = (one["rows"] for one in results.load("gpu-check-h200")["tables"])
+    kernels, decode, _ = (one["rows"] for one in results.load("gpu-decode-h200")["tables"])
+    most, some, single = (
         next(row for row in decode if row[:3] == ["32/8", "2,048", number])
-        for number in ("256", "1")
+        for number in ("256", "64", "1")
     )
     ((passed, checks, _),) = kernels
     assert passed == "passed"
-    compared, first, _ = (one["rows"] for one in results.load("gpu-engine-h200")["tables"])
+    compared, first = (one["rows"] for one in results.load("gpu-engine-h200")["tables"])
+    again = results.load("gpu-speed-h200")["tables"][0]["rows"]
+    num_latent = sum("deepseek" in row[0] for row in again)
+    compared = compared + again
     in_fp32 = [float(row[3]) for row in compared if "8 bits" not in row[1] and "fp8" not in row[0]]
     assert {row[2] for row in compared} == {"yes"} and max(in_fp32) < 1e-4
     comparisons, seconds = (sorted(int(row[at]) for row in first) for at in (1, 3))
     strides = [row for row in prompts if row[0] == "512"]
     full = {row[1]: row[3] for row in strides}
-    card, lengths = engines_on_a_card(), ("32,000", "130,000")
+    card = engines_on_a_card()
+    recalling = [card[f"cascade {how}", "32,000", "4"] for how in ("in units", "with recall")]
     assert len({row[2] for row in strides}) == 1
     return [
         *(
-            f"| {card['cascade', length, 0]} s | {card['stock', length, 0]} s |"
-            for length in lengths
+            f"| {card['cascade', *key][0]} s | {card['stock', *key][0]} s |"
+            for key in (("32,000", "16"), ("130,000", ""))
         ),
-        f"in {CACHE / 2**30:.0f} GiB of cache | {card['cascade', '32,000', 1]} | "
-        f"{card['stock', '32,000', 1]}; it has room for {room()} |",
-        f"{card['cascade', '1,024', 1]} | {card['stock', '1,024', 1]} |",
+        f"in {CACHE / 2**30:.0f} GiB of cache | {card['cascade', '32,000', '16'][1]} | "
+        f"{card['stock', '32,000', '16'][1]}; it has room for {room()} |",
+        *(
+            f"{card['cascade', '1,024', num][1]} | {card['stock', '1,024', num][1]} |"
+            for num in ("16", "1")
+        ),
+        f"comes after {recalling[1][0]} s instead of {recalling[0][0]} s, and 4 requests decode "
+        f"{recalling[1][1]} tokens a second instead of {recalling[0][1]}",
+        f"{len(again) - num_latent} policies and DeepSeek V2 ran again",
         f"{checks} of {checks} checks",
         f"{comparisons[0]} to {comparisons[-1]} comparisons; {seconds[0]} to {seconds[-1]} s",
         f"in {strides[0][2]} us, however long the prompt is; full attention takes {full['4,096']} "
         f"us at 4,096 tokens, {full['32,768']} at 32,768 and {full['131,072']} at 131,072",
-        f"{many[4]} of a copy's bandwidth with 256 requests of 2,048 tokens, {many[5]} the time",
-        f"With 1 request {single[5]}",
+        f"{most[4]} of a copy's bandwidth with 256 requests of 2,048 tokens, {most[5]} the time",
+        f"{some[4]} with 64. With 1 request {single[5]}",
         f"that is {keys:.2f} GiB and {rows:.1f} GiB a request",
         f"{ceil(left / 2**10)} KiB, so {left * 8192 / 2**30:.2f} GiB for 8,192",
     ]
