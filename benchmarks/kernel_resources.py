@@ -102,7 +102,7 @@ def decode() -> list[str]:
         " | bytes beyond K, V | buffers | " + " | ".join(SHARES) + " |",
         "|---|---|---|" + "---|" * (len(HEADS) + 5 + len(SHARES)),
     ]
-    for capability in (90, 80, 100):
+    for capability in (90, 80):
         for shape in code.DECODE_SHAPES:
             counts = code.decode_counts(shape, capability)
             own = counts.resources
@@ -122,7 +122,7 @@ def judge() -> list[str]:
     kinds = ["instructions", "integers", "MUFU", "shared loads", "global loads", "barriers"]
     heads = [*kinds, "registers", "shared memory", "bytes", "buffers", "issue"]
     lines = ["| for | shape | " + " | ".join(heads) + " |", "|---|---|" + "---|" * len(heads)]
-    for capability in (90, 80, 100):
+    for capability in (90, 80):
         shapes = [shape for shape in aot.TABLED_RECALL if shape.latent is None]  # a page is short
         for shape, asking in itertools.product(shapes, (1, 32)):
             counts = code.judge_counts(shape, capability, asking)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merges the parts that ``attend`` left of each head's attention, and updates scores beside it.
 
-Reads, writes and launches take most of the time, so that scores share the launch: their programs
-compute again the log-sum-exps that they need.
+A launch and its first loads take longer than the arithmetic. So scores share the launch, and their
+programs compute again the log-sum-exps that they need.
 """
 
 from typing import Any
@@ -63,8 +63,8 @@ def _merge_head(
 ):
     """Write one query head's output, zeros in padding; returns its log-sum-exp.
 
-    The first parts are loaded before it is known what they weigh, since one load waits for another
-    for most of this kernel's time.
+    The first parts are loaded before their weights are known: loads that wait for each other would
+    take most of this kernel's time.
     """
     place = (row * NUM_QUERIES + index) * splits
     channel = tl.arange(0, padded(HEAD))
