@@ -47,6 +47,7 @@ from .tiles import (
     START,
     STEP,
     STREAM,
+    copy_rows,
     first_part,
     load_rows,
     slot_tile,
@@ -54,6 +55,9 @@ from .tiles import (
     victim_key,
     victim_rank,
 )
+
+AHEAD = tl.constexpr(4096)
+"""Most numbers of a new row that are loaded before its place is known: registers are scarce."""
 
 
 @triton.jit
@@ -220,8 +224,9 @@ def _insert(
     real = member < HEADS
     key_rows = key + row * key_stride + head * HEAD
     value_rows = value + row * value_stride + head * VALUE
-    if CODE is None:  # loaded now, so that nothing waits for them in the end
-        FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+    FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
+    EARLY: tl.constexpr = (CODE is None) & (HEADS * ROW <= AHEAD)
+    if EARLY:
         new_key = load_rows(key_rows, real, 0, FIRST)
         new_value = load_rows(value_rows, real, 0, VALUE)
     values += (row * NUM_SETS + head_set) * values_stride
@@ -355,9 +360,11 @@ def _insert(
     if UNIT > 1:
         slot = slot * UNIT + stream % UNIT
     rows = kv + block * page_stride + (head * (PAGE * UNIT) + slot) * ROW
-    if CODE is None:
+    if EARLY:
         store_rows(rows, new_key, real, 0, FIRST)
         store_rows(rows + FIRST, new_value, real, 0, VALUE)
+    elif CODE is None:
+        copy_rows(key_rows, value_rows, rows, real, HEAD, VALUE, ROW)
     else:
         write_codes(
             keys=key_rows,
