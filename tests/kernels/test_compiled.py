@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.kernels.aot import MAX_SHARED
+from tests.kernels.aot import MAX_SHARED, SMALL_BLOCKS
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = """
@@ -77,6 +77,8 @@ def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 
     for row in rows:
         most = may_spill(row["kernel"], row["label"])
         most += judge * (row["kernel"] == "judge")
+        if row["capability"] in SMALL_BLOCKS and row["kernel"] == "column_sums":
+            most = 56  # ptxas takes 128 registers there, to fit two blocks
         if {"latents of 512", "float32"} <= set(row["label"].split(", ")):
             most = 96
         assert row["spilled"] <= most, row
@@ -87,10 +89,6 @@ def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 
 
 def test_default_configuration_on_every_gpu() -> None:
     check(compiled("[Shape()]", 80, 90, 100))
-
-
-SMALL_BLOCKS = 86, 89, 120
-"""Compute capabilities with 99 KB of shared memory a block."""
 
 
 def test_decode_where_a_block_has_99_kb() -> None:
