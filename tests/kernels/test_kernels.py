@@ -13,6 +13,7 @@ import torch
 from tests.kernels import checks
 from tests.kernels.checks import NUM_RULES, Case
 from tests.kernels.prefill_checks import StrideBatch
+from vllm_cascade.kernels.triton import insert
 
 FP16, BF16 = torch.float16, torch.bfloat16
 SMALL = {"head_size": 16, "num_heads": 2}
@@ -207,6 +208,14 @@ def test_ranks_that_nobody_has_are_ignored() -> None:
 @pytest.mark.parametrize("name", INSERTION)
 def test_insert(name: str, variant: int) -> None:
     checks.check_insert(INSERTION[name], "cpu", variant)
+
+
+@pytest.mark.parametrize("variant", [1, 4])
+def test_insert_many_heads(variant: int) -> None:
+    """A row of more numbers than are loaded before its place is known."""
+    case = Case(head_size=192, num_heads=12, lengths=(5, None, 33))
+    assert 2 * case.head_size * case.num_heads > insert.AHEAD.value
+    checks.check_insert(case, "cpu", variant)
 
 
 @pytest.mark.parametrize("variant", range(NUM_RULES))
