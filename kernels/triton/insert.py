@@ -56,8 +56,14 @@ from .tiles import (
     victim_rank,
 )
 
-AHEAD = tl.constexpr(4096)
-"""Most numbers of a new row that are loaded before its place is known: registers are scarce."""
+AHEAD = 4096
+"""Most numbers of new rows that are loaded before their place is known: registers are scarce."""
+
+
+@triton.constexpr_function
+def loads_ahead(code, numbers):
+    """Whether a program loads its new rows, of so many numbers, before it knows their place."""
+    return code is None and numbers <= AHEAD
 
 
 @triton.jit
@@ -225,7 +231,7 @@ def _insert(
     key_rows = key + row * key_stride + head * HEAD
     value_rows = value + row * value_stride + head * VALUE
     FIRST: tl.constexpr = first_part(HEAD, VALUE, ROW)
-    EARLY: tl.constexpr = (CODE is None) & (HEADS * ROW <= AHEAD)
+    EARLY: tl.constexpr = loads_ahead(CODE, HEADS * ROW)
     if EARLY:
         new_key = load_rows(key_rows, real, 0, FIRST)
         new_value = load_rows(value_rows, real, 0, VALUE)

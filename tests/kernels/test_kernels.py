@@ -214,7 +214,7 @@ def test_insert(name: str, variant: int) -> None:
 def test_insert_many_heads(variant: int) -> None:
     """A row of more numbers than are loaded before its place is known."""
     case = Case(head_size=192, num_heads=12, lengths=(5, None, 33))
-    assert 2 * case.head_size * case.num_heads > insert.AHEAD.value
+    assert 2 * case.head_size * case.num_heads > insert.AHEAD
     checks.check_insert(case, "cpu", variant)
 
 
