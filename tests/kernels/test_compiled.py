@@ -57,18 +57,25 @@ def compiled(shapes: str, *capabilities: int) -> list[dict[str, Any]]:
 
 
 SPILLED = {
-    "": 8, " x 256": 96, " x 512": 96, " x 576": 64, "stored as": 72,
-    " x 256, bfloat16, stored as": 264,
-}  # fmt: skip
-"""Bytes a thread that decode may spill where 255 registers are a few too few: two registers; more
-in long heads, which shared out over warps spill nothing and take more than three times the
-instructions, and in rows in 8 bits. Other kernels spill nothing, except latents in fp32, a type
-that served models do not have."""
+    ("attend", ""): 8,
+    ("attend", " x 256"): 96,
+    ("attend", " x 512"): 96,
+    ("attend", " x 576"): 64,
+    ("attend", "stored as"): 72,
+    ("attend", " x 256, bfloat16, stored as"): 264,
+    ("gather_chunks", " x 80, bfloat16, stored as"): 112,
+    ("write_chunks", "stored as"): 8,
+}
+"""Bytes a thread that a kernel may spill, by words of its label. Decode is a few registers short of
+what it needs: two; more in long heads, which shared out over warps spill nothing and take more than
+three times the instructions, and in rows in 8 bits. The rest spills nothing, except latents in
+fp32, a type that served models do not have."""
 
 
 def may_spill(kernel: str, label: str) -> int:
     """The bound of a kernel; ``kernel`` may begin a row of a table."""
-    return max(SPILLED[x] if kernel.endswith("attend") and x in label else 0 for x in SPILLED)
+    found = (n for (name, words), n in SPILLED.items() if kernel.endswith(name) and words in label)
+    return max(found, default=0)
 
 
 def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 0) -> None:
@@ -80,7 +87,7 @@ def check(rows: list[dict[str, Any]], kernels: set[str] = KERNELS, judge: int = 
         if row["capability"] in SMALL_BLOCKS and row["kernel"] == "column_sums":
             most = 56  # ptxas takes 128 registers there, to fit two blocks
         if {"latents of 512", "float32"} <= set(row["label"].split(", ")):
-            most = 96
+            most = 112
         assert row["spilled"] <= most, row
         assert row["registers"] <= 255 and row["shared"] <= MAX_SHARED[row["capability"]], row
         # a block's registers must fit a multiprocessor at least once
