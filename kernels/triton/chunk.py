@@ -303,7 +303,7 @@ class ChunkGather:
             NUM_HEADS=self._num_heads,
             PAGE=layer.page,
             TILE=self._tile,
-            num_warps=WARPS,
+            num_warps=WARPS if layer.stored is None else 2 * WARPS,  # decoding takes registers
             maxnreg=MOST_REGISTERS,
         )
 

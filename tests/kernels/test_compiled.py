@@ -63,8 +63,8 @@ SPILLED = {
     ("attend", " x 576"): 64,
     ("attend", "stored as"): 72,
     ("attend", " x 256, bfloat16, stored as"): 264,
-    ("gather_chunks", " x 80, bfloat16, stored as"): 112,
     ("write_chunks", "stored as"): 8,
+    ("insert_strides", " x 576, latents of 512"): 72,
 }
 """Bytes a thread that a kernel may spill, by words of its label. Decode is a few registers short of
 what it needs: two; more in long heads, which shared out over warps spill nothing and take more than
