@@ -63,13 +63,15 @@ SPILLED = {
     ("attend", " x 576"): 64,
     ("attend", "stored as"): 72,
     ("attend", " x 256, bfloat16, stored as"): 264,
+    ("attend_strides", "stored as float8_e4m3fn, alibi"): 40,
+    ("attend_units", "stored as"): 40,
     ("write_chunks", "stored as"): 8,
     ("insert_strides", " x 576, latents of 512"): 72,
 }
-"""Bytes a thread that a kernel may spill, by words of its label. Decode is a few registers short of
-what it needs: two; more in long heads, which shared out over warps spill nothing and take more than
-three times the instructions, and in rows in 8 bits. The rest spills nothing, except latents in
-fp32, a type that served models do not have."""
+"""Bytes a thread that a kernel may spill, by words of its label. Decode is two registers short of
+what it needs, and more of them in long heads and in rows in 8 bits; long heads that are shared out
+over warps spill nothing, but take more than three times the instructions. The rest spills nothing,
+except latents in fp32, a type that served models do not have."""
 
 
 def may_spill(kernel: str, label: str) -> int:
@@ -167,9 +169,9 @@ def test_rows_in_8_bits() -> None:
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 120])
 def test_rows_in_8_bits_on_every_gpu(capability: int) -> None:
     check(compiled("CODED_SHAPES", capability))
-    check(compiled("CODED_UNITS", capability), IN_UNITS)
+    check(compiled("CODED_UNITS", capability), IN_UNITS | {"attend"})  # of small units
     check(compiled("CODED_UNSCORED", capability), UNSCORED)
-    check(compiled("CODED_UNITS_UNSCORED", capability), IN_UNITS - SCORED)
+    check(compiled("CODED_UNITS_UNSCORED", capability), IN_UNITS - SCORED | {"attend"})
     check(compiled("[replace(SPLIT_SHAPE, code=_E4M3)]", capability), {"attend_strides"})
 
 
