@@ -280,10 +280,8 @@ def speed(
     sizes = {"max_model_len": max([*contexts, *alone]) + num_tokens, "max_num_seqs": requests}
     memory = {"kv_cache_memory_bytes": 8 << 30}
     seconds = stopwatch(policy, model, tiny, **memory | sizes | engine)
-    if turn is not None:
-        fcntl.flock(
-            os.open(turn, os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX
-        )  # until the process ends
+    if turn is not None:  # the file stays open, and so locked, until the process ends
+        fcntl.flock(os.open(turn, os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX)
     return measured(seconds, requests, contexts, alone, num_tokens)
 
 
