@@ -17,7 +17,8 @@ def test_splits_fill_the_card_and_no_more(heads: int, num_slots: int) -> None:
     assert splits == sorted(splits, reverse=True), "a larger batch never needs more splits"
     assert all(s & (s - 1) == 0 and 1 <= s <= configs.MAX_SPLITS for s in splits)
     assert splits[-1] == 1 or heads * 256 < configs.HEADS_PER_SM * configs.DEFAULT_SMS
-    if num_slots < 256:
+    assert splits[0] <= max(num_slots // configs.LEAST_SLOTS, 1)
+    if num_slots < 128:
         assert splits[0] == 1, "too little to split"
 
 
