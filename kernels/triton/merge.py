@@ -126,7 +126,7 @@ def _merge(
         MOST=MOST,
         FIRST=FIRST,
     )
-    tl.store(lse + row * NUM_QUERIES + index, norm, mask=not padding)
+    tl.store(lse + row * NUM_QUERIES + index, norm)
 
 
 @triton.jit(do_not_specialize=["splits", "tiles"])
@@ -233,7 +233,7 @@ class Merge:
         self._launch = Launcher(_merge, **own, num_warps=merge_config(1, value_size).warps)
 
     def __call__(self, tokens: Tokens, singles: Singles) -> None:
-        """Write rows of ``output``, zeros in padding, and ``lse``, but for padding rows."""
+        """Write rows of ``output`` and ``lse``; of padding rows zeros, and anything."""
         if singles.num_rows == 0:
             return
         self._launch(
@@ -340,7 +340,7 @@ def merge(
         output: ``[B, Hq, D]``, written; zeros in rows that are padding.
 
     Returns:
-        fp32 ``[B, Hq]`` log-sum-exps over all keys and sinks; not written in rows that are padding.
+        fp32 ``[B, Hq]`` log-sum-exps over all keys and sinks; anything in rows that are padding.
     """
     num_rows, num_queries, _, value_size = partial.shape
     assert output.shape == (num_rows, num_queries, value_size), output.shape

@@ -104,6 +104,8 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
     for row in real_rows(case):
         bits = [float_bits(value) for value in averages[row]]
         steps[row, columns.DECAY], steps[row, columns.WEIGHT] = bits[0], bits[1]
+    padding = sorted(set(range(num_rows)) - set(real_rows(case)))
+    steps[padding, columns.OLD_SLOTS] = case.unit  # of a request that was there before
     steps, positions = places_of(case, steps)
     query, key, value = new_tokens(case, num_rows)
     factors = torch.rand(num_rows) + 0.5 if case.logit_scale else torch.ones(num_rows)
@@ -173,12 +175,15 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
                 ("score", new_score[row], scores[:, -1] if opens(case, step) else new_score[row]),
             ):
                 errors[name] = max(errors[name], close(name, one, wanted, tolerance))
-    for row in set(range(num_rows)) - set(real_rows(case)):
+    for row in padding:
         for output in outputs:
             zeros = torch.zeros_like(query[row, :, : case.value_size])
             same("output of padding", output[row], zeros)
     for pages in (alone, joint):
         after = pages.to("cpu")
+        empty = cache.rank < 0
+        scores = (one.score[empty].view(torch.int32) for one in (after, cache))  # NaN is NaN
+        same("scores of empty slots", *scores)
         after.score.copy_(cache.score)
         same("only scores are written", after.pool, cache.pool)
     return errors

@@ -20,6 +20,7 @@ SMALL = {"head_size": 16, "num_heads": 2}
 ATTENTION: dict[str, Case] = {
     # GQA 1, 4, 8; pages of 16 and 32; counts around page and tile edges; padding in the middle
     "gqa-1": Case(**SMALL, group=1, lengths=(0, 15, None, 16, 17)),
+    "many-parts": Case(**SMALL, lengths=(0, 300, None), splits=16),
     "gqa-4": Case(**SMALL, group=4, lengths=(31, 32, 33)),
     "gqa-8": Case(**{**SMALL, "num_heads": 1}, group=8, block_size=32, lengths=(0, 1, 63, 65)),
     "gqa-3": Case(**{**SMALL, "num_heads": 3}, group=3, lengths=(2, None, 70)),
