@@ -105,7 +105,9 @@ def check_decode(case: Case, device: torch.device | str) -> dict[str, float]:
         bits = [float_bits(value) for value in averages[row]]
         steps[row, columns.DECAY], steps[row, columns.WEIGHT] = bits[0], bits[1]
     padding = sorted(set(range(num_rows)) - set(real_rows(case)))
-    steps[padding, columns.OLD_SLOTS] = case.unit  # of a request that was there before
+    for row in padding if real_rows(case) else ():  # where a request of the batch was before
+        cache.table[row] = cache.table[real_rows(case)[-1]]
+        steps[row, columns.OLD_SLOTS] = steps[real_rows(case)[-1], columns.OLD_SLOTS]
     steps, positions = places_of(case, steps)
     query, key, value = new_tokens(case, num_rows)
     factors = torch.rand(num_rows) + 0.5 if case.logit_scale else torch.ones(num_rows)
