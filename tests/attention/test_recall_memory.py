@@ -341,7 +341,8 @@ def test_chunks_leave_no_holes_in_the_heap() -> None:
     """Small allocations that stay between temporary tensors would fragment the heap."""
     command = [sys.executable, "-c", HOLES]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert int(found.stdout) < 5000, f"the heap grew by {found.stdout} KiB"
+    # 1,000 to 6,300 KiB, depending on where the system maps memory; 37,000 if tensors are kept.
+    assert int(found.stdout) < 15_000, f"the heap grew by {found.stdout} KiB"
 
 
 def test_memory_returns_to_the_system() -> None:
