@@ -102,7 +102,8 @@ def check(name: str, backend: Any = CUDAKVPolicyBackend, drafts: int = 0) -> lis
 )
 def test_right_kernels_pass(name: str) -> None:
     rows = check(name)
-    assert name.endswith("recall") == ("stored units" in {row.compared for row in rows})
+    compared = {row.compared for row in rows}
+    assert name.endswith("recall") == ("stored units" in compared) == ("evidence" in compared)
     assert {"decode", "mixed", "prompt"} == {row.what for row in rows}
     assert {"positions", "output", "kept tokens", "rows"} <= {row.compared for row in rows}
     assert 0 < max(row.error for row in rows) < 1e-5
@@ -265,6 +266,14 @@ MUTANTS: list[tuple[str, ModuleType, str, str, str]] = [
     ),
     ("recall", recall_vectors, "ask", "x * levels", "0.5 * x * levels"),
     ("recall", recall_sinks, "attend_sinks", "top + tl.log(", "4.0 + top + tl.log("),
+    ("recall", recall_sinks, "attend_sinks", "slot < num_keys", "slot < num_keys // 2"),
+    (
+        "recall",
+        recall_vectors,
+        "ask",
+        "attend_sinks(\n        source,",
+        "attend_sinks(\n        source - head * HEAD,",
+    ),
     (
         "recall",
         recall,
@@ -385,7 +394,7 @@ NAMED = {
     "tiles": ("gather_strides",),
     "recall_vectors": ("ask",),
     "recall_sinks": ("ask",),
-    "recall": ("judge, weigh",),
+    "recall": ("judge or weigh",),
     "recall_choose": ("choose, bring", "choose or bring"),
     "recall_store": ("list_gone or store_units",),
 }

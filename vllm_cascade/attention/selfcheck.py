@@ -8,8 +8,9 @@ copied to the device, so that each step is checked by itself. On a GPU a decode 
 a CUDA graph and replayed. Steps that write pages run several times and must give the same bytes.
 With speculative decoding, rows with drafts run, too, and pages are compared again without these.
 
-A layer with a window gets the positions that the policy makes. With recall, evicted units are
-compared and copied, too, and queries are drawn again until no selection is too close to call.
+A layer with a window gets the positions that the policy makes. With recall, the judge's evidence is
+compared, evicted units are compared and copied, too, and queries are drawn again until no selection
+is too close to call.
 """
 
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ from vllm_cascade.attention.selfcheck_kept import (
     rows_and_scores,
     same_units,
 )
-from vllm_cascade.attention.selfcheck_stores import Named, closest, opened
+from vllm_cascade.attention.selfcheck_stores import Named, closest, judged, opened
 from vllm_cascade.cache.kinds import kinds_of, window_policy, window_slots
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.cache.quantised import CODES
@@ -87,6 +88,7 @@ SUSPECTS = {
 }
 """Kernels that may be at fault, by what was run and what differs."""
 RECALLS = {
+    "evidence": "ask, judge or weigh",
     "recalled and kept tokens": "ask, judge, weigh, choose, bring or insertion",
     "recalled and kept rows": "choose, bring or insertion",
     "stored units": "remember, list_gone or store_units",
@@ -99,6 +101,8 @@ SUSPECTS["drafts"] = SUSPECTS["decode"] | {
 }
 CLOSE = 2e-3
 """Relative difference of two units' evidence that rounding may not decide."""
+EVIDENCE = 3e-2
+"""Largest error of evidence, relative to the most. Rounding may change a code of a query by 1."""
 SUSPECTS["mixed"] = {
     compared: f"{kernels}; or {SUSPECTS['decode'][compared]}"
     for compared, kernels in SUSPECTS["prompt"].items()
@@ -370,6 +374,7 @@ class Check:
         self._generator, self.drafts = torch.Generator().manual_seed(0), drafts
         self._before, self._values = self.ours.pool, torch.empty(0)
         self.close_calls = 0
+        self._judged: dict[int, tuple[int, torch.Tensor]] = {}  # what the step's requests select
         for side in (self.ours, self.plain):
             if drafts:
                 side.impl.keep_drafts(2)
@@ -488,6 +493,9 @@ class Check:
         tolerance = TOLERANCE[self.shape.dtype]
         bounds = {"kept tokens": 0.0, "rows": tolerance + self._step}
         if self.recalls:
+            if found := self.ours.units.evidence(metadata):
+                error = max(error_of(found[i], self._judged[i][1]) for i in found)
+                yield self._row(step, "evidence", error, EVIDENCE)
             calls, pages = self.close_calls, dict(self._pages(step))
             yield self._row(step, "recalled and kept tokens", pages["kept tokens"], 0)
             yield self._row(step, "recalled and kept rows", pages["rows"], bounds["rows"])
@@ -543,7 +551,8 @@ class Check:
         """Whether rounding might decide what the step's queries select."""
         recall, most = self.plain.impl.recall, self.policy.recall_queries
         assert isinstance(recall, LayerRecall), "the reference is the CPU's"
-        return closest(recall, plain, rows.query, most) < CLOSE
+        self._judged = judged(self.plain.units, recall, plain, rows.query, most)
+        return closest(self._judged.values()) < CLOSE
 
     def _stored(self, num_requests: int) -> float:
         """Largest relative error of evicted units; 8-bit codes may differ by a step."""

@@ -4,7 +4,7 @@
 ``LogUnits`` are those of the CPU's logs, ``RingUnits`` those of rings. Both stores hold one layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_cascade.attention.cpu.builder import CPUMetadata
 from vllm_cascade.attention.cpu.recall import LayerRecall
 from vllm_cascade.attention.torch import recall as evidence
-from vllm_cascade.recall.log import Part
+from vllm_cascade.kernels.columns import BEGIN, END, HOW, JUDGED, RING
+from vllm_cascade.recall.log import Log, Part
 from vllm_cascade.recall.rings import Rings
 from vllm_cascade.recall.stores import Stores, UnitStores
 from vllm_cascade.step.recall import RecallStride
@@ -58,6 +59,9 @@ class LogUnits:
         log = self._stores.logs[self._pages[request]]
         return log.begin, log.end
 
+    def request_of(self, log: Log) -> int:
+        return next(i for i, page in enumerate(self._pages) if self._stores.logs[page] is log)
+
     def _part(self, request: int, begin: int, end: int) -> Part:
         return self._stores.logs[self._pages[request]].part(begin, end)
 
@@ -91,6 +95,10 @@ class LogUnits:
         logs = [self._stores.logs[page] for page in self._pages]
         chunks = [chunk for log in logs for chunk in log.chunks]
         return [x for chunk in chunks for x in chunk.tensors] + [log.tokens for log in logs]
+
+    def evidence(self, metadata: Any) -> dict[int, torch.Tensor]:
+        """None: the judge of the CPU keeps no evidence."""
+        return {}
 
 
 class RingUnits:
@@ -134,6 +142,20 @@ class RingUnits:
             if x is not None and now is not None:
                 x[0][:, places.to(x.device)] = now.to(x.device)
 
+    def evidence(self, metadata: Any) -> dict[int, torch.Tensor]:
+        """What the kernels of a step's first strides wrote of each request that they judged, fp32
+        ``[S, n]``."""
+        wave, found = metadata.waves[0], {}
+        names = {number: name for name, number in self._rings.rings.items()}
+        groups = wave.prefill if wave.decode is None else [*wave.prefill, wave.decode]
+        for rows in (rows for group in groups for rows in group.recalling.values()):
+            for row, columns in enumerate(rows.recall.tolist()):
+                if columns[HOW] == JUDGED:
+                    name = names[columns[RING] // self._rings.shape.most_units]
+                    judged = rows.evidence[row, :, : columns[END] - columns[BEGIN]]
+                    found[Named.NAMES.index(name)] = judged.cpu()
+        return found
+
 
 def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUnits:
     """Let two requests begin."""
@@ -158,19 +180,22 @@ def opened(stores: UnitStores, first_pages: Sequence[int]) -> LogUnits | RingUni
     return LogUnits(stores, first_pages)
 
 
-def closest(
-    recall: LayerRecall, metadata: CPUMetadata, query: torch.Tensor, most_queries: int
-) -> float:
-    """Least difference, relative, between the last unit that a step selects and the next one.
-
-    Rounding may decide between units that are closer. Infinite where nothing is selected.
+def judged(
+    units: LogUnits,
+    recall: LayerRecall,
+    metadata: CPUMetadata,
+    query: torch.Tensor,
+    most_queries: int,
+) -> dict[int, tuple[int, torch.Tensor]]:
+    """What a step selects from: of each request, how many units, and the evidence of all, fp32
+    ``[S, n]``. Requests that take all units or select none are left out.
 
     Args:
-        metadata: of a step in which only the first stride of a request may select.
+        metadata: of a step in which only the first stride of a request may select; before it runs.
         query: ``[num_tokens, H * G, D]``, rotated.
         most_queries: of a stride, that select.
     """
-    least, wave, layer = float("inf"), metadata.waves[0], recall.layer
+    wave, layer, found = metadata.waves[0], recall.layer, {}
     asking: list[tuple[RecallStride | None, torch.Tensor, torch.Tensor]] = [
         (stride.recall, stride.pages, stride.start + torch.from_numpy(
             evidence.asking(stride.num_tokens, most_queries)
@@ -182,13 +207,22 @@ def closest(
     for plan, pages, tokens in asking:
         if plan is None or not plan.selects or plan.now == len(plan.candidates):
             continue
-        unit = plan.log.shape.unit
-        at = torch.full((len(tokens), query.shape[1]), plan.middle * unit)
+        at = torch.full((len(tokens), query.shape[1]), plan.middle * plan.log.shape.unit)
         plain = evidence.unrotated(layer, query[tokens], at) * layer.scale
         sinks = evidence.to_sinks(layer, query[tokens], recall.sink_keys(pages, plan.sinks))
         asked = evidence.asked(layer, 0, plan.candidates, plain, sinks)
-        found = evidence.over_heads(layer, asked)
+        found[units.request_of(plan.log)] = plan.now, evidence.over_heads(layer, asked)
+    return found
+
+
+def closest(selections: Iterable[tuple[int, torch.Tensor]]) -> float:
+    """Least difference, relative, between the last unit that is selected and the next one.
+
+    Rounding may decide between units that are closer. Infinite where nothing is selected.
+    """
+    least = float("inf")
+    for now, found in selections:
         order = found.sort(dim=-1, descending=True).values
-        last, following = order[:, plan.now - 1], order[:, plan.now]
+        last, following = order[:, now - 1], order[:, now]
         least = min(least, float(((last - following) / last).min()))
     return least
