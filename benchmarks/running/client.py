@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.running.serving import Server
+from benchmarks.running.serving import Server, ServerError
 
 TIMEOUT = 600.0
 """Seconds that one answer may take."""
@@ -67,6 +67,7 @@ def stream(server: Server, timeout: float = TIMEOUT, **asked: Any) -> Streamed:
 
     Raises:
         Refused: the server did not take it.
+        ServerError: it failed while it answered, or is gone; with the last lines that it wrote.
     """
     import openai  # takes a second, which neither options nor engines' processes need spend
 
@@ -85,6 +86,8 @@ def stream(server: Server, timeout: float = TIMEOUT, **asked: Any) -> Streamed:
                     answer.take(chunk, time.perf_counter() - start)
         except openai.APIStatusError as error:
             raise Refused(error.status_code, _words(error.body)) from error
+        except openai.APIError as error:
+            raise ServerError(f"{error}\n{server.tail()}") from error
     return answer
 
 

@@ -39,7 +39,7 @@ DRAW = random.SystemRandom()
 
 
 class ServerError(RuntimeError):
-    """A server that does not come up; carries the last lines that it wrote."""
+    """A server that does not come up or fails; carries the last lines that it wrote."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks.running.client import Refused
+from benchmarks.running.client import Refused, stream
 from benchmarks.running.conversation import Conversation
-from benchmarks.running.serving import Server
+from benchmarks.running.serving import Server, ServerError, free_port
 
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
@@ -31,6 +31,7 @@ class Fake(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict]]
     details: ClassVar[dict | None] = {"cached_tokens": 64}
     finish = "stop"
+    fails = False
     error: ClassVar[dict] = {"error": {"message": TOO_LONG, "type": "BadRequestError", "code": 400}}
 
     def do_GET(self) -> None:
@@ -46,6 +47,9 @@ class Fake(BaseHTTPRequestHandler):
             return
         self._begin(200, "text/event-stream")
         self._piece([{"index": 0, "delta": {"role": "assistant", "content": ""}}])
+        if self.fails:
+            self.wfile.write(b'data: {"error": {"message": "EngineCore failed", "code": 500}}\n\n')
+            return
         time.sleep(0.3)  # the prompt is read
         for place, word in enumerate((" one", " two", " three")):
             time.sleep(0.1 if place else 0)
@@ -127,3 +131,15 @@ def test_a_refusal_has_the_servers_words(
         chat.ask("third")
     assert refused.value.status == 400 and words in refused.value.message
     assert chat.messages == before and len(handler.asked) == 3, "asked once, and not kept"
+
+
+def test_a_failure_has_the_servers_last_lines(fake: tuple[Server, type[Fake]]) -> None:
+    """While it answers, and when it is gone."""
+    server, handler = fake
+    server._log.write("step 1\nTimeoutError: a worker did not answer\n")
+    handler.fails = True
+    with pytest.raises(ServerError, match="EngineCore failed\nTimeoutError: a worker did not"):
+        Conversation(server, 40).ask("first")
+    server.port = free_port()
+    with pytest.raises(ServerError, match=r"Connection error\.\nTimeoutError: a worker did not"):
+        stream(server, prompt="first")
