@@ -34,7 +34,14 @@ from vllm_cascade.policies.schedule import compiled
 from vllm_cascade.policies.settings import KVPolicyError
 from vllm_cascade.recall.chain import CHUNK_UNITS
 from vllm_cascade.recall.log import Log
-from vllm_cascade.recall.rings import Rings, check_memory, chunk_bytes, ring_bytes, round_up
+from vllm_cascade.recall.rings import (
+    RingMemory,
+    Rings,
+    check_memory,
+    chunk_bytes,
+    ring_bytes,
+    round_up,
+)
 from vllm_cascade.recall.stores import Stores
 from vllm_cascade.sessions.copies import Copies
 from vllm_cascade.step.recall import plan_logs, plan_rings
@@ -76,6 +83,7 @@ def test_logs_and_rings_do_what_settings_say(name: str, lengths: list[int]) -> N
     shape = shape_of(policy.unit, most)
     rings, log = Rings(shape, 3, CPU), Log(shape)
     rings.note(output(scheduled_new_reqs=[new("other", 3), new("a", 1)]))
+    assert rings.take("other") == 0
     begin = shown = last = 0
     chosen: list[int] = []
     for length in lengths:
@@ -98,6 +106,9 @@ def test_logs_and_rings_do_what_settings_say(name: str, lengths: list[int]) -> N
             columns.SINKS: policy.num_sinks // policy.unit,
         }
         row = plan_rings(rings, ["a"], [schedule], np.asarray([begin]), np.asarray([length]))[0]
+        if after == 0:  # it has no ring yet
+            assert "a" not in rings.rings
+            expected = dict.fromkeys(expected, 0)
         assert {column: row[column] for column in expected} == expected, begin
 
         steps = np.zeros((1, columns.STEP_COLUMNS), dtype=np.int32)
@@ -122,6 +133,7 @@ def test_a_wave_of_some_requests_is_planned_by_their_rows() -> None:
     builder.stores = rings = Rings(shape_of(4, 6), 3, CPU)
     rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2), new("c", 3)]))
     begin = 80
+    assert [rings.take(name) for name in "abc"] == [0, 1, 2]
     rings.end[:] = int(schedule.evicted(np.asarray(begin)))
     steps = np.zeros((2, columns.STEP_COLUMNS), dtype=np.int32)
     steps[:, columns.STREAM], steps[:, columns.LENGTH] = begin, 8
@@ -165,19 +177,24 @@ def test_a_ring_of_latent_rows(in_8_bits: bool) -> None:
 
 def test_rings_follow_the_scheduler() -> None:
     rings = Rings(shape_of(4, 6), 2, CPU)
-    rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))
-    number, other = rings.rings["a"], rings.rings["b"]
+    rings.note(output(scheduled_new_reqs=[new(name, i) for i, name in enumerate("abcd", 1)]))
+    assert not rings.rings and rings.num_bytes == 0, "nobody has evicted"
+    number, other = rings.take("a"), rings.take("b")
+    assert rings.take("never seen") == rings.take(None) == -1
     rings.end[[number, other]] = 4, 90
     assert rings.num_units == 4 + 6 and rings.num_bytes == 2 * sum(ring_bytes(rings.shape))
-    rings.note(output(finished_req_ids={"a"}, scheduled_new_reqs=[new("c", 1)]))
-    assert (rings.rings["c"], rings.end[number]) == (number, 0)
+    rings.note(output(finished_req_ids={"a"}, scheduled_new_reqs=[new("e", 1)]))
+    assert rings.rings == {"b": other}
+    assert (rings.take("c"), rings.end[number]) == (number, 0)
     rings.note(output(preempted_req_ids={"b"}))
+    assert rings.rings == {"c": number}
     resumed = SimpleNamespace(
         req_ids=["b"], resumed_req_ids={"b"}, new_block_ids=[([4],)], num_computed_tokens=[0]
     )
     rings.note(output(scheduled_cached_reqs=resumed))
-    assert rings.end[rings.rings["b"]] == 0, "it begins anew"
-    rings.note(output(finished_req_ids={"b", "c", "never seen"}))
+    assert "b" not in rings.rings, "it begins anew"
+    assert rings.end[rings.take("b")] == 0
+    rings.note(output(finished_req_ids={*"bcde", "never seen"}))
     assert not rings.rings and rings.num_bytes == rings.num_units == 0
 
 
@@ -211,12 +228,14 @@ def test_rings_follow_snapshots(row_scales: int) -> None:
         return SimpleNamespace(req_id=name, block_ids=([page],), num_computed_tokens=64)
 
     rings.note(output(scheduled_new_reqs=[new("a", 1), new("b", 2)]))
-    first = fill(rings.rings["a"], 17)
+    first = fill(rings.take("a"), 17)
     # Pages that are not first ones are copied, too; b has evicted nothing yet.
     rings.note(output(kv_cache_block_copies=copies((1, 10), (5, 11), (2, 12))))
     assert {page: len(kept.chunks) for page, kept in rings.kept.items()} == {10: 2, 12: 0}
     assert rings.num_units == 17 + 0 + 17
-    assert rings.num_bytes == 2 * sum(ring_bytes(rings.shape)) + 2 * chunk_bytes(rings.shape)
+    assert rings.num_bytes == sum(ring_bytes(rings.shape)) + 2 * chunk_bytes(rings.shape)
+    rings.note(output(scheduled_new_reqs=[begins("g", 12)]))
+    assert list(rings.rings) == ["a"], "the snapshot that g begins with has no units"
     fill(rings.rings["a"], 90)  # it goes on
     rings.note(output(scheduled_new_reqs=[begins("c", 3)], kv_cache_block_copies=copies((10, 3))))
     number = rings.rings["c"]
@@ -256,7 +275,7 @@ def test_a_prompt_that_grows_keeps_its_ring() -> None:
     """Streaming input: the next part begins where the request is, on the same pages."""
     rings = Rings(shape_of(4, 40), 2, CPU)
     rings.note(output(scheduled_new_reqs=[new("a", 1)]))
-    number = rings.rings["a"]
+    number = rings.take("a")
     rings.end[number], rings.shown[number] = 17, 2
     part = SimpleNamespace(req_id="a", block_ids=([1],), num_computed_tokens=80)
     rings.note(output(scheduled_new_reqs=[part]))
@@ -271,11 +290,13 @@ def test_sessions_keep_a_copy_of_a_ring(end: int) -> None:
     shape, generator = shape_of(4, 40), torch.Generator().manual_seed(0)
     rings, other = Rings(shape, 2, CPU), Rings(shape, 3, CPU)
     rings.note(output(scheduled_new_reqs=[new("x", 7), new("a", 1)]))
-    number, stored = rings.rings["a"], min(end, 40)
+    number, stored = rings.take("a") if end else 0, min(end, 40)
     tensors = (rings.rows, rings.codes, rings.scales, rings.born, rings.token)
     for tensor in tensors:
         tensor.copy_(torch.randint(-99, 99, tensor.shape, generator=generator))
-    rings.end[number], rings.shown[number], rings.selected_by_many[number] = end, min(end, 2), True
+    if end:
+        rings.end[number], rings.shown[number] = end, min(end, 2)
+        rings.selected_by_many[number] = True
 
     def held(store: Rings, ring: int) -> list[torch.Tensor]:
         first = ring * shape.most_units
@@ -293,14 +314,38 @@ def test_sessions_keep_a_copy_of_a_ring(end: int) -> None:
     other.resume({3: other.units_of(named, ())})
     start = SimpleNamespace(req_id="b", block_ids=([3],), num_computed_tokens=200)
     other.note(output(scheduled_new_reqs=[new("y", 1), start]))
-    place = other.rings["b"]
-    assert all(map(torch.equal, held(other, place), wanted))
-    assert (other.end[place], other.shown[place]) == (end, min(end, 2))
-    assert other.selected_by_many[place]
+    assert list(other.rings) == ["b"] * (end > 0), "without units it needs no ring"
+    if end:
+        place = other.rings["b"]
+        assert all(map(torch.equal, held(other, place), wanted))
+        assert (other.end[place], other.shown[place]) == (end, min(end, 2))
+        assert other.selected_by_many[place]
     with pytest.raises((KeyError, ValueError)):
         other.units_of({**named, "ring.0": named["ring.0"][:, :, :1]}, ())
     with pytest.raises(ValueError, match="no pieces"):
         other.piece_of(np.zeros(4096, dtype=np.uint8))
+
+
+def test_as_many_rings_as_requests_that_evict() -> None:
+    """Short requests and those without recall run beside them, however many there are."""
+    schedule, plain = compiled(resolve(RECALL)), compiled(resolve({**RECALL, "recall": 0}))
+    longest = int(np.flatnonzero(schedule.evicted(np.arange(200)) == 0)[-1])
+    shape = shape_of(4, 6)
+    memory = RingMemory(schedule, shape, round_up(ring_bytes(shape)[1]), 64)
+    rings = Rings(shape, memory.capacity, CPU)
+    assert memory.capacity == 1
+    limits = {"long": 199, "short": longest, "plain": 199, "edge": longest + 1}
+    schedules = [plain if name == "plain" else schedule for name in limits]
+    needs = [memory.need(own, most) for own, most in zip(schedules, limits.values(), strict=True)]
+    assert needs == [1, 0, 0, 1], "one token more evicts a unit"
+    memory.admit("long", 1)
+    assert memory.fits(0) and not memory.fits(1), "edge waits"
+    running = ["short", "plain", "long"]
+    rings.note(output(scheduled_new_reqs=[new(name, i) for i, name in enumerate(running)]))
+    stream = np.asarray([0, 0, 0])
+    length = np.asarray([longest, 199, longest + 1])
+    rows = plan_rings(rings, running, [schedule, plain, schedule], stream, length)
+    assert rings.rings == {"long": 0} and not rows[:2].any() and rows[2, columns.STORED] > 0
 
 
 def test_memory() -> None:

@@ -99,7 +99,16 @@ def recall() -> list[str]:
         float(row_of("study-recall-rewind", arm)["second reading"])
         for arm in ("sink, recall 8", "full", "sink")
     ]
+    arms = (
+        ("ruler-8k-eighth", "sink, recall 8"),
+        ("ruler-8k", "full"),
+        ("ruler-16k", "sink, recall 8"),
+    )
+    near, full, past = (row_of(*arm)["mean (95 % interval)"].split()[0] for arm in arms)
     return [
+        f"| mean of RULER at 8,192 tokens, an eighth attended | {near} % | {full} % |",
+        "| mean of RULER at 16,384 tokens, past the model's positions, a sixteenth attended | "
+        f"{past} % | |",
         *(
             f"| {name} | {keys_found(result, 'sink, recall 8')} of {total} | "
             f"{keys_found(result, 'full')} | |"

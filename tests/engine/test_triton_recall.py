@@ -104,10 +104,9 @@ def engine(pool: EnginePool, policy: dict[str, Any], model: Path, **kwargs: Any)
         model,
         max_model_len=1024,
         max_num_batched_tokens=64,
-        max_num_seqs=4,
         block_size=16,
         logits_processors=[ForceTokens],
-        **{"enable_prefix_caching": False, **kwargs},
+        **{"max_num_seqs": 4, "enable_prefix_caching": False, **kwargs},
     )
 
 
@@ -196,6 +195,41 @@ def test_requests_of_their_own(engine_pool: EnginePool, model: Path) -> None:
     assert pool_usage(llm) == 0.0 and len(stores_of(llm).rings) <= 4
     llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=1), use_tqdm=False)
     assert counters(llm)["stored_units"] == 0
+    engine_pool.close()
+
+
+def test_requests_that_do_not_evict_need_no_ring(engine_pool: EnginePool, model: Path) -> None:
+    """With two rings, two requests evict at a time; short ones and others run beside them."""
+    base = {**CASCADE, "prefill_stride": 16, "recall": 2, "recall_store": 48}
+    ring = 2 * 2 * 48 * 2 * 16 * 4  # layers, heads, tokens, keys and values of 16 numbers
+    llm = engine(engine_pool, {**base, "recall_memory": 2.7 * ring / 2**30}, model, max_num_seqs=5)
+    assert len(stores_of(llm)._free) == 2
+    core = llm.llm_engine
+    asked = {"long": (70, 8, None), "short": (20, 8, None), "plain": (70, 8, 0), "next": (66, 9, 2),
+             "waits": (50, 6, None)}  # fmt: skip
+    for name, (length, num, recall) in asked.items():
+        more = {} if recall is None else {"kv_recall": recall}
+        params = SamplingParams(
+            max_tokens=num, logprobs=0, temperature=0.0, ignore_eos=True, extra_args=more
+        )
+        core.add_request(name, {"prompt_token_ids": TOKENS[:length]}, params)
+    scheduler = core.engine_core.engine_core.scheduler
+    found, together = {}, set()
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.finished:
+                found[output.request_id] = generated(output)
+        together.add(frozenset(request.request_id.split("-")[0] for request in scheduler.running))
+        assert len(stores_of(llm).rings) <= 2
+    assert frozenset(["long", "short", "plain", "next"]) in together
+    assert not any({"long", "next", "waits"} <= names for names in together)
+    assert len(stores_of(llm)._free) == 2, "all were given back"
+    for name, (length, num, recall) in asked.items():
+        settings = base if recall is None else {**base, "recall": recall}
+        tokens, logprobs = found[name]
+        truth = run_oracle(settings, TOKENS[:length] + tokens, model, prompt_len=length)
+        assert len(tokens) == num
+        np.testing.assert_allclose(logprobs, truth.logprobs[length - 1 :], atol=2e-4, err_msg=name)
     engine_pool.close()
 
 

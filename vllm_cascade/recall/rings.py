@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores evicted units on CUDA: one ring buffer per running request, all allocated at start.
+"""Stores evicted units on CUDA: a ring buffer for each request that evicts, allocated at start.
+
+A running request takes a ring when it first evicts, or begins with evicted units of a snapshot or a
+session, and keeps it until it ends. The scheduler admits no more such requests than there are
+rings (``RingMemory``); requests that end before they evict need none.
 
 Keys and values are in pinned host memory, which kernels read and write directly. Their 8-bit codes,
 which recall compares, are on the device. The ``n``-th unit that a request evicts is at place ``n``
@@ -80,7 +84,7 @@ class Rings(UnitStores):
         shape: sizes of the units; a ring holds ``shape.most_units``.
         rows, codes, scales, born, token, row_scales: ``[layers, ...]``, each layer's store as
             described in ``kernels/triton/recall*.py``; ``row_scales`` is None if rows have none.
-        rings: ring numbers of running requests, by name.
+        rings: ring numbers of running requests that have evicted, by name.
         end: int64 ``[num_requests]``, units evicted so far by the request of each ring.
         shown: int64 ``[num_requests]``, recalled units in its pages.
         selected_by_many: bool ``[num_requests]``, whether a stride of several tokens made the last
@@ -129,8 +133,8 @@ class Rings(UnitStores):
         on_device, on_host = ring_bytes(shape)
         num_pinned = on_host * num_requests, chunk_bytes(shape) * num_chunks
         logger.info(
-            "KV policy: recall has rings for %d requests, %.2f GiB on the device and %.2f GiB of "
-            "pinned host memory, and %.2f GiB of it for snapshots",
+            "KV policy: recall has rings for %d requests that evict, %.2f GiB on the device and "
+            "%.2f GiB of pinned host memory, and %.2f GiB of it for snapshots",
             num_requests,
             on_device * num_requests / 2**30,
             *((round_up(num) if pinned else num) / 2**30 for num in num_pinned),
@@ -175,10 +179,10 @@ class Rings(UnitStores):
         in the stream.
         """
         for name in (*output.finished_req_ids, *(output.preempted_req_ids or ())):
+            self._pages.pop(name, None)
             number = self.rings.pop(name, None)
             if number is not None:
                 self._free.append(number)
-                del self._pages[name]
         copies = {
             copy.dst_block_id: copy.src_block_id for copy in output.kv_cache_block_copies or ()
         }
@@ -186,14 +190,12 @@ class Rings(UnitStores):
         for name, page, num_computed in begun_now:
             if num_computed and self._pages.get(name) == page:
                 continue  # the next part of a prompt that grows; it keeps its pages and its ring
-            assert name not in self.rings, "a request begins twice"
-            self.rings[name], self._pages[name] = self._free.pop(), page
+            assert name not in self._pages, "a request begins twice"
+            self._pages[name] = page
             if page in self._resumed:
-                self._resume(self.rings[name], self._resumed[page])
-                continue
-            # Without a copy it takes over the snapshot's own pages.
-            kept = self.kept[copies.get(page, page)] if num_computed else Kept([], 0, 0, False)
-            self._restore(self.rings[name], kept)
+                self._resume(name, self._resumed[page])
+            elif num_computed:  # without a copy it takes over the snapshot's own pages
+                self._restore(name, self.kept[copies.get(page, page)])
         self._resumed = {}
         for page in getattr(output, "dropped_snapshots", ()):
             if page in self.kept:
@@ -202,22 +204,38 @@ class Rings(UnitStores):
         started = {page for _, page, _ in begun_now}
         for page, source in copies.items():
             if source in own and page not in started:
-                self.kept[page] = self._keep(self.rings[own[source]])
+                self.kept[page] = self._keep(self.rings.get(own[source]))
 
-    def _keep(self, number: int) -> Kept:
-        """Copy a ring for a snapshot that is taken of its request now."""
+    def take(self, name: str | None) -> int:
+        """Give a running request an empty ring and return its number; -1 for others."""
+        if name not in self._pages:
+            return -1
+        assert self._free, "more requests evict than have reserved a ring"
+        number = self.rings[name] = self._free.pop()
+        self._set(number, 0, 0, False)
+        return number
+
+    def _keep(self, number: int | None) -> Kept:
+        """Copy a ring, if there is one, for a snapshot that is taken of its request now."""
+        if number is None:
+            return Kept([], 0, 0, False)
         end = self.end[number]
         chunks = [self._free_chunks.pop() for _ in range(-(-self._stored(end) // CHUNK_UNITS))]
         if chunks:
             self._copy(self._kept_words, chunks, self._stored(end), number, restores=False)
         return Kept(chunks, int(end), int(self.shown[number]), bool(self.selected_by_many[number]))
 
-    def _restore(self, number: int, kept: Kept) -> None:
-        """Let a ring begin as a copy of a snapshot's units."""
+    def _restore(self, name: str, kept: Kept) -> None:
+        """Let a request begin with a copy of a snapshot's units."""
+        if not kept.end:
+            return
+        number = self._begin(name, kept)
+        self._copy(self._kept_words, kept.chunks, self._stored(kept.end), number, restores=True)
+
+    def _begin(self, name: str, kept: "Kept | RingCopy") -> int:
+        number = self.take(name)
         self._set(number, kept.end, kept.shown, kept.selected_by_many)
-        if kept.chunks:
-            units = self._stored(kept.end)
-            self._copy(self._kept_words, kept.chunks, units, number, restores=True)
+        return number
 
     def _set(self, number: int, end: int, shown: int, selected_by_many: bool) -> None:
         self.end[number], self.shown[number] = end, shown
@@ -247,12 +265,13 @@ class Rings(UnitStores):
         name = next((name for name, first in self._pages.items() if first == page), None)
         if name is None:
             return None
-        number = self.rings[name]
+        number = self.rings.get(name)
+        if number is None:
+            return RingCopy(0, 0, False, 0, settle(tuple(self._kept_memory(0))))
         end = int(self.end[number])
         chunks = -(-self._stored(end) // CHUNK_UNITS)
         memory = self._kept_memory(chunks)
-        if chunks:
-            self._copy(memory, list(range(chunks)), self._stored(end), number, restores=False)
+        self._copy(memory, list(range(chunks)), self._stored(end), number, restores=False)
         shown, many = int(self.shown[number]), bool(self.selected_by_many[number])
         num_bytes = sum(tensor.nbytes for tensor in memory)
         return RingCopy(end, shown, many, num_bytes, settle(tuple(memory)))
@@ -260,13 +279,13 @@ class Rings(UnitStores):
     def resume(self, units: Mapping[int, RingCopy]) -> None:
         self._resumed = dict(units)
 
-    def _resume(self, number: int, kept: RingCopy) -> None:
-        """Let a ring begin as a session's units."""
-        self._set(number, kept.end, kept.shown, kept.selected_by_many)
+    def _resume(self, name: str, kept: RingCopy) -> None:
+        """Let a request begin with a session's units."""
+        if not kept.end:
+            return
+        number = self._begin(name, kept)
         copied, pinned = kept.copied.result(), self.device.type == "cuda"
         chunks = copied[0].shape[1] // CHUNK_UNITS
-        if not chunks:
-            return
         memory = [tensor.pin_memory() if pinned else tensor for tensor in copied]
         self._copy(memory, list(range(chunks)), self._stored(kept.end), number, restores=True)
         if pinned:  # PyTorch does not know that a kernel reads it
@@ -296,9 +315,9 @@ class Rings(UnitStores):
 
 
 class RingMemory(RecallMemory):
-    """The scheduler's count of rings, one per running request, and of snapshots' chunks.
+    """The scheduler's count of rings and of snapshots' chunks, which are all allocated at start.
 
-    All are allocated at start.
+    Every request that will evict reserves a ring when it is admitted.
 
     Args:
         most_rings: ``max_num_seqs``.
@@ -345,7 +364,7 @@ class RingMemory(RecallMemory):
         return super().most_bytes(most_tokens, requests) * (1 + self._keeps_snapshots)
 
     def need(self, schedule: Schedule, num_tokens: int) -> int:
-        return int(schedule.policy.recall > 0)
+        return int(schedule.policy.recall > 0 and schedule.evicted(np.asarray(num_tokens)) > 0)
 
     def most_need(self, most_tokens: int) -> int:
         return 1

@@ -158,6 +158,8 @@ def plan_rings(
 ) -> np.ndarray:
     """Plan recall from rings; the rings are then as after the strides.
 
+    A request whose stride evicts the first units takes a ring.
+
     Args:
         names: of the strides' requests; None: a row of padding or of a warm-up.
         stream, length: int64 ``[R]``, the strides' first tokens and numbers of tokens.
@@ -170,9 +172,15 @@ def plan_rings(
     ring = np.full(len(rows), -1)
     ring[: len(numbers)] = numbers
     for schedule, where in by_schedule(schedules):
+        if not schedule.policy.recall:
+            continue
         which = np.arange(len(rows))[where]
-        which = which[(ring[which] >= 0) & (stream[which] >= 0)]
-        if schedule.policy.recall and len(which):
+        which = which[stream[which] >= 0]
+        begins = (ring[which] < 0) & (schedule.evicted(stream[which] + length[which]) > 0)
+        for row in which[begins].tolist():
+            ring[row] = rings.take(names[row]) if row < len(names) else -1
+        which = which[ring[which] >= 0]
+        if len(which):
             rows[which] = _rows_of(rings, schedule, ring[which], stream[which], length[which])
     return rows
 
