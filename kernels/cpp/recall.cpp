@@ -15,6 +15,7 @@ constexpr int KEYS = W == 16 ? 4 : 2;     // of each of W units that are multipl
 constexpr int QUERIES = W == 16 ? 6 : 3;  // that share their loads
 constexpr int FEW = 8;                    // queries, for which turning all keys around costs more
 constexpr int VECTORS = 4;                // of keys that few queries multiply at once
+constexpr float LAST = 8;                 // times that a head's last query counts
 
 // What is found of each query, relative to the largest logit of each panel.
 struct Found {
@@ -181,8 +182,10 @@ void judge_panel(const Judge& judge, const Found& found, const Queries& queries,
   for (; row < end; row++) judge_rows<1>(judge, queries, row, keys, valid, panel, found);
 }
 
-// One query's sums as probabilities, whose squares are added to `asked`. `sinks`: its `Queries::sinks`.
-void share_row(const Judge& judge, float* sums, const float* most, float sinks, float* asked) {
+// One query's sums as probabilities, whose squares are added to `asked`, `times` times. `sinks`: its
+// `Queries::sinks`.
+void share_row(const Judge& judge, float* sums, const float* most, float sinks, float times,
+               float* asked) {
   const float top = std::max(*std::max_element(most, most + judge.panels()), sinks);
   vf all = vf{};
   for (int64_t panel = 0; panel < judge.panels(); panel++) {
@@ -193,7 +196,7 @@ void share_row(const Judge& judge, float* sums, const float* most, float sinks, 
   const vf total = splat(sum(all) + std::exp(sinks - top));
   for (int64_t at = 0; at < judge.columns(); at += W) {
     const vf share = load(sums + at) / total;
-    store(asked + at, load(asked + at) + share * share);
+    store(asked + at, load(asked + at) + times * share * share);
   }
 }
 
@@ -241,8 +244,9 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
     for (int64_t q = 0; q < layer.num_queries(); q++) {
       float* share = shares + q * columns;
       std::fill(share, share + columns, 0.0f);
-      for (int64_t r = q * judging; r < (q + 1) * judging; r++)
-        share_row(judge, sums + r * columns, found.most + r * judge.panels(), some.sinks[r], share);
+      for (int64_t r = q * judging, last = r + judging - 1; r <= last; r++)
+        share_row(judge, sums + r * columns, found.most + r * judge.panels(), some.sinks[r],
+                  r == last ? LAST : 1.0f, share);
       std::memcpy(asked + q * n, share, n * sizeof(float));
     }
 #pragma omp for schedule(static)

@@ -6,9 +6,9 @@ keys are judged at one position, in the middle of the recalled units. Keys and q
 and one scale each (``recall_vectors``), so products are exact integer products on tensor cores.
 
 A query attends to the whole store and to the sinks, and gives a unit the probability of its keys
-together. The evidence for a unit is the sum of the squares over the queries, the largest over a
-set's query heads. Rings are divided into spans of a fixed size, so results do not depend on the
-batch.
+together. The evidence for a unit is the sum of the squares over the queries, of which the last one
+counts ``LAST`` times; the largest over a set's query heads. Rings are divided into spans of a fixed
+size, so results do not depend on the batch.
 """
 
 from typing import Any
@@ -33,6 +33,8 @@ SPAN_KEYS, TILE_KEYS = 512, 64
 """Keys per program of the judge, and per iteration of its loop."""
 WEIGHED, PARTS = 64, 64
 """Units per program of ``_weigh``, and spans that it adds up at a time."""
+LAST = tl.constexpr(8.0)
+"""Times that a head's last query counts."""
 
 
 def tile_of_units(unit: int) -> tuple[int, int]:
@@ -200,7 +202,8 @@ def _weigh(
                 of_units + rows[:, None] * CAPACITY + unit[None, :], mask=there, other=LOWEST
             )
             share = tl.where(there, tl.exp(value - total[:, None]), 0.0)
-            of_head += tl.sum(share * share, axis=0)
+            times = tl.where(index == asking - 1, LAST, 1.0)
+            of_head += tl.sum(times[:, None] * share * share, axis=0)
         found = tl.maximum(found, of_head)
     tl.store(evidence + mine * CAPACITY + unit, found, mask=inside)
 
@@ -397,7 +400,9 @@ def evidence_reference(
     asked = torch.zeros(queries.shape[1], num_units, dtype=torch.float64)
     for head in range(queries.shape[1]):
         rows = keys[head * num_heads // queries.shape[1]].reshape(-1, size)
-        for query, others in zip(queries[:, head], sinks[:, head].double(), strict=True):
+        pairs = zip(queries[:, head], sinks[:, head].double(), strict=True)
+        for nth, (query, others) in enumerate(pairs):
             both = torch.cat((rows @ query, others)).softmax(0)[: len(rows)]
-            asked[head] += both.view(num_units, unit).sum(1).square()
+            share = both.view(num_units, unit).sum(1)
+            asked[head] += share.square() * (8 if nth == len(queries) - 1 else 1)
     return asked.view(num_sets, -1, num_units).amax(1)

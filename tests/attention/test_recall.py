@@ -103,10 +103,12 @@ def literal(keys: torch.Tensor, queries: torch.Tensor, sinks: torch.Tensor) -> t
     for head in range(num_heads):
         for g in range(group):
             of_head = in_8_bits(queries[:, head * group + g]).double()
-            for query, others in zip(of_head, sinks[:, head * group + g].double(), strict=True):
+            pairs = zip(of_head, sinks[:, head * group + g].double(), strict=True)
+            for nth, (query, others) in enumerate(pairs):
                 logits = coarse[head].reshape(num_units * unit, -1) @ query
                 probs = torch.cat((logits, others)).softmax(0)[: len(logits)]
-                found[head, g] += probs.view(num_units, unit).sum(1).square()
+                times = 8 if nth == len(of_head) - 1 else 1
+                found[head, g] += times * probs.view(num_units, unit).sum(1).square()
     return found
 
 
@@ -219,7 +221,7 @@ def test_the_judge_in_cpp(
 def test_few_queries_find_what_many_do(unit: int) -> None:
     """The C++ judge multiplies keys as they are stored for few queries, and in lanes for many.
 
-    The same query twelve times asks for twelve times as much.
+    The same query twelve times asks for 19 times as much, because the last one counts 8 times.
     """
     torch.manual_seed(0)
     layer, log = layer_of(2, 64, 1), Log(shape_of(unit, 37, num_kv_heads=2, head_size=64))
@@ -231,7 +233,7 @@ def test_few_queries_find_what_many_do(unit: int) -> None:
         chosen, _, asked = path.recall(1).choose(
             log.part(log.begin, log.end), 5, row_addresses(new), place, position, PAGES, 1
         )
-        worth.append(asked / num)
+        worth.append(asked / (num + 7))
         units.append(chosen.tolist())
     np.testing.assert_allclose(worth[0], worth[1], rtol=1e-6)
     assert units[0] == units[1] and worth[0].max() > 100 * worth[0].min()
@@ -373,6 +375,18 @@ def test_several_lookups_count_more_than_one_and_than_many_glances() -> None:
     found = evidence.asked(layer_of(1, 8), 1, log.part(0, 40), queries, torch.zeros(30, 1))[0, 0]
     assert evidence.most_asked(found.numpy(), 1).tolist() == [5]
     assert found[2] > found[9] > found[0], found
+
+
+@pytest.mark.parametrize(("others", "first"), [(6, 3), (10, 5)])
+def test_the_last_lookup_counts_eight_times(others: int, first: int) -> None:
+    """The last query looks up unit 3, and some before it look up unit 5."""
+    log = Log(shape_of(2, 40, num_kv_heads=1, num_sets=1, head_size=8))
+    keys, queries = torch.zeros(1, 40, 2, 8), torch.zeros(12, 1, 8)
+    keys[0, 3, :, 0] = keys[0, 5, :, 1] = 6.0
+    queries[-1, 0, 0] = queries[:others, 0, 1] = 1.0
+    write(log.grow(40), 1, keys)
+    found = evidence.asked(layer_of(1, 8), 1, log.part(0, 40), queries, torch.zeros(12, 1))[0, 0]
+    assert evidence.most_asked(found.numpy(), 1).tolist() == [first]
 
 
 def test_any_head_of_a_set_may_select() -> None:

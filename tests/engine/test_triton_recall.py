@@ -223,6 +223,7 @@ def test_requests_that_do_not_evict_need_no_ring(engine_pool: EnginePool, model:
         assert len(stores_of(llm).rings) <= 2
     assert frozenset(["long", "short", "plain", "next"]) in together
     assert not any({"long", "next", "waits"} <= names for names in together)
+    llm.generate([{"prompt_token_ids": [5]}], SamplingParams(max_tokens=1), use_tqdm=False)
     assert len(stores_of(llm)._free) == 2, "all were given back"
     for name, (length, num, recall) in asked.items():
         settings = base if recall is None else {**base, "recall": recall}

@@ -22,6 +22,9 @@ CANDIDATES = 512
 FILTERING, JUDGING = 5, 16
 """Queries of each head that select them and that judge them: the last, and the largest ones."""
 
+LAST = 8
+"""How often the last query's squares are added."""
+
 
 @dataclass
 class RecallSettings:
@@ -130,7 +133,8 @@ class RecallSim:
             logits = queries[:, head] @ coarse[head // group].T * scale
             both = torch.cat((logits, sinks[:, head].to(logits.dtype)), dim=-1).softmax(-1)
             of_units = both[:, : len(tokens)].view(len(queries), len(stored), unit)
-            worth = torch.maximum(worth, of_units.sum(-1).square().sum(0))
+            squares = of_units.sum(-1).square()
+            worth = torch.maximum(worth, squares.sum(0) + (LAST - 1) * squares[-1])
         order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
         self.shown = sorted(stored[i] for i in order[:number])
         self.choices += 1

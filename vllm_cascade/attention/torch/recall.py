@@ -8,8 +8,9 @@
    attention would count as much as that of a head that looks something up.
 3. A query head asks for the sum of these probabilities' squares over its queries: several queries
    that look a unit up count more than one, and one that does counts more than many that attend to
-   it a little. The worth is the most that any query head of a set asks for. Most heads attend to
-   nothing in particular; the one that looks something up must not be averaged away.
+   it a little. The last query counts ``LAST`` times: at the end of a prompt the next token depends
+   on what it finds. The worth is the most that any query head of a set asks for. Most heads attend
+   to nothing in particular; the one that looks something up must not be averaged away.
 4. Of more than ``CANDIDATES`` units, a few queries first select candidates by the mean of each
    unit's keys and by their variance. Only candidates are scored by all of their keys, so the cost
    hardly grows with the store. Of each query head, the last query and those with the largest norms
@@ -35,6 +36,9 @@ CANDIDATES = 512
 
 FILTERING, JUDGING = 5, 16
 """Most queries of a query head that select candidates, and that score them."""
+
+LAST = 8.0
+"""How many times the last query of a query head counts."""
 
 
 def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +222,9 @@ def asked(
     nothing = sinks.T.unflatten(0, (layer.num_kv_heads, -1)).flatten(1, 2).unsqueeze(-1)
     probability = torch.cat([logits, nothing], dim=-1).softmax(-1)[..., :-1]
     share = probability.unflatten(-1, scale.shape[1:]).sum(-1)  # [H, G * Q, n]
-    return share.square().unflatten(1, (-1, len(queries))).sum(2)
+    times = torch.ones(len(queries))
+    times[-1] = LAST
+    return (share.square().unflatten(1, (-1, len(queries))) * times.unsqueeze(-1)).sum(2)
 
 
 def _by_heads(layer: LayerConfig, queries: torch.Tensor) -> torch.Tensor:
