@@ -178,7 +178,7 @@ def test_a_ring_of_latent_rows(in_8_bits: bool) -> None:
 def test_rings_follow_the_scheduler() -> None:
     rings = Rings(shape_of(4, 6), 2, CPU)
     rings.note(output(scheduled_new_reqs=[new(name, i) for i, name in enumerate("abcd", 1)]))
-    assert not rings.rings and rings.num_bytes == 0, "nobody has evicted"
+    assert not rings.rings and rings.num_bytes == 0, "no request has evicted units"
     number, other = rings.take("a"), rings.take("b")
     assert rings.take("never seen") == rings.take(None) == -1
     rings.end[[number, other]] = 4, 90

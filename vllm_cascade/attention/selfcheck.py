@@ -101,7 +101,7 @@ SUSPECTS["drafts"] = SUSPECTS["decode"] | {
 }
 CLOSE = 2e-3
 """Relative difference of two units' evidence that rounding may not decide."""
-EVIDENCE = 3e-2
+EVIDENCE = 6e-2
 """Largest error of evidence, relative to the most. Rounding may change a code of a query by 1."""
 SUSPECTS["mixed"] = {
     compared: f"{kernels}; or {SUSPECTS['decode'][compared]}"

@@ -97,7 +97,7 @@ class LogUnits:
         return [x for chunk in chunks for x in chunk.tensors] + [log.tokens for log in logs]
 
     def evidence(self, metadata: Any) -> dict[int, torch.Tensor]:
-        """None: the judge of the CPU keeps no evidence."""
+        """Nothing: the CPU's judge keeps no evidence."""
         return {}
 
 
