@@ -28,7 +28,7 @@ struct Filter {
   const Judge& judge;
   Scratch& scratch;
   // Panels of all units' centres, from the first unit of all chunks on.
-  const int64_t panels = judge.units.num_chunks * judge.units.chunk_units / W;
+  const int64_t panels = judge.units.num_chunks * CHUNK_UNITS / W;
   const int64_t blocks = (panels + BLOCK - 1) / BLOCK;
   const int64_t sets = judge.layer.num_sets, heads = judge.heads_of_set();
   // Queries of a KV head, of a set in whole registers, and of all.
@@ -86,13 +86,13 @@ struct Centres {
   // Logits for `Rows` queries from number `row` on, -inf where no unit is.
   template <int Rows>
   void multiply(const Filter& filter, int64_t row, vf (*logits)[Rows]) const {
-    const int64_t size = filter.queries.size, units = filter.judge.units.chunk_units;
+    const int64_t size = filter.queries.size;
     const int32_t *query = filter.queries.words + row * size, *less = filter.queries.less + row;
     const float *step = filter.queries.step + row, *norm = filter.queries.norm + row;
     vi sums[Rows][Panels];
     ::multiply(query, less, size, sums, [&](int64_t word, int p) {
-      __builtin_prefetch(next[p] + word * units, 0, 2);
-      return load_as<vi>(words[p] + word * units) ^ SIGNS;
+      __builtin_prefetch(next[p] + word * CHUNK_UNITS, 0, 2);
+      return load_as<vi>(words[p] + word * CHUNK_UNITS) ^ SIGNS;
     });
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; r++)

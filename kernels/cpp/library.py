@@ -113,11 +113,11 @@ class Undone(ctypes.Structure):
 
 
 class Units(ctypes.Structure):
-    """Consecutive units of a request's store: addresses of its chunks' tensors, ``[9, chunks]``."""
+    """Consecutive units of a request's store: addresses of its chunks, and offsets of tensors."""
 
     _fields_: ClassVar = [
-        *_of(c_void_p, "addresses"),
-        *_of(c_int64, "num_chunks chunk_units begin end in_8_bits"),
+        *_of(c_void_p, "chunks offsets"),
+        *_of(c_int64, "num_chunks begin end in_8_bits"),
     ]
 
 
@@ -137,8 +137,14 @@ class Exchange(ctypes.Structure):
 
     _fields_: ClassVar = [
         *_of(c_void_p, "pages chosen shown"),
-        *_of(c_int64, "shown_stride num_units before now sinks"),
+        *_of(c_int64, "shown_layer shown_stride num_units before now sinks"),
     ]
+
+
+class Recall(ctypes.Structure):
+    """A request whose queries select units of its store."""
+
+    _fields_: ClassVar = [("units", Units), ("asking", Asking), ("exchange", Exchange)]
 
 
 class Gone(ctypes.Structure):
@@ -150,10 +156,17 @@ class Gone(ctypes.Structure):
 class Freed(ctypes.Structure):
     """Evicted units that are still in the slots that they freed."""
 
-    _fields_: ClassVar = [
-        *_of(c_void_p, "pages before"),
-        *_of(c_int64, "before_stride num_before num_units"),
-    ]
+    _fields_: ClassVar = [*_of(c_void_p, "pages before"), *_of(c_int64, "num_before num_units")]
+
+
+class Leaving(ctypes.Structure):
+    """A request whose token evicts units."""
+
+    _fields_: ClassVar = [("units", Units), ("freed", Freed)]
+
+
+Requests = ctypes.Array[Any]
+"""``Recall`` or ``Leaving`` of several requests."""
 
 
 class Library:
@@ -161,8 +174,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.calls = {"tokens": 0, "strides": 0, "recalls": 0, "undone": 0}
-        self.calls |= {"exchanges": 0, "stores": 0}
+        self.calls = {"tokens": 0, "strides": 0, "recalls": 0, "stores": 0, "undone": 0}
         try:
             native = ctypes.CDLL(str(path))
         except OSError as error:
@@ -172,11 +184,10 @@ class Library:
             ("stride", Stride),
             ("layer", Layer),
             ("rows", Rows),
-            ("units", Units),
             ("asking", Asking),
-            ("exchange", Exchange),
+            ("recall", Recall),
             ("gone", Gone),
-            ("freed", Freed),
+            ("leaving", Leaving),
             ("undone", Undone),
         ):
             size = getattr(native, f"{name}_size")
@@ -191,22 +202,26 @@ class Library:
         self.multiplies_bf16 = bool(native.multiplies_bf16())  # in strides
         self._tokens = native.attend_and_insert_tokens
         self._stride = native.attend_and_insert_stride
-        self._recall = native.recall_units
-        self._exchange = native.exchange_units
-        self._store, self._store_freed = native.store_units, native.store_freed_units
+        native.chunk_units.restype = c_int64
+        self.chunk_units = native.chunk_units()  # units of a store's chunk
+        self._judge, self._recall = native.recall_units, native.recall_requests
+        self._note, self._store_leaving = native.note_ranks, native.store_leaving
+        self._store = native.store_units
         self._undo = native.undo_tokens
         layer, rows = POINTER(Layer), POINTER(Rows)
         self._tokens.argtypes = [layer, POINTER(POINTER(Tokens)), c_int64, rows]
         self._stride.argtypes = [layer, POINTER(Stride), rows]
         units = POINTER(Units)
-        self._recall.argtypes = [layer, rows, units, POINTER(Asking), c_int64, *[c_void_p] * 3]
-        self._exchange.argtypes = [layer, units, c_int64, POINTER(Exchange)]
+        self._judge.argtypes = [layer, rows, units, POINTER(Asking), c_int64, *[c_void_p] * 3]
+        self._recall.argtypes = [layer, rows, c_void_p, c_int64, c_int64]
+        self._note.argtypes = [layer, c_void_p, c_int64]
+        self._store_leaving.argtypes = [layer, c_void_p, c_int64, c_int64]
         self._store.argtypes = [layer, units, c_int64, POINTER(Gone)]
-        self._store_freed.argtypes = [layer, units, c_int64, POINTER(Freed)]
         self._undo.argtypes = [layer, POINTER(Undone)]
-        for function in (self._tokens, self._stride, self._recall, self._undo, self._store):
+        for function in (self._tokens, self._stride, self._judge, self._undo, self._store):
             function.restype = None
-        for function in (self._exchange, self._store_freed):
+        self._note.restype = None
+        for function in (self._recall, self._store_leaving):
             function.restype = c_int64
 
     def attend_and_insert_tokens(self, layer: Layer, batches: Batches, rows: Rows) -> None:
@@ -236,13 +251,12 @@ class Library:
         chosen: int,
     ) -> None:
         """Select the units that queries attend to most; writes to the addresses given."""
-        self.calls["recalls"] += 1
-        self._recall(layer, rows, units, asking, index, asked, listed, chosen)
+        self._judge(layer, rows, units, asking, index, asked, listed, chosen)
 
-    def exchange_units(self, layer: Layer, units: Units, index: int, exchange: Exchange) -> int:
-        """Put selected units into pages; returns how many were not there."""
-        self.calls["exchanges"] += 1
-        came = self._exchange(layer, units, index, exchange)
+    def recall_requests(self, layer: Layer, rows: Rows, requests: Requests, index: int) -> int:
+        """Put the units that ``Recall``s select into pages; returns how many were not there."""
+        self.calls["recalls"] += len(requests)
+        came = self._recall(layer, rows, requests, len(requests), index)
         assert came >= 0, "recalled units are missing, or there is no room for them"
         return came
 
@@ -251,11 +265,15 @@ class Library:
         self.calls["stores"] += 1
         self._store(layer, units, index, gone)
 
-    def store_freed_units(self, layer: Layer, units: Units, index: int, freed: Freed) -> None:
-        """Write units to a store that single tokens have just evicted."""
-        self.calls["stores"] += 1
-        num = self._store_freed(layer, units, index, freed)
-        assert num >= 0, "the token evicted another number of units"
+    def note_ranks(self, layer: Layer, requests: Requests) -> None:
+        """Copy ranks to where ``Leaving``s want them, before their tokens are inserted."""
+        self._note(layer, requests, len(requests))
+
+    def store_leaving(self, layer: Layer, requests: Requests, index: int) -> None:
+        """Write units to stores that the tokens of ``Leaving``s have just evicted."""
+        self.calls["stores"] += len(requests)
+        num = self._store_leaving(layer, requests, len(requests), index)
+        assert num >= 0, "a token evicted another number of units"
 
 
 @lru_cache(maxsize=1)

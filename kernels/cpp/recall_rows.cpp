@@ -5,28 +5,12 @@
 #include "stored.h"
 #include "units.h"
 
-// Selected units take the ranks behind the sinks.
-struct Exchange {
-  const int32_t* pages;   // block numbers
-  const int64_t* chosen;  // [S, now], units, counted from the first candidate
-  int32_t* shown;         // [S, shown_stride], first tokens of the recalled units, ascending
-  int64_t shown_stride, num_units;  // units in the pages
-  int64_t before, now, sinks;
-};
-
 // Evicted units, in the order of their numbers.
 struct Gone {
   const char* rows;    // [H, num, unit, row bytes]
   const float* scale;  // [H, num, unit, 2], or null
   const int32_t *born, *token;  // [S, num]
   int64_t num;
-};
-
-// Units that single tokens evicted. Their slots are free and still hold the rows.
-struct Freed {
-  const int32_t* pages;
-  const int32_t* before;  // [S, before_stride], ranks before the token
-  int64_t before_stride, num_before, num_units;
 };
 
 namespace {
@@ -143,7 +127,8 @@ int64_t exchange_set(const LayerUnits& units, const Exchange& exchange, int64_t 
             [&](int64_t a, int64_t b) { return first(a) < first(b); });
   std::vector<int32_t> wanted(now), rank(n);
   std::transform(numbers.begin(), numbers.end(), wanted.begin(), first);
-  int32_t* shown = exchange.shown + set * exchange.shown_stride;
+  int32_t* shown =
+      exchange.shown + units.index * exchange.shown_layer + set * exchange.shown_stride;
   if (before == now && std::equal(wanted.begin(), wanted.end(), shown)) return 0;
 
   gather(layer, exchange.pages, set, layer.rank, rank.data(), 0, n);
@@ -218,7 +203,7 @@ void store_unit(const LayerUnits& units, const Gone& gone, int64_t head, int64_t
   *units.centre_scale(head, number) = encode_vector(key, size, code.data());
   int8_t* centre = units.centre(head, number);
   for (int64_t c = 0; c < size; c += 4)
-    std::memcpy(centre + c * units.units.chunk_units, code.data() + c, 4);
+    std::memcpy(centre + c * CHUNK_UNITS, code.data() + c, 4);
 }
 
 void store_all(const LayerUnits& units, const Gone& gone) {
@@ -254,10 +239,7 @@ void take_unit(const Layer& layer, const Freed& freed, int64_t set, int64_t plac
 
 }  // namespace
 
-extern "C" int64_t exchange_size() { return sizeof(Exchange); }
 extern "C" int64_t gone_size() { return sizeof(Gone); }
-extern "C" int64_t freed_size() { return sizeof(Freed); }
-extern "C" int64_t units_size() { return sizeof(Units); }
 
 // Returns how many units came back to the pages, or -1 if their ranks are not as planned.
 extern "C" int64_t exchange_units(const Layer* layer, const Units* units, int64_t index,
@@ -277,7 +259,7 @@ extern "C" void store_units(const Layer* layer, const Units* units, int64_t inde
   store_all({*layer, *units, index}, *gone);
 }
 
-// Returns how many units of a head set were freed, which is how many there must be, or -1.
+// Returns how many units of a head set were freed, or -1 if that is not how many there must be.
 extern "C" int64_t store_freed_units(const Layer* layer, const Units* units, int64_t index,
                                      const Freed* freed) {
   const LayerUnits mine{*layer, *units, index};
@@ -288,7 +270,7 @@ extern "C" int64_t store_freed_units(const Layer* layer, const Units* units, int
   int32_t *born = words.data(), *token = born + layer->num_sets * num;
   const Gone gone{rows.data(), scale.empty() ? nullptr : scale.data(), born, token, num};
   for (int64_t set = 0; set < layer->num_sets; set++) {
-    const int32_t* was = freed->before + set * freed->before_stride;
+    const int32_t* was = freed->before + set * freed->num_before;
     gather(*layer, freed->pages, set, layer->rank, rank.data(), 0, freed->num_units);
     std::vector<int64_t> places;
     for (int64_t place = 0; place < freed->num_before; place++)

@@ -7,10 +7,29 @@
 // Tensors of a chunk (vllm_cascade/recall/log.py), in the order of their addresses.
 enum Tensor { ROWS_, ROW_SCALES, CODES, SCALES, CENTRES, CENTRE_SCALES, SPREADS, BORN, TOKEN };
 
+constexpr int64_t CHUNK_UNITS = 16;  // a constant, because places are computed for every panel
+
 struct Units {
-  const int64_t* addresses;  // [9, num_chunks]
-  int64_t num_chunks, chunk_units, begin, end;  // units begin .. end - 1 of all chunks' are there
+  const int64_t* chunks;   // [num_chunks], addresses of their memory
+  const int64_t* offsets;  // [9], of the tensors in it
+  int64_t num_chunks, begin, end;  // units begin .. end - 1 of all chunks' are there
   int64_t in_8_bits;  // whether rows are values in 8 bits; keys are then `codes`
+};
+
+// Selected units, which take the ranks behind the sinks.
+struct Exchange {
+  const int32_t* pages;   // block numbers
+  const int64_t* chosen;  // [S, now], units, counted from the first candidate
+  int32_t* shown;  // [layers, S, shown_stride], first tokens of the recalled units, ascending
+  int64_t shown_layer, shown_stride, num_units;  // units in the pages
+  int64_t before, now, sinks;
+};
+
+// Units that a single token evicted. Their slots are free and still hold the rows.
+struct Freed {
+  const int32_t* pages;
+  int32_t* before;  // [S, num_before], ranks before the token
+  int64_t num_before, num_units;  // units in the pages before the token and now
 };
 
 // Where one layer's units lie. `head` is a KV head, `set` a head set, `number` a unit's number,
@@ -22,10 +41,10 @@ struct LayerUnits {
 
   int64_t count() const { return units.end - units.begin; }
   char* chunk(Tensor tensor, int64_t number) const {
-    return (char*)units.addresses[tensor * units.num_chunks + number / units.chunk_units];
+    return (char*)units.chunks[number / CHUNK_UNITS] + units.offsets[tensor];
   }
   int64_t at(int64_t part, int64_t parts, int64_t number) const {
-    return (index * parts + part) * units.chunk_units + number % units.chunk_units;
+    return (index * parts + part) * CHUNK_UNITS + number % CHUNK_UNITS;
   }
   int64_t of_head(int64_t head, int64_t number) const { return at(head, layer.num_heads, number); }
 
@@ -37,10 +56,10 @@ struct LayerUnits {
   float* scales(int64_t head, int64_t number) const {
     return (float*)chunk(SCALES, number) + of_head(head, number) * layer.unit;
   }
-  // [D / 4, chunk_units, 4] int8: four channels of a mean key, the next ones 4 * chunk_units further
+  // [D / 4, CHUNK_UNITS, 4] int8: four channels of a mean key, the next ones 4 * CHUNK_UNITS further
   int8_t* centre(int64_t head, int64_t number) const {
-    const int64_t first = (index * layer.num_heads + head) * layer.head_size * units.chunk_units;
-    return (int8_t*)chunk(CENTRES, number) + first + number % units.chunk_units * 4;
+    const int64_t first = (index * layer.num_heads + head) * layer.head_size * CHUNK_UNITS;
+    return (int8_t*)chunk(CENTRES, number) + first + number % CHUNK_UNITS * 4;
   }
   float* centre_scale(int64_t head, int64_t number) const {
     return (float*)chunk(CENTRE_SCALES, number) + of_head(head, number);

@@ -3,6 +3,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm_cascade.attention.cpu.native import NativePath
 from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
-from vllm_cascade.kernels.cpp.library import load, row_addresses
+from vllm_cascade.kernels.cpp.library import Rows, load, row_addresses
 from vllm_cascade.models.rotary import Rotary, rotate
 from vllm_cascade.policies.registry import resolve
 from vllm_cascade.policies.schedule import compiled
@@ -66,6 +67,29 @@ def path_of(
 
 
 PAGES = torch.tensor([2, 0, 1], dtype=torch.int32)
+
+
+def choose(
+    path: NativePath, part: Part, num: int, rows: Rows, places: np.ndarray, *where: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What queries select in C++ in the second layer, at ``where``: the rest of ``asking_of``.
+
+    Returns:
+        Unit indices within the part, int64 ``[sets, num]``, ascending; the judged units, int64
+        ``[sets, judged]``, all or ``CANDIDATES`` of them; and their worth for each query head, fp32
+        ``[H * G, judged]``, of all queries.
+    """
+    layer = path._layer
+    judged = min(len(part), native_recall.CANDIDATES)
+    asked = np.empty((layer.num_heads * layer.group, judged), dtype=np.float32)
+    listed = np.empty((layer.num_sets, judged), dtype=np.int64)
+    chosen = np.empty((layer.num_sets, num), dtype=np.int64)
+    positions, pages, num_sinks = where
+    asking = native_recall.asking_of(places, positions, pages, num, num_sinks)
+    units = native_recall.units_of(part)
+    addresses = asked.ctypes.data, listed.ctypes.data, chosen.ctypes.data
+    load().recall_units(layer, rows, units, asking, 1, *addresses)
+    return chosen, listed, asked
 
 
 def sinks_of(path: NativePath, layer: LayerConfig, num: int) -> torch.Tensor:
@@ -195,12 +219,10 @@ def test_the_judge_in_cpp(
         *(torch.randn(4, heads, size).to(dtype) for heads in (num_heads, num_heads * group)),
     )
     path, num_sinks = path_of(layer, unit, num_heads * group, dtype), data.draw(st.integers(0, 5))
-    before = load().calls["recalls"]
-    chosen, listed, asked = path.recall(1).choose(
-        part, num, row_addresses(new), place.numpy(), position.numpy(), PAGES, num_sinks
+    chosen, listed, asked = choose(
+        path, part, num, row_addresses(new), place.numpy(), position.numpy(), PAGES, num_sinks
     )
     assert (listed == np.arange(num_units)).all()
-    assert load().calls["recalls"] == before + 1
     at = position[:, None].expand(-1, num_heads * group)
     plain = rotate(new.query[place].float(), rotary.table(50)[at], True) * layer.scale
     sinks = sinks_of(path, layer, num_sinks)
@@ -230,8 +252,8 @@ def test_few_queries_find_what_many_do(unit: int) -> None:
     path, worth, units = path_of(layer, unit, 6), [], []
     for num in (1, 12):
         place, position = np.zeros(num, dtype=np.int64), np.full(num, 7)
-        chosen, _, asked = path.recall(1).choose(
-            log.part(log.begin, log.end), 5, row_addresses(new), place, position, PAGES, 1
+        chosen, _, asked = choose(
+            path, log.part(log.begin, log.end), 5, row_addresses(new), place, position, PAGES, 1
         )
         worth.append(asked / (num + 7))
         units.append(chosen.tolist())
@@ -299,9 +321,7 @@ def test_candidates(
         listed = evidence.candidates(layer, 1, part, plain)
         to_sinks = evidence.to_sinks(layer, new.query, sinks)
         chosen = evidence.choose(layer, 1, part, plain, to_sinks, num)
-        found = path.recall(1).choose(
-            part, num, row_addresses(new), places, np.zeros_like(places), PAGES, 1
-        )
+        found = choose(path, part, num, row_addresses(new), places, np.zeros_like(places), PAGES, 1)
     assert listed is not None and listed.shape == (num_sets, most)
     coarse = in_8_bits(keys).double()
     centres, variance = in_8_bits(coarse.mean(2).float()).double(), coarse.var(2, correction=0)
@@ -344,9 +364,8 @@ def test_queries_that_are_no_numbers() -> None:
     places = np.arange(2)
     for most in (100, 20):
         with patch.object(native_recall, "CANDIDATES", most):
-            native = path_of(layer_of(2, 8), 4, 2).recall(1)
             asked = rows, places, 0 * places, PAGES, 1
-            (chosen,), *_ = native.choose(log.part(0, 100), 3, *asked)
+            (chosen,), *_ = choose(path_of(layer_of(2, 8), 4, 2), log.part(0, 100), 3, *asked)
         assert sorted(set(chosen.tolist())) == chosen.tolist() and len(chosen) == 3
         assert chosen.min() >= 0 and chosen.max() < 100
 

@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.attention.steps import step_of
+from tests.attention.test_launches import calls_in
 from tests.attention.test_paged import PagedLayer, Shape
 from vllm_cascade.attention.cpu.paths import SWITCH
+from vllm_cascade.attention.layer import NewTokens
 from vllm_cascade.engine.recall_memory import unit_shape
 from vllm_cascade.kernels.cpp.library import load
 from vllm_cascade.models.rotary import rotate
@@ -114,17 +117,32 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("name", CASES)
 def test_cpp_moves_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages and logs after prompts in strides and single tokens."""
+    compare(name, monkeypatch)
+
+
+def test_requests_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many requests as threads, each on one of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        compare("heads", monkeypatch)
+    finally:
+        torch.set_num_threads(before)
+
+
+def compare(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages and logs of PyTorch and C++; tokens of both requests select in the same steps."""
     shape, settings = CASES[name]
     unit = settings["unit"]
     settings = {**settings, "prefill_stride": 2 * unit, "recall_store": 40 * unit}
-    lengths = [(9 * unit, 5 * unit + 1), (7 * unit, 1), (1, 6 * unit), *[(1, 1)] * (3 * unit)]
+    lengths = [(9 * unit, 5 * unit + 1), (7 * unit + 1, 1), (1, 6 * unit), *[(1, 1)] * (3 * unit)]
     plain, layer = (layer_of(p, shape, settings, monkeypatch) for p in ("pytorch", "native"))
     before = dict(load().calls)
     close = 2e-4 if shape.dtype == torch.float32 else 5e-2
     for a, b in zip(run(plain, lengths), run(layer, lengths), strict=True):
         torch.testing.assert_close(a, b, atol=close, rtol=0)
     made = load().calls
-    assert all(made[call] > before[call] for call in ("recalls", "exchanges", "stores"))
+    assert all(made[call] > before[call] for call in ("recalls", "stores"))
     assert plain.impl.recall.exchanged == layer.impl.recall.exchanged > 10
     for first, log in plain.builder.stores.logs.items():
         other = layer.builder.stores.logs[first]
@@ -146,3 +164,21 @@ def test_cpp_moves_the_same_bytes(name: str, monkeypatch: pytest.MonkeyPatch) ->
         for stored in ("kv", "scale"):
             rows = getattr(plain.pages, stored)
             assert rows is None or same_bytes(rows[at], getattr(layer.pages, stored)[at]), stored
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 12)], ids=["both", "one"])
+def test_calls_do_not_grow_with_requests(
+    lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer after the first one calls Python as often for two requests that select as for one."""
+    shape, settings = CASES["fp32"]
+    layer = layer_of("native", shape, {**settings, "prefill_stride": 8}, monkeypatch)
+    run(layer, [(36, 36)])
+    table = torch.stack([torch.arange(1, 20), torch.arange(20, 39)]).int()
+    metadata = layer.builder.build(0, step_of([36, 36], lengths, [n > 1 for n in lengths], table))
+    singles, recall = metadata.waves[0].singles, layer.impl.recall
+    new = NewTokens(*(torch.randn(sum(lengths), heads, shape.head_size) for heads in (4, 2, 2, 4)))
+    recall.select_for_tokens(singles, new)
+    recalls = load().calls["recalls"]
+    assert calls_in(lambda: recall.select_for_tokens(singles, new)) <= 12
+    assert load().calls["recalls"] - recalls == lengths.count(1)

@@ -77,6 +77,11 @@ class UnitShape:
         )
 
     @cached_property
+    def offsets(self) -> np.ndarray:
+        """Offsets of a chunk's tensors in its memory, int64 ``[9]``."""
+        return np.asarray(offsets(self.layout)[:-1], dtype=np.int64)
+
+    @cached_property
     def chunk_bytes(self) -> int:
         """Bytes of host memory per chunk of ``CHUNK_UNITS`` units, in whole pages."""
         return block_bytes(self.layout)
@@ -88,7 +93,7 @@ class UnitShape:
 
 
 def _tensor(number: int) -> property:
-    return property(lambda chunk: view(chunk.memory, chunk.layout, number))
+    return property(lambda chunk: view(chunk.memory, chunk.shape.layout, number))
 
 
 class Chunk:
@@ -106,7 +111,7 @@ class Chunk:
 
     Attributes:
         memory: the block, uint8 ``[chunk_bytes]``; all tensors are in it.
-        layout: shapes and dtypes of the tensors.
+        shape: of the units.
         rows: ``[layers, H, units, unit, row_size]``, as stored in the pages; with
             ``in_8_bits`` int8 ``[layers, H, units, unit, D]``, values quantised like ``codes``.
         row_scale: fp32 ``[layers, H, units, unit, row_scales]``, their scales in the pages; with
@@ -122,16 +127,15 @@ class Chunk:
             mean over channels.
         born: int32 ``[layers, sets, units]``, position at which the first key was rotated.
         token: int32 ``[layers, sets, units]``, stream index of the first token.
-        addresses: of these tensors, in this order.
+        begin: address of the block.
     """
 
     def __init__(self, shape: UnitShape, memory: np.ndarray | None = None) -> None:
         self.memory = new_block(shape.layout) if memory is None else memory
-        self.layout = shape.layout
+        self.shape = shape
         if self.memory.dtype != np.uint8 or self.memory.shape != (shape.chunk_bytes,):
             raise ValueError(f"not a block of {shape.chunk_bytes} bytes")
-        begin = self.memory.ctypes.data
-        self.addresses = tuple(begin + at for at in offsets(self.layout)[:-1])
+        self.begin = self.memory.ctypes.data
 
     rows, row_scale, codes, scale = map(_tensor, range(4))
     centre, centre_scale, spread, born, token = map(_tensor, range(4, NUM_TENSORS))
@@ -139,7 +143,7 @@ class Chunk:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All of them."""
-        return tuple(view(self.memory, self.layout, i) for i in range(NUM_TENSORS))
+        return tuple(view(self.memory, self.shape.layout, i) for i in range(NUM_TENSORS))
 
 
 class Log(Chain[Chunk]):
@@ -249,9 +253,8 @@ class Part:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """Addresses of the chunks' tensors, int64 ``[9, chunks]``."""
-        found = np.asarray([chunk.addresses for chunk in self.chunks], dtype=np.int64)
-        return np.ascontiguousarray(found.reshape(-1, NUM_TENSORS).T)
+        """Addresses of the chunks' blocks, int64 ``[chunks]``."""
+        return np.fromiter((chunk.begin for chunk in self.chunks), np.int64, len(self.chunks))
 
     def pieces(self) -> list[tuple[Chunk, slice, slice]]:
         """For each chunk: the chunk, the slice of its units, and their slice in the part."""

@@ -66,7 +66,7 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         assert self._layer is not None and self._pages is not None, "prepare() was not called"
         in_8_bits, native = stores.shape.in_8_bits, None
         if isinstance(self.path, NativePath):
-            native = self.path.recall(index, in_8_bits)
+            native = self.path.recall(index)
         self.recall = LayerRecall(self._layer, self._pages, index, most_queries, native, in_8_bits)
 
     def keep_drafts(self, most_requests: int) -> None:
@@ -167,7 +167,7 @@ class CPUKVPolicyImpl(KVPolicyImpl):
         gone = self.recall.room(plan.stored) if len(plan.stored) else None
         path.stride(stride, new, gone)
         if gone is not None:
-            self.recall.store(plan.stored, gone)
+            self.recall.store(plan, gone)
 
 
 def _attend(path: Path, wave: CPUWave, new: NewTokens) -> None:

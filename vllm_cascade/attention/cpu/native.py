@@ -50,14 +50,13 @@ class NativePath:
         self._layer = _layer(layer, pages, num_heads, schedule)
         self._dtype = _dtype(layer, pages)
 
-    def recall(self, index: int, in_8_bits: bool = False) -> NativeRecall:
+    def recall(self, index: int) -> NativeRecall:
         """Create the object that selects and moves the layer's evicted units.
 
         Args:
             index: the layer's index in its requests' logs.
-            in_8_bits: whether the logs store rows in 8 bits.
         """
-        return NativeRecall(self.library, self._layer, index, in_8_bits)
+        return NativeRecall(self.library, self._layer, index)
 
     def keep_drafts(self, journal: Journal) -> None:
         """Save what draft tokens change from now on."""

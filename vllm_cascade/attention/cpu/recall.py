@@ -16,7 +16,7 @@ from vllm_cascade.attention.layer import LayerConfig, NewTokens
 from vllm_cascade.attention.torch import recall as evidence
 from vllm_cascade.cache.layout import Pages
 from vllm_cascade.kernels.columns import NEW_SLOTS, OLD_SLOTS, START
-from vllm_cascade.kernels.cpp.library import Rows, row_addresses
+from vllm_cascade.kernels.cpp.library import row_addresses
 from vllm_cascade.recall.log import CHUNK_UNITS, Chunk, Part
 from vllm_cascade.step.inputs import Singles, Stride
 from vllm_cascade.step.recall import RecallStride
@@ -92,19 +92,22 @@ class LayerRecall:
         if place is None:  # the same in all layers
             place = stride.start + evidence.asking(stride.num_tokens, self._most_queries)
             stride.kept["asking"] = place
-        chosen = self._choose(plan, new, row_addresses(new), place, stride.pages)
+        if self._native is not None:
+            self.exchanged += self._native.select_for_stride(stride, place, row_addresses(new))
+            return
+        chosen = self._choose(plan, new, place, stride.pages)
         self._place_all(plan, chosen, stride.pages, stride.old_slots)
 
     def select_for_tokens(self, singles: Singles, new: NewTokens) -> None:
         """Recall the units that single tokens' queries select."""
-        rows = None
+        if self._native is not None:
+            self.exchanged += self._native.select_for_tokens(singles, row_addresses(new))
+            return
         for i, plan in enumerate(singles.recall):
             if plan is None or not plan.selects:
                 continue
-            rows = rows or row_addresses(new)
             step = singles.steps[i].tolist()
-            place = np.asarray([step[START]])
-            chosen = self._choose(plan, new, rows, place, singles.table[i])
+            chosen = self._choose(plan, new, np.asarray([step[START]]), singles.table[i])
             self._place_all(plan, chosen, singles.table[i], step[OLD_SLOTS])
 
     def _line(self, pages: torch.Tensor, slots: int) -> _Line:
@@ -115,14 +118,12 @@ class LayerRecall:
         self,
         plan: RecallStride,
         new: NewTokens,
-        rows: Rows,
         place: np.ndarray,
         pages: torch.Tensor,
-    ) -> Sequence[np.ndarray] | np.ndarray:
+    ) -> Sequence[np.ndarray]:
         """Select units for each head set, ascending int64; indices count from the first candidate.
 
         Args:
-            rows: addresses of ``new``.
             place: int64 ``[queries]``, the selecting tokens' places in the step.
             pages: int32, the request's block numbers.
         """
@@ -130,11 +131,6 @@ class LayerRecall:
         position = np.full(len(place), plan.middle * self._pages.unit)
         if plan.now == len(units):
             return [np.arange(plan.now)] * layer.num_sets
-        if self._native is not None:
-            chosen, *_ = self._native.choose(
-                units, plan.now, rows, place, position, pages, plan.sinks
-            )
-            return chosen
         queries = new.query[torch.from_numpy(place)]
         at = torch.from_numpy(position)[:, None].expand(-1, queries.shape[1])
         plain = evidence.unrotated(layer, queries, at) * layer.scale
@@ -155,7 +151,7 @@ class LayerRecall:
     def _place_all(
         self,
         plan: RecallStride,
-        chosen: Sequence[np.ndarray] | np.ndarray,
+        chosen: Sequence[np.ndarray],
         pages: torch.Tensor,
         slots: int,
     ) -> None:
@@ -165,10 +161,6 @@ class LayerRecall:
             pages: int32, the request's block numbers.
             slots: slots in use, or free among them.
         """
-        if self._native is not None:
-            units = slots // self._pages.unit
-            self.exchanged += self._native.exchange(plan, np.asarray(chosen), pages, units)
-            return
         line = None
         for head_set, units in enumerate(chosen):
             numbers = units + plan.candidates.begin
@@ -261,7 +253,11 @@ class LayerRecall:
     # --- after attention ----------------------------------------------------------------------
 
     def ranks_before(self, singles: Singles) -> list[np.ndarray | None]:
-        """Each request's ranks before attention; None if its token evicts nothing."""
+        """Each request's ranks before attention; None if its token evicts nothing, or the library
+        keeps them."""
+        if self._native is not None:
+            self._native.note_ranks(singles)
+            return []
         return [
             None
             if plan is None or not len(plan.stored)
@@ -272,17 +268,15 @@ class LayerRecall:
     def store_of_tokens(self, singles: Singles, before: list[np.ndarray | None]) -> None:
         """Store the units that single tokens evicted; their freed slots still hold the rows."""
         assert self._pages.token is not None, "recall keeps units' indices"
+        if self._native is not None:
+            self._native.store_of_tokens(singles)
+            return
         for i, old in enumerate(before):
             if old is None:
                 continue
             plan = singles.recall[i]
             assert plan is not None
-            table, slots = singles.table[i], int(singles.steps[i, NEW_SLOTS])
-            if self._native is not None:
-                units = slots // self._pages.unit
-                self._native.store_freed(plan.stored, table, old, units)
-                continue
-            line = self._line(table, slots)
+            line = self._line(singles.table[i], int(singles.steps[i, NEW_SLOTS]))
             gone = self.room(plan.stored)
             born, token = line.read(self._pages.born), line.read(self._pages.token)
             for head_set, was in enumerate(old):
@@ -296,12 +290,12 @@ class LayerRecall:
                     gone.rows[heads, n] = rows
                     if gone.scale is not None and scale is not None:
                         gone.scale[heads, n] = scale
-            self.store(plan.stored, gone)
+            self.store(plan, gone)
 
-    def store(self, part: Part, gone: Evicted) -> None:
+    def store(self, plan: RecallStride, gone: Evicted) -> None:
         """Write evicted units and their 8-bit keys to a log's memory."""
         if self._native is not None:
-            self._native.store(part, gone)
+            self._native.store(plan, gone)
             return
         layer, index = self.layer, self._index
         unit = self._pages.unit
@@ -314,7 +308,7 @@ class LayerRecall:
         if self._in_8_bits:
             stored, of_row = evidence.encode(rows[..., layer.head_size :].float())
             stored_scale = of_row.unsqueeze(-1)
-        for chunk, to, place in part.pieces():
+        for chunk, to, place in plan.stored.pieces():
             chunk.rows[index, :, to] = stored[:, place]
             if stored_scale is not None:
                 chunk.row_scale[index, :, to] = stored_scale[:, place]
