@@ -156,7 +156,7 @@ def _selecting(
     return cpp.Recall(units, asking, exchange), (plan, places, positions)
 
 
-def _selecting_stride(stride: Stride, place: np.ndarray) -> Requests:
+def _selecting_stride(stride: Stride, place: np.ndarray) -> Requests | None:
     plan = stride.recall
     assert plan is not None
     unit = plan.log.shape.unit
