@@ -144,6 +144,41 @@ def test_a_wave_of_some_requests_is_planned_by_their_rows() -> None:
     assert plan[1:, columns.RING].tolist() == places and plan[1:, columns.HOW].all()
 
 
+def test_logs_of_several_requests() -> None:
+    """One wave under two schedules; a request has no log, and one's policy recalls nothing."""
+    policies = {
+        "a": RECALL,
+        "b": {**RECALL, "recall": 1, "budget": 24},
+        "c": {**RECALL, "recall": 0},
+    }
+    made = {name: compiled(resolve(settings)) for name, settings in policies.items()}
+    requests = {4: ("a", 43, 1), 0: ("b", 0, 8), 2: ("c", 64, 8), 1: ("a", 63, 1), 3: ("a", 64, 1),
+                5: ("b", 100, 6)}  # fmt: skip
+    steps, logs = np.zeros((len(requests), columns.STEP_COLUMNS), dtype=np.int32), {}
+    for step, (request, (name, begin, length)) in zip(steps, requests.items(), strict=True):
+        step[[columns.STREAM, columns.LENGTH]] = begin, length
+        if request != 3:
+            log = logs[10 + request] = Log(shape_of(4, 40))
+            log.grow(int(made[name].evicted(np.asarray(begin))))
+            log.shown = int(made[name].recalled(np.asarray(begin)))
+    schedules = [made[name] for name, *_ in requests.values()]
+    wave = StrideRows(steps, np.asarray(list(requests)), schedules, *NOWHERE)
+    (planned,) = plan_logs([wave], torch.arange(10, 16).view(6, 1), logs)
+    assert set(planned) == {4, 0, 1, 5}
+    for request, plan in planned.items():
+        name, begin, length = requests[request]
+        gone, after = made[name].evicted(np.asarray([begin, begin + length])).tolist()
+        now = min(policies[name]["recall"], gone)
+        assert plan.log is logs[10 + request]
+        assert (plan.before, plan.now, plan.log.shown) == (now, now, now)
+        assert plan.log.selected_by_many == (length > 1)
+        assert plan.selects == (now > 0 and (length > 1 or begin % 3 == 0)), request
+        assert (len(plan.candidates), len(plan.stored)) == (gone, after - gone)
+        assert plan.log.end == after
+    assert [planned[request].selects for request in (4, 0, 1, 5)] == [False, False, True, True]
+    assert planned[5].now == 1 and len(planned[5].stored) > 0
+
+
 def test_rows_without_a_ring_do_nothing() -> None:
     schedule, plain = compiled(resolve(RECALL)), compiled(resolve({**RECALL, "recall": 0}))
     rings = Rings(shape_of(4, 6), 3, CPU)

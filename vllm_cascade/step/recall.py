@@ -120,26 +120,35 @@ def plan_logs(
         For each wave, the strides that use a log, by their request's row in the batch.
     """
     first = table[:, 0].tolist()
-    planned: list[dict[int, RecallStride]] = []
-    for rows in waves:
-        strides = {}
-        for i, (request, schedule) in enumerate(
-            zip(rows.request.tolist(), rows.schedules, strict=True)
-        ):
-            log = logs.get(first[request])
-            if log is not None and schedule.policy.recall:
-                strides[request] = _stride_of(log, schedule, rows.steps[i])
-        planned.append(strides)
-    return planned
+    return [_plan_wave(rows, [logs.get(first[i]) for i in rows.request.tolist()]) for rows in waves]
 
 
-def _stride_of(log: Log, schedule: Schedule, step: np.ndarray) -> RecallStride:
-    stream, length = step[[STREAM, LENGTH]].astype(np.int64)[:, None]
-    shown, many = np.asarray([log.shown]), np.asarray([log.selected_by_many])
-    row = recall_rows(schedule, stream, length, shown, many, log.shape.most_units)[0].tolist()
+def _plan_wave(wave: StrideRows, logs: Sequence[Log | None]) -> dict[int, RecallStride]:
+    """``plan_logs`` for one wave, in which a request has at most one stride."""
+    steps, request = wave.steps.astype(np.int64), wave.request.tolist()
+    strides = {}
+    for schedule, where in by_schedule(wave.schedules):
+        if not schedule.policy.recall:
+            continue
+        each = [(i, logs[i]) for i in np.arange(len(request))[where].tolist()]
+        which = [(i, log) for i, log in each if log is not None]
+        if not which:
+            continue
+        stream, length = steps[[i for i, _ in which]][:, [STREAM, LENGTH]].T
+        shown = np.asarray([log.shown for _, log in which])
+        many = np.asarray([log.selected_by_many for _, log in which])
+        most = which[0][1].shape.most_units
+        rows = recall_rows(schedule, stream, length, shown, many, most)
+        for (i, log), row, num in zip(which, rows.tolist(), length.tolist(), strict=True):
+            strides[request[i]] = _stride_of(log, row, selects_by_many=num > 1)
+    return strides
+
+
+def _stride_of(log: Log, row: Sequence[int], selects_by_many: bool) -> RecallStride:
+    """A request's stride by its numbers ``[RECALL_COLUMNS]``; the log is then as after it."""
     assert (log.begin, log.end) == (row[BEGIN], row[END]), (log.begin, log.end, row)
     candidates = log.part(log.begin, log.end)
-    log.shown, log.selected_by_many = row[NOW], bool(length[0] > 1)
+    log.shown, log.selected_by_many = row[NOW], selects_by_many
     stored = log.grow(row[STORED])
     return RecallStride(
         log, candidates, row[HOW] > 0, row[BEFORE], row[NOW], stored, sinks=row[SINKS]
