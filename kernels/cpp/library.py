@@ -266,7 +266,7 @@ class Library:
         self._store(layer, units, index, gone)
 
     def note_ranks(self, layer: Layer, requests: Requests) -> None:
-        """Copy ranks to where ``Leaving``s want them, before their tokens are inserted."""
+        """Copy requests' ranks to their ``before``, before their tokens are inserted."""
         self._note(layer, requests, len(requests))
 
     def store_leaving(self, layer: Layer, requests: Requests, index: int) -> None:

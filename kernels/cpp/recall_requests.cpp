@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What requests move between their pages and their stores in one layer: a call for all requests of a
-// step, because calls from Python take longer than most requests.
+// What requests move between their pages and their stores in one layer. A call is for all requests of
+// a step, so that Python's time does not grow with them.
 #include "judge.h"
 
 // A request whose queries select units.

@@ -7,7 +7,7 @@
 // Tensors of a chunk (vllm_cascade/recall/log.py), in the order of their addresses.
 enum Tensor { ROWS_, ROW_SCALES, CODES, SCALES, CENTRES, CENTRE_SCALES, SPREADS, BORN, TOKEN };
 
-constexpr int64_t CHUNK_UNITS = 16;  // a constant, because places are computed for every panel
+constexpr int64_t CHUNK_UNITS = 16;  // units per chunk, as in vllm_cascade/recall/chain.py
 
 struct Units {
   const int64_t* chunks;   // [num_chunks], addresses of their memory

@@ -87,7 +87,7 @@ class NativeRecall:
 
 
 def _once(kept: dict[str, Any], name: str, make: Any) -> Any:
-    """What the first layer makes of a step, for all layers."""
+    """Return ``kept[name]``, which the first layer makes for all layers."""
     if name not in kept:
         kept[name] = make()
     return kept[name]
