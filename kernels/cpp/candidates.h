@@ -3,8 +3,9 @@
 // probability by the unit's centre, which is the mean of its keys, and by how far the keys spread around it.
 //
 // A unit is worth the sum of the exponentials of its keys' logits. If these are normally distributed,
-// the mean of the exponentials is that of the mean logit plus half of their variance. The variance is
-// the query's squared norm times the keys' variance, if that is the same in all directions.
+// the mean of the exponentials is that of the mean logit plus half of their variance. The variance would
+// be the query's squared norm times the keys' variance, if that were the same in all directions. Queries
+// point more in directions in which keys differ: hence more than half (SPREAD).
 //
 // A first pass sums each query's exponentials and notes its largest logit in each panel of W units. Then
 // a panel's largest probability is known. The candidates lie in the panels in which it is largest, as
@@ -18,6 +19,7 @@
 
 namespace {
 
+constexpr float SPREAD = 0.7f;  // how much of a unit's variance counts
 constexpr int64_t BLOCK = 16;  // panels whose logits stay in the processor's cache
 constexpr int64_t AHEAD = 4;   // panels between one that is read and one that is fetched
 constexpr int CENTRES = W == 16 ? 2 : 1;       // panels that are multiplied at once
@@ -78,7 +80,7 @@ struct Centres {
       __builtin_prefetch(judge.stored().centre_scale(head, then[p] * W), 0, 2);
       __builtin_prefetch(judge.stored().spread(head, then[p] * W), 0, 2);
       scale[p] = load(judge.stored().centre_scale(head, panels[p] * W));
-      spread[p] = load(judge.stored().spread(head, panels[p] * W)) * 0.5f;
+      spread[p] = load(judge.stored().spread(head, panels[p] * W)) * SPREAD;
       valid[p] = holds_units(judge, panels[p]);
     }
   }

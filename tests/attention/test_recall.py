@@ -335,7 +335,7 @@ def test_candidates(
         worth = torch.zeros(num_units, dtype=torch.float64)
         for head in heads:
             for query in in_8_bits(select[:, head * group : (head + 1) * group]).double():
-                added = variance[head].mean(-1)[:, None] * query.square().sum(-1) / 2
+                added = 0.7 * variance[head].mean(-1)[:, None] * query.square().sum(-1)
                 worth = worth.maximum((centres[head] @ query.T + added).softmax(0).amax(1))
         least = worth.sort(descending=True).values[most - 1]
         for units in (listed[head_set].tolist(), found[1][head_set].tolist()):

@@ -22,6 +22,9 @@ CANDIDATES = 512
 FILTERING, JUDGING = 5, 16
 """Queries of each head that select them and that judge them: the last, and the largest ones."""
 
+SPREAD = 0.7
+"""How much of the variance of a unit's keys counts there."""
+
 LAST = 8
 """How often the last query's squares are added."""
 
@@ -154,7 +157,8 @@ class RecallSim:
     ) -> list[int]:
         """The units that a few of the queries, which have 8 bits, ask for most.
 
-        As if a unit's keys were normally distributed, with the same variance in all directions.
+        As if a unit's keys were normally distributed. Half of their variance would count if it were
+        the same in all directions.
         """
         unit, group = self.settings.unit, queries.shape[1] // len(keys)
         few = of_each_head(queries, largest(queries, FILTERING))
@@ -166,7 +170,7 @@ class RecallSim:
         for head in range(queries.shape[1]):
             mean, spread = centres[head // group], variance[head // group]
             for query in few[:, head] * scale:
-                logits = mean @ query + spread * (query @ query) / 2
+                logits = mean @ query + SPREAD * spread * (query @ query)
                 most = torch.maximum(most, logits.softmax(0))
         order = sorted(range(len(stored)), key=lambda i: (-float(most[i]), i))
         return sorted(stored[i] for i in order[:CANDIDATES])

@@ -37,6 +37,9 @@ CANDIDATES = 512
 FILTERING, JUDGING = 5, 16
 """Most queries of a query head that select candidates, and that score them."""
 
+SPREAD = 0.7
+"""How much of the keys' variance counts where candidates are selected (``candidates``)."""
+
 LAST = 8.0
 """How many times the last query of a query head counts."""
 
@@ -172,8 +175,9 @@ def candidates(
 
     A unit's probability is estimated as if the logits of its keys were normally distributed: the
     mean of their exponentials is then the exponential of their mean plus half of their variance.
-    Their variance is the query's squared norm times the keys' variance, if that is the same in all
-    directions.
+    Their variance would be the query's squared norm times the keys' variance, if that were the same
+    in all directions. Queries point more in directions in which keys differ, so more than half
+    counts (``SPREAD``).
 
     Returns:
         None if these are all units.
@@ -187,8 +191,8 @@ def candidates(
     scale = torch.cat([chunk.centre_scale[index, :, at] for chunk, at, _ in pieces], dim=1)
     spread = torch.cat([chunk.spread[index, :, at] for chunk, at, _ in pieces], dim=1)
     products = flat @ centre.transpose(2, 3).flatten(1, 2).float()  # [H, G * Q, n]
-    half = flat.square().sum(-1, keepdim=True) * steps * steps / 2
-    logits = products * scale.unsqueeze(1) * steps + half * spread.unsqueeze(1)
+    norms = flat.square().sum(-1, keepdim=True) * steps * steps
+    logits = products * scale.unsqueeze(1) * steps + SPREAD * norms * spread.unsqueeze(1)
     worth = logits.softmax(-1).unflatten(1, (-1, len(few))).amax(2)
     rows = over_heads(layer, worth).numpy()
     return torch.from_numpy(np.stack([np.sort(most_asked(row, CANDIDATES)) for row in rows]))
