@@ -3,9 +3,9 @@
 // probability by the unit's centre, which is the mean of its keys, and by how far the keys spread around it.
 //
 // A unit is worth the sum of the exponentials of its keys' logits. If these are normally distributed,
-// the mean of the exponentials is that of the mean logit plus half of their variance. The variance would
-// be the query's squared norm times the keys' variance, if that were the same in all directions. Queries
-// point more in directions in which keys differ: hence more than half (SPREAD).
+// the mean of the exponentials is that of the mean logit plus half of their variance. The variance is
+// the query's squared norm times the keys' variance, if that is the same in all directions. For texts,
+// a larger weight than half selects better (SPREAD).
 //
 // A first pass sums each query's exponentials and notes its largest logit in each panel of W units. Then
 // a panel's largest probability is known. The candidates lie in the panels in which it is largest, as

@@ -157,8 +157,8 @@ class RecallSim:
     ) -> list[int]:
         """The units that a few of the queries, which have 8 bits, ask for most.
 
-        As if a unit's keys were normally distributed. Half of their variance would count if it were
-        the same in all directions.
+        As if a unit's keys were normally distributed, with the same variance in all directions. In
+        theory half of the variance counts.
         """
         unit, group = self.settings.unit, queries.shape[1] // len(keys)
         few = of_each_head(queries, largest(queries, FILTERING))

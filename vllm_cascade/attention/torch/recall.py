@@ -175,9 +175,9 @@ def candidates(
 
     A unit's probability is estimated as if the logits of its keys were normally distributed: the
     mean of their exponentials is then the exponential of their mean plus half of their variance.
-    Their variance would be the query's squared norm times the keys' variance, if that were the same
-    in all directions. Queries point more in directions in which keys differ, so more than half
-    counts (``SPREAD``).
+    Their variance is the query's squared norm times the keys' variance, if that is the same in all
+    directions. For texts, a larger weight than half selects better (``SPREAD``, chosen with
+    ``benchmarks.recall_judge``).
 
     Returns:
         None if these are all units.
