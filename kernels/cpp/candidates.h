@@ -4,8 +4,8 @@
 //
 // A unit is worth the sum of the exponentials of its keys' logits. If these are normally distributed,
 // the mean of the exponentials is that of the mean logit plus half of their variance. The variance is
-// the query's squared norm times the keys' variance, if that is the same in all directions. For texts,
-// a larger weight than half selects better (SPREAD).
+// the query's squared norm times the keys' variance, if that is the same in all directions. On
+// text, a weight above one half selects better (SPREAD).
 //
 // A first pass sums each query's exponentials and notes its largest logit in each panel of W units. Then
 // a panel's largest probability is known. The candidates lie in the panels in which it is largest, as
@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr float SPREAD = 0.7f;  // how much of a unit's variance counts
+constexpr float SPREAD = 0.7f;  // weight of a unit's variance
 constexpr int64_t BLOCK = 16;  // panels whose logits stay in the processor's cache
 constexpr int64_t AHEAD = 4;   // panels between one that is read and one that is fetched
 constexpr int CENTRES = W == 16 ? 2 : 1;       // panels that are multiplied at once

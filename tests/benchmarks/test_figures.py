@@ -105,13 +105,12 @@ def recall() -> list[str]:
         ("ruler-16k", "sink, recall 8"),
     )
     near, full, past = (row_of(*arm)["mean (95 % interval)"].split()[0] for arm in arms)
-    (prompt, token), (far_prompt, far_token) = (
-        [f"{float(row[column].rstrip('x')):.2f} times" for column in ("a prompt token", "a token")]
-        for row in (row_of("recall-cost", "131,072"), row_of("recall-cost-1m", "1,048,576"))
-    )
+    costs = [
+        (num, row_of(name, num))
+        for name, num in (("recall-cost", "131,072"), ("recall-cost-1m", "1,048,576"))
+    ]
     return [
-        f"a prompt token takes {prompt} as long and a decoded token {token}",
-        f"With 1,048,576 stored they take {far_prompt} and {far_token}",
+        *(f"| {num} | {row['a prompt token']} | {row['a token']} |" for num, row in costs),
         f"| mean of RULER at 8,192 tokens, an eighth attended | {near} % | {full} % |",
         "| mean of RULER at 16,384 tokens, past the model's positions, a sixteenth attended | "
         f"{past} % | |",

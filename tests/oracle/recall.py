@@ -23,7 +23,7 @@ FILTERING, JUDGING = 5, 16
 """Queries of each head that select them and that judge them: the last, and the largest ones."""
 
 SPREAD = 0.7
-"""How much of the variance of a unit's keys counts there."""
+"""Weight of the variance of a unit's keys in that selection."""
 
 LAST = 8
 """How often the last query's squares are added."""
@@ -157,8 +157,8 @@ class RecallSim:
     ) -> list[int]:
         """The units that a few of the queries, which have 8 bits, ask for most.
 
-        As if a unit's keys were normally distributed, with the same variance in all directions. In
-        theory half of the variance counts.
+        As if a unit's keys were normally distributed, with the same variance in all directions,
+        for which a weight of one half would be exact.
         """
         unit, group = self.settings.unit, queries.shape[1] // len(keys)
         few = of_each_head(queries, largest(queries, FILTERING))

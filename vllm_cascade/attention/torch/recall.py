@@ -38,7 +38,7 @@ FILTERING, JUDGING = 5, 16
 """Most queries of a query head that select candidates, and that score them."""
 
 SPREAD = 0.7
-"""How much of the keys' variance counts where candidates are selected (``candidates``)."""
+"""Weight of the keys' variance when candidates are selected (``candidates``)."""
 
 LAST = 8.0
 """How many times the last query of a query head counts."""
@@ -176,8 +176,7 @@ def candidates(
     A unit's probability is estimated as if the logits of its keys were normally distributed: the
     mean of their exponentials is then the exponential of their mean plus half of their variance.
     Their variance is the query's squared norm times the keys' variance, if that is the same in all
-    directions. For texts, a larger weight than half selects better (``SPREAD``, chosen with
-    ``benchmarks.recall_judge``).
+    directions. On text, a weight above one half selects better (``SPREAD``).
 
     Returns:
         None if these are all units.
