@@ -131,6 +131,7 @@ class Store:
         codes, scale = judge.encode(keys[:, : num * unit].unflatten(1, (-1, unit)))
         for chunk, to, which in self._log.grow(num).pieces():
             judge.write_keys(chunk, 0, to, codes[:, which], scale[:, which])
+            chunk.token[0, 0, to] = torch.arange(which.start, which.stop) * unit
         self._config = LayerConfig(num_heads, size, 1, 1.0, 0.0, None, None, True, False, "mean")
 
     def choose(self, units: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

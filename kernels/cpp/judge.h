@@ -48,6 +48,11 @@ struct Judge {
   int64_t panels() const { return (judged() + W - 1) / W; }
   int64_t columns() const { return panels() * W; }
   int64_t heads_of_set() const { return layer.num_heads / layer.num_sets; }
+  // Whether the tokens of the unit that was stored after this one follow its tokens.
+  bool goes_on(int64_t set, int64_t unit) const {
+    const int64_t number = units.begin + unit;
+    return *stored().token(set, number + 1) == *stored().token(set, number) + layer.unit;
+  }
 };
 
 // Queries as integers, `[rows]`; what makes up for keys that count from 128; the logarithm of the sum of

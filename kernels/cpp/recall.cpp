@@ -5,6 +5,7 @@
 //
 // W units lie side by side, one per lane. Largest logits and sums over a unit's keys then need no
 // exchange between lanes.
+#include <algorithm>
 #include <optional>
 
 #include "candidates.h"
@@ -16,6 +17,7 @@ constexpr int QUERIES = W == 16 ? 6 : 3;  // that share their loads
 constexpr int FEW = 8;                    // queries, for which turning all keys around costs more
 constexpr int VECTORS = 4;                // of keys that few queries multiply at once
 constexpr float LAST = 8;                 // times that a head's last query counts
+constexpr float NEXT = 0.5;               // of a unit's worth that the next unit is worth, at least
 
 // What is found of each query, relative to the largest logit of each panel.
 struct Found {
@@ -208,6 +210,27 @@ void over_heads(const Judge& judge, const float* asked, int64_t n, int64_t set, 
     for (int64_t u = 0; u < n; u++) most[u] = std::max(most[u], asked[q * n + u]);
 }
 
+// The units of a set with the most worth, ascending. If the text goes on in the unit that was stored after
+// one, it is worth at least `NEXT` of it. Only after units that would be chosen anyway that can change the
+// choice. `listed`: [judged]; `most`: [judged + num_chosen], the worth of these units, then room.
+void choose_units(const Judge& judge, int64_t set, const int64_t* listed, float* most,
+                  int64_t* chosen) {
+  const int64_t n = judge.judged(), num = judge.asking.num_chosen;
+  std::vector<int64_t> more;
+  choose(most, n, num, chosen);
+  for (int64_t i = num - 1; i >= 0; i--) {  // last first, so that no worth is handed on twice
+    const int64_t at = chosen[i], next = listed[at] + 1;
+    if (next == judge.num_units() || !judge.goes_on(set, listed[at])) continue;
+    const float worth = NEXT * most[at];
+    if (at + 1 < n && listed[at + 1] == next) most[at + 1] = std::max(most[at + 1], worth);
+    else most[n + more.size()] = worth, more.push_back(next);
+  }
+  choose(most, n + more.size(), num, chosen);
+  for (int64_t i = 0; i < num; i++)
+    chosen[i] = chosen[i] < n ? listed[chosen[i]] : more[chosen[i] - n];
+  std::sort(chosen, chosen + num);
+}
+
 template <class T>
 void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, int64_t* chosen) {
   static thread_local Scratch scratch, of_filter;
@@ -215,17 +238,18 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
   const int64_t heads = layer.num_heads, n = judge.judged(), judging = judge.judging();
   const int64_t columns = judge.columns(), num = heads * judge.rows(), size = judge.words();
   const int64_t asking = layer.num_queries() * judge.asking.num;
+  const int64_t room = n + judge.asking.num_chosen;
   float* sums = scratch.take(num * (columns + judge.panels()) + layer.num_queries() * columns +
-                             layer.num_sets * n + Queries::numbers(asking, size) +
+                             layer.num_sets * room + Queries::numbers(asking, size) +
                              Queries::numbers(num, size));
   const Found found{sums, sums + num * columns};
   float* shares = found.most + num * judge.panels();  // [H * G, columns]
   float* most = shares + layer.num_queries() * columns;
-  const Queries all(most + layer.num_sets * n, asking, size);
+  const Queries all(most + layer.num_sets * room, asking, size);
   Queries some = all;
   plain_queries<T>(judge, rows, all);
   if (judging < judge.asking.num) {
-    some = Queries(most + layer.num_sets * n + Queries::numbers(asking, size), num, size);
+    some = Queries(most + layer.num_sets * room + Queries::numbers(asking, size), num, size);
     take_largest(judge, all, judging, [=](int64_t query) { return query * judging; }, some);
   }
   std::optional<Filter> filter;
@@ -251,10 +275,9 @@ void run(const Judge& judge, const Rows& rows, float* asked, int64_t* listed, in
     }
 #pragma omp for schedule(static)
     for (int64_t set = 0; set < layer.num_sets; set++) {
-      int64_t* mine = chosen + set * judge.asking.num_chosen;
-      over_heads(judge, asked, n, set, most + set * n);
-      choose(most + set * n, n, judge.asking.num_chosen, mine);
-      for (int64_t i = 0; i < judge.asking.num_chosen; i++) mine[i] = listed[set * n + mine[i]];
+      over_heads(judge, asked, n, set, most + set * room);
+      choose_units(judge, set, listed + set * n, most + set * room,
+                   chosen + set * judge.asking.num_chosen);
     }
   }
 }

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring the units with the most evidence into a request's pages.
 
-One program per request and head set selects the units and assigns their slots. It finds the lowest
-selected evidence bit by bit: the bits of non-negative numbers sort like the numbers. Ties go to the
-first unit. Units that stay keep their slots and rows. Keys and values of the others are copied from
-the host's pinned memory directly into the pages.
+One program per request and head set selects the units and assigns their slots. A unit gives a part
+of its evidence to the next one if the text goes on there. The program finds the lowest selected
+evidence bit by bit: the bits of non-negative numbers sort like the numbers. Ties go to the first
+unit. Units that stay keep their slots and rows. Keys and values of the others are copied from the
+host's pinned memory directly into the pages.
 """
 
 from typing import Any
@@ -34,6 +35,34 @@ MOST_TILE = 1024
 """Units or places per tile."""
 COPIED = 2048
 """Numbers per copied tile."""
+NEXT = tl.constexpr(0.5)
+"""What of a unit's evidence the next one has, at least, if the text goes on in it."""
+
+
+@triton.jit
+def _hand_on(
+    evidence,
+    stored_token,
+    oldest,
+    number,
+    CAPACITY: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Give units that go on with the text of the one before ``NEXT`` of its evidence, at least."""
+    tiles = tl.cdiv(number, TILE)
+    for done in range(tiles):  # the last one first: what is handed on is not handed on again
+        unit = (tiles - 1 - done) * TILE + tl.arange(0, TILE)
+        inside = unit < number
+        follows = inside & (unit > 0)
+        token = tl.load(stored_token + (oldest + unit) % CAPACITY, mask=follows, other=0)
+        place = (oldest + unit - 1) % CAPACITY
+        follows = follows & (token == tl.load(stored_token + place, mask=follows, other=0) + UNIT)
+        own = tl.load(evidence + unit, mask=inside, other=0.0)
+        before = tl.load(evidence + unit - 1, mask=follows, other=0.0)
+        tl.debug_barrier()
+        tl.store(evidence + unit, tl.maximum(own, before * NEXT), mask=inside)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -111,6 +140,7 @@ def _choose(
     listed = index < now
     tl.store(moves + index, -1)
     if how == JUDGED:
+        _hand_on(evidence, stored_token, oldest, number, CAPACITY, UNIT, TILE)
         least, larger = _least_taken(evidence, number, now, TILE)
         taken = tl.full([], 0, tl.int32)
         equal = larger  # which of equal ones are taken, counted behind the larger ones
@@ -310,7 +340,7 @@ class Recaller:
     def __call__(self, rows: RecallRows) -> None:
         """Write ``chosen``, numbers of the recalled units in stream order, and the pages.
 
-        Rows whose ``HOW`` is 0 are skipped.
+        Rows whose ``HOW`` is 0 are skipped. ``evidence`` is overwritten.
         """
         if rows.num_rows == 0:
             return
@@ -364,7 +394,16 @@ def recall_units(
     return room["chosen"]
 
 
-def chosen_reference(evidence: list[float], now: int) -> list[int]:
-    """Places of the largest evidence; ties go to the first."""
-    order = sorted(range(len(evidence)), key=lambda unit: (-evidence[unit], unit))
+def chosen_reference(evidence: list[float], tokens: list[int], unit: int, now: int) -> list[int]:
+    """Places of the largest evidence; ties go to the first.
+
+    Args:
+        tokens: the units' first ones. A unit has at least half of the evidence of the one before
+            if its tokens follow that one's.
+    """
+    worth = list(evidence)
+    for place in range(1, len(worth)):
+        if tokens[place] == tokens[place - 1] + unit:
+            worth[place] = max(worth[place], evidence[place - 1] / 2)
+    order = sorted(range(len(worth)), key=lambda place: (-worth[place], place))
     return sorted(order[:now])

@@ -264,6 +264,11 @@ def check_recall(
             rng.shuffle(others)
             mine = shown + others[: number[row] - len(shown)]
             rng.shuffle(mine)
+            cached = tokens[head_set].tolist()
+            for nth in range(1, len(mine)):  # the text goes on in some units
+                follows = mine[nth - 1] + case.unit
+                if mine[nth] not in shown and follows not in mine + cached and rng.random() < 0.5:
+                    mine[nth] = follows
             rings.token[head_set, places] = torch.tensor(mine, dtype=torch.int32)
             values = torch.randint(0, 6, (number[row],), generator=generator) / 8
             evidence[row, head_set, : number[row]] = values
@@ -290,7 +295,10 @@ def check_recall(
     for row in real_rows(case):
         for head_set in range(case.num_sets) if how[row] else ():
             values = evidence[row, head_set, : number[row]].tolist()
-            units = [begin[row] + u for u in chosen_reference(values, now[row])]
+            places = [rings.place(row, begin[row] + u) for u in range(number[row])]
+            first = rings.token[head_set, places].tolist()
+            best = chosen_reference(values, first, case.unit, now[row])
+            units = [begin[row] + u for u in best]
             units.sort(key=lambda n, row=row, s=head_set: int(rings.token[s, rings.place(row, n)]))
             assert chosen[row, head_set, : now[row]].tolist() == units, (row, head_set)
             came += _place(cache, rings, row, head_set, steps, units, before[row], sinks)

@@ -133,7 +133,7 @@ def test_a_choice_among_more_than_a_tile() -> None:
 
 
 def test_of_equal_evidence_the_first() -> None:
-    assert chosen_reference([0.5, 0.25, 0.5, 0.25, 0.25], 4) == [0, 1, 2, 3]
+    assert chosen_reference([0.5, 0.25, 0.5, 0.25, 0.25], [0] * 5, 4, 4) == [0, 1, 2, 3]
 
 
 @seeds(3)

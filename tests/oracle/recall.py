@@ -8,6 +8,7 @@ looked up by token, and judged as if each stood in the middle of the shown units
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ SPREAD = 0.7
 
 LAST = 8
 """How often the last query's squares are added."""
+
+NEXT = 0.5
+"""What the unit that continues a unit's text is worth of it, at least, if it was stored next."""
 
 
 @dataclass
@@ -118,11 +122,12 @@ class RecallSim:
         the least of ours, within `NEAR`. A key that falls between two steps of its 8 bits may go
         either way.
         """
-        number, stored = min(self.settings.units, len(self.evicted)), self.stored
-        if number == len(stored):
-            self.shown = sorted(stored)
+        number, every = min(self.settings.units, len(self.evicted)), self.stored
+        if number == len(every):
+            self.shown = sorted(every)
             return
         queries, scale = in_8_bits(queries), scale or keys.shape[2] ** -0.5
+        stored = every
         if len(stored) > CANDIDATES:
             stored = self.candidates(stored, queries, keys, scale)
             which = largest(queries, JUDGING)
@@ -138,13 +143,17 @@ class RecallSim:
             of_units = both[:, : len(tokens)].view(len(queries), len(stored), unit)
             squares = of_units.sum(-1).square()
             worth = torch.maximum(worth, squares.sum(0) + (LAST - 1) * squares[-1])
-        order = sorted(range(len(stored)), key=lambda i: (-float(worth[i]), i))
-        self.shown = sorted(stored[i] for i in order[:number])
+        own = dict(zip(stored, worth.tolist(), strict=True))
+        value, place = dict(own), {u: i for i, u in enumerate(every)}
+        for before, u in pairwise(every):
+            if u == before + 1 and before in own:
+                value[u] = max(value.get(u, 0.0), NEXT * own[before])
+        order = sorted(value, key=lambda u: (-value[u], place[u]))
+        self.shown = sorted(order[:number])
         self.choices += 1
         if hint is None or hint == self.shown:
             return
-        least = float(worth[order[number - 1]])
-        value = dict(zip(stored, worth.tolist(), strict=True))
+        least = value[order[number - 1]]
         others = set(self.shown) - set(hint)
         good = [value.get(u, 0.0) >= least * (1 - NEAR) for u in hint]
         swapped = [value[u] <= least * (1 + NEAR) for u in others]

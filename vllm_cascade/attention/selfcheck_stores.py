@@ -211,7 +211,8 @@ def judged(
         plain = evidence.unrotated(layer, query[tokens], at) * layer.scale
         sinks = evidence.to_sinks(layer, query[tokens], recall.sink_keys(pages, plan.sinks))
         asked = evidence.asked(layer, 0, plan.candidates, plain, sinks)
-        found[units.request_of(plan.log)] = plan.now, evidence.over_heads(layer, asked)
+        worth = evidence.with_next(0, plan.candidates, evidence.over_heads(layer, asked).numpy())
+        found[units.request_of(plan.log)] = plan.now, torch.from_numpy(worth)
     return found
 
 

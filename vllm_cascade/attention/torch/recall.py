@@ -11,7 +11,10 @@
    it a little. The last query counts ``LAST`` times: at the end of a prompt the next token depends
    on what it finds. The worth is the most that any query head of a set asks for. Most heads attend
    to nothing in particular; the one that looks something up must not be averaged away.
-4. Of more than ``CANDIDATES`` units, a few queries first select candidates by the mean of each
+4. If the text goes on in the next unit, that is worth at least ``NEXT`` of it. A model that copies
+   text attends to one token after the other, and the next ones may be on the other side of a unit's
+   end before units are selected again.
+5. Of more than ``CANDIDATES`` units, a few queries first select candidates by the mean of each
    unit's keys and by their variance. Only candidates are scored by all of their keys, so the cost
    hardly grows with the store. Of each query head, the last query and those with the largest norms
    select and score candidates. The last one may ask for an answer; the larger a query, the more its
@@ -42,6 +45,9 @@ SPREAD = 0.7
 
 LAST = 8.0
 """How many times the last query of a query head counts."""
+
+NEXT = 0.5
+"""What of a unit's worth the next unit is worth, at least, if the text goes on in it."""
 
 
 def encode(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,10 +168,23 @@ def choose(
         which = largest(queries, JUDGING)
         queries, sinks = taken(queries, which), sinks.gather(0, which)
     found = over_heads(layer, asked(layer, index, units, queries, sinks, listed))
-    chosen = [most_asked(row, num) for row in found.numpy()]
-    if listed is None:
-        return [np.sort(row) for row in chosen]
-    return [np.sort(of_set[row]) for of_set, row in zip(listed.numpy(), chosen, strict=True)]
+    worth = np.full((layer.num_sets, len(units)), -1, dtype=np.float32)  # -1: not listed
+    for head_set, row in enumerate(found.numpy()):
+        worth[head_set, slice(None) if listed is None else listed[head_set].numpy()] = row
+    return [np.sort(most_asked(row, num)) for row in with_next(index, units, worth)]
+
+
+def with_next(index: int, units: Part, worth: np.ndarray) -> np.ndarray:
+    """The worth of units, at least ``NEXT`` of the one stored before if tokens follow that one's.
+
+    Args:
+        index: the layer's index in the log.
+        worth: fp32 ``[sets, n]``.
+    """
+    tokens = torch.cat([chunk.token[index, :, at] for chunk, at, _ in units.pieces()], dim=1)
+    follows = np.diff(tokens.numpy()) == units.chunks[0].shape.unit
+    handed_on = np.where(follows, np.float32(NEXT) * worth[:, :-1], -1)
+    return np.concatenate([worth[:, :1], np.maximum(worth[:, 1:], handed_on)], axis=1)
 
 
 def candidates(
