@@ -312,6 +312,7 @@ class Recaller:
             **layer.words,
             exchanged=exchanged,
             TILE=min(MOST_TILE, triton.next_power_of_2(capacity)),
+            maxnreg=128,  # otherwise ptxas may spill to fit more blocks per multiprocessor
             **shared,
         )
         size = unit * kv.shape[3]
