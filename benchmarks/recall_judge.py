@@ -153,8 +153,9 @@ class Store:
         asks = self.layer.turn(query, at - middle).transpose(0, 1)
         asked = self._log.part(0, self.beside + units), asks, to_sinks
         (chosen,) = judge.choose(self._config, 0, *asked, self._recall)
-        (worth,) = judge.over_heads(self._config, judge.asked(self._config, 0, *asked))
-        return torch.from_numpy(chosen), worth
+        each = judge.over_heads(self._config, judge.asked(self._config, 0, *asked)).numpy()
+        (worth,) = judge.with_next(0, asked[0], each)
+        return torch.from_numpy(chosen), torch.from_numpy(worth)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
