@@ -17,7 +17,7 @@ constexpr int QUERIES = W == 16 ? 6 : 3;  // that share their loads
 constexpr int FEW = 8;                    // queries, for which turning all keys around costs more
 constexpr int VECTORS = 4;                // of keys that few queries multiply at once
 constexpr float LAST = 8;                 // times that a head's last query counts
-constexpr float NEXT = 0.5;               // of a unit's worth that the next unit is worth, at least
+constexpr float NEXT = 0.125;             // of a unit's worth that the next unit is worth, at least
 
 // What is found of each query, relative to the largest logit of each panel.
 struct Found {

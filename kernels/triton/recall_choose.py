@@ -35,7 +35,7 @@ MOST_TILE = 1024
 """Units or places per tile."""
 COPIED = 2048
 """Numbers per copied tile."""
-NEXT = tl.constexpr(0.5)
+NEXT = tl.constexpr(0.125)
 """What of a unit's evidence the next one has, at least, if the text goes on in it."""
 
 
@@ -399,12 +399,12 @@ def chosen_reference(evidence: list[float], tokens: list[int], unit: int, now: i
     """Places of the largest evidence; ties go to the first.
 
     Args:
-        tokens: the units' first ones. A unit has at least half of the evidence of the one before
+        tokens: the units' first ones. A unit has at least an eighth of the evidence of the one before
             if its tokens follow that one's.
     """
     worth = list(evidence)
     for place in range(1, len(worth)):
         if tokens[place] == tokens[place - 1] + unit:
-            worth[place] = max(worth[place], evidence[place - 1] / 2)
+            worth[place] = max(worth[place], evidence[place - 1] / 8)
     order = sorted(range(len(worth)), key=lambda place: (-worth[place], place))
     return sorted(order[:now])

@@ -70,12 +70,12 @@ def text_of(num_units: int, unit: int) -> torch.Tensor:
 def with_next(
     worth: list[float], units: list[int], tokens: torch.Tensor, unit: int
 ) -> dict[int, float]:
-    """The worth of units, and of units that go on with their text: half of theirs, or their own."""
+    """The worth of units; those that go on with their text have an eighth of it, or their own."""
     own = dict(zip(units, worth, strict=True))
     found = dict(own)
     for u, value in own.items():
         if u + 1 < len(tokens) and int(tokens[u + 1] - tokens[u]) == unit:
-            found[u + 1] = max(own.get(u + 1, 0.0), value / 2)
+            found[u + 1] = max(own.get(u + 1, 0.0), value / 8)
     return found
 
 

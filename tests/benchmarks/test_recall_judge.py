@@ -83,9 +83,9 @@ def test_units_of_other_texts() -> None:
     store = recall_judge.Store(layer, 8, 24, 4, 3, others)
     chosen, worth = store.choose(12, 64, 80)
     # Unit 10 of the other text is four strong keys, and unit 3 of the text's own has one. Units that
-    # continue them are worth half of them.
+    # continue them are worth an eighth of them.
     assert chosen.tolist() == [10, 11, 100 + 3] and len(worth) == 100 + 12
-    assert worth[11] == worth[10] / 2 and worth[104] == worth[103] / 2
+    assert worth[11] == worth[10] / 8 and worth[104] == worth[103] / 8
     rest = [u for u in range(112) if u not in (10, 11, 103, 104)]
     assert worth[10] > worth[103] > 10 * worth[rest].max()
     judge_layer(layer, args, found, others)

@@ -271,6 +271,7 @@ def check_recall(
                     mine[nth] = follows
             rings.token[head_set, places] = torch.tensor(mine, dtype=torch.int32)
             values = torch.randint(0, 6, (number[row],), generator=generator) / 8
+            values /= 8 ** torch.randint(0, 2, (number[row],), generator=generator)
             evidence[row, head_set, : number[row]] = values
             rings.born[head_set, places] = torch.randint(
                 0, 200, (number[row],), generator=generator

@@ -29,7 +29,7 @@ SPREAD = 0.7
 LAST = 8
 """How often the last query's squares are added."""
 
-NEXT = 0.5
+NEXT = 0.125
 """What the unit that continues a unit's text is worth of it, at least, if it was stored next."""
 
 

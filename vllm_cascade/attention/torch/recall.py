@@ -46,7 +46,7 @@ SPREAD = 0.7
 LAST = 8.0
 """How many times the last query of a query head counts."""
 
-NEXT = 0.5
+NEXT = 0.125
 """What of a unit's worth the next unit is worth, at least, if the text goes on in it."""
 
 
