@@ -399,8 +399,8 @@ def chosen_reference(evidence: list[float], tokens: list[int], unit: int, now: i
     """Places of the largest evidence; ties go to the first.
 
     Args:
-        tokens: the units' first ones. A unit has at least an eighth of the evidence of the one before
-            if its tokens follow that one's.
+        tokens: the units' first ones. If they follow those of the unit before, a unit has at least
+            an eighth of that one's evidence.
     """
     worth = list(evidence)
     for place in range(1, len(worth)):

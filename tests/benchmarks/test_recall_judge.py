@@ -82,8 +82,8 @@ def test_units_of_other_texts() -> None:
     others[:, 40:44] = 2.0
     store = recall_judge.Store(layer, 8, 24, 4, 3, others)
     chosen, worth = store.choose(12, 64, 80)
-    # Unit 10 of the other text is four strong keys, and unit 3 of the text's own has one. Units that
-    # continue them are worth an eighth of them.
+    # Unit 10 of the other text is four strong keys, and unit 3 of the text's own has one. What
+    # continues them is worth an eighth of them.
     assert chosen.tolist() == [10, 11, 100 + 3] and len(worth) == 100 + 12
     assert worth[11] == worth[10] / 8 and worth[104] == worth[103] / 8
     rest = [u for u in range(112) if u not in (10, 11, 103, 104)]
