@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The judge of evicted units, in PyTorch and C++, and the logs that hold them."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -434,39 +435,42 @@ def test_the_last_lookup_counts_eight_times(others: int, first: int) -> None:
     assert evidence.most_asked(found.numpy(), 1).tolist() == [first]
 
 
-@pytest.mark.parametrize("num", [2, 3])
-@pytest.mark.parametrize("most", [40, 8])
-def test_a_text_that_is_copied_goes_on_in_the_next_unit(most: int, num: int) -> None:
-    """The query looks up unit 5, and glances at unit 9; unit 6 goes on with 5's text, 10 with 9's.
+@pytest.mark.parametrize("candidates", [40, 8])
+@pytest.mark.parametrize(
+    ("continued", "expected"),
+    [
+        ([], [5, 9]),
+        ([6], [5, 6]),
+        ([], [5, 6, 9, 20]),
+        ([10], [5, 6, 9, 10]),
+        ([6, 7], [5, 6, 9]),
+    ],
+)
+def test_text_that_goes_on(continued: list[int], expected: list[int], candidates: int) -> None:
+    """What continues a unit has an eighth of its worth: 6 then beats unit 9, and 10 unit 20.
 
-    Of 8 candidates, neither 6 nor 10 is one.
+    Unit 6 does not hand on what unit 5 gave it. Of 8 candidates, neither 7 nor 10 is one.
     """
     layer, log = layer_of(1, 8), Log(shape_of(2, 40, num_kv_heads=1, num_sets=1, head_size=8))
     keys, new = torch.zeros(1, 40, 2, 8), NewTokens(*(torch.zeros(1, 1, 8),) * 4)
-    keys[..., 1:] = 0.1
     new.query[..., 0] = 1.0
-    for unit, key in {
-        5: 20.0,
-        9: 16.0,
-        6: -9.0,
-        10: -9.0,
-        **dict.fromkeys(range(20, 26), 8),
-    }.items():
-        keys[0, unit, :, 0] = key
+    worth = {5: 1.0, 9: 1e-2, 6: 5e-3, **dict.fromkeys(range(20, 26), 1e-6)}
+    for unit, value in worth.items():  # squares of probabilities
+        keys[0, unit, :, 0] = (14 + math.log(value) / 2) / layer.scale
+    tokens = torch.arange(40) * 3
+    for unit in continued:
+        tokens[unit] = tokens[unit - 1] + 2
+    write(log.grow(40), 1, keys, tokens)
+    part, plain, num = log.part(0, 40), new.query * layer.scale, len(expected)
     path, places = path_of(layer, 2, 1), np.zeros(1, dtype=np.int64)
     sinks = evidence.to_sinks(layer, new.query, sinks_of(path, layer, 0))
-    follows = torch.arange(40) * 3
-    follows[6], follows[10] = follows[5] + 2, follows[9] + 2
     with (
-        patch.object(evidence, "CANDIDATES", most),
-        patch.object(native_recall, "CANDIDATES", most),
+        patch.object(evidence, "CANDIDATES", candidates),
+        patch.object(native_recall, "CANDIDATES", candidates),
     ):
-        for tokens, expected in ((follows, [5, 6, 9]), (torch.arange(40) * 3, [5, 9, 20])):
-            write(log.part(0, 40) if log.end else log.grow(40), 1, keys, tokens)
-            part, plain = log.part(0, 40), new.query * layer.scale
-            (slow,) = evidence.choose(layer, 1, part, plain, sinks, num)
-            (fast,), *_ = choose(path, part, num, row_addresses(new), places, places, PAGES, 0)
-            assert slow.tolist() == fast.tolist() == expected[:num]
+        (slow,) = evidence.choose(layer, 1, part, plain, sinks, num)
+        (fast,), *_ = choose(path, part, num, row_addresses(new), places, places, PAGES, 0)
+    assert slow.tolist() == fast.tolist() == expected
 
 
 def test_any_head_of_a_set_may_select() -> None:

@@ -222,9 +222,18 @@ def check_judge(
 
 
 def check_recall(
-    case: Case, device: torch.device | str, capacity: int = 24, most: int = 5, sinks: int = 1
+    case: Case,
+    device: torch.device | str,
+    capacity: int = 24,
+    most: int = 5,
+    sinks: int = 1,
+    only: int | None = None,
 ) -> float:
-    """``recall_units``: the pages as a whole, from lists; evidence has many ties."""
+    """``recall_units``: the pages as a whole, from lists; evidence has many ties.
+
+    Args:
+        only: the one unit of full rings that has evidence; the text goes on behind it.
+    """
     cache, steps = make_cache(case)
     rings, rng = Rings(case, capacity), random.Random(case.seed + 11)
     generator = torch.Generator().manual_seed(case.seed + 6)
@@ -236,6 +245,7 @@ def check_recall(
         free = cache.slots[row] // case.unit - held
         now[row] = rng.randint(before[row], min(before[row] + free, most))
         number[row] = rng.randint(max(now[row], before[row]), capacity)
+        number[row] = capacity if only is not None else number[row]
         begin[row] = rng.randint(0, 3 * capacity)
         how[row] = columns.TAKES_ALL if now[row] == number[row] else columns.JUDGED
         how[row] *= now[row] > 0 and row % 4 != 3
@@ -267,18 +277,21 @@ def check_recall(
             cached = tokens[head_set].tolist()
             for nth in range(1, len(mine)):  # the text goes on in some units
                 follows = mine[nth - 1] + case.unit
-                if mine[nth] not in shown and follows not in mine + cached and rng.random() < 0.5:
+                goes_on = rng.random() < 0.5 or nth - 1 in (only, (only or 0) + 1)
+                if goes_on and mine[nth] not in shown and follows not in mine + cached:
                     mine[nth] = follows
             rings.token[head_set, places] = torch.tensor(mine, dtype=torch.int32)
             values = torch.randint(0, 6, (number[row],), generator=generator) / 8
             values /= 8 ** torch.randint(0, 2, (number[row],), generator=generator)
+            if only is not None:
+                values = torch.arange(capacity).eq(only).float()
             evidence[row, head_set, : number[row]] = values
             rings.born[head_set, places] = torch.randint(
                 0, 200, (number[row],), generator=generator
             ).int()
     ours, exchanged = cache.to(device), torch.zeros(1, dtype=torch.int32, device=device)
     rows, row_scales, _, _, born, token = rings.on(device)
-    devidence, dsteps, drecall = on(device, evidence, steps, recall)
+    devidence, dsteps, drecall = on(device, evidence.clone(), steps, recall)
     chosen = recall_units(
         evidence=devidence,
         rows=rows,

@@ -132,6 +132,13 @@ def test_a_choice_among_more_than_a_tile() -> None:
     checks.check_recall(case, "cpu", capacity=1100, most=7)
 
 
+def test_evidence_is_handed_on_once() -> None:
+    """The unit that is first in the second tile gets nothing of what the one before was given."""
+    case = Case(**{**FEW, "head_size": 8}, unit=2, lengths=(2200,), holes=9, strides=(1,))
+    for seed in range(5):
+        checks.check_recall(replace(case, seed=seed), "cpu", capacity=1100, most=7, only=1022)
+
+
 def test_of_equal_evidence_the_first() -> None:
     assert chosen_reference([0.5, 0.25, 0.5, 0.25, 0.25], [0] * 5, 4, 4) == [0, 1, 2, 3]
 
