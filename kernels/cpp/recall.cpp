@@ -210,9 +210,9 @@ void over_heads(const Judge& judge, const float* asked, int64_t n, int64_t set, 
     for (int64_t u = 0; u < n; u++) most[u] = std::max(most[u], asked[q * n + u]);
 }
 
-// The units of a set with the most worth, ascending. If the text goes on in the unit that was stored after
-// one, it is worth at least `NEXT` of it. Only after units that would be chosen anyway that can change the
-// choice. `listed`: [judged]; `most`: [judged + num_chosen], the worth of these units, then room.
+// The units of a set with the most worth, ascending. A unit that was stored after another and continues its
+// text is worth at least `NEXT` of it. So only units behind those that are chosen without this can take a
+// place. `listed`: [judged]; `most`: [judged + num_chosen], the worth of these units, then room.
 void choose_units(const Judge& judge, int64_t set, const int64_t* listed, float* most,
                   int64_t* chosen) {
   const int64_t n = judge.judged(), num = judge.asking.num_chosen;
