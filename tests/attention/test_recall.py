@@ -371,7 +371,7 @@ def test_candidates(
             assert all(worth[u] >= least * (1 - 1e-4) for u in units)
             others = set(range(num_units)) - set(units)
             assert all(worth[u] <= least * (1 + 1e-4) for u in others)
-        # The candidates' own shares decide what comes back: candidates, or units that continue them.
+        # The candidates' own shares decide what comes back: they, or what continues them.
         assert len(set(chosen[head_set])) == len(set(found[0][head_set])) == num
         shares = (
             literal(keys[:, listed[head_set]], judge, to_sinks)[list(heads)].flatten(0, 1).amax(0)
